@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, NamedTuple, TypeAlias
 
+from api.daemon_threads import run_in_daemon_thread
 from kv_events.endpoints import LocateError
 from kv_events.errors import InvalidValueError
 from kv_events.variables import variable
@@ -32,14 +34,19 @@ _SPECIAL = [
     ip_network(text)
     for text in (
         *("0.0.0.0/8", "::", "169.254.0.0/16", "fe80::/10", "224.0.0.0/4", "ff00::/8", "240.0.0.0/4"),
+        *("64:ff9b::/96", "2002::/16", "::ffff:0:0:0/96", "::a9fe:0/112"),
         *("169.254.169.254", "fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "192.0.0.192", "168.63.129.16"),
     )
 ]
-"""This host, link-local, multicast, reserved; metadata of clouds. Permitted only by an entry that names no more."""
+"""This host, link-local, multicast, reserved; forms of IPv4 addresses in IPv6; metadata of clouds.
+
+Permitted only by an entry that names no more."""
 _LOOKUP_S = 6.0
 """Resolvers repeat a question after five seconds."""
-_MOST_LOOKUPS = 3
-"""At a time. The loop has four threads for them, one of which remains for the look-ups of others."""
+_MOST_LOOKUPS = 16
+"""At a time, each in a thread of its own. Others wait for their turn."""
+_KEPT_S = 30.0
+"""Time for which the answer to a look-up is kept if nobody waited for it any longer."""
 
 
 class AddressRefusedError(LocateError):
@@ -73,7 +80,8 @@ class AllowedAddresses:
         self._paths = [text for text in texts if text.startswith("ipc://")]
         self._entries = [_entry(text) for text in texts if text not in self._paths]
         self._own_port = own_port
-        self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
+        self._places = asyncio.Semaphore(_MOST_LOOKUPS)
+        self._lookups: dict[str, asyncio.Task[list[Any]]] = {}  # by host; those that run, or whose answer is kept
 
     async def locate(self, endpoint: str) -> str:
         """Return a valid endpoint with a permitted address of its host. See `Locate`. Raises AddressRefusedError."""
@@ -95,10 +103,12 @@ class AllowedAddresses:
         try:
             found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         except (OSError, UnicodeError):  # it is a name
+            if host not in self._lookups:
+                self._lookups[host] = asyncio.create_task(self._resolve(host), name=f"look-up:{host}")
             try:
                 async with asyncio.timeout(_LOOKUP_S):
-                    await self._lookups.acquire()
-                    found = await asyncio.shield(asyncio.create_task(self._resolve(host), name=f"look-up:{host}"))
+                    found = await asyncio.shield(self._lookups[host])
+                self._lookups.pop(host, None)
             except TimeoutError:
                 raise LocateError(f"{host}: no address was found within {_LOOKUP_S:.0f} s") from None
         if not found:
@@ -107,13 +117,15 @@ class AllowedAddresses:
         return sorted(numbers, key=lambda number: ":" in number)
 
     async def _resolve(self, host: str) -> list[Any]:
-        """Ask the name servers, even if nobody waits any longer: a look-up cannot be cancelled."""
-        try:
-            return await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            return []
-        finally:
-            self._lookups.release()
+        """Ask the name servers, even if nobody waits any longer: who asks again has the answer or this place."""
+        found: list[Any] = []
+        async with self._places:
+            with suppress(OSError, UnicodeError):
+                await run_in_daemon_thread(
+                    lambda: found.extend(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+                )
+        asyncio.get_running_loop().call_later(_KEPT_S, self._lookups.pop, host, None)
+        return found
 
     def _permits(self, host: str, port: int, address: _Address | None) -> bool:
         if address is not None and port == self._own_port and _is_own(address):

@@ -34,7 +34,7 @@ class BodyLimit:
         while self._held > self._most and self._arriving:
             oldest, refuse_oldest = next(iter(self._arriving.items()))
             self.release(oldest)
-            detail = f"body: all bodies that are arriving or wait for an answer have more than {self._most} bytes"
+            detail = f"body: large bodies that arrive or wait for an answer have more than {self._most} bytes together"
             refuse_oldest(ProblemError(503, ProblemKind.OVERLOADED, detail, "body", retry_after_s=1))
 
     def complete(self, request: object) -> None:

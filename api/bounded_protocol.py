@@ -58,6 +58,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.body_limit = body_limit
         self.accepted_at = self.loop.time()
         self.heard_at = 0.0  # last complete request
+        self._has_entered = False  # whether it counts
         self.is_beyond_limit = False  # only probes are answered
         self.arrived_bytes = 0  # of the body of the request that arrives
         self._application: ASGIApp = self.app
@@ -73,6 +74,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread_bytes = 0  # the same in whole slices, which also counts a header that has no end
         self._arrival: asyncio.TimerHandle | None = None  # while a request arrives in parts
         self._before: RequestResponseCycle | None = None  # the last request before the one that arrives
+        self._running: RequestResponseCycle | None = None  # the request before those in the pipeline
         self._refusal: ProblemError | None = None  # the last answer, which waits for those before it
 
     def data_received(self, data: bytes) -> None:
@@ -153,10 +155,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _next_of_pipeline(self) -> None:
         is_last = not self.pipeline
+        self._running = self.cycle if is_last else self.pipeline[-1][0]
         super().on_response_complete()
         if is_last and self._refusal is not None and not self.transport.is_closing():
             self._send_refusal(self._refusal)
         elif not self.pipeline:  # the next request may have arrived in part
+            self.flow.is_held = bool(self.rest)
+            self.flow.resume_reading()
             self.go_on()
 
     def _set_arrival(self) -> None:
@@ -182,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _check_head(self) -> None:
         """Close a connection that has not sent a complete head."""
-        if self.is_parsing and self._is_in_head and self.cycle is None:
+        if self.is_parsing and self._is_in_head and not (self.cycle or self.last_request_at()):
             self.refuse(ProblemError(408, None, f"headers: not complete after {HEAD_S:.0f} s"))
         elif not (self.is_arriving() or self.is_answering() or self.cycle or self.last_request_at()):
             self.abort()
@@ -215,7 +220,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 else:
                     self._send_refusal(problem)
                 return
-            self.pipeline.popleft()
+            self.body_limit.release(self.pipeline.popleft()[1])
         elif self.cycle is None or self.cycle.response_complete:
             self._send_refusal(problem)
             return
@@ -232,7 +237,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: _Flow = _Flow(transport)
-        self.enter(transport)
+        if not self._has_entered:
+            self.enter(transport)
         if self.is_beyond_limit:
             self._application = self.connection_limit.for_probes(self._application)
         left_s = self.accepted_at + HEAD_S - self.loop.time()
@@ -240,7 +246,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def enter(self, transport: asyncio.Transport) -> None:
         """Count the connection, also before its TLS handshake."""
-        self.transport = transport
+        self.transport, self._has_entered = transport, True
         self.connections.add(self)
         host = (get_remote_addr(transport) or ("",))[0]
         self.is_beyond_limit = not self.connection_limit.enter(self, host)
@@ -256,6 +262,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
         self.leave()
+        for _, application in self.pipeline:  # they never begin
+            self.body_limit.release(application)
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def response_headers(self) -> bytes:
@@ -300,6 +312,10 @@ class BoundedProtocol(HttpToolsProtocol):
             )  # it is not read
         self.app = self._app_of_request()
         super().on_headers_complete()
+        if self.pipeline:
+            self.flow.is_held = True  # also while the application reads the body of an earlier request
+        else:
+            self._running = self.cycle
         if self.is_beyond_limit:
             self.cycle.keep_alive = False
 

@@ -61,9 +61,8 @@ class ConnectionLimit:
         self._limited_logger = RateLimitedLogger(logger, "connections")
 
     def enter(self, connection: Connection, host: str) -> bool:
-        """Add a connection. Returns False if it is beyond the limit. It is closed if it is far beyond."""
-        is_full = len(self._addresses) >= self._most and connection not in self._addresses
-        if is_full and (time.monotonic() >= self._pause_until or self._is_nearly_full()):
+        """Add a new connection. Returns False if it is beyond the limit. It is closed if it is far beyond."""
+        if len(self._addresses) >= self._most and (time.monotonic() >= self._pause_until or self._is_nearly_full()):
             self._make_room()
         self._addresses[connection] = _address(host)
         if len(self._addresses) > self._most + RESERVED:
@@ -97,7 +96,7 @@ class ConnectionLimit:
         if len(losers) < self._batch:
             self._pause_until = time.monotonic() + _PAUSE_S
         self._limited_logger.warning(
-            "%d connections are open (KVSIGHT_MAX_CONNECTIONS): %d of them, without a request, are closed for others",
+            "%d connections are open, as many as may be (KVSIGHT_MAX_CONNECTIONS): %d idle ones are closed",
             *(self._most, len(losers)),
         )
 

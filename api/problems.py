@@ -62,7 +62,7 @@ class ProblemKind(StrEnum):
     NO_LOG = "no-log", "This service keeps no log"
     NO_TOKENIZER = "no-tokenizer", "This service knows no tokenizer"
     EXPLAINING = "explaining", "Another explanation is being made"
-    OVERLOADED = "overloaded", "Too many callers"
+    OVERLOADED = "overloaded", "The service is at a limit"
     OUTSIDE_THE_LOG = "outside-the-log", "The moment is outside the log"
     READ_ONLY = "read-only", "The past does not change"
     TOO_MANY_CLIENTS = "too-many-clients", "Too many callers listen to events"

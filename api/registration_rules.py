@@ -11,10 +11,11 @@ from api.allowed_addresses import AddressRefusedError, AllowedAddresses
 from api.problems import ProblemError, ProblemKind
 from bridge import EngineSettings
 from kv_events.endpoints import LocateError, has_wildcard
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, shorten
+from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
 
-logger = logging.getLogger(__name__)
+_limited_logger = RateLimitedLogger(logging.getLogger(__name__), "registrations")
 
 Engines: TypeAlias = Mapping[StreamId, EngineSettings]
 
@@ -40,7 +41,7 @@ async def check_addresses(engine: EngineSettings, allowed: AllowedAddresses) -> 
         except AddressRefusedError as error:
             raise ProblemError(403, ProblemKind.ENDPOINT_NOT_ALLOWED, f"{field}: {error}", field, address) from None
         except LocateError as error:
-            logger.warning("worker %s is registered all the same: %s", engine.worker, error)
+            _limited_logger.warning("worker %s is registered all the same: %s", shorten(engine.worker), error)
 
 
 def check_conflicts(engines: Engines, engine: EngineSettings, *, is_peer: bool) -> None:

@@ -34,6 +34,7 @@ from kv_events.streams import StreamId, split_group
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_MOST_CHECKED = 64
 _KERNELS_TIMEOUT_S = 120.0
 _LOAD_TIMEOUT_S = 2.0
 _FIRST_READ_TIMEOUT_S = 10.0
@@ -80,6 +81,7 @@ class Registrations:
         self._loaded = asyncio.Event()
         self._waiting_for: set[StreamId] = set()  # loaded registrations that are not read yet
         self._unsaved = asyncio.Event()
+        self._num_checked = 0  # whose addresses are being looked up
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -116,7 +118,14 @@ class Registrations:
 
         is_peer: also refuse what Dynamo refuses. Raises ProblemError.
         """
-        await check_addresses(engine, self._allowed)
+        if self._num_checked >= _MOST_CHECKED:
+            detail = f"the addresses of {_MOST_CHECKED} other engines are being looked up"
+            raise ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1)
+        self._num_checked += 1
+        try:
+            await check_addresses(engine, self._allowed)
+        finally:
+            self._num_checked -= 1
         await self._wait_until_loaded()
         async with self._lock:
             if self._engines.get(stream_of(engine)) == engine:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -21,7 +22,7 @@ from starlette.applications import Starlette
 from api.app import Application
 from api.bodies import BodyLimit
 from api.bounded_protocol import BoundedProtocol
-from api.connections import ConnectionLimit
+from api.connections import RESERVED, ConnectionLimit
 from api.errors import CannotListenError, PortInUseError
 from api.followed_files import following
 from api.hot_lane.lane import HotLane
@@ -101,7 +102,7 @@ class _Server(uvicorn.Server):
         if isinstance(app, Application):
             lane: HotLane = app.state.lane
             http = partial(HotProtocol, lane=lane)
-        limits = ConnectionLimit(settings.max_connections), BodyLimit(settings.max_body_bytes)
+        limits = ConnectionLimit(_most_connections(settings)), BodyLimit(settings.max_body_bytes)
         http = partial(http, connection_limit=limits[0], body_limit=limits[1])
         if self._tls is not None:
             self._tls.load_server(self._tls_context)
@@ -149,6 +150,14 @@ class _Server(uvicorn.Server):
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         super().handle_exit(sig, frame)
+
+
+def _most_connections(settings: ApiSettings) -> int:
+    """Return the bound on connections. Where few files may be open, half of them are for engines and the service."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return settings.max_connections
+    return min(settings.max_connections, max(RESERVED, files // 2 - 3 * RESERVED))
 
 
 class _EmbeddedServer(_Server):

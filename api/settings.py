@@ -50,7 +50,9 @@ class ApiSettings(KvsightSettings):
     503 with Retry-After until it is ready.
     """
     max_connections: int = Field(1024, ge=1)
-    """Maximum number of concurrent connections and requests. Further callers receive a 503 immediately."""
+    """Maximum number of concurrent connections. A further one takes the place of one without a request, or receives a
+    503.
+    """
     tokenize_url: str | None = None
     """Address of a vLLM or SGLang engine that tokenizes text for the page: `http://HOST:PORT`. None: the page accepts
     token ids only.

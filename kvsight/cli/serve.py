@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kv_events.errors import InvalidValueError
 from kv_events.limits import SOCKET_FILES
+from kv_events.variables import variable
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.connection_flags import with_kafka_and_redis_flags
 from kvsight.cli.console import at_most_one, compile_kernels, err, report_compilation
@@ -106,6 +108,9 @@ def serve(
     )
     shards = GroupSettings.from_flags(group=group, advertise_url=advertise_url)
     shards.check(indexer.kafka, reuse_port=settings.reuse_port)
+    if settings.reuse_port and indexer.is_embedded:
+        expected = "false without --kafka and --event-log-dir: services with engines of their own answer differently"
+        raise InvalidValueError(variable("reuse_port"), settings.reuse_port, expected)
     keep_freed_memory()
     engines = RegistrationSettings().max_registrations if indexer.is_embedded else 0
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)

@@ -123,19 +123,19 @@ def test_empty_lines_after_a_request_do_not_hold_a_connection() -> None:
 
 
 def test_a_head_that_does_not_arrive_is_given_up_before_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocol, "HEAD_S", 0.5)
+    monkeypatch.setattr(bounded_protocol, "HEAD_S", 2.0)
 
     async def main() -> None:
         async with a_service() as connect:
-            head, body, later = [await connect() for _ in range(3)]
-            await later.ask(HEALTH)
+            later, head, body = [await connect() for _ in range(3)]
+            await later.ask(request(QUERY))
             head.writer.write(b"\r\nGET /health HTTP/1.1\r\nHost: h\r\n")
             body.writer.write(request(QUERY)[:-1])
-            later.writer.write(HEALTH[:-1])
+            later.writer.write(request(QUERY)[:20])
             assert (await head.answer())[0] == TIMEOUT
             assert await head.is_at_end()
             assert (await body.ask(request(QUERY)[-1:]))[0] == b"HTTP/1.1 200 OK"
-            assert (await later.ask(HEALTH[-1:]))[0] == b"HTTP/1.1 200 OK"
+            assert (await later.ask(request(QUERY)[20:]))[0] == b"HTTP/1.1 200 OK"
 
     run(main())
 
@@ -231,6 +231,28 @@ def test_bodies_count_until_their_requests_are_answered(monkeypatch: pytest.Monk
         run(main())
     finally:
         go_on.set()
+
+
+def test_bodies_behind_an_endless_answer_do_not_count_for_ever() -> None:
+    async def main() -> None:
+        large = request(QUERY.rjust(125_000), "/query?")
+        start = large.index(b"\r\n\r\n") + 4
+        async with a_service(max_body_bytes=len(large)) as connect:
+            for _ in range(16):  # twice as many as have room
+                line = await connect()
+                line.writer.write(b"GET /events HTTP/1.1\r\nHost: h\r\n\r\n" + large[:start])
+                await line.begin()
+                for part in (large[start : start + 65_000], large[start + 65_000 :]):
+                    line.writer.write(part)
+                    await asyncio.sleep(0.05)  # in which the service reads, up to 64 KiB beyond which it pauses
+                line.writer.transport.abort()
+
+            async def is_answered() -> bool:
+                return (await (await connect()).ask(large))[0] == b"HTTP/1.1 200 OK"
+
+            await async_wait_until(is_answered, 60)
+
+    run(main())
 
 
 @pytest.mark.parametrize("path", ["/query", "/query?"])

@@ -51,6 +51,7 @@ async def test_an_address_is_permitted_by_its_number(entries: str, host: str, fo
         ("*", "ipc:///run/engines/a"),
         *(("*", f"tcp://{host}:1") for host in ("169.254.169.254", "169.254.0.1", "2852039166", "0xa9fea9fe", "0")),
         *(("*", f"tcp://{host}:1") for host in ("[::ffff:169.254.169.254]", "[::]", "[fe80::1]", "[ff02::1]")),
+        *(("*", f"tcp://{host}:1") for host in ("[64:ff9b::a9fe:a9fe]", "[::169.254.169.254]", "[2002:a9fe:a9fe::1]")),
         *(("*", f"tcp://{host}:1") for host in ("[fd00:ec2::254]", "100.100.100.200", "224.0.0.1", "255.255.255.255")),
         ("169.254.0.0/16", "tcp://169.254.169.254:1"),
         (NAMED, "tcp://169.254.169.254:1"),
