@@ -326,10 +326,10 @@ class EngineStream:
         logger.info("engine %s: treated as restarted: %s", self._name, why)
         self._sequence.restart()
         self._hole_at = -1
+        self._rank_streams.restart(is_certain=is_certain)
         if self._restart_limit.restarted():
             logger.warning("engine %s", self.failure)
-            self.set_receiving(False)
-        self._rank_streams.restart(is_certain=is_certain)
+            self.set_receiving(False)  # of the new incarnation, which holds no pages
 
     async def _apply_waiting(self) -> None:
         """Apply the waiting batches, then start and close publishers as needed."""
