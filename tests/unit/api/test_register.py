@@ -17,6 +17,7 @@ from api.registrations import Registrations
 from api.settings import ApiSettings, RegistrationSettings
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
+from indexer.consumer import Consumer
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.memory_log import MemoryLog
@@ -82,7 +83,9 @@ async def test_the_rfcs_dialect_is_answered_as_the_rfc_requires() -> None:
         assert answer.json() == {"status": "unregistered successfully", "removed_instances": ["pod-1|t|0"]}
 
 
-async def test_a_registration_waits_for_the_kernels_and_a_query_does_not() -> None:
+@asynccontextmanager
+async def service_without_kernels() -> AsyncIterator[tuple[httpx.AsyncClient, Consumer, threading.Event]]:
+    """A client of a service that reads engines itself, and what ends the compilation of its kernels."""
     log, are_compiled = MemoryLog(), threading.Event()
     consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
     wait: Any = are_compiled.wait
@@ -90,6 +93,11 @@ async def test_a_registration_waits_for_the_kernels_and_a_query_does_not() -> No
     app = create_app(consumer, ApiSettings(), registrations)
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        yield client, consumer, are_compiled
+
+
+async def test_a_registration_waits_for_the_kernels_and_a_query_does_not() -> None:
+    async with service_without_kernels() as (client, consumer, are_compiled):
         registering = asyncio.create_task(client.post("/register", json=PEER))
         await async_wait_until(lambda: not consumer.why_not_ready(), deadline_s=60, what="the log")
         assert (await client.post("/query", json={"model_name": "m", "token_ids": [1]})).status_code == 404
@@ -103,13 +111,7 @@ async def test_a_registration_waits_for_the_kernels_and_a_query_does_not() -> No
 
 async def test_a_registration_is_told_to_come_back_while_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.registrations._KERNELS_TIMEOUT_S", 0.1)
-    log, are_compiled = MemoryLog(), threading.Event()
-    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
-    wait: Any = are_compiled.wait
-    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None, wait)
-    app = create_app(consumer, ApiSettings(), registrations)
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+    async with service_without_kernels() as (client, _, are_compiled):
         answer = await client.post("/register", json=PEER)
         are_compiled.set()
     assert check_problem(answer, 503)["type"] == "urn:kvsight:problem:kernels-loading"
