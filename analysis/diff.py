@@ -12,9 +12,9 @@ import numpy.typing as npt
 from indexer.replay import Replay
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
+from kv_events.http.log import MovedPage, StreamDiff
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
-from kvsight.schemas.past import MovedPage, StreamDiff
 
 _TIER_OF_DUMP = {"device": 0, "host_pinned": 1, "disk": 2, "external": 3}
 

@@ -11,39 +11,39 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from api.auth import BearerToken
-from api.browsers import BrowserGuard
-from api.decisions import DecisionMetrics, DecisionRoute
-from api.docs_page import docs_routes
+from api.access.auth import BearerToken
+from api.access.origins import BrowserGuard
+from api.access.tenants import TenantQueries
+from api.access.tokens import Tokens
+from api.decisions.routes import DecisionMetrics, DecisionRoute
 from api.documented import DocumentedApp
-from api.dump import dump_routes
-from api.explain import ExplainRoute
-from api.feed import EventFeed, feed_routes
-from api.hot import HotRoutes
-from api.hot_lane.lane import HotLane
-from api.metrics import HttpMetrics, MeasureRequests
+from api.fast.fast_path import HotLane
 from api.page.live import LiveScene
 from api.page.routes import page_routes
 from api.page.site import site_routes
 from api.page.tokenize import TokenizeRoute
-from api.recording import RecordingMetrics
-from api.register import RegisterRoutes
-from api.request_log import RequestLog
+from api.queries.explain import ExplainRoute
+from api.queries.routes import HotRoutes
 from api.service import service_routes
 from api.settings import ApiSettings
-from api.tenant_metrics import TenantMetrics
-from api.tenant_queries import TenantQueries
-from api.tokens import Tokens
-from api.traced_requests import TraceRequests
-from api.workers import worker_routes
+from api.static_files import docs_routes
+from api.telemetry.recording import RecordingMetrics
+from api.telemetry.request_log import RequestLog
+from api.telemetry.service_metrics import HttpMetrics, MeasureRequests
+from api.telemetry.tenant_metrics import TenantMetrics
+from api.telemetry.traced_requests import TraceRequests
+from api.workers.dump import dump_routes
+from api.workers.event_stream import EventFeed, feed_routes
+from api.workers.register import RegisterRoutes
+from api.workers.routes import worker_routes
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
 from indexer.recording.thread import RecordingThread
-from kv_events.tracing import open_spans
+from kv_events.runtime.tracing import open_spans
 
 if TYPE_CHECKING:
-    from api.registrations import Registrations
     from api.shards.group import ShardGroup
+    from api.workers.registrations import Registrations
 
 
 class Application(DocumentedApp):

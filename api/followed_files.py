@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from api.daemon_threads import run_in_daemon_thread
 from kv_events.errors import InvalidValueError
-from kv_events.supervised import keep_running
+from kv_events.runtime.supervised import keep_running
 
 _POLL_S = 1.0
 

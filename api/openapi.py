@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, structs
 
-from api.auth import OPEN_PATHS
-from api.decision_requests import CandidateRequest, DecisionRequest, OutcomeRequest
-from api.decoding import CONTENT_TYPES
-from api.explain_requests import ExplainRequest
+from api.access.auth import OPEN_PATHS
+from api.decisions.decision_requests import CandidateRequest, DecisionRequest, OutcomeRequest
 from api.page.tokenize import TokenizeRequest
 from api.problems import MEDIA_TYPE
-from api.query_requests import IntList, PeerQuery, RfcQuery
-from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
+from api.queries.body_formats import CONTENT_TYPES
+from api.queries.explain_requests import ExplainRequest
+from api.queries.query_requests import IntList, PeerQuery, RfcQuery
+from api.workers.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from indexer.views import ViewCounters
-from kvsight.schemas.decisions import DecisionsAccepted
-from kvsight.schemas.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
-from kvsight.schemas.page import (
+from kv_events.http.decisions import DecisionsAccepted
+from kv_events.http.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
+from kv_events.http.fleet import (
     Fleet,
     FleetRank,
     FleetWorker,
@@ -39,13 +39,13 @@ from kvsight.schemas.page import (
     StateChange,
     Tokenized,
 )
-from kvsight.schemas.past import BatchOfMoment, Mark, MomentOfLog, MovedPage, Span, StreamDiff
-from kvsight.schemas.problems import ProblemDocument
-from kvsight.schemas.queries import Missing, PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
-from kvsight.schemas.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
-from kvsight.schemas.service import Status
-from kvsight.schemas.shards import ShardMember, Shards
-from kvsight.schemas.workers import Listener, RadixView, ResyncAccepted, ViewPage, Worker
+from kv_events.http.log import BatchOfMoment, Mark, MomentOfLog, MovedPage, Span, StreamDiff
+from kv_events.http.problems import ProblemDocument
+from kv_events.http.queries import Missing, PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
+from kv_events.http.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
+from kv_events.http.service import Status
+from kv_events.http.shards import ShardMember, Shards
+from kv_events.http.workers import Listener, RadixView, ResyncAccepted, ViewPage, Worker
 
 Json = dict[str, Any]
 

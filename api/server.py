@@ -19,17 +19,17 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
+from api.access.bodies import BodyLimit
+from api.access.connections import RESERVED, ConnectionLimit
+from api.access.tls_handshakes import TlsHandshake
 from api.app import Application
-from api.bodies import BodyLimit
-from api.bounded_protocol import BoundedProtocol
-from api.connections import RESERVED, ConnectionLimit
 from api.errors import CannotListenError, PortInUseError
+from api.fast.connection import HotProtocol
+from api.fast.fast_path import HotLane
+from api.fast.http_limits import BoundedProtocol
 from api.followed_files import following
-from api.hot_lane.lane import HotLane
-from api.hot_lane.protocol import HotProtocol
 from api.settings import ApiSettings
-from api.tls_handshakes import TlsHandshake
-from kv_events.event_loops import new_event_loop
+from kv_events.runtime.event_loops import new_event_loop
 
 logger = logging.getLogger(__name__)
 

@@ -10,15 +10,15 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
-from api.hot import json_response
-from api.metrics import HttpMetrics
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
+from api.queries.routes import json_response
+from api.telemetry.service_metrics import HttpMetrics
 from indexer.consumer import Consumer
-from kvsight.schemas.service import Status
+from kv_events.http.service import Status
 
 if TYPE_CHECKING:
-    from api.registrations import Registrations
+    from api.workers.registrations import Registrations
 
 
 _encoder = msgspec.json.Encoder()

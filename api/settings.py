@@ -9,12 +9,12 @@ from typing import Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from api.allowed_addresses import AllowedAddresses
+from api.workers.allowed_addresses import AllowedAddresses
 from kv_events.errors import InvalidValueError
-from kv_events.quantities import BYTES, SECONDS, parse_quantity
-from kv_events.settings import KvsightSettings, argument
-from kv_events.tls import TlsFiles
-from kv_events.variables import variable
+from kv_events.runtime.quantities import BYTES, SECONDS, parse_quantity
+from kv_events.runtime.settings import KvsightSettings, argument
+from kv_events.runtime.tls import TlsFiles
+from kv_events.runtime.variables import variable
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d+)?")
 _LEAST_RECORDED = 16 * 2**20
@@ -30,8 +30,8 @@ class ApiSettings(KvsightSettings):
     reuse_port: bool = False
     """Whether several services of this machine may listen on the port. The kernel spreads connections over them."""
     api_token: SecretStr | None = Field(None, min_length=1)
-    """Token that callers must send as `Authorization: Bearer`, except to `api.auth.OPEN_PATHS`. If None, no token is
-    required.
+    """Token that callers must send as `Authorization: Bearer`, except to `api.access.auth.OPEN_PATHS`. If None, no
+    token is required.
     """
     tls_cert_file: Path | None = None
     """PEM file of the service's certificate and its chain. None: no TLS."""

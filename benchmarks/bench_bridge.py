@@ -34,7 +34,7 @@ import zmq
 from benchmarks.peers.services import GIVE_UP_S, KVSIGHT, Service, dynamo, posted, running
 from benchmarks.report import Figure, figure, main
 from bridge import BridgeSettings, EngineSettings, Fleet
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kvsight.cli.allocator import keep_freed_memory
 from publisher.settings import PublisherSettings
 from publisher.sinks.memory import MemorySink

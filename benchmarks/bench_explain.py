@@ -20,8 +20,8 @@ from benchmarks.bench_replay import NUM_CHANGES, NUM_WORKERS, PAGE_TOKENS, Worke
 from benchmarks.report import Figure, figure, main, timed
 from indexer.index import OverlapIndex
 from indexer.replay import Timeline
-from kv_events.event_log import EventLogWriter
 from kv_events.hashing import U32Array, sequence_hashes
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import LogRecord
 
 NUM_PROMPTS, PROMPT_PAGES, ASKED_PAGES = 500, 1024, 1000

@@ -28,9 +28,9 @@ from aiokafka import AIOKafkaProducer
 
 from benchmarks.report import Figure, figure, main
 from benchmarks.services import broker
-from kv_events.kafka_clients import KafkaConnection
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.kafka_topics import inspect_topics
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.kafka.topics import inspect_topics
 from kv_events.records import LogRecord
 from tests.support.log.records import Stream, stored
 from tests.support.servers.service_process import ServiceProcess, own_topics

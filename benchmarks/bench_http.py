@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 from api.app import create_app
-from api.hot import HotRoutes
+from api.queries.routes import HotRoutes
 from api.server import running_server
 from api.settings import ApiSettings
 from benchmarks.report import Figure, figure, main
@@ -34,7 +34,7 @@ from indexer.sources.memory import MemorySource
 from indexer.views import ViewState
 from kv_events.codec import StoredPages
 from kv_events.hashing import sequence_hashes
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
 
 PROMPTS, PAGES, PAGE_TOKENS, WORKERS, ASKED_PAGES = 100, 1024, 16, 16, 1000

@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.report import Figure, figure, main, percentile, timed
 from benchmarks.services import broker
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink

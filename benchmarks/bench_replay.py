@@ -22,11 +22,11 @@ from analysis.audit.audit import audit_log
 from benchmarks.report import Figure, figure, main
 from indexer.index import OverlapIndex
 from indexer.replay import LogIndexer, Replay, Timeline
-from indexer.until import Until
+from indexer.replay.until import Until
 from kv_events.codec import RemovedPages, StoredPages, encode_batch, encode_event
-from kv_events.event_log import EventLogWriter
 from kv_events.hashing import U64Array
-from kv_events.log_scan import scan_log
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.reader import scan_log
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA, PackedRemoved, PackedStored
 from kv_events.streams import StreamId

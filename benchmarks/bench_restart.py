@@ -33,7 +33,7 @@ from indexer.snapshots.image import SnapshotParts, take
 from indexer.snapshots.keeper import SnapshotKeeper
 from indexer.snapshots.redis import RedisStore
 from kv_events.codec import StoredPages
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.streams import StreamId
 from kvsight.cli.allocator import keep_freed_memory
 from tests.support.servers.redis_server import RedisServer

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import uvloop
 
-from api.answers import Answers
-from api.decoding import codec_of
-from api.questions import BY_HASH, decode_question
+from api.queries.answers import Answers
+from api.queries.body_formats import codec_of
+from api.queries.questions import BY_HASH, decode_question
 from benchmarks.bench_http import PAGE_TOKENS
 from benchmarks.report import Figure, figure, main, timed
 from benchmarks.services import broker

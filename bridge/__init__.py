@@ -1,7 +1,7 @@
 """Publishes the cache events of engines that run already: vLLM, SGLang, Mooncake, and others of their protocol.
 
 A message passes through three rooms. `stream` receives it and puts batches in order, `decoding` turns bytes into
-columns, and `naming` turns engine hashes into sequence hashes and hands pages to an `EventPublisher`. There is one
+columns, and `hashes` turns engine hashes into sequence hashes and hands pages to an `EventPublisher`. There is one
 publisher for each worker stream; all share one sink. Shapes of messages are detected, never configured.
 
 Start at `fleet.Fleet`, then `engine` and `stream.engine_stream`. `registry` knows the owner of each worker stream.

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.naming.identity import EngineRules, RegistrationDefaults
+from bridge.hashes.identity import EngineRules, RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
@@ -22,11 +22,11 @@ from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
 from bridge.worker_stream import StreamStatus
 from bridge.worker_threads import WorkerThreads
-from kv_events.backoff import Backoff
 from kv_events.endpoints import Locate
 from kv_events.engine_wire import parse_topic
 from kv_events.errors import shorten
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.backoff import Backoff
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)

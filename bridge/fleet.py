@@ -17,7 +17,7 @@ from bridge.stream.inbox import Inboxes
 from bridge.worker_threads import WorkerThreads
 from kv_events.endpoints import Locate, as_given
 from kv_events.errors import InvalidValueError, KvsightError
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import Sink
 from publisher.sinks.memory import MemorySink

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 
 from bridge.counters import BridgeCounters
-from bridge.naming.identity import RegistrationDefaults
+from bridge.hashes.identity import RegistrationDefaults
 from bridge.settings import BridgeSettings
 from bridge.shared_sink import SharedSink
 from bridge.worker_stream import StreamContext, WorkerStream
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
-from publisher.blocks import BlockTable
+from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
 

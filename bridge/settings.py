@@ -12,7 +12,7 @@ from pydantic import Field
 from kv_events.endpoints import endpoint_of_rank, has_wildcard
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, SOCKET_FILES
-from kv_events.settings import KvsightSettings, argument
+from kv_events.runtime.settings import KvsightSettings, argument
 from kv_events.streams import DEFAULT_TENANT, MAX_GROUP_SIZE
 
 MAX_RANKS = 1024

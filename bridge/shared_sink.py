@@ -7,10 +7,10 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-from kv_events.outages import Outage
+from kv_events.runtime.outages import Outage
+from kv_events.runtime.supervised import keep_running
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
-from kv_events.supervised import keep_running
 from publisher.sinks.base import OutRecord, Sink, SinkUnavailableError
 
 logger = logging.getLogger(__name__)

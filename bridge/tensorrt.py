@@ -15,14 +15,14 @@ import numpy as np
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.runs import AttentionSpec, BadEvent, ClearedRun, Location, PageEvents, RemovedRun, Run, StoredRun
-from bridge.naming.event_translator import EventTranslator
-from bridge.naming.identity import EngineRules, StreamIdentity
+from bridge.hashes.event_translator import EventTranslator
+from bridge.hashes.identity import EngineRules, StreamIdentity
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST, CLOSED
 from kv_events.streams import group_model
-from publisher.blocks import BlockTable
+from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
 
@@ -215,7 +215,7 @@ def _moved(data: Mapping[str, Any], block_size: int, attention_group: int | None
 
 
 def _extra_keys(block: Mapping[str, Any]) -> list[Any]:
-    """What went into a page's hash besides tokens, in vLLM's form; see `naming.extra_keys`."""
+    """What went into a page's hash besides tokens, in vLLM's form; see `bridge.hashes.extra_keys`."""
     numbers = {token.get("token_extra_id") or 0 for token in block["tokens"]} - {0}
     keys = [{"token_extra_id": number} for number in sorted(numbers)]
     objects: Sequence[Any] = block.get("mm_keys") or ()

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.runs import ClearedRun, Run
-from bridge.naming.event_translator import EventTranslator
-from bridge.naming.identity import RegistrationDefaults, StreamIdentity
-from kv_events.rate_limited_logger import RateLimitedLogger
+from bridge.hashes.event_translator import EventTranslator
+from bridge.hashes.identity import RegistrationDefaults, StreamIdentity
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, REPLAYING
 from kv_events.streams import StreamId, group_model
-from publisher.blocks import BlockTable
+from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher, PublisherStats
 
 _OLD_DEADLINE_S = 0.2

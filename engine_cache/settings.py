@@ -8,8 +8,8 @@ import re
 from pydantic import Field, field_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.settings import KvsightSettings, argument
-from kv_events.variables import variable
+from kv_events.runtime.settings import KvsightSettings, argument
+from kv_events.runtime.variables import variable
 
 DEBUG_POOLS = "KVSIGHT_DEBUG_POOLS"
 HOST_MEMORY_RESERVE = "KVSIGHT_HOST_MEMORY_RESERVE_BYTES"

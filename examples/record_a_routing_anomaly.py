@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kv_events.decisions import VERSION, Candidate, Decision, Outcome, encode_decision
-from kv_events.event_log import EventLogWriter
 from kv_events.hashing import sequence_hashes
-from kv_events.memory_log import MemoryLog
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink

@@ -13,8 +13,8 @@ from indexer.tenant_gate import Arrival, TenantGate
 from indexer.views import View
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import RecordRejectedError
-from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.records import Channel, LogRecord
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from indexer.tenant_gate import TenantGate
 from indexer.tenant_limits import TenantLimits
 from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import InvalidValueError
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.memory_log import MemoryLog
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel
-from kv_events.variables import variable
+from kv_events.runtime.variables import variable
 
 if TYPE_CHECKING:
     from indexer.shards.membership import Membership

@@ -26,11 +26,11 @@ from indexer.sources.reader import SourceReader
 from indexer.tenant_limits import TenantLimits
 from indexer.views import View
 from indexer.worker_log import WorkerLog
-from kv_events.outages import Outage
 from kv_events.records import LogRecord
+from kv_events.runtime.outages import Outage
+from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.tracing import open_spans
 from kv_events.streams import StreamId
-from kv_events.supervised import keep_running
-from kv_events.tracing import open_spans
 
 if TYPE_CHECKING:
     from indexer.shards.share import Share

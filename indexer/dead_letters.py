@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kv_events.errors import KvsightError, RecordRejectedError
-from kv_events.event_log import EventLogWriter
 from kv_events.limits import MAX_RECORD_BYTES
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord
 
 logger = logging.getLogger(__name__)

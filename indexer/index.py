@@ -13,14 +13,14 @@ from indexer.errors import IndexFullError
 from indexer.kernels import apply, holder_sets, prefixes
 from indexer.kernels.find import PageLookup, find
 from indexer.kernels.reuse import sets_of_pages, trim_to_reusable
-from kv_events import page_table
-from kv_events.bundles import Resident, resident
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.digest import Digest, empty_digest
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
+from kv_events.kernels import page_table
+from kv_events.kernels.arrays import give_back, zeros
+from kv_events.kernels.bundles import Resident, resident
 from kv_events.schema import NUM_MEDIA
-from kv_events.small_pages import give_back, zeros
 
 SLICE_PAGES = 2048
 """Maximum number of pages per kernel call. A call takes well under a millisecond, so queries wait only briefly."""

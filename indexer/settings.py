@@ -9,9 +9,9 @@ from typing import Self
 from pydantic import Field, SecretStr, model_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.settings import KvsightSettings, argument
-from kv_events.variables import variable
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.runtime.settings import KvsightSettings, argument
+from kv_events.runtime.variables import variable
 
 _CREDENTIALS = re.compile("//.*@")
 _OF_TLS = ("redis_ca_file", "redis_cert_file", "redis_key_file", "redis_key_password_file")

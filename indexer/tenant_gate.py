@@ -13,7 +13,7 @@ from indexer.tenant_limits import TENANT_STREAMS, TenantLimits
 from indexer.views import View
 from kv_events.codec import DecodedBatch
 from kv_events.errors import shorten
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)

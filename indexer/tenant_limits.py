@@ -11,8 +11,8 @@ import msgspec
 
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.limits import MAX_NAME_BYTES
-from kv_events.settings import read_secret
-from kv_events.variables import variable
+from kv_events.runtime.settings import read_secret
+from kv_events.runtime.variables import variable
 
 FIELD = "tenant_limits_file"
 OTHERS = "*"

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.kernels import array_helper
+from kv_events.kernels.declare import array_helper
 from kv_events.schema import NUM_MEDIA
 
 DIGEST_WORDS = 2 * NUM_MEDIA

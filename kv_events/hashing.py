@@ -22,11 +22,11 @@ import xxhash
 
 from kv_events.errors import InvalidValueError
 from kv_events.hash_seed import process_seed
+from kv_events.kernels.xxh3 import hash_windows, long_hash_state, roll
 from kv_events.tokens import U32Array as U32Array
 from kv_events.tokens import U64Array as U64Array
 from kv_events.tokens import hash_array, hash_word
 from kv_events.tokens import token_array as token_array
-from kv_events.xxh3 import hash_windows, long_hash_state, roll
 
 _SGLANG_NAMESPACE = b"sglang-kv-event-namespace-v1"
 _SGLANG_SALT = b"sglang-cache-salt-v1\0"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from kv_events.tracing import Headers
+Headers = tuple[tuple[str, bytes], ...]
+"""Names and values of headers."""
 
 
 class Channel(IntEnum):

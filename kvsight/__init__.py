@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from engine_cache import RadixCache
     from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, InvalidValueError, KvsightError, StorageMedium
     from kv_events.hashing import sequence_hashes
+    from kv_events.http.decisions import DecisionsAccepted
+    from kv_events.http.events import BatchApplied, ClientDropped, FeedEvent, StateChanged
+    from kv_events.http.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
+    from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
+    from kv_events.http.queries import Missing, PeerAnswer, PeerInstance
+    from kv_events.http.workers import Listener, RadixView, ViewPage, Worker
     from kvsight.choice import WorkerChoice, best_worker, rank_workers
     from kvsight.client import AsyncClient, Client
     from kvsight.decisions import Decision, Outcome
     from kvsight.errors import KvsightConnectionError, KvsightHttpError, UnexpectedAnswerError
     from kvsight.prompts import Prompt
     from kvsight.retrying import RetryPolicy
-    from kvsight.schemas.decisions import DecisionsAccepted
-    from kvsight.schemas.events import BatchApplied, ClientDropped, FeedEvent, StateChanged
-    from kvsight.schemas.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
-    from kvsight.schemas.page import Fleet, FleetRank, FleetWorker, StateChange
-    from kvsight.schemas.queries import Missing, PeerAnswer, PeerInstance
-    from kvsight.schemas.workers import Listener, RadixView, ViewPage, Worker
     from publisher import EventPublisher, PublisherSettings
     from publisher.sinks.file import FileSink
     from publisher.sinks.kafka import KafkaSink
@@ -36,46 +36,46 @@ if TYPE_CHECKING:
 _HOMES = {
     "AllBlocksCleared": "kv_events",
     "AsyncClient": "kvsight.client",
-    "BatchApplied": "kvsight.schemas.events",
-    "BatchPosition": "kvsight.schemas.explanations",
+    "BatchApplied": "kv_events.http.events",
+    "BatchPosition": "kv_events.http.explanations",
     "BlockRemoved": "kv_events",
     "BlockStored": "kv_events",
     "Client": "kvsight.client",
-    "ClientDropped": "kvsight.schemas.events",
+    "ClientDropped": "kv_events.http.events",
     "Decision": "kvsight.decisions",
-    "DecisionsAccepted": "kvsight.schemas.decisions",
+    "DecisionsAccepted": "kv_events.http.decisions",
     "EventPublisher": "publisher",
-    "Evidence": "kvsight.schemas.explanations",
-    "Explanation": "kvsight.schemas.explanations",
-    "FeedEvent": "kvsight.schemas.events",
+    "Evidence": "kv_events.http.explanations",
+    "Explanation": "kv_events.http.explanations",
+    "FeedEvent": "kv_events.http.events",
     "FileSink": "publisher.sinks.file",
-    "Finding": "kvsight.schemas.explanations",
-    "Fleet": "kvsight.schemas.page",
-    "FleetRank": "kvsight.schemas.page",
-    "FleetWorker": "kvsight.schemas.page",
+    "Finding": "kv_events.http.explanations",
+    "Fleet": "kv_events.http.fleet",
+    "FleetRank": "kv_events.http.fleet",
+    "FleetWorker": "kv_events.http.fleet",
     "InvalidValueError": "kv_events",
     "KafkaSink": "publisher.sinks.kafka",
     "KvsightConnectionError": "kvsight.errors",
     "KvsightError": "kv_events",
     "KvsightHttpError": "kvsight.errors",
-    "Listener": "kvsight.schemas.workers",
+    "Listener": "kv_events.http.workers",
     "Outcome": "kvsight.decisions",
-    "Missing": "kvsight.schemas.queries",
-    "PeerAnswer": "kvsight.schemas.queries",
-    "PeerInstance": "kvsight.schemas.queries",
+    "Missing": "kv_events.http.queries",
+    "PeerAnswer": "kv_events.http.queries",
+    "PeerInstance": "kv_events.http.queries",
     "Prompt": "kvsight.prompts",
     "PublisherSettings": "publisher",
     "RadixCache": "engine_cache",
-    "RadixView": "kvsight.schemas.workers",
+    "RadixView": "kv_events.http.workers",
     "RetryPolicy": "kvsight.retrying",
-    "StateChange": "kvsight.schemas.page",
-    "StateChanged": "kvsight.schemas.events",
+    "StateChange": "kv_events.http.fleet",
+    "StateChanged": "kv_events.http.events",
     "StorageMedium": "kv_events",
     "UnexpectedAnswerError": "kvsight.errors",
-    "ViewPage": "kvsight.schemas.workers",
-    "Worker": "kvsight.schemas.workers",
+    "ViewPage": "kv_events.http.workers",
+    "Worker": "kv_events.http.workers",
     "WorkerChoice": "kvsight.choice",
-    "WorkerExplanation": "kvsight.schemas.explanations",
+    "WorkerExplanation": "kv_events.http.explanations",
     "ZmqSink": "publisher.sinks.zmq",
     "best_worker": "kvsight.choice",
     "rank_workers": "kvsight.choice",

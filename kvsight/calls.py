@@ -14,18 +14,18 @@ from urllib.parse import quote
 
 import msgspec
 
+from kv_events.http.decisions import DecisionsAccepted
+from kv_events.http.explanations import Explanation
+from kv_events.http.fleet import Fleet
+from kv_events.http.problems import ProblemDocument
+from kv_events.http.queries import BatchAnswer, PeerAnswer, TierWeights
+from kv_events.http.workers import RadixView, ResyncAccepted, Worker
 from kvsight.choice import DEFAULT_TIER_WEIGHTS, NO_WORKER, WorkerChoice, check_load
 from kvsight.choice import rank_workers as ranked
 from kvsight.decisions import Decision, Outcome
 from kvsight.decoding import decode
 from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
 from kvsight.prompts import Numbers, Prompt
-from kvsight.schemas.decisions import DecisionsAccepted
-from kvsight.schemas.explanations import Explanation
-from kvsight.schemas.page import Fleet
-from kvsight.schemas.problems import ProblemDocument
-from kvsight.schemas.queries import BatchAnswer, PeerAnswer, TierWeights
-from kvsight.schemas.workers import RadixView, ResyncAccepted, Worker
 
 T = TypeVar("T")
 Params: TypeAlias = Mapping[str, str | int | None]

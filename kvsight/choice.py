@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from kv_events.errors import InvalidValueError, check_type, shorten
-from kvsight.schemas.queries import PeerAnswer, PeerInstance
+from kv_events.http.queries import PeerAnswer, PeerInstance
 
 DEFAULT_TIER_WEIGHTS = (1.0, 0.75, 0.5, 0.25)
 """The worth of a token on gpu, cpu, disk and external. A guess: measure the time that each tier saves and use that."""

@@ -15,13 +15,13 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_typ
 
 import httpx
 
+from kv_events.http.events import FeedEvent
+from kv_events.http.service import DEFAULT_URL
 from kvsight import calls
 from kvsight.base_client import BaseClient, Outcome
 from kvsight.calls import Call
 from kvsight.feed import feed_request
 from kvsight.retrying import RetryPolicy
-from kvsight.schemas.events import FeedEvent
-from kvsight.schemas.service import DEFAULT_URL
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import msgspec
 
+from kv_events.http.events import EVENT_NAMES, PING_S, FeedEvent
 from kvsight.decoding import decode
 from kvsight.errors import UnexpectedAnswerError
-from kvsight.schemas.events import EVENT_NAMES, PING_S, FeedEvent
 
 MAX_EVENT_BYTES = 2**20
 """Limit on the data of one event and the line being read. Larger events are refused before they are complete."""

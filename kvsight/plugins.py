@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_events.errors import KvsightError
-from kv_events.settings import KvsightSettings
+from kv_events.runtime.settings import KvsightSettings
 from kvsight.engine_factories import SGLANG_MODULE, VLLM_MODULE, publisher_factory, set_publisher
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError, check_type
+from kv_events.http.queries import TierWeights
 from kv_events.tokens import token_array
-from kvsight.schemas.queries import TierWeights
 
 Numbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 

@@ -8,8 +8,8 @@ from http import HTTPStatus
 
 import httpx
 
-from kv_events import backoff
 from kv_events.errors import InvalidValueError, check_type
+from kv_events.runtime import backoff
 
 _RETRY_LATER = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)

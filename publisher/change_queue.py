@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.bundles import resident
 from kv_events.errors import InvalidValueError
-from kv_events.small_pages import zeros
-from publisher.queue_kernels import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
+from kv_events.kernels.arrays import zeros
+from kv_events.kernels.bundles import resident
+from publisher.kernels.queue import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
 class PageChanges(NamedTuple):

@@ -14,8 +14,6 @@ from kv_events.digest import Digest
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
-from publisher.blocks import BlockTable
-from publisher.change_kernels import REMOVAL
 from publisher.change_queue import ChangeQueue, PageChanges, QueueStats
 from publisher.event_columns import (
     BadEventError,
@@ -29,6 +27,8 @@ from publisher.event_columns import (
     token_rows,
 )
 from publisher.fair_lock import FairLock
+from publisher.kernels.blocks import BlockTable
+from publisher.kernels.changes import REMOVAL
 from publisher.ledger import Ledger, LedgerCopy
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens
 from publisher.settings import PublisherSettings

@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from kv_events.backoff import Backoff
-from kv_events.supervised import keep_running
-from kv_events.tracing import open_spans
+from kv_events.runtime.backoff import Backoff
+from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.tracing import open_spans
 from publisher.change_tracker import ChangeTracker
 from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.bundles import I64Input, U8Input, U64Input
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes, token_array
+from kv_events.kernels.bundles import I64Input, U8Input, U64Input
 from kv_events.limits import MAX_EXTRA_KEY_BYTES, MAX_HASHES_PER_QUERY
 from kv_events.schema import MEDIUM_INDEX, NUM_MEDIA, BlockRemoved, BlockStored
-from publisher.change_kernels import COPY_REMOVAL, REMOVAL
+from publisher.kernels.changes import COPY_REMOVAL, REMOVAL
 
 MAX_PAGES_PER_EVENT = MAX_HASHES_PER_QUERY
 

@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kv_events import page_table
-from kv_events.bundles import resident
 from kv_events.digest import DIGEST_WORDS, Digest, empty_digest
-from kv_events.page_table import make_table
+from kv_events.kernels import page_table
+from kv_events.kernels.arrays import zeros
+from kv_events.kernels.bundles import resident
+from kv_events.kernels.page_table import make_table
 from kv_events.schema import NUM_MEDIA
-from kv_events.small_pages import zeros
-from publisher.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
-from publisher.change_kernels import advance_digest
 from publisher.change_queue import ChangeQueue
 from publisher.event_columns import EventColumns
-from publisher.ledger_kernels import (
+from publisher.kernels.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
+from publisher.kernels.changes import advance_digest
+from publisher.kernels.ledger import (
     COUNT_NAMES,
     FIRST_BLOCK,
     FOUND_BLOCKS,
@@ -30,7 +30,7 @@ from publisher.ledger_kernels import (
     find_entry,
     require_groups,
 )
-from publisher.queue_kernels import queue_cleared
+from publisher.kernels.queue import queue_cleared
 
 __all__ = ["SLICE_PAGES", "Ledger", "LedgerCopy"]
 

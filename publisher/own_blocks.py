@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kv_events import page_table
-from publisher.blocks import HELD, make_blocks
-from publisher.ledger_kernels import make_change_pages
+from kv_events.kernels import page_table
+from publisher.kernels.blocks import HELD, make_blocks
+from publisher.kernels.ledger import make_change_pages
 
 
 class OwnBlocks:

@@ -10,8 +10,8 @@ import numpy as np
 from kv_events.codec import encode_event
 from kv_events.limits import MAX_EVENTS_PER_BATCH
 from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStored
-from publisher.change_kernels import CLEARED, NUM_RANKS, REMOVAL, batch_length, mark_chains, sort_changes
 from publisher.change_queue import PageChanges
+from publisher.kernels.changes import CLEARED, NUM_RANKS, REMOVAL, batch_length, mark_chains, sort_changes
 
 EVENT_BYTES = 80
 """Upper bound on the bytes of a wire event without its pages, chains and tokens."""

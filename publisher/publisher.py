@@ -13,16 +13,16 @@ from typing import NamedTuple, Self
 import uvloop
 
 from kv_events.errors import InvalidValueError, KvsightError, check_type
-from kv_events.event_loops import new_event_loop
 from kv_events.limits import MAX_DEGRADED_REASON_BYTES
+from kv_events.runtime.event_loops import new_event_loop
 from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
-from publisher.blocks import BlockTable
 from publisher.change_queue import QueueStats
 from publisher.change_tracker import ChangeTracker
 from publisher.drain import Drain
 from publisher.epochs import next_epoch
 from publisher.event_columns import EventColumns
+from publisher.kernels.blocks import BlockTable
 from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, Sink

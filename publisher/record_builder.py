@@ -13,9 +13,9 @@ from kv_events.codec import encode_batch, encode_event
 from kv_events.digest import Digest, digest_bytes, empty_digest
 from kv_events.schema import CLOSED, LEDGER_FULL, ResyncRequest, SnapshotBegin, SnapshotEnd
 from publisher.backlog import Backlog
-from publisher.change_kernels import advance_digest
 from publisher.change_queue import PageChanges
 from publisher.change_tracker import ChangeTracker
+from publisher.kernels.changes import advance_digest
 from publisher.packing import BatchLimits, pack
 from publisher.resync import resync_changes
 from publisher.settings import PublisherSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kv_events.prefix_order import prefix_order
+from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import NUM_MEDIA
 from publisher.change_queue import PageChanges
 from publisher.ledger import LedgerCopy

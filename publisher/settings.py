@@ -8,11 +8,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.kafka_settings import KafkaSettings
+from kv_events.kafka.settings import KafkaSettings
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_PAGES_PER_BATCH, MAX_RECORD_BYTES
-from kv_events.settings import argument
+from kv_events.runtime.settings import argument
+from kv_events.runtime.variables import variable
 from kv_events.streams import DEFAULT_TENANT, HEARTBEAT_S, StreamId
-from kv_events.variables import variable
 
 _RECORD_OVERHEAD_BYTES = 4096
 """Room that a record needs besides its pages: names, digest, framing."""

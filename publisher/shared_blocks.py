@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kv_events import page_table
-from publisher.blocks import HELD, MOST_HELD, ON_MEDIA, RECENTLY_USED, REMEMBERED, make_blocks, states
-from publisher.ledger_kernels import make_change_pages
+from kv_events.kernels import page_table
+from publisher.kernels.blocks import HELD, MOST_HELD, ON_MEDIA, RECENTLY_USED, REMEMBERED, make_blocks, states
+from publisher.kernels.ledger import make_change_pages
 
 
 class SharedBlocks:

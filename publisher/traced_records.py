@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from publisher.sinks.base import OutRecord
 
 if TYPE_CHECKING:
-    from kv_events.spans import Spans
+    from kv_events.runtime.spans import Spans
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from kv_events.decisions import VERSION, DecisionRecord, Outcome, encode_decision
-from kv_events.event_log import EventLogWriter
-from kv_events.memory_log import MemoryLog
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
 from publisher import EventPublisher
 from publisher.sinks.memory import MemorySink

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from analysis.bins import Groups
+from analysis.curves import Groups
 from analysis.html.page import write_page
 from analysis.html.plots import MOST_GROUPS, WORKER_COLOURS, Chart, Curve, elapsed_axis, lines, shares_of
 from analysis.html.words import duration

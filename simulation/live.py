@@ -20,8 +20,8 @@ from indexer.sources.base import Source
 from indexer.sources.memory import MemorySource
 from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.memory_log import MemoryLog
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings, Sink
 from publisher.sinks.memory import MemorySink

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.box import SIMPLE
 from rich.table import Table
 
-from analysis.bins import Sums, TimeBins
+from analysis.curves import Sums, TimeBins
 
 _COLUMNS = (
     "tokens\nin cache",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from kv_events.kafka_clients import KafkaConnection
+from kv_events.kafka.connection import KafkaConnection
 from simulation.direct import run_direct
 from simulation.live import KafkaTransport, run_live
 from simulation.policies import create_policy

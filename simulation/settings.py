@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_events.errors import InvalidValueError
-from kv_events.kafka_settings import KafkaSettings
+from kv_events.kafka.settings import KafkaSettings
 from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.streams import MAMBA_GROUP
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from analysis.bins import Sums, TimeBins
+from analysis.curves import Sums, TimeBins
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from kv_events.streams import group_model

@@ -139,7 +139,7 @@ def test_the_base_install_has_the_client_and_the_publisher_and_no_web_server(whe
     assert installed.returncode == 0, installed.stderr
     program = """
 from pathlib import Path
-from kv_events.event_log import EventLogReader
+from kv_events.log.event_log import EventLogReader
 from kvsight import BlockStored, Client, EventPublisher, FileSink, KafkaSink, KvsightConnectionError, PublisherSettings
 from kvsight import RadixCache, RetryPolicy, StorageMedium, ZmqSink
 with EventPublisher(PublisherSettings(model="m", worker="w", block_size=2), FileSink(Path("log"))) as publisher:

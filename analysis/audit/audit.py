@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.audit.book import milliseconds
-from analysis.audit.decisions import Decisions
-from analysis.audit.events import EventAudit, settings_of_audits
-from analysis.audit.funnel import FunnelAudit
+from analysis.audit.curves import AuditSeries
+from analysis.audit.decision_audit import FunnelAudit
+from analysis.audit.findings import judge
 from analysis.audit.report import AuditReport
-from analysis.audit.series import AuditSeries
-from analysis.audit.verdict import judge
+from analysis.audit.residency import milliseconds
+from analysis.audit.sorted_decisions import Decisions
+from analysis.audit.stream_audit import EventAudit, settings_of_audits
 from indexer.replay import open_beginning
 from kv_events.codec import batch_time
-from kv_events.event_log import EventLogReader
-from kv_events.log_scan import scan_log
+from kv_events.log.event_log import EventLogReader
+from kv_events.log.reader import scan_log
 from kv_events.records import Channel, LogRecord
 
 CHURN_S = 10.0

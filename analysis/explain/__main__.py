@@ -19,10 +19,10 @@ from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
 from indexer.replay import Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from kv_events.errors import KvsightError
-from kv_events.log_scan import RecordChunk
-from kv_events.log_tail import torn_tail
+from kv_events.http.explanations import Explanation
+from kv_events.log.reader import RecordChunk
+from kv_events.log.tail import torn_tail
 from kv_events.records import Channel
-from kvsight.schemas.explanations import Explanation
 
 _NICENESS = 10
 

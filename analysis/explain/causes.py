@@ -8,15 +8,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from analysis.explain import sentences
-from analysis.explain.follower import Batch, Follower, StreamHistory
+from analysis.explain import messages
+from analysis.explain.page_history import NEVER, Leaving, Trail
 from analysis.explain.prompts import Column, Variant
-from analysis.explain.trails import NEVER, Leaving, Trail
+from analysis.explain.tracer import Batch, Follower, StreamHistory
 from indexer.reuse import StreamReuse, stream_reuse
 from indexer.views import ViewState
+from kv_events.http.explanations import BatchPosition, Evidence, Finding
 from kv_events.schema import MEDIA, NUM_MEDIA
 from kv_events.streams import parse_group
-from kvsight.schemas.explanations import BatchPosition, Evidence, Finding
 
 TIERS = ("gpu", "cpu", "disk", "external")
 _CAUSE_OF_LEAVING = {
@@ -90,16 +90,16 @@ class Causes:
         found += [*self._of_tiers(), *self._of_hidden_pages()] if self.reuse.has_full else []
         tail = self._follower.prompt.num_tail_tokens(self._history.block_size)
         if not self.num_pages or (tail and self.prefixes.longest == self.num_pages):
-            text = sentences.partial_page(tail, self._history.block_size, self.num_pages)
+            text = messages.partial_page(tail, self._history.block_size, self.num_pages)
             found.append(Finding(cause="partial_page", page=self.num_pages + 1, text=text))
-        return found or [Finding(cause="held", text=sentences.held(self.num_pages))]
+        return found or [Finding(cause="held", text=messages.held(self.num_pages))]
 
     # --- the whole worker ---
 
     def _of_the_worker(self) -> Iterator[Finding]:
         history, block_size = self._history, self._follower.prompt.block_size
         if self.state is ViewState.EXPIRED:
-            text = sentences.expired(
+            text = messages.expired(
                 history.last, self._follower.replay.now, history.view.is_closed, self.prefixes.longest, self.num_pages
             )
             yield Finding(cause="expired", evidence=_evidence("last_batch", history.last), text=text)
@@ -108,7 +108,7 @@ class Causes:
                 cause="other_namespace",
                 pages=self.prefixes.longest,
                 namespace={"block_size": history.block_size},
-                text=sentences.other_block_size(block_size, history.block_size, self.prefixes.longest, self.num_pages),
+                text=messages.other_block_size(block_size, history.block_size, self.prefixes.longest, self.num_pages),
             )
 
     # --- groups ---
@@ -128,11 +128,11 @@ class Causes:
         ends = self.reuse.ends
         name = min(ends, key=lambda each: ends[each], default=None)
         if name is None or ends[name] >= self.prefixes.longest:
-            text = sentences.last_token(self.prefixes.longest, reused)
+            text = messages.last_token(self.prefixes.longest, reused)
             yield Finding(cause="last_token", page=reused + 1, text=text)
             return
         held = self.prefixes.longest if self.reuse.has_full else None
-        text = sentences.group(held, parse_group(name), ends[name], reused, is_expired=name in self.reuse.expired)
+        text = messages.group(held, parse_group(name), ends[name], reused, is_expired=name in self.reuse.expired)
         yield Finding(cause="group", page=reused + 1, group=name, text=text)
 
     # --- the end of the prefix ---
@@ -154,7 +154,7 @@ class Causes:
     def _refused(self, trail: Trail, page: int) -> Finding:
         stored = self._batch(trail.stored[page])
         evidence = _evidence("stored", stored)
-        return Finding(cause="index_full", page=page + 1, evidence=evidence, text=sentences.refused(page, stored))
+        return Finding(cause="index_full", page=page + 1, evidence=evidence, text=messages.refused(page, stored))
 
     def _left(self, trail: Trail, page: int) -> Finding:
         stored, left = self._batch(trail.stored[page]), self._batch(trail.left[page])
@@ -168,36 +168,36 @@ class Causes:
             cause=cause,
             page=page + 1,
             evidence=[*_evidence("stored", stored, first_medium), *_evidence(what, left, medium)],
-            text=sentences.left(cause, page, self.num_pages, stored, left, medium, int(trail.times_stored[page])),
+            text=messages.left(cause, page, self.num_pages, stored, left, medium, int(trail.times_stored[page])),
         )
 
     def _doubts(self, page: int, since: Batch | None) -> Iterator[Finding]:
         """Yield why the view may lack a page that its worker holds. since: the last that the log shows of the page."""
         gap = next((gap for gap in self._history.gaps if since is None or gap.after.seq > since.seq), None)
         if gap is not None and gap.before is None:
-            text = sentences.before_the_log(page, gap, self._history.resync)
+            text = messages.before_the_log(page, gap, self._history.resync)
             evidence = _evidence("first_batch", gap.after)
             yield Finding(cause="before_the_log", page=page + 1, evidence=evidence, text=text)
         elif gap is not None and gap.before is not None:
             evidence = [*_evidence("before_gap", gap.before), *_evidence("after_gap", gap.after)]
-            text = sentences.lost(page, gap, len(self._history.gaps), self._history.resync)
+            text = messages.lost(page, gap, len(self._history.gaps), self._history.resync)
             yield Finding(cause="lost_batches", page=page + 1, evidence=evidence, text=text)
         elif self.state not in (ViewState.LIVE, ViewState.EXPIRED):
             doubted = self._history.doubted or self._history.last
             evidence = _evidence("doubted", doubted)
-            text = sentences.stale(page, self.state.value, self.state_reason, doubted, self._history.resync)
+            text = messages.stale(page, self.state.value, self.state_reason, doubted, self._history.resync)
             yield Finding(cause="stale", page=page + 1, evidence=evidence, text=text)
 
     def _never_stored(self, page: int) -> Finding:
         if page == 0 or self._trail is None:
-            text = sentences.never_stored(page, self.num_pages, self._history.first)
+            text = messages.never_stored(page, self.num_pages, self._history.first)
             return Finding(cause="never_stored", page=page + 1, text=text)
         last = self._batch(self._trail.stored[page - 1])
         return Finding(
             cause="never_stored",
             page=page + 1,
             evidence=_evidence("last_page_stored", last),
-            text=sentences.not_continued(page, self.num_pages, last, self._history.first),
+            text=messages.not_continued(page, self.num_pages, last, self._history.first),
         )
 
     # --- tiers and holes ---
@@ -215,12 +215,12 @@ class Causes:
             left_tiers = [each for each in range(now_on) if trail.left_on[page, each] != NEVER]
             left_tier = max(left_tiers, key=lambda each: int(trail.left_on[page, each]), default=None)
             if left_tier is None:
-                text = sentences.slower_tier(page, MEDIA[now_on].value, MEDIA[tier].value, stored)
+                text = messages.slower_tier(page, MEDIA[now_on].value, MEDIA[tier].value, stored)
                 yield Finding(cause="slower_tier", page=page + 1, tier=TIERS[tier], evidence=evidence, text=text)
                 continue
             left = self._batch(trail.left_on[page, left_tier])
             evidence += _evidence("removed", left, MEDIA[left_tier].value)
-            text = sentences.moved(page, MEDIA[left_tier].value, MEDIA[now_on].value, stored, left)
+            text = messages.moved(page, MEDIA[left_tier].value, MEDIA[now_on].value, stored, left)
             evidence.sort(key=lambda each: (each.batch.time, each.batch.seq))
             yield Finding(cause="moved", page=page + 1, tier=TIERS[tier], evidence=evidence, text=text)
 
@@ -229,7 +229,7 @@ class Causes:
         hidden = np.flatnonzero(self.prefixes.held[end:])
         if len(hidden):
             first = end + int(hidden[0])
-            text = sentences.hidden(first, len(hidden), end)
+            text = messages.hidden(first, len(hidden), end)
             yield Finding(cause="hidden", page=first + 1, pages=len(hidden), text=text)
 
     # --- other namespaces ---
@@ -282,7 +282,7 @@ def found_elsewhere(elsewhere: Elsewhere, page: int | None) -> Finding:
         pages=elsewhere.pages,
         namespace=elsewhere.namespace,
         evidence=_evidence("stored", elsewhere.first),
-        text=sentences.other_namespace(elsewhere.namespace, elsewhere.pages, elsewhere.first),
+        text=messages.other_namespace(elsewhere.namespace, elsewhere.pages, elsewhere.first),
     )
 
 

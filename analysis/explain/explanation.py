@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from analysis.explain import sentences
+from analysis.explain import messages
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere, position
-from analysis.explain.follower import Follower, History, StreamHistory
+from analysis.explain.tracer import Follower, History, StreamHistory
 from indexer.replay import Replay
-from indexer.until import Until
+from indexer.replay.until import Until
 from kv_events.errors import KvsightError, shorten
+from kv_events.http.explanations import Evidence, Explanation, Finding, WorkerExplanation
 from kv_events.streams import StreamId, split_group
-from kvsight.schemas.explanations import Evidence, Explanation, Finding, WorkerExplanation
 
 _MOST_NAMED = 5
 
@@ -74,7 +74,7 @@ def _later_workers(follower: Follower) -> Iterator[WorkerExplanation]:
     for stream, (first, block_size) in follower.later_streams().items():
         if _is_asked(follower.prompt, stream):
             evidence = [Evidence(what="first_batch", batch=position(first))]
-            finding = Finding(cause="not_known_yet", evidence=evidence, text=sentences.not_known_yet(first))
+            finding = Finding(cause="not_known_yet", evidence=evidence, text=messages.not_known_yet(first))
             yield _worker(stream, block_size, [finding], num_pages=follower.prompt.num_pages(block_size))
 
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from analysis.explain.asked_prompt import AskedPrompt
-from indexer.until import Until
+from indexer.replay.until import Until
 
 EXIT_REFUSED = 2
 """Exit code of a process that wrote a `Refusal`."""

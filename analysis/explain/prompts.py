@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from analysis.explain.asked_prompt import AskedPrompt
-from analysis.explain.watch_table import I64Array, WatchTable
+from analysis.explain.watched_hashes import I64Array, WatchTable
 from kv_events.hash_seed import SEEDS, process_seed
 from kv_events.hashing import (
     U32Array,

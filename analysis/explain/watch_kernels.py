@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from kv_events.bundles import I64Input, I64Vector, U64Input, U64Vector
-from kv_events.kernels import array_helper, array_kernel
+from kv_events.kernels.bundles import I64Input, I64Vector, U64Input, U64Vector
+from kv_events.kernels.declare import array_helper, array_kernel
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from analysis.audit import series as facts
-from analysis.audit.kernels import COUNT_NAMES
+from analysis.audit import curves as facts
+from analysis.audit.curves import AuditSeries
 from analysis.audit.report import PAGE_COUNTS, AuditReport, StreamReport
-from analysis.audit.series import AuditSeries
-from analysis.bins import Groups
+from analysis.audit.residency_kernels import COUNT_NAMES
+from analysis.curves import Groups
 from analysis.html.page import write_page
 from analysis.html.plots import (
     BLUE,
@@ -83,7 +83,7 @@ def write_audit_page(path: Path, report: AuditReport, series: AuditSeries) -> in
 def _policies(tokens: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
     """What a policy would have found in the caches as they were, in tokens of requests that list their candidates.
 
-    tokens: [..., columns of `analysis.audit.series`].
+    tokens: [..., columns of `analysis.audit.curves`].
     """
     return {BEST: tokens[..., facts.BEST], CHOSEN: tokens[..., facts.TAKEN], AVERAGE: tokens[..., facts.MEAN]}
 

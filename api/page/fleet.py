@@ -10,16 +10,16 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from api.page.scene import Scene
-from api.page.verdict import Verdict, trouble, verdict
-from api.page.watch import INTERVAL_S, FleetWatch
-from api.worker_list import unheard_ranks
+from api.page.health import Verdict, trouble, verdict
+from api.page.state import Scene
+from api.page.worker_history import INTERVAL_S, FleetWatch
+from api.workers.description import unheard_ranks
 from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View, ViewState, least_trusted
+from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
+from kv_events.http.workers import Listener
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
-from kvsight.schemas.page import Fleet, FleetRank, FleetWorker, StateChange
-from kvsight.schemas.workers import Listener
 
 _MAX_CHANGES = 30
 _MAIN = ""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from api.page.funnel import FunnelWindow
-from api.page.scene import Scene
-from api.page.watch import FleetWatch
+from api.decisions.window import FunnelWindow
+from api.page.state import Scene
+from api.page.worker_history import FleetWatch
 from api.problems import ProblemError, ProblemKind
 from indexer.consumer import Consumer
 
 if TYPE_CHECKING:
-    from api.registrations import Registrations
+    from api.workers.registrations import Registrations
 
 
 class LiveScene:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from api.page.scene import Scene
+from api.page.state import Scene
 from api.problems import ProblemError, ProblemKind
 from indexer.namespaces import Namespace
 from indexer.views import View
 from kv_events.hashing import U64Array
-from kvsight.schemas.page import Residency, ResidencyColumn, ResidencyNamespace, ResidencyRow
+from kv_events.http.fleet import Residency, ResidencyColumn, ResidencyNamespace, ResidencyRow
 
 MAX_ROWS = 300
 _MAX_COLUMNS = 128

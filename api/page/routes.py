@@ -8,13 +8,13 @@ import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from api.hot import json_response
 from api.openapi import answers, problem
+from api.page.answer_cache import SharedAnswers
 from api.page.fleet import describe_fleet
 from api.page.residency import MAX_ROWS, Wanted, describe_residency
-from api.page.scene import OpenScene
-from api.page.shared import SharedAnswers
-from kvsight.schemas.page import Fleet, Funnel, Residency
+from api.page.state import OpenScene
+from api.queries.routes import json_response
+from kv_events.http.fleet import Fleet, Funnel, Residency
 
 _MAX_WORKERS = 4096
 

@@ -10,10 +10,10 @@ import httpx
 import msgspec
 from starlette.responses import Response
 
-from api.decoding import Body, Codec, decode_as
-from api.hot import HotEndpoint, json_response
 from api.problems import ProblemError, ProblemKind
-from kvsight.schemas.page import Tokenized
+from api.queries.body_formats import Body, Codec, decode_as
+from api.queries.routes import HotEndpoint, json_response
+from kv_events.http.fleet import Tokenized
 
 MAX_BODY_BYTES: Final = 2**20
 _MAX_ANSWER_BYTES: Final = 16 * 2**20

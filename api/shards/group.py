@@ -11,23 +11,23 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from api.hot import json_response
+from api.access.tenants import TenantQueries
 from api.openapi import answers
+from api.queries.routes import json_response
 from api.settings import ApiSettings
-from api.shards.gather import Gatherer
-from api.shards.others import AskOthers
-from api.shards.own_views import OwnViews
-from api.shards.peers import Connections, Peers
+from api.shards.forwarding import AskOthers
+from api.shards.local_shard import OwnViews
+from api.shards.members import Connections, Peers
 from api.shards.routes import ShardRoutes
-from api.tenant_queries import TenantQueries
+from api.shards.scatter_gather import Gatherer
 from indexer.consumer import Consumer
 from indexer.shards.membership import Membership
 from indexer.shards.settings import GroupSettings
 from kv_events.errors import InvalidValueError
-from kv_events.settings import read_secret
-from kv_events.tls import TlsFiles
-from kv_events.variables import variable
-from kvsight.schemas.shards import Shards
+from kv_events.http.shards import Shards
+from kv_events.runtime.settings import read_secret
+from kv_events.runtime.tls import TlsFiles
+from kv_events.runtime.variables import variable
 
 
 class ShardGroup:

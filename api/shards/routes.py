@@ -9,18 +9,18 @@ from functools import partial
 import msgspec
 from starlette.responses import Response
 
-from api.decoding import Body, Codec, codec_of
-from api.hot import HotEndpoint, HotRoutes, encoded_response, json_response
-from api.hot_lane.lane import GroupAnswers
-from api.large_bodies import is_large
+from api.access.tenants import TenantQueries
+from api.fast.fast_path import GroupAnswers
 from api.problems import ProblemError, ProblemKind
-from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
-from api.shards.gather import Gatherer
-from api.shards.own_views import OwnViews
+from api.queries.body_formats import Body, Codec, codec_of
+from api.queries.large_bodies import is_large
+from api.queries.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
+from api.queries.routes import HotEndpoint, HotRoutes, encoded_response, json_response
+from api.shards.local_shard import OwnViews
+from api.shards.scatter_gather import Gatherer
 from api.shards.wire import MISSING_HEADER, PATH, Asked, decode_asked, encode
-from api.tenant_queries import TenantQueries
 from indexer.consumer import Consumer
-from kvsight.schemas.queries import Missing
+from kv_events.http.queries import Missing
 
 _GROWTH = 4
 """Bytes of the hashes of a prompt for each byte of its tokens: a page of one token is two bytes of JSON."""

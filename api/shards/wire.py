@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from api.query_requests import MAX_QUERIES_PER_BATCH
+from api.queries.query_requests import MAX_QUERIES_PER_BATCH
 from indexer.shards.assignment import MAX_PARTITIONS, Assignment
 from indexer.views import STATES
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES

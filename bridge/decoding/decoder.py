@@ -14,12 +14,13 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from bridge.decoding import batch_kernels as batches
-from bridge.decoding import event_rows as columns
-from bridge.decoding.event_rows import ScannedEvents
+from bridge.decoding.kernels import batches as batches
+from bridge.decoding.kernels import rows as columns
+from bridge.decoding.kernels.rows import ScannedEvents
+from bridge.decoding.kernels.runs import begin_run
+from bridge.decoding.kernels.scan import scan_batches
 from bridge.decoding.mooncake_events import decode_any, decode_mooncake_event, may_remove
 from bridge.decoding.payloads import Payloads
-from bridge.decoding.run_kernels import begin_run
 from bridge.decoding.runs import (
     AttentionSpec,
     BadEvent,
@@ -31,11 +32,10 @@ from bridge.decoding.runs import (
     Run,
     StoredRun,
 )
-from bridge.decoding.scan_kernels import scan_batches
-from kv_events.bundles import resident
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
 from kv_events.hashing import U32Array
+from kv_events.kernels.bundles import resident
 from kv_events.limits import MAX_ENGINE_EVENTS, MAX_PAGES_PER_BATCH
 
 MAX_PAYLOAD_BYTES = 16 * 2**20

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from bridge.decoding.mooncake_events import MooncakeEvent
-from kv_events.bundles import I64Vector, U8Vector, U64Input, U64Vector
 from kv_events.hashing import U32Array, U64Array
+from kv_events.kernels.bundles import I64Vector, U8Vector, U64Input, U64Vector
 
 _MASK64 = 2**64 - 1
 

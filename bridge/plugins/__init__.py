@@ -1,7 +1,7 @@
 """Publishers that run inside an engine: vLLM's or SGLang's events go to our sink without ZMQ.
 
 Engines load `kvsight.plugins`, which makes an `engine_publisher.EnginePublisher` when one is asked for. Imports
-`naming` and `decoding`.
+`hashes` and `decoding`.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ import msgspec
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
 from bridge.decoding.runs import BadEvent, ClearedRun
-from bridge.naming.event_translator import EventTranslator
-from bridge.naming.identity import StreamIdentity
+from bridge.hashes.event_translator import EventTranslator
+from bridge.hashes.identity import StreamIdentity
 from bridge.settings import BridgeSettings
 from kv_events.errors import InvalidValueError
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST
 from kv_events.streams import group_model
-from publisher.blocks import BlockTable
+from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
 from publisher.sinks import create_sink

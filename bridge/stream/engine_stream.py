@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.naming.identity import RegistrationDefaults
+from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.stream.backlog import Backlog
 from bridge.stream.live_batches import LiveBatches

@@ -15,8 +15,7 @@ import numpy as np
 import zmq
 
 from bridge.decoding.payloads import I64Array, Payloads
-from bridge.stream.live_batches import LiveBatches
-from bridge.stream.receive_kernels import (
+from bridge.stream.kernels.receive import (
     BAD_SHAPE,
     MAX_TOPIC_BYTES,
     NO_ROOM,
@@ -30,8 +29,9 @@ from bridge.stream.receive_kernels import (
     InboxArrays,
     receive_messages,
 )
-from kv_events.bundles import resident
+from bridge.stream.live_batches import LiveBatches
 from kv_events.hashing import U64Array
+from kv_events.kernels.bundles import resident
 
 _MESSAGES = 4096
 _BYTES = 2**20

@@ -10,13 +10,13 @@ from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, UnreadableBatch
 from bridge.decoding.mooncake_events import MooncakeEvent
 from bridge.decoding.runs import BadEvent, Run
-from bridge.naming.identity import RegistrationDefaults
+from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.stream.live_batches import LiveBatches
 from bridge.worker_stream import StreamStatus, WorkerStream
 from kv_events.engine_wire import Payload
 from kv_events.limits import MAX_DP_RANK
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from bridge.stream.inbox import Inbox, Inboxes, Sent
 from bridge.stream.reachability import why_unreachable
 from bridge.stream.replay import MAX_MESSAGE_BYTES
 from kv_events.endpoints import Locate, LocateError, is_ipv6
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from indexer.decisions.base import DecisionsUnavailableError
-from kv_events.event_log import EventLogError, EventLogWriter
-from kv_events.log_retention import LogRetention
+from kv_events.log.event_log import EventLogError, EventLogWriter
+from kv_events.log.retention import LogRetention
 from kv_events.records import LogRecord
 
 _MAX_BYTES = 2 * 2**30

@@ -10,9 +10,9 @@ from typing import Any
 from aiokafka.errors import KafkaError
 
 from indexer.decisions.base import DecisionsUnavailableError
-from kv_events.kafka_clients import KafkaConnection, KafkaUnreachableError, stop_producer
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.kafka_topics import inspect_topics
+from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError, stop_producer
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.kafka.topics import inspect_topics
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.records import LogRecord
 

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from indexer.decisions.base import DecisionSink, DecisionsUnavailableError
-from kv_events.backoff import Backoff
-from kv_events.outages import Outage
 from kv_events.records import Channel, LogRecord
-from kv_events.supervised import keep_running
+from kv_events.runtime.backoff import Backoff
+from kv_events.runtime.outages import Outage
+from kv_events.runtime.supervised import keep_running
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ import numpy as np
 from numba import types
 
 from indexer.kernels.holder_sets import HolderSets, adopt, flipped, holds, move_user
-from kv_events import page_table_kernels
-from kv_events.bundles import (
+from kv_events.digest import add_page, remove_page
+from kv_events.kernels import page_table_ops
+from kv_events.kernels.bundles import (
     I64Vector,
     U8Input,
     U8Vector,
@@ -23,9 +24,8 @@ from kv_events.bundles import (
     U64MatrixInput,
     U64Vector,
 )
-from kv_events.digest import add_page, remove_page
-from kv_events.kernels import array_helper, array_kernel
-from kv_events.page_table import Table
+from kv_events.kernels.declare import array_helper, array_kernel
+from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
 _TWO_COUNTS = types.UniTuple(types.int64, 2)
@@ -63,7 +63,7 @@ def neighbour(pages, previous, key):
 def look_up(pages, previous, key):
     """Return the entry of a page, or -1. Tries `neighbour` first."""
     entry = neighbour(pages, previous, key)
-    return entry if entry >= 0 else page_table_kernels.find(pages.table, key)
+    return entry if entry >= 0 else page_table_ops.find(pages.table, key)
 
 
 @array_helper
@@ -72,7 +72,7 @@ def _give_up(pages, entry, old, new):
     move_user(pages.sets, old, new)
     pages.holders[entry] = np.uint32(new)
     if new == 0:
-        page_table_kernels.remove(pages.table, entry)
+        page_table_ops.remove(pages.table, entry)
 
 
 @array_helper
@@ -96,13 +96,13 @@ def store_pages(pages, digest, marks, hashes, chain_starts, parents, stream, tie
         starts = _starts_chain(chain_starts, i)
         if starts:
             chain += 1
-        if is_cold and i + page_table_kernels.AHEAD < stop:
-            page_table_kernels.fetch(pages.table, hashes[i + page_table_kernels.AHEAD])
+        if is_cold and i + page_table_ops.AHEAD < stop:
+            page_table_ops.fetch(pages.table, hashes[i + page_table_ops.AHEAD])
         entry = neighbour(pages, entry, key)
         is_cold = entry < 0
         is_new = False
         if is_cold:
-            entry, is_new = page_table_kernels.find_or_insert(pages.table, key)
+            entry, is_new = page_table_ops.find_or_insert(pages.table, key)
             if entry < 0:
                 refused += 1
                 continue
@@ -117,7 +117,7 @@ def store_pages(pages, digest, marks, hashes, chain_starts, parents, stream, tie
             refused += 1
             last_from = np.int64(-1)
             if old == 0:
-                page_table_kernels.remove(pages.table, entry)
+                page_table_ops.remove(pages.table, entry)
             continue
         if last_to == old:
             known += 1
@@ -151,8 +151,8 @@ def remove_pages(pages, digest, marks, hashes, stream, tier, start, stop):
     entry = np.int64(-1)
     last_from = last_to = np.int64(-1)
     for i in range(start, stop):
-        if i + page_table_kernels.AHEAD < stop:
-            page_table_kernels.fetch(pages.table, hashes[i + page_table_kernels.AHEAD])
+        if i + page_table_ops.AHEAD < stop:
+            page_table_ops.fetch(pages.table, hashes[i + page_table_ops.AHEAD])
         key = hashes[i]
         entry = look_up(pages, entry, key)
         if entry < 0:
@@ -254,9 +254,9 @@ def restore_pages(pages, hashes, saved_parents, rows_of_pages, ids):
     Returns False if a hash is already in the table or there is no room. Some pages are then added already.
     """
     for i in range(hashes.shape[0]):
-        if page_table_kernels.find(pages.table, hashes[i]) >= 0:
+        if page_table_ops.find(pages.table, hashes[i]) >= 0:
             return False
-        entry = page_table_kernels.insert(pages.table, hashes[i])
+        entry = page_table_ops.insert(pages.table, hashes[i])
         if entry < 0:
             return False
         pages.parents[entry] = saved_parents[i]

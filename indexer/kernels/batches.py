@@ -8,7 +8,8 @@ import numpy as np
 from numba import types
 
 from indexer.kernels.apply import Pages, remove_pages, store_pages
-from kv_events.batch_column_kernels import (
+from kv_events.digest import DIGEST_WORDS
+from kv_events.kernels.batches import (
     DIGEST,
     END_EVENT,
     EPOCH,
@@ -23,12 +24,21 @@ from kv_events.batch_column_kernels import (
     TIME,
     BatchArrays,
 )
-from kv_events.bundles import BoolVector, F64Vector, I64Matrix, I64Vector, U8Input, U8Vector, U64Matrix, reader, spread
-from kv_events.digest import DIGEST_WORDS
-from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.log_kernels import OFFSET, PARTITION, TIMESTAMP_MS
-from kv_events.page_table import CAPACITY
-from kv_events.page_table_kernels import num_entries
+from kv_events.kernels.bundles import (
+    BoolVector,
+    F64Vector,
+    I64Matrix,
+    I64Vector,
+    U8Input,
+    U8Vector,
+    U64Matrix,
+    reader,
+    spread,
+)
+from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.log_records import OFFSET, PARTITION, TIMESTAMP_MS
+from kv_events.kernels.page_table import CAPACITY
+from kv_events.kernels.page_table_ops import num_entries
 
 NUM_STREAM_FIELDS = 14
 (
@@ -135,7 +145,7 @@ def _equals_stated(digest, data, at):
 def apply_batches(data, rows, arrays, wanted, numbers, tracked, start, stop, most_pages):
     """Apply the wanted records of [start, stop), up to one that cannot be applied here.
 
-    data, rows: as in `log_kernels.find_records`. arrays: from `decode_batches`. wanted: bool[n], records of events.
+    data, rows: as in `log_records.find_records`. arrays: from `decode_batches`. wanted: bool[n], records of events.
     numbers: [n] the stream of each record; -1: unknown. tracked: updated. most_pages: the longest event to apply here.
 
     Returns (the first record that was not applied, number of streams touched, why it ended).

@@ -8,10 +8,10 @@ import numpy as np
 from numba import types
 
 from indexer.kernels.apply import look_up
-from kv_events.bundles import I32Vector, U32Matrix, U32Vector, U64Input, U64Matrix
-from kv_events.instructions import lowest_bit
-from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import Table
+from kv_events.kernels.bundles import I32Vector, U32Matrix, U32Vector, U64Input, U64Matrix
+from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.instructions import lowest_bit
+from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
 

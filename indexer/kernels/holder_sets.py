@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from kv_events import page_table, page_table_kernels
-from kv_events.bundles import U32Vector, U64Matrix, spread
 from kv_events.digest import mix
 from kv_events.hashing import U64Array
-from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import Table
+from kv_events.kernels import page_table, page_table_ops
+from kv_events.kernels.arrays import zeros
+from kv_events.kernels.bundles import U32Vector, U64Matrix, spread
+from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
-from kv_events.small_pages import zeros
 
 _SLICE_BYTES = 2**17
 """Memory that is written in one slice of a copy. It is fresh, and each of its pages may take ten microseconds."""
@@ -58,7 +58,7 @@ def make_holder_sets(capacity: int, width: int) -> HolderSets:
 
 @array_kernel(types.void, spread(Table))
 def _insert_empty(table):
-    page_table_kernels.insert(table, _EMPTY)
+    page_table_ops.insert(table, _EMPTY)
 
 
 def num_sets(sets: HolderSets) -> int:
@@ -129,12 +129,12 @@ def flipped(sets, holders, stream, tier):
     flipped_word = tier * width + (stream >> 6)
     flipped_bit = _ONE << np.uint64(stream & 63)
     zobrist = sets.table.keys[holders] ^ _zobrist(stream, tier)
-    candidate = page_table_kernels.find(sets.table, zobrist)
+    candidate = page_table_ops.find(sets.table, zobrist)
     if candidate >= 0 and _equals_flipped(sets, candidate, holders, flipped_word, flipped_bit):
         return candidate
     if candidate >= 0:
         return np.int64(-1)  # 64-bit hash collision: handled like a lack of room; the digest then differs
-    fresh = page_table_kernels.insert(sets.table, zobrist)
+    fresh = page_table_ops.insert(sets.table, zobrist)
     if fresh >= 0:
         for i in range(sets.words.shape[1]):
             sets.words[fresh, i] = sets.words[holders, i]
@@ -150,7 +150,7 @@ def move_user(sets, old, new):
     if old > 0:
         sets.users[old] -= np.uint32(1)
         if sets.users[old] == 0:
-            page_table_kernels.remove(sets.table, old)
+            page_table_ops.remove(sets.table, old)
 
 
 @array_function
@@ -162,9 +162,9 @@ def adopt(sets, rows, row):
         for bit in range(64):
             if (rows[row, i] >> np.uint64(bit)) & _ONE != _EMPTY:
                 zobrist ^= _zobrist((i % width) * 64 + bit, i // width)
-    if page_table_kernels.find(sets.table, zobrist) >= 0:
+    if page_table_ops.find(sets.table, zobrist) >= 0:
         return np.int64(-1)
-    fresh = page_table_kernels.insert(sets.table, zobrist)
+    fresh = page_table_ops.insert(sets.table, zobrist)
     if fresh >= 0:
         for i in range(sets.words.shape[1]):
             sets.words[fresh, i] = rows[row, i]

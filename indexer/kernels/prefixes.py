@@ -6,8 +6,8 @@ import numpy as np
 from numba import types
 
 from indexer.kernels.apply import Pages, look_up
-from kv_events.bundles import I64Vector, U8Vector, U32Vector, U64Vector
-from kv_events.kernels import array_function, array_kernel
+from kv_events.kernels.bundles import I64Vector, U8Vector, U32Vector, U64Vector
+from kv_events.kernels.declare import array_function, array_kernel
 from kv_events.schema import NUM_MEDIA
 
 UNREACHABLE = 0xFFFFFFFF

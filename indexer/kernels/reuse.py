@@ -10,8 +10,8 @@ from numba import types
 
 from indexer.kernels.apply import look_up
 from indexer.kernels.find import PageLookup
-from kv_events.bundles import I64Matrix, I64Vector, U32Vector, U64Input, U64Matrix
-from kv_events.kernels import array_function, array_kernel
+from kv_events.kernels.bundles import I64Matrix, I64Vector, U32Vector, U64Input, U64Matrix
+from kv_events.kernels.declare import array_function, array_kernel
 from kv_events.schema import NUM_MEDIA
 
 _EMPTY = np.uint64(0)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
+from indexer.replay.until import Until
 from indexer.sources.base import Source
-from indexer.until import Until
 from kv_events.codec import decode_batch
 from kv_events.decisions import Decision, decode_decision
 from kv_events.errors import RecordRejectedError

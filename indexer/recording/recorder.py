@@ -16,12 +16,12 @@ from indexer.slices import Interval
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from indexer.sources.reader import Opened, SourceReader
 from kv_events.errors import InvalidValueError
-from kv_events.event_log import EventLogError, EventLogWriter
-from kv_events.log_positions import LogPositions
-from kv_events.log_retention import DeletedSegment, LogRetention
-from kv_events.outages import Outage
+from kv_events.log.event_log import EventLogError, EventLogWriter
+from kv_events.log.recorded_offsets import LogPositions
+from kv_events.log.retention import DeletedSegment, LogRetention
 from kv_events.records import Channel, LogRecord
-from kv_events.supervised import keep_running
+from kv_events.runtime.outages import Outage
+from kv_events.runtime.supervised import keep_running
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import msgspec
 from indexer.replay.frames import settings_of_views
 from indexer.settings import IndexerSettings
 from kv_events.errors import KvsightError
-from kv_events.supervised import keep_running
+from kv_events.runtime.supervised import keep_running
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from indexer.replay.frames import FRAME_SUFFIX, KeyFrameError, OtherSettingsError, load_frame, read_head
 from indexer.replay.replay import Replay
 from indexer.settings import IndexerSettings
-from kv_events.log_segment import list_segments
+from kv_events.log.format import list_segments
 
 
 class Beginning(NamedTuple):

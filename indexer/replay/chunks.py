@@ -22,15 +22,15 @@ from indexer.kernels.batches import (
 )
 from indexer.namespaces import NamespaceKey
 from indexer.replay.replay import FORGET_EVERY_MS, Replay
-from indexer.until import Until
+from indexer.replay.until import Until
 from indexer.views import View, ViewState
-from kv_events.batch_column_kernels import TIME
-from kv_events.batch_columns import BatchColumns, decode_chunk
-from kv_events.bundles import I64Vector
 from kv_events.codec import batch_names, decode_batch
 from kv_events.digest import DIGEST_WORDS
-from kv_events.log_kernels import OFFSET, PARTITION
-from kv_events.log_scan import RecordChunk
+from kv_events.kernels.batches import TIME
+from kv_events.kernels.bundles import I64Vector
+from kv_events.kernels.log_records import OFFSET, PARTITION
+from kv_events.log.batch_columns import BatchColumns, decode_chunk
+from kv_events.log.reader import RecordChunk
 from kv_events.records import Channel, LogRecord
 from kv_events.streams import StreamId
 

@@ -17,7 +17,7 @@ from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotDamagedError
 from indexer.snapshots.image import check, take, unpack
 from kv_events.errors import KvsightError
-from kv_events.log_times import replace_file
+from kv_events.log.time_index import replace_file
 from kv_events.records import LogRecord
 
 FRAME_SUFFIX: Final = ".kvframe"

@@ -9,9 +9,9 @@ from typing import Final
 
 from indexer.replay.frames import FRAME_SUFFIX, checksum, save_frame
 from indexer.replay.timeline import Timeline
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
-from kv_events.log_times import TIMES_SUFFIX, delete_unfinished
+from kv_events.log.time_index import TIMES_SUFFIX, delete_unfinished
 from kv_events.records import LogRecord
 
 logger = logging.getLogger(__name__)

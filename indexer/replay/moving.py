@@ -10,7 +10,7 @@ import numpy as np
 from indexer.replay.chunks import ChunkApplier
 from indexer.replay.replay import Replay
 from indexer.replay.timeline import Timeline
-from indexer.until import Until
+from indexer.replay.until import Until
 from kv_events.records import Channel, LogRecord
 
 _MOST_FRAMES: Final = 1

@@ -11,9 +11,9 @@ from indexer.applier import Applier
 from indexer.dead_letters import DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
-from kv_events.event_log import EventLogReader
+from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel, LogRecord
 
 FORGET_EVERY_MS: Final = 10_000

@@ -21,14 +21,14 @@ from indexer.replay.frames import (
     read_head,
 )
 from indexer.replay.replay import Replay
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import RecordRejectedError
-from kv_events.event_log import EventLogError
-from kv_events.log_scan import RecordChunk
-from kv_events.log_segment import EventLogCorruptedError
-from kv_events.log_times import TimeIndex
+from kv_events.log.event_log import EventLogError
+from kv_events.log.format import EventLogCorruptedError
+from kv_events.log.reader import RecordChunk
+from kv_events.log.time_index import TimeIndex
 from kv_events.records import Channel, LogRecord
 
 _NAME_BYTES = 4096

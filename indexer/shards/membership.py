@@ -32,11 +32,11 @@ from indexer.shards.assignment import (
     share_out,
 )
 from indexer.shards.settings import GroupSettings
-from kv_events.backoff import Backoff
-from kv_events.kafka_clients import KafkaConnection, KafkaUnreachableError, stop_consumer
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.outages import Outage
-from kv_events.supervised import keep_running
+from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError, stop_consumer
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.runtime.backoff import Backoff
+from kv_events.runtime.outages import Outage
+from kv_events.runtime.supervised import keep_running
 
 logger = logging.getLogger(__name__)
 

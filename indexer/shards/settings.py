@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.settings import KvsightSettings
-from kv_events.variables import variable
+from kv_events.runtime.settings import KvsightSettings
+from kv_events.runtime.variables import variable
 
 MAX_URL_LENGTH = 255
 

@@ -13,8 +13,8 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from indexer.settings import RedisSettings
 from indexer.snapshots.base import Piece, SnapshotStoreError
 from kv_events.errors import InvalidValueError, shorten
-from kv_events.tls import TlsFiles, connection_reason
-from kv_events.variables import variable
+from kv_events.runtime.tls import TlsFiles, connection_reason
+from kv_events.runtime.variables import variable
 
 _CHUNK_BYTES = 2**20  # the event loop copies and sends a chunk in a fraction of a millisecond
 _TIMEOUT_S = 10.0

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 
 from indexer.sources.base import SourceUnavailableError
-from kv_events.event_log import EventLogCorruptedError, EventLogError, EventLogReader
-from kv_events.memory_log import LogTruncatedError
+from kv_events.log.event_log import EventLogCorruptedError, EventLogError, EventLogReader
+from kv_events.log.memory import LogTruncatedError
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
 

@@ -13,7 +13,7 @@ from aiokafka.errors import CorruptRecordException, KafkaError
 
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from kv_events.codec import encode_resync
-from kv_events.kafka_clients import (
+from kv_events.kafka.connection import (
     KafkaConnection,
     KafkaUnreachableError,
     check_fetching,
@@ -22,11 +22,11 @@ from kv_events.kafka_clients import (
     stop_producer,
     topic_id,
 )
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.kafka_topics import inspect_topics, retention_mismatches
-from kv_events.records import LogRecord
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.kafka.topics import inspect_topics, retention_mismatches
+from kv_events.records import Headers, LogRecord
+from kv_events.runtime.tracing import open_spans, trace_headers
 from kv_events.schema import ResyncRequest
-from kv_events.tracing import Headers, open_spans, trace_headers
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kv_events.memory_log import LogTruncatedError, LogWatch, MemoryLog
+from kv_events.log.memory import LogTruncatedError, LogWatch, MemoryLog
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from indexer.sources.base import Source, SourceUnavailableError
-from kv_events.backoff import Backoff
-from kv_events.outages import Outage
-from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.records import LogRecord
+from kv_events.runtime.backoff import Backoff
+from kv_events.runtime.outages import Outage
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import ResyncRequest
 
 logger = logging.getLogger(__name__)

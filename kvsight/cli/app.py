@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from kv_events.errors import InvalidValueError
-from kv_events.variables import variable
+from kv_events.runtime.variables import variable
 from kvsight.cli.logs import Level, configure_logs
 
 

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import msgspec
 import typer
 
-from kv_events.log_segment import list_segments
+from kv_events.log.format import list_segments
 from kvsight.cli.console import compile_kernels, out, print_json, print_lines, progress_bar
 from kvsight.cli.html import HtmlReport, check_html, write_html
 from kvsight.cli.log.reading import LogFolder, LogInput
@@ -53,7 +53,7 @@ def audit(
     known_damage = [str(source.tail)] if source.tail else []
     compile_kernels("analysis.audit.audit")
     from analysis.audit.audit import audit_log
-    from analysis.audit.series import AuditSeries
+    from analysis.audit.curves import AuditSeries
 
     series = None if html is None else AuditSeries()
     with progress_bar() as bar:

@@ -63,7 +63,7 @@ def bridge(
     import uvloop
 
     from bridge import BridgeSettings, parse_engine, read_engines
-    from kv_events.event_loops import new_event_loop
+    from kv_events.runtime.event_loops import new_event_loop
     from publisher import PublisherSettings
 
     engines = [*(read_engines(config) if config else []), *map(parse_engine, engine or [])]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kv_events.variables import variable
+from kv_events.runtime.variables import variable
 
 _KAFKA: dict[str, tuple[type, str]] = {
     "kafka_client_id": (str, "Name of this client for the broker."),

@@ -118,20 +118,20 @@ def import_without_kernels(*packages: str) -> Callable[[], None]:
 
     Returns what `compile_kernels` does then. None of the kernels may be called before.
     """
-    from kv_events import kernel_cache
+    from kv_events.kernels import load
 
-    load = kernel_cache.import_without_kernels("kv_events.hashing", "indexer.index", *packages)
+    compile_all = load.import_without_kernels("kv_events.hashing", "indexer.index", *packages)
 
     def load_and_report() -> None:
         with waiting("loading kernels"):
-            report_compilation(load)
+            report_compilation(compile_all)
 
     return load_and_report
 
 
 def report_compilation(load: Callable[[], None]) -> None:
     """Load kernels, and print how long it took if they had to be compiled."""
-    from kv_events.kernel_cache import has_compiled
+    from kv_events.kernels.load import has_compiled
 
     began = time.perf_counter()
     load()

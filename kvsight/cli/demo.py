@@ -23,7 +23,7 @@ from kvsight.cli.streams import rows_of
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from api.page.funnel import FunnelWindow
+    from api.decisions.window import FunnelWindow
     from api.settings import ApiSettings
     from simulation import Requests, SimulationSettings
     from simulation.live import LiveFleet
@@ -103,7 +103,7 @@ async def _run_live(
     from api.server import running_server
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
-    from kv_events.memory_log import MemoryLog
+    from kv_events.log.memory import MemoryLog
     from simulation.live import MemoryTransport, publishing_fleet
 
     stop = stop_signals()

@@ -18,8 +18,8 @@ from kvsight.cli.tables import Column, count, natural_order, table_lines
 
 if TYPE_CHECKING:
     from analysis.diff import Holdings
-    from indexer.moments import Moment
-    from kvsight.schemas.past import MovedPage, StreamDiff
+    from indexer.replay.moments import Moment
+    from kv_events.http.log import MovedPage, StreamDiff
 
 
 def diff(

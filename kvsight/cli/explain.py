@@ -21,9 +21,9 @@ from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from analysis.explain.asked_prompt import AskedPrompt
-    from analysis.explain.follower import History as Records
-    from indexer.moments import Moment
-    from kvsight.schemas.explanations import Explanation, Finding, WorkerExplanation
+    from analysis.explain.tracer import History as Records
+    from indexer.replay.moments import Moment
+    from kv_events.http.explanations import Explanation, Finding, WorkerExplanation
 
 
 @with_kafka_flags
@@ -49,8 +49,8 @@ def explain(
     moment = parse_moment(at)
     body = read_json_object(prompt)
     history = open_history(log, kafka, connection, moment)
-    compile_kernels("analysis.explain.explanation", "api.asked_prompts")
-    from api.asked_prompts import asked_prompt
+    compile_kernels("analysis.explain.explanation", "api.queries.asked_prompts")
+    from api.queries.asked_prompts import asked_prompt
 
     asked = asked_prompt(*decode_query(body), worker)
     found, span = _explain(asked, history, moment)

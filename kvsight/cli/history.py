@@ -12,7 +12,7 @@ from kvsight.cli.log.reading import LogInput
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from indexer.moments import Moment
+    from indexer.replay.moments import Moment
     from kv_events.records import LogRecord
     from kvsight.cli.moments import LogSpan
 
@@ -52,8 +52,8 @@ def open_history(log: Path | None, kafka: str | None, connection: dict[str, Any]
 def _topic(kafka: str | None, connection: dict[str, Any], moment: Moment) -> History:
     from indexer.sources.history import source_records
     from indexer.sources.kafka import KafkaSource
-    from kv_events.kafka_clients import KafkaConnection
-    from kv_events.kafka_settings import KafkaSettings
+    from kv_events.kafka.connection import KafkaConnection
+    from kv_events.kafka.settings import KafkaSettings
 
     if moment.until.offset is not None:
         raise UsageError(f"--at {moment.text}: a topic has no index; give a time or PARTITION:OFFSET,...")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from pythonjsonlogger.json import JsonFormatter
 
-from kv_events.variables import variable
+from kv_events.runtime.variables import variable
 
 _OURS = ("api", "bridge", "engine_cache", "indexer", "kv_events", "kvsight", "publisher", "simulation")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kv_events.errors import KvsightError
-from kv_events.variables import report_unknown_variables
+from kv_events.runtime.variables import report_unknown_variables
 from kvsight.cli import (
     audit,
     bridge,

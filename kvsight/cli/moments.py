@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from indexer import moments
-from indexer.moments import Moment
+from indexer.replay import moments
+from indexer.replay.moments import Moment
 from kv_events.errors import InvalidValueError
 from kv_events.records import Channel
 from kvsight.cli.console import UsageError
 from kvsight.cli.tables import count
 
 if TYPE_CHECKING:
-    from kv_events.log_scan import RecordChunk
+    from kv_events.log.reader import RecordChunk
     from kv_events.records import LogRecord
 
 

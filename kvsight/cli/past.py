@@ -39,9 +39,9 @@ def serve_past(
     logging.getLogger("indexer.dead_letters").setLevel(logging.ERROR)
     keep_freed_memory()
     allow_open_files(settings.max_connections)
-    compile_kernels("api.past.app")
-    from api.past.app import create_past_app
-    from api.past.moments import OutsideTheLogError
+    compile_kernels("api.replay.app")
+    from api.replay.app import create_past_app
+    from api.replay.moments import OutsideTheLogError
     from api.server import listen, run_server, url_of
 
     try:

@@ -14,7 +14,7 @@ from kvsight.cli.console import UsageError, json_fault, shown
 if TYPE_CHECKING:
     import httpx
 
-    from api.questions import Numbers, Question
+    from api.queries.questions import Numbers, Question
 
 _TIMEOUT_S = 30.0
 _LONGEST_TEXT = 200
@@ -67,8 +67,8 @@ def read_text(file: Path) -> str:
 
 def decode_query(body: dict[str, msgspec.Raw]) -> tuple[Question, Numbers]:
     """The body of a query as the API understands it. Needs the extra `serve`. Raises KvsightError."""
-    from api.decoding import codec_of
-    from api.questions import BY_ANY, decode_question
+    from api.queries.body_formats import codec_of
+    from api.queries.questions import BY_ANY, decode_question
 
     return decode_question(msgspec.json.encode(body), codec_of("application/json"), BY_ANY)
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from kv_events.errors import KvsightError
+from kv_events.http.service import DEFAULT_URL
 from kvsight.cli.answers import Asked, answer_lines
 from kvsight.cli.console import UsageError, out, print_json, print_lines, read_json_object
 from kvsight.cli.options import ApiToken, AsJson, Url
 from kvsight.cli.prompts import parse_tokens, read_text, read_tokens, tokenize
 from kvsight.cli.streams import rows_of
-from kvsight.schemas.service import DEFAULT_URL
 
 _TIMEOUT_S = 30.0  # people wait longer than routers
 

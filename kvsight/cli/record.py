@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kv_events.event_log import EventLogReader
-from kv_events.quantities import BYTES, SECONDS, parse_quantity
+from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel
+from kv_events.runtime.quantities import BYTES, SECONDS, parse_quantity
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, compile_kernels, err, stop_signals
 from kvsight.cli.log.index import index_all
@@ -22,9 +22,9 @@ from kvsight.extras import require_serve
 if TYPE_CHECKING:
     from indexer.recording.feed import Feed, Selection
     from indexer.recording.recorder import Recorder
-    from indexer.until import Until
-    from kv_events.kafka_settings import KafkaSettings
-    from kv_events.log_retention import DeletedSegment
+    from indexer.replay.until import Until
+    from kv_events.kafka.settings import KafkaSettings
+    from kv_events.log.retention import DeletedSegment
 
 _SHOW_S = 0.5
 
@@ -71,7 +71,7 @@ def record(
     """
     from indexer.recording.feed import Selection
     from indexer.recording.recorder import Recorder, segment_bytes_within
-    from kv_events.kafka_settings import KafkaSettings
+    from kv_events.kafka.settings import KafkaSettings
 
     if metrics_port is not None:
         require_serve("kvsight record --metrics-port")
@@ -134,7 +134,7 @@ async def _record(
 
 
 def _serve_metrics(recorder: Recorder, port: int) -> None:
-    from api.recording import RecordingMetrics
+    from api.telemetry.recording import RecordingMetrics
     from publisher.metrics import serve_metrics
 
     serve_metrics(port, RecordingMetrics(recorder), lambda: recorder.obstacle)

@@ -33,9 +33,9 @@ from kvsight.cli.tables import count
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from api.questions import Numbers, Question
-    from indexer.moments import Moment
+    from api.queries.questions import Numbers, Question
     from indexer.replay import Replay
+    from indexer.replay.moments import Moment
 
 
 @with_kafka_flags
@@ -74,7 +74,9 @@ def replay(
     body = None if query is None else read_json_object(query)
     history = open_history(log, kafka, connection, moment)
     compile_kernels(
-        "indexer.replay", "api.encoded_answers", *(["api.answers", "api.questions"] if query is not None else [])
+        "indexer.replay",
+        "api.queries.encoding",
+        *(["api.queries.answers", "api.queries.questions"] if query is not None else []),
     )
     asked = None if body is None else decode_query(body)
     replayed, span = _replay(history, moment)
@@ -136,7 +138,7 @@ def _show_views(replayed: Replay, as_json: bool) -> None:
 def _show_answer(
     body: dict[str, msgspec.Raw], question: Question, numbers: Numbers, replayed: Replay, as_json: bool
 ) -> None:
-    from api.answers import Answers
+    from api.queries.answers import Answers
 
     encoded = Answers().answer(question, numbers, replayed.namespaces, replayed.freshness, replayed.now)
     found = msgspec.json.decode(encoded, type=dict[str, Any])
@@ -163,7 +165,7 @@ def _views(replayed: Replay) -> Iterator[dict[str, Any]]:
 
 
 def _rows(replayed: Replay) -> Iterator[StreamRow]:
-    from api.encoded_answers import age_ms
+    from api.queries.encoding import age_ms
     from kv_events.schema import MEDIA
     from kv_events.streams import split_group
 

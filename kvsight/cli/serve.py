@@ -9,7 +9,7 @@ import typer
 
 from kv_events.errors import InvalidValueError
 from kv_events.limits import SOCKET_FILES
-from kv_events.variables import variable
+from kv_events.runtime.variables import variable
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.connection_flags import with_kafka_and_redis_flags
 from kvsight.cli.console import at_most_one, compile_kernels, err, report_compilation
@@ -176,15 +176,15 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int, max_fi
 
     The kernels that read engines are loaded while the service answers already.
     """
-    from kv_events.kernel_cache import import_without_kernels
+    from kv_events.kernels.load import import_without_kernels
 
     load = import_without_kernels("bridge")
     from api.app import create_app
-    from api.registrations import Registrations
     from api.settings import RegistrationSettings
+    from api.workers.registrations import Registrations
     from bridge import BridgeSettings
     from indexer.assembly import create_consumer, create_decision_log, create_store
-    from kv_events.memory_log import MemoryLog
+    from kv_events.log.memory import MemoryLog
 
     recording = _recording(indexer, settings)
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)

@@ -64,8 +64,8 @@ def simulate(
     at_most_one({"--trace": trace, "--requests": requests})
     at_most_one({"--kafka": kafka, "--record": record})
     check_html(html, "kvsight simulate --html")
-    from kv_events.kafka_clients import KafkaConnection
-    from kv_events.kafka_settings import KafkaSettings
+    from kv_events.kafka.connection import KafkaConnection
+    from kv_events.kafka.settings import KafkaSettings
 
     broker = None if kafka is None else KafkaSettings.from_flags(kafka=kafka, **connection)
     if broker is not None:

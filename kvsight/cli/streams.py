@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvsight.cli.tables import Column, count, duration, natural_order, printable, table_lines
 
 if TYPE_CHECKING:
-    from kvsight.schemas.workers import Listener, Worker
+    from kv_events.http.workers import Listener, Worker
 
 MEDIA = {"GPU": "gpu", "CPU_PINNED": "cpu", "DISK": "disk", "EXTERNAL": "external"}
 """Medium -> tier, fastest first."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from kv_events.http.service import DEFAULT_URL
 from kv_events.records import Channel
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, at_most_one, err, print_lines, run_until_interrupted
 from kvsight.cli.options import ApiToken
 from kvsight.cli.tail_events import Filter, TailEvent, of_feed, of_record
-from kvsight.schemas.service import DEFAULT_URL
 
 if TYPE_CHECKING:
     from indexer.sources.base import Source
@@ -87,7 +87,7 @@ def _feed(url: str, api_token: str | None, wanted: Filter) -> Generator[TailEven
 def _source(kafka: str | None, log: Path | None, connection: dict[str, Any]) -> Source:
     from indexer.sources.file import FileSource
     from indexer.sources.kafka import KafkaSource
-    from kv_events.kafka_settings import KafkaSettings
+    from kv_events.kafka.settings import KafkaSettings
 
     if log is not None:
         return FileSource(log)

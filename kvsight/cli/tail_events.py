@@ -11,10 +11,10 @@ import msgspec
 from msgspec.structs import replace
 
 from kv_events.errors import InvalidValueError
+from kv_events.http.events import ClientDropped, FeedEvent, StateChanged
 from kvsight.cli.moments import local_time
 from kvsight.cli.streams import MEDIA
 from kvsight.cli.tables import printable
-from kvsight.schemas.events import ClientDropped, FeedEvent, StateChanged
 
 if TYPE_CHECKING:
     from kv_events.codec import RemovedPages, StoredPages

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from kv_events.http.service import DEFAULT_URL
 from kvsight.cli.console import err, out, print_json, print_lines
 from kvsight.cli.options import ApiToken, AsJson, Url
 from kvsight.cli.streams import MEDIA
 from kvsight.cli.tables import Column, count, duration, printable, table_lines
 from kvsight.errors import KvsightConnectionError, KvsightHttpError
-from kvsight.schemas.service import DEFAULT_URL
 
 if TYPE_CHECKING:
+    from kv_events.http.fleet import Fleet, FleetWorker
     from kvsight.client import Client
-    from kvsight.schemas.page import Fleet, FleetWorker
 
 _TIMEOUT_S = 10.0
 _PASSING = {HTTPStatus.TOO_MANY_REQUESTS, *range(500, 600)}

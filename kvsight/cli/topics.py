@@ -14,7 +14,7 @@ from kvsight.cli.console import err, out, run_until_interrupted
 
 if TYPE_CHECKING:
     from indexer.settings import IndexerSettings
-    from kv_events.kafka_topics import Topic, Topics
+    from kv_events.kafka.topics import Topic, Topics
 
 _EXIT_MISMATCH = 1
 
@@ -71,7 +71,7 @@ def check(
     Ends with exit code 1 if a topic is missing or differs, and with 2 if Kafka refuses the connection.
     """
     settings = _settings(kafka, connection, topic_partitions, topic_replication, None, snapshot_interval_s)
-    from kv_events.kafka_topics import topic_names
+    from kv_events.kafka.topics import topic_names
 
     topics = _inspect(settings, create=False)
     is_good = True
@@ -106,15 +106,15 @@ def _settings(
 
 
 def _inspect(settings: IndexerSettings, *, create: bool) -> Topics:
-    from kv_events.kafka_clients import KafkaConnection
-    from kv_events.kafka_topics import inspect_topics, topic_names
+    from kv_events.kafka.connection import KafkaConnection
+    from kv_events.kafka.topics import inspect_topics, topic_names
 
     connection, names = KafkaConnection(settings), topic_names(settings)
     return run_until_interrupted(partial(inspect_topics, connection, settings, create=create, names=names))
 
 
 def _problems(topic: Topic, settings: IndexerSettings) -> list[str]:
-    from kv_events.kafka_topics import mismatches, retention_mismatches
+    from kv_events.kafka.topics import mismatches, retention_mismatches
 
     found = mismatches(topic, settings)
     if topic.name == settings.events_topic:
@@ -123,7 +123,7 @@ def _problems(topic: Topic, settings: IndexerSettings) -> list[str]:
 
 
 def _described(topic: Topic) -> str:
-    from kv_events.kafka_topics import counted
+    from kv_events.kafka.topics import counted
 
     facts = [counted(topic.num_partitions, "partition"), counted(topic.num_replicas, "replica")]
     retention_ms = topic.configs.get("retention.ms")

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kv_events.http.service import DEFAULT_URL
 from kvsight.cli.console import err, out, print_json, print_lines
 from kvsight.cli.options import ApiToken, AsJson, Url
 from kvsight.cli.streams import namespace_text, rows_of, streams_lines
 from kvsight.errors import KvsightConnectionError
-from kvsight.schemas.service import DEFAULT_URL
 
 if TYPE_CHECKING:
+    from kv_events.http.workers import Worker
     from kvsight.client import Client
-    from kvsight.schemas.workers import Worker
 
 _TIMEOUT_S = 30.0
 

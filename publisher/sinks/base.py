@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from kv_events.errors import KvsightError
-from kv_events.outages import Outage
+from kv_events.records import Headers
+from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
-from kv_events.tracing import Headers
 
 
 class SinkError(KvsightError):

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kv_events.errors import check_type
-from kv_events.event_log import EventLogError, EventLogWriter
-from kv_events.outages import Outage
+from kv_events.log.event_log import EventLogError, EventLogWriter
 from kv_events.records import LogRecord
+from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
 from publisher.sinks.base import OutRecord, SinkUnavailableError
 

@@ -27,10 +27,9 @@ from aiokafka.errors import (
 )
 from aiokafka.partitioner import DefaultPartitioner
 
-from kv_events.backoff import Backoff
 from kv_events.codec import decode_resync
 from kv_events.errors import InvalidValueError, RecordRejectedError, check_type, shorten
-from kv_events.kafka_clients import (
+from kv_events.kafka.connection import (
     KafkaConnection,
     KafkaUnreachableError,
     check_fetching,
@@ -38,10 +37,11 @@ from kv_events.kafka_clients import (
     stop_consumer,
     stop_producer,
 )
-from kv_events.kafka_topics import inspect_topics, mismatches
+from kv_events.kafka.topics import inspect_topics, mismatches
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.outages import Outage
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.backoff import Backoff
+from kv_events.runtime.outages import Outage
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import ResyncRequest
 from kv_events.streams import worker_key
 from publisher.settings import PublisherSettings

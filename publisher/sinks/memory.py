@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from kv_events.memory_log import MemoryLog
-from kv_events.outages import Outage
+from kv_events.log.memory import MemoryLog
+from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
 from publisher.sinks.base import OutRecord
 

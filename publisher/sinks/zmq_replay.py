@@ -12,8 +12,8 @@ import zmq.asyncio
 
 from kv_events.endpoints import is_ipv6
 from kv_events.engine_wire import END, FrameError, parse_replay_request, seq_frame
-from kv_events.rate_limited_logger import RateLimitedLogger
-from kv_events.supervised import keep_running
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.supervised import keep_running
 from publisher.settings import PublisherSettings
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from playwright.async_api import Browser, Locator, Page
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from tests.support.browser.chromium import DEADLINE_S, new_page
 from tests.support.browser.shown_fleet import shown_fleet
 from tests.support.log.hand_fed import HandFed

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 from playwright.async_api import Browser, Page
 
-from api.past.app import create_past_app
+from api.replay.app import create_past_app
 from api.server import running_server
 from api.settings import ApiSettings
-from indexer.until import Until
-from kv_events.event_log import EventLogWriter
+from indexer.replay.until import Until
+from kv_events.log.event_log import EventLogWriter
 from tests.support.browser.chromium import DEADLINE_S, new_page
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until

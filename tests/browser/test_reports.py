@@ -12,9 +12,9 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from analysis.audit.audit import audit_log
-from analysis.audit.series import AuditSeries
+from analysis.audit.curves import AuditSeries
 from analysis.html.audit_page import write_audit_page
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.schema import SnapshotBegin, SnapshotEnd
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
 from tests.support.browser.visit import Visit, open_browser

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from typing import NamedTuple
 
-from api.dump import STORAGE_TIERS
+from api.workers.dump import STORAGE_TIERS
 from kv_events.schema import MEDIA
 from tests.chaos.engine import Engine, Truth
 from tests.chaos.rig import Rig, Service

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from kv_events.outages import Outage
+from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
 from publisher.sinks.base import OutRecord, Sink
 

@@ -15,8 +15,8 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from kv_events.codec import encode_resync
-from kv_events.event_log import EventLogReader, EventLogWriter
-from kv_events.memory_log import MemoryLog
+from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import ResyncRequest
 from publisher import OutRecord, PublisherSettings, Sink, SinkRejectedError, SinkUnavailableError
 from publisher.sinks import FileSink, MemorySink

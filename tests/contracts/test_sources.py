@@ -15,9 +15,9 @@ from indexer.sources.base import Source, SourceUnavailableError
 from indexer.sources.file import FileSource
 from indexer.sources.kafka import KafkaSource
 from indexer.sources.memory import MemorySource
-from kv_events.event_log import EventLogWriter
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.memory_log import MemoryLog
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.memory import MemoryLog
 from kv_events.records import LogRecord
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from kv_events.http.queries import PeerAnswer
 from kvsight.choice import best_worker
 from kvsight.client import Client
-from kvsight.schemas.queries import PeerAnswer
 from tests.engines.engine import BLOCK_SIZE, MAMBA, MAX_TOKENS, ONE_GROUP, WINDOWS, Engine, Model, SglangEngine
 from tests.engines.prompts import Prompts
 from tests.engines.recording import Asked, Header, Registration, Restarted, Step

@@ -10,12 +10,12 @@ import msgspec
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.naming.identity import RegistrationDefaults
+from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.shared_sink import SharedSink
 from bridge.stream.live_batches import LiveBatches
 from bridge.stream.rank_streams import RankStreams
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
 from publisher import PublisherSettings
 from publisher.sinks import MemorySink

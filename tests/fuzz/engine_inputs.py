@@ -10,14 +10,14 @@ import msgspec
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, UndecodableError
-from bridge.naming.event_translator import EventTranslator
-from bridge.naming.identity import StreamIdentity
+from bridge.hashes.event_translator import EventTranslator
+from bridge.hashes.identity import StreamIdentity
 from bridge.tensorrt import PolledEvents
 from kv_events.codec import decode_batch
-from kv_events.memory_log import MemoryLog
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.log.memory import MemoryLog
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from publisher import EventPublisher, PublisherSettings
-from publisher.blocks import BlockTable
+from publisher.kernels.blocks import BlockTable
 from publisher.sinks import MemorySink
 from tests.support.engines.event_payloads import cleared, payload, removed, stored
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from api.decisions import DecisionRoute
-from api.decoding import CONTENT_TYPES, codec_of, decode_as
-from api.hot import HotRoutes
+from api.decisions.routes import DecisionRoute
 from api.problems import ProblemError
-from api.register import engine_of_peer, engine_of_rfc
-from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
-from api.saved_registrations import SavedRegistrations
+from api.queries.body_formats import CONTENT_TYPES, codec_of, decode_as
+from api.queries.routes import HotRoutes
+from api.workers.register import engine_of_peer, engine_of_rfc
+from api.workers.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
+from api.workers.saved_registrations import SavedRegistrations
 from indexer.decisions.log import DecisionLog
 from indexer.snapshots.base import Piece
 from kv_events.decisions import VERSION, Candidate, Decision, Outcome, decode_decision, encode_decision

@@ -17,8 +17,8 @@ from indexer.snapshots.base import SnapshotDamagedError
 from indexer.snapshots.image import take, unpack
 from kv_events.codec import decode_batch
 from kv_events.errors import RecordRejectedError
-from kv_events.event_log import EventLogError, EventLogReader, EventLogWriter
-from kv_events.memory_log import MemoryLog
+from kv_events.log.event_log import EventLogError, EventLogReader, EventLogWriter
+from kv_events.log.memory import MemoryLog
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, SnapshotBegin, SnapshotEnd
 from publisher import EventPublisher, PublisherSettings

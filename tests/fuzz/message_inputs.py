@@ -13,7 +13,7 @@ import zmq.asyncio
 from bridge import BridgeSettings, EngineSettings, Fleet
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.naming.identity import RegistrationDefaults
+from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
@@ -22,7 +22,7 @@ from bridge.stream.live_batches import LiveBatches
 from bridge.stream.subscriber import ConnectionState
 from bridge.worker_threads import WorkerThreads
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
 from publisher import PublisherSettings
 from publisher.sinks import MemorySink

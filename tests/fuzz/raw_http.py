@@ -21,7 +21,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from api.app import Application, create_app
-from api.bounded_protocol import MAX_HEAD_BYTES
+from api.fast.http_limits import MAX_HEAD_BYTES
 from api.server import running_server
 from api.settings import ApiSettings
 from indexer.settings import IndexerSettings

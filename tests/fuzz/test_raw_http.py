@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import uvloop
 
-from api.hot_lane.lane import HotLane
+from api.fast.fast_path import HotLane
 from tests.fuzz.raw_http import compare_many
 from tests.support.effort import num_examples
 

@@ -15,11 +15,11 @@ from typing import Any, get_args
 import httpx
 import pytest
 
+from api.access.auth import OPEN_PATHS, scope_of
+from api.access.tokens import Scope
 from api.app import create_app
-from api.auth import OPEN_PATHS, scope_of
 from api.server import running_server
 from api.settings import ApiSettings
-from api.tokens import Scope
 from kv_events.errors import InvalidValueError
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed

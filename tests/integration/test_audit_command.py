@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import SnapshotBegin, SnapshotEnd
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from analysis.audit.audit import audit_log
-from analysis.audit.funnel import CHOSEN, DELIVERED, HELD, PREDICTED
+from analysis.audit.decision_audit import CHOSEN, DELIVERED, HELD, PREDICTED
 from analysis.audit.report import Funnel, Loss
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
 from tests.support.effort import num_examples

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kv_events.event_log import EventLogReader
+from kv_events.log.event_log import EventLogReader
 from tests.support.bridge.rig import GPU, View, on
 from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight
 from tests.support.engines.event_payloads import names_of, payload, stored

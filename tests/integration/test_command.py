@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kv_events.event_log import EventLogWriter
 from kv_events.hashing import sequence_hashes, token_array
+from kv_events.log.event_log import EventLogWriter
 from kv_events.schema import CLOSED
 from kvsight import Client, StateChanged
 from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight

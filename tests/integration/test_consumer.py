@@ -24,8 +24,8 @@ from indexer.snapshots.image import take, unpack
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
 from indexer.views import ViewState
-from kv_events.event_log import EventLogReader, EventLogWriter
-from kv_events.memory_log import MemoryLog
+from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import ResyncRequest, SnapshotBegin
 from tests.support.log.records import Stream, removed, stored

@@ -24,8 +24,8 @@ from indexer.settings import IndexerSettings
 from kv_events.decisions import Decision as DecisionOnRecord
 from kv_events.decisions import DecisionRecord, decode_decision
 from kv_events.decisions import Outcome as OutcomeOnRecord
-from kv_events.event_log import EventLogReader
 from kv_events.hashing import sequence_hashes, token_array
+from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel, LogRecord
 from kvsight import AsyncClient, Decision, Outcome, Prompt
 from tests.support.commands import kvsight

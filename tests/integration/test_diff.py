@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kvsight.cli.main import app
 from tests.support.log.records import Stream, stored
 from tests.support.servers.service_process import ServiceProcess

@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from api.app import create_app
-from api.hot_lane import protocol
-from api.hot_lane.heads import Head
-from api.hot_lane.lane import HotLane
+from api.fast import connection
+from api.fast.fast_path import HotLane
+from api.fast.heads import Head
 from api.server import running_server
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
@@ -156,14 +156,14 @@ def test_a_connection_stays_ordinary_while_too_many_files_are_open(monkeypatch: 
 
 
 def test_an_error_of_one_direct_connection_is_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    ordinary = protocol.HotProtocol.resume
+    ordinary = connection.HotProtocol.resume
 
-    def fails_once(server: protocol.HotProtocol, data: bytes, rest: bytes) -> None:
+    def fails_once(server: connection.HotProtocol, data: bytes, rest: bytes) -> None:
         if b"hostile" in data:
             raise ValueError("hostile")
         ordinary(server, data, rest)
 
-    monkeypatch.setattr(protocol.HotProtocol, "resume", fails_once)
+    monkeypatch.setattr(connection.HotProtocol, "resume", fails_once)
 
     async def main() -> None:
         async with a_service() as connect:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kv_events.kafka_clients import KafkaConnection
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.kafka_topics import inspect_topics
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.kafka.topics import inspect_topics
 from kvsight import Client
 from tests.support.commands import kvsight
 from tests.support.engines.publishing_process import PublishingProcess

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kv_events.event_log import EventLogReader
+from kv_events.log.event_log import EventLogReader
 from kv_events.schema import BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink

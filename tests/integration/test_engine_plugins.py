@@ -23,7 +23,7 @@ from aiokafka import AIOKafkaConsumer
 import kvsight.plugins
 from bridge.plugins import EnginePublisher
 from kv_events.errors import InvalidValueError
-from kv_events.event_log import EventLogReader
+from kv_events.log.event_log import EventLogReader
 from kv_events.streams import StreamId
 from kvsight.engine_factories import (
     SGLANG_MODULE,

@@ -13,8 +13,8 @@ import pytest
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
+from kv_events.http.events import BatchApplied, FeedEvent, StateChanged
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError
-from kvsight.schemas.events import BatchApplied, FeedEvent, StateChanged
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 from tests.support.waiting import async_wait_until

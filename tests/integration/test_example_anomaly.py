@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kv_events.codec import decode_batch
-from kv_events.event_log import EventLogReader
+from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel
 from tests.support.commands import kvsight
 

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from kv_events.event_log import EventLogReader, EventLogWriter
-from kv_events.kafka_clients import KafkaConnection
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.kafka_topics import inspect_topics
+from kv_events.http.explanations import Explanation
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.kafka.topics import inspect_topics
+from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import app
 from kvsight.client import Client
 from kvsight.prompts import Prompt
-from kvsight.schemas.explanations import Explanation
 from tests.support.log.planted_causes import MODEL, VICTIM, check_truth, planted
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until

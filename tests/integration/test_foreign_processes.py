@@ -16,7 +16,7 @@ from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
 from kv_events.codec import StoredPages, decode_batch
-from kv_events.event_log import EventLogReader
+from kv_events.log.event_log import EventLogReader
 from kv_events.records import LogRecord
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream

@@ -16,7 +16,7 @@ from indexer.assembly import create_consumer
 from indexer.replay import Replay, log_records
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import CLOSED, BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.base import Sink

@@ -16,10 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api import bounded_protocol
-from api.connections import RESERVED
-from api.questions import decode_question
-from kv_events.event_log import EventLogWriter
+from api.access.connections import RESERVED
+from api.fast import http_limits
+from api.queries.questions import decode_question
+from kv_events.log.event_log import EventLogWriter
 from tests.support.log.records import Stream, stored
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.lines import QUERY, a_service, prompts, request, run
@@ -123,7 +123,7 @@ def test_empty_lines_after_a_request_do_not_hold_a_connection() -> None:
 
 
 def test_a_head_that_does_not_arrive_is_given_up_before_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocol, "HEAD_S", 2.0)
+    monkeypatch.setattr(http_limits, "HEAD_S", 2.0)
 
     async def main() -> None:
         async with a_service() as connect:
@@ -202,7 +202,9 @@ def test_bodies_without_an_end_are_bounded_together(path: str, size: int, tmp_pa
 
 def test_bodies_count_until_their_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr("api.hot.decode_question", lambda *args: (go_on.wait(100), decode_question(*args))[1])
+    monkeypatch.setattr(
+        "api.queries.routes.decode_question", lambda *args: (go_on.wait(100), decode_question(*args))[1]
+    )
 
     async def main() -> None:
         large = request(b" " * 2**19 + QUERY, "/query?")
@@ -257,7 +259,7 @@ def test_bodies_behind_an_endless_answer_do_not_count_for_ever() -> None:
 
 @pytest.mark.parametrize("path", ["/query", "/query?"])
 def test_a_large_body_that_stops_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocol, "STEP_S", 0.5)
+    monkeypatch.setattr(http_limits, "STEP_S", 0.5)
 
     async def main() -> None:
         async with a_service() as connect:

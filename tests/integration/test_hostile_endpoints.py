@@ -13,11 +13,11 @@ import httpx
 from fastapi import FastAPI
 from starlette.routing import BaseRoute, Route
 
+from api.access.auth import OPEN_PATHS, scope_of
+from api.access.tokens import Scope
 from api.app import create_app
-from api.auth import OPEN_PATHS, scope_of
 from api.server import running_server
 from api.settings import ApiSettings
-from api.tokens import Scope
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api import bounded_protocol
 from api.app import create_app
-from api.bounded_protocol import MAX_HEAD_BYTES
-from api.hot_lane.heads import Head
-from api.hot_lane.lane import HotLane
+from api.fast import http_limits
+from api.fast.fast_path import HotLane
+from api.fast.heads import Head
+from api.fast.http_limits import MAX_HEAD_BYTES
 from api.server import running_server
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
@@ -138,7 +138,7 @@ def test_trailers_without_end_are_refused() -> None:
 
 
 def test_another_application_has_the_same_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocol, "ARRIVAL_S", 0.5)
+    monkeypatch.setattr(http_limits, "ARRIVAL_S", 0.5)
 
     async def echo(asked: Request) -> Response:
         return Response(await asked.body(), media_type="text/plain")
@@ -160,7 +160,7 @@ def test_another_application_has_the_same_bounds(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_second_request_of_a_connection_is_refused_as_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocol, "ARRIVAL_S", 0.5)
+    monkeypatch.setattr(http_limits, "ARRIVAL_S", 0.5)
 
     async def main() -> None:
         async with a_service() as connect:
@@ -173,7 +173,7 @@ def test_the_second_request_of_a_connection_is_refused_as_the_first_one(monkeypa
 
 
 def test_requests_that_arrive_in_time_are_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocol, "ARRIVAL_S", 1.0)
+    monkeypatch.setattr(http_limits, "ARRIVAL_S", 1.0)
 
     async def main() -> None:
         async with a_service() as connect:
@@ -193,7 +193,7 @@ def test_requests_that_arrive_in_time_are_never_given_up(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("path", ["/query", "/query?"])
 def test_a_request_that_does_not_arrive_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocol, "ARRIVAL_S", 0.5)
+    monkeypatch.setattr(http_limits, "ARRIVAL_S", 0.5)
 
     async def main() -> None:
         async with a_service() as connect:

@@ -21,10 +21,10 @@ from indexer.sources.base import SourceUnavailableError
 from indexer.sources.kafka import KafkaSource
 from indexer.views import View, ViewState
 from kv_events.errors import InvalidValueError
-from kv_events.event_log import EventLogReader
-from kv_events.kafka_clients import KafkaConnection, KafkaUnreachableError
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.kafka_topics import inspect_topics
+from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.kafka.topics import inspect_topics
+from kv_events.log.event_log import EventLogReader
 from kv_events.schema import BlockStored, ResyncRequest, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink

@@ -17,7 +17,7 @@ from engine_cache import InsertParams, RadixCache, RadixKey
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.hashing import local_hashes, namespace_seed, token_array
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockStored, EngineEvent, StorageMedium
 from kv_events.streams import MAMBA_GROUP, group_model
 from publisher import EventPublisher, PublisherSettings

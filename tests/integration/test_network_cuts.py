@@ -16,7 +16,7 @@ import pytest
 
 from indexer.sources.base import SourceUnavailableError
 from indexer.sources.kafka import KafkaSource
-from kv_events.kafka_settings import KafkaSettings
+from kv_events.kafka.settings import KafkaSettings
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.linked_kafka import LinkedKafka
 from tests.support.servers.service_process import ServiceProcess, own_topics

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from bridge import BridgeSettings, ConnectionState, EngineSettings, Fleet
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import check_problem
 from tests.support.servers.child_process import free_port

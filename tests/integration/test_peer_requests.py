@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from api.app import create_app
-from api.registrations import Registrations
 from api.settings import ApiSettings, RegistrationSettings
+from api.workers.registrations import Registrations
 from bridge import BridgeSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from tests.support.servers.child_process import free_port
 from tests.support.servers.peer_indexer import PeerIndexer
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from api.app import create_app
-from api.registrations import Registrations
 from api.settings import ApiSettings, RegistrationSettings
+from api.workers.registrations import Registrations
 from bridge import BridgeSettings
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq import ZmqSink

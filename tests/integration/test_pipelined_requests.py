@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.hot_lane import protocol
+from api.fast import connection
 from tests.support.effort import num_examples
 from tests.support.servers.lines import (
     QUERY,
@@ -103,14 +103,14 @@ def test_a_client_that_pipelines_does_not_hold_up_others() -> None:
 
 
 def test_a_client_that_pipelines_without_end_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers: list[protocol.HotProtocol] = []
-    ordinary = protocol.HotProtocol.connection_made
+    servers: list[connection.HotProtocol] = []
+    ordinary = connection.HotProtocol.connection_made
 
-    def noted(server: protocol.HotProtocol, transport: asyncio.Transport) -> None:
+    def noted(server: connection.HotProtocol, transport: asyncio.Transport) -> None:
         servers.append(server)
         ordinary(server, transport)
 
-    monkeypatch.setattr(protocol.HotProtocol, "connection_made", noted)
+    monkeypatch.setattr(connection.HotProtocol, "connection_made", noted)
 
     async def main() -> None:
         async with a_service() as connect:

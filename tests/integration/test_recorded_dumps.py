@@ -19,8 +19,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from analysis.diff import Holdings, diff, holdings_of, holdings_of_dump
 from indexer.replay import LogIndexer, Timeline
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
 from kv_events.records import Channel, LogRecord
 from tests.support.commands import kvsight
 from tests.support.engines.publishing_process import PublishingProcess

@@ -19,7 +19,7 @@ from bridge import BridgeSettings, EngineSettings, Fleet
 from indexer.assembly import create_consumer
 from indexer.consumer import Consumer
 from indexer.settings import IndexerSettings
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from publisher import PublisherSettings
 from publisher.sinks import MemorySink
 from tests.engines.recording import Asked, Batch, Header, Restarted, read

@@ -15,8 +15,8 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from kv_events.codec import StoredPages, decode_batch
-from kv_events.event_log import EventLogReader
-from kv_events.log_segment import size_of
+from kv_events.log.event_log import EventLogReader
+from kv_events.log.format import size_of
 from kv_events.records import Channel, LogRecord
 from tests.support.commands import kvsight
 from tests.support.engines.publishing_process import PublishingProcess

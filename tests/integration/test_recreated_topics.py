@@ -16,9 +16,9 @@ import pytest
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
-from kv_events.kafka_clients import KafkaConnection
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.kafka_topics import inspect_topics
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.kafka.topics import inspect_topics
 from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until

@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 from api.app import create_app
-from api.registrations import Registrations
 from api.settings import ApiSettings, RegistrationSettings
+from api.workers.registrations import Registrations
 from bridge import BridgeSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port

@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from indexer.replay import Replay, log_records
+from indexer.replay.until import Until
 from indexer.sources.history import source_records
-from indexer.until import Until
 from indexer.views import View
-from kv_events.kafka_clients import KafkaConnection
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.kafka_topics import inspect_topics
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.kafka.topics import inspect_topics
 from kv_events.records import Channel, LogRecord
 from kv_events.streams import StreamId
 from kvsight.cli.main import app

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kvsight.cli.main import app
 from tests.support.log.records import Stream, stored
 from tests.support.waiting import wait_until

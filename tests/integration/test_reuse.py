@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kv_events.hashing import namespace_seed, sequence_hashes
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.memory_log import MemoryLog
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.log.memory import MemoryLog
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
 from simulation.direct import DirectFleet
 from simulation.live import KafkaTransport, MemoryTransport, Transport, run_live

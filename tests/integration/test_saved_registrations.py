@@ -119,7 +119,7 @@ async def test_a_service_is_ready_once_what_its_engines_still_keep_is_in_the_ans
 async def test_an_engine_that_is_not_there_keeps_a_service_from_being_ready_only_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("api.registrations._FIRST_READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("api.workers.registrations._FIRST_READ_TIMEOUT_S", 0.5)
     async with service(snapshot_dir=tmp_path) as served:
         body = {"instance_id": 1, "endpoint": "tcp://127.0.0.1:1", "model_name": "m", "block_size": 4}
         assert (await served.client.post("/register", json=body)).status_code == 201

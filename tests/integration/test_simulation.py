@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from indexer.replay import Replay, log_records
+from indexer.replay.until import Until
 from indexer.scores import score
-from indexer.until import Until
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.hashing import namespace_seed, sequence_hashes
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.memory_log import MemoryLog
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import MEDIA, AllBlocksCleared, StorageMedium
 from kv_events.streams import DEFAULT_TENANT

@@ -18,7 +18,7 @@ from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from indexer.tenant_limits import TenantLimits
 from kv_events.errors import InvalidValueError
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink

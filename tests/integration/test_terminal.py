@@ -21,8 +21,8 @@ import typer
 from aiokafka import AIOKafkaProducer
 from typer.testing import CliRunner
 
-from kv_events.event_log import EventLogWriter
 from kv_events.hashing import sequence_hashes, token_array
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import LogRecord
 from kvsight.cli.main import app, run
 from tests.support.log.records import Stream, stored

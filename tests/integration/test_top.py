@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from tests.support.log.records import Stream, stored
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.terminal import COLUMNS, ENVIRONMENT, Screen, Shown, command, on_terminal, piped

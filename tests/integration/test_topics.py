@@ -22,10 +22,10 @@ from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from indexer.sources.kafka import KafkaSource
 from indexer.views import View, ViewState
-from kv_events.event_log import EventLogReader
-from kv_events.kafka_clients import KafkaConnection
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.kafka_topics import Topic, inspect_topics, mismatches, retention_mismatches
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.kafka.topics import Topic, inspect_topics, mismatches, retention_mismatches
+from kv_events.log.event_log import EventLogReader
 from kv_events.schema import BlockStored, ResyncRequest, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink

@@ -225,7 +225,7 @@ def test_without_a_collector_records_are_applied_and_everything_ends(
     ],
 )
 def test_a_process_that_sends_no_traces_says_why_and_runs(variables: dict[str, str], expected: str) -> None:
-    program = "from kv_events.tracing import open_spans; assert open_spans() is None"
+    program = "from kv_events.runtime.tracing import open_spans; assert open_spans() is None"
     done = python(program, variables)
     assert done.returncode == 0, done.stderr
     assert expected in done.stderr
@@ -236,7 +236,7 @@ def test_a_process_without_the_extra_says_how_to_install_it() -> None:
     program = """
 import sys
 sys.modules["opentelemetry"] = None
-from kv_events.tracing import open_spans
+from kv_events.runtime.tracing import open_spans
 assert open_spans() is None
 """
     done = python(program, {"OTEL_TRACES_EXPORTER": "otlp"})
@@ -256,7 +256,7 @@ from publisher.sinks.kafka import KafkaSink
 publishing = PublisherSettings(model="m", worker="w", block_size=4, kafka="localhost:9")
 EventPublisher(publishing, KafkaSink(publishing))
 create_app(create_consumer(IndexerSettings(kafka="localhost:9")), ApiSettings())
-assert "opentelemetry.sdk" not in sys.modules and "kv_events.spans" not in sys.modules
+assert "opentelemetry.sdk" not in sys.modules and "kv_events.runtime.spans" not in sys.modules
 """
     done = python(program, {})
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from indexer.settings import IndexerSettings, RedisSettings
 from indexer.snapshots.redis import RedisStore
 from indexer.sources.kafka import KafkaSource
 from indexer.views import ViewState
-from kv_events.kafka_settings import KafkaSettings
+from kv_events.kafka.settings import KafkaSettings
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
 from simulation import Request, SimulationSettings, WorkloadSettings, generate

@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockStored
 from publisher import EventPublisher, OutRecord, PublisherSettings
 from publisher.sinks import MemorySink

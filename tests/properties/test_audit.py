@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from analysis.audit.audit import audit_log
-from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStored, SnapshotBegin, SnapshotEnd, WireEvent
 from tests.support.effort import num_examples

@@ -19,7 +19,8 @@ from indexer.replay import Replay
 from indexer.replay.chunks import ChunkApplier, PlainRun
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
-from kv_events.batch_column_kernels import (
+from kv_events.codec import RemovedPages, Step, StoredPages, decode_batch
+from kv_events.kernels.batches import (
     DIGEST,
     END_EVENT,
     EPOCH,
@@ -33,11 +34,10 @@ from kv_events.batch_column_kernels import (
     STARTS,
     TIME,
 )
-from kv_events.batch_columns import BatchColumns, decode_chunk
-from kv_events.codec import RemovedPages, Step, StoredPages, decode_batch
-from kv_events.event_log import EventLogWriter
-from kv_events.log_kernels import END, PAYLOAD
-from kv_events.log_scan import RecordChunk, scan_log
+from kv_events.kernels.log_records import END, PAYLOAD
+from kv_events.log.batch_columns import BatchColumns, decode_chunk
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.reader import RecordChunk, scan_log
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import SnapshotBegin, WireEvent
 from tests.support.effort import num_examples

@@ -10,7 +10,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_events.event_log import EventLogCorruptedError, EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogCorruptedError, EventLogReader, EventLogWriter
 from kv_events.records import LogRecord
 from tests.support.effort import num_examples
 

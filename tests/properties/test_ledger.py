@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import (
     MEDIA,
     AllBlocksCleared,
@@ -20,7 +20,7 @@ from kv_events.schema import (
     SnapshotEnd,
 )
 from publisher import EventPublisher, PublisherSettings
-from publisher.queue_kernels import SPAN
+from publisher.kernels.queue import SPAN
 from publisher.sinks import MemorySink, OutRecord
 from tests.support.log.records import words
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.naming.hash_translator import HashNamespace, HashTranslator, NamespaceSeed
+from bridge.hashes.hash_translator import HashNamespace, HashTranslator, NamespaceSeed
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.schema import AllBlocksCleared
 from kv_events.streams import StreamId
-from publisher.change_kernels import CLEARED, REMOVAL
 from publisher.change_queue import ChangeQueue
 from publisher.event_columns import EventColumns, StoredColumns
+from publisher.kernels.changes import CLEARED, REMOVAL
 from publisher.ledger import Ledger
 from publisher.own_blocks import OwnBlocks
 from publisher.packing import pack

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import types
 
-from kv_events import page_table, page_table_kernels
-from kv_events.bundles import I64Vector, U64Input, spread
-from kv_events.kernels import array_kernel
-from kv_events.page_table import LONGEST_WALK, Table
+from kv_events.kernels import page_table, page_table_ops
+from kv_events.kernels.bundles import I64Vector, U64Input, spread
+from kv_events.kernels.declare import array_kernel
+from kv_events.kernels.page_table import LONGEST_WALK, Table
 from tests.support.effort import num_examples
 from tests.support.plain_tables import PLAIN
 
@@ -18,17 +18,17 @@ from tests.support.plain_tables import PLAIN
 @array_kernel(types.void, spread(Table), U64Input, I64Vector)
 def _insert_all(table, wanted, out):
     for i in range(wanted.shape[0]):
-        out[i] = page_table_kernels.find(table, wanted[i])
+        out[i] = page_table_ops.find(table, wanted[i])
         if out[i] < 0:
-            out[i] = page_table_kernels.insert(table, wanted[i])
+            out[i] = page_table_ops.insert(table, wanted[i])
 
 
 @array_kernel(types.void, spread(Table), U64Input, I64Vector)
 def _enter_all(table, wanted, out):
     """As `_insert_all`, with a single walk for each key."""
     for i in range(wanted.shape[0]):
-        known = page_table_kernels.find(table, wanted[i])
-        out[i], is_new = page_table_kernels.find_or_insert(table, wanted[i])
+        known = page_table_ops.find(table, wanted[i])
+        out[i], is_new = page_table_ops.find_or_insert(table, wanted[i])
         if is_new != (known < 0):
             out[i] = -2
 
@@ -36,9 +36,9 @@ def _enter_all(table, wanted, out):
 @array_kernel(types.void, spread(Table), U64Input, I64Vector)
 def _remove_all(table, wanted, out):
     for i in range(wanted.shape[0]):
-        out[i] = page_table_kernels.find(table, wanted[i])
+        out[i] = page_table_ops.find(table, wanted[i])
         if out[i] >= 0:
-            page_table_kernels.remove(table, out[i])
+            page_table_ops.remove(table, out[i])
 
 
 def run(kernel: object, table: Table, keys: list[int]) -> list[int]:

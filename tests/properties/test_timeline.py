@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.replay import LogIndexer, Replay, Timeline
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
-from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.records import Channel, LogRecord
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run

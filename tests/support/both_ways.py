@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from api.app import create_app
-from api.decoding import codec_of
-from api.encoded_answers import encoded_answer
-from api.hot_lane.direct import Repeated
-from api.hot_lane.heads import Head
-from api.hot_lane.lane import HotLane
+from api.fast.fast_path import HotLane
+from api.fast.heads import Head
+from api.fast.kernel_connections import Repeated
 from api.problems import ProblemError
-from api.questions import BY_HASH, BY_TOKENS, decode_question
+from api.queries.body_formats import codec_of
+from api.queries.encoding import encoded_answer
+from api.queries.questions import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from indexer.questions import score_all
 from kv_events.hashing import sequence_hashes

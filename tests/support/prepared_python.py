@@ -35,7 +35,7 @@ from tests.support.stepped_clock import read_at_exec
 _MODULES = (
     "aiokafka.admin",
     "api.app",
-    "api.part_kernels",
+    "api.queries.part_kernels",
     "api.server",
     "bridge",
     "engine_cache",

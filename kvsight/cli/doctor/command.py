@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kv_events.http.service import DEFAULT_URL
 from kvsight.cli.connection_flags import with_kafka_and_redis_flags
 from kvsight.cli.console import UsageError, print_json, print_lines, waiting
 from kvsight.cli.doctor.checks import Check, Finding, examine
 from kvsight.cli.options import ApiToken, AsJson, Url
 from kvsight.cli.prompts import parse_tokens, read_text
 from kvsight.extras import require_serve
-from kvsight.schemas.service import DEFAULT_URL
 
 if TYPE_CHECKING:
     from kvsight.cli.doctor.infrastructure import Infrastructure
@@ -63,7 +63,7 @@ def doctor(
     if redis is not None:
         require_serve("kvsight doctor --redis")
     from indexer.settings import IndexerSettings
-    from kv_events.settings import read_secret
+    from kv_events.runtime.settings import read_secret
     from kvsight.cli.doctor.engine import Engine
     from kvsight.cli.doctor.infrastructure import Infrastructure
     from kvsight.cli.doctor.probe import Probe

@@ -19,7 +19,7 @@ from kvsight.errors import KvsightHttpError
 
 if TYPE_CHECKING:
     from indexer.settings import IndexerSettings
-    from kv_events.kafka_topics import Topic
+    from kv_events.kafka.topics import Topic
     from kvsight.client import Client
 
 _READY = Call("GET", "/ready", lambda _body: None, may_repeat=False)
@@ -38,7 +38,7 @@ class Infrastructure:
 
     def broker(self) -> str:
         """Log in to Kafka."""
-        from kv_events.kafka_clients import KafkaConnection
+        from kv_events.kafka.connection import KafkaConnection
 
         self._require_kafka()
         run_until_interrupted(KafkaConnection(self.settings).check)
@@ -46,7 +46,7 @@ class Infrastructure:
 
     def topics(self) -> str:
         """Compare the topics with the settings."""
-        from kv_events.kafka_topics import counted, mismatches
+        from kv_events.kafka.topics import counted, mismatches
 
         self._require_kafka()
         names = (self.settings.events_topic, self.settings.control_topic)
@@ -62,7 +62,7 @@ class Infrastructure:
 
     def retention(self) -> str:
         """Compare the time for which records are kept with the time between snapshots."""
-        from kv_events.kafka_topics import retention_mismatches
+        from kv_events.kafka.topics import retention_mismatches
 
         self._require_kafka()
         topic, interval_s = self._topics[self.settings.events_topic], self.settings.snapshot_interval_s
@@ -101,8 +101,8 @@ class Infrastructure:
 
     @cached_property
     def _topics(self) -> dict[str, Topic]:
-        from kv_events.kafka_clients import KafkaConnection
-        from kv_events.kafka_topics import inspect_topics
+        from kv_events.kafka.connection import KafkaConnection
+        from kv_events.kafka.topics import inspect_topics
 
         found = run_until_interrupted(
             partial(inspect_topics, KafkaConnection(self.settings), self.settings, create=False)

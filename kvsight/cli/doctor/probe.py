@@ -21,8 +21,8 @@ from kvsight.cli.tables import count, duration, names
 from kvsight.errors import KvsightHttpError
 
 if TYPE_CHECKING:
-    from kvsight.schemas.queries import PeerAnswer
-    from kvsight.schemas.workers import Listener, Worker
+    from kv_events.http.queries import PeerAnswer
+    from kv_events.http.workers import Listener, Worker
 
 _PROMPT_PAGES = 4
 _LARGEST_USUAL_PAGE = 64

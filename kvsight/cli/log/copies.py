@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_events.event_log import LOCK_NAME, EventLogWriter
-from kv_events.log_segment import list_segments
+from kv_events.log.event_log import LOCK_NAME, EventLogWriter
+from kv_events.log.format import list_segments
 from kv_events.records import LogRecord
 from kvsight.cli.console import UsageError, compile_kernels, err, print_json, progress_bar
 from kvsight.cli.log.reading import LogFolder, LogInput, exit_if_any_damaged
@@ -70,7 +70,7 @@ def _keep_views(log: Path, new_log: Path, copied: Range, begin: int) -> None:
     compile_kernels("indexer.replay")
     from indexer.replay import Timeline
     from indexer.replay.frames import save_frame
-    from indexer.until import Until
+    from indexer.replay.until import Until
 
     first = copied.first.until
     before = Until(offset=begin) if first.time_s is None else Until(time_s=math.ceil(first.time_s * 1000 - 1) / 1000)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeAlias
 
 import typer
 
-from kv_events.event_log import EventLogCorruptedError, EventLogError
-from kv_events.log_segment import list_segments
-from kv_events.log_tail import TornTail, torn_tail
+from kv_events.log.event_log import EventLogCorruptedError, EventLogError
+from kv_events.log.format import list_segments
+from kv_events.log.tail import TornTail, torn_tail
 from kvsight.cli.console import UsageError, err, progress_bar
 from kvsight.cli.moments import LogSpan
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from indexer.replay import Replay
-    from kv_events.log_scan import RecordChunk
+    from kv_events.log.reader import RecordChunk
     from kv_events.records import LogRecord
 
 EXIT_DAMAGED = 1
@@ -62,7 +62,7 @@ class LogInput:
 
         Raises OSError.
         """
-        from kv_events.log_scan import scan_log
+        from kv_events.log.reader import scan_log
 
         with progress_bar() if shared is None else nullcontext(shared) as bar:
             task = bar.add_task(f"{what} (MiB)", total=self.num_bytes // _MIB)
@@ -92,7 +92,7 @@ class LogInput:
 
     def find_torn_tail(self) -> None:
         """Look for a torn tail in a log that is read by other means than `chunks`. Raises OSError."""
-        from kv_events.log_scan import scan_segment
+        from kv_events.log.reader import scan_segment
 
         last, damage = None, list[EventLogCorruptedError]()
         for chunk in scan_segment(list_segments(self.folder)[-1], damage.append):

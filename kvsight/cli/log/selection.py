@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from indexer.moments import Moment
+    from indexer.replay.moments import Moment
     from kv_events.codec import DecodedBatch
-    from kv_events.log_scan import RecordChunk
+    from kv_events.log.reader import RecordChunk
     from kv_events.records import LogRecord
 
 _NAMES_BYTES = 8192
@@ -67,7 +67,7 @@ class Range:
         """Return the rows of a chunk that are in the range."""
         import numpy as np
 
-        from kv_events.log_kernels import OFFSET, PARTITION
+        from kv_events.kernels.log_records import OFFSET, PARTITION
 
         first, last = self.first.until, self.last.until
         index = np.arange(chunk.first_index, chunk.next_index)

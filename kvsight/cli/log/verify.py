@@ -21,7 +21,7 @@ def verify(log: LogFolder, as_json: AsJson = False) -> None:
     Example: kvsight log verify run.log
     """
     source = LogInput(log)
-    from kv_events.log_times import faults_of_times
+    from kv_events.log.time_index import faults_of_times
 
     began = time.perf_counter()
     for _ in source.chunks("checking"):

@@ -12,16 +12,16 @@ from typing import Any, Self
 from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.naming.event_translator import EventTranslator
-from bridge.naming.identity import EngineRules, StreamIdentity
+from bridge.hashes.event_translator import EventTranslator
+from bridge.hashes.identity import EngineRules, StreamIdentity
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.endpoints import Locate, as_given
-from kv_events.memory_log import MemoryLog
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.log.memory import MemoryLog
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId, group_model, split_group
 from publisher import EventPublisher, PublisherSettings
-from publisher.blocks import BlockTable
+from publisher.kernels.blocks import BlockTable
 from publisher.sinks import MemorySink
 from tests.support.engines.event_payloads import payload
 from tests.support.engines.zmq_engine import ZmqEngine

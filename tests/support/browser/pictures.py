@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from playwright.async_api import Browser, Page
 
-from api.past.app import create_past_app
+from api.replay.app import create_past_app
 from api.server import running_server
 from api.settings import ApiSettings
-from indexer.until import Until
+from indexer.replay.until import Until
 from tests.support.browser.chromium import Scheme, new_page, running_browser
 from tests.support.browser.shown_fleet import ShownFleet, shown_fleet
 

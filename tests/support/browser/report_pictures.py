@@ -10,9 +10,9 @@ from pathlib import Path
 from playwright.sync_api import FloatRect
 
 from analysis.audit.audit import audit_log
-from analysis.audit.series import AuditSeries
+from analysis.audit.curves import AuditSeries
 from analysis.html.audit_page import write_audit_page
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
 from simulation.direct import DirectFleet

@@ -10,13 +10,13 @@ from itertools import count
 from typing import NamedTuple
 
 from api.app import create_app
-from api.page.funnel import FunnelWindow
+from api.decisions.window import FunnelWindow
 from api.server import running_server
 from api.settings import ApiSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.decisions import VERSION, Outcome
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from simulation import SimulationSettings, WorkloadSettings, generate
 from simulation.live import LiveFleet, MemoryTransport, publishing_fleet
 from simulation.requests import Request

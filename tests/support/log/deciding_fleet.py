@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.audit.funnel import (
+from analysis.audit.decision_audit import (
     CHOSEN,
     DELIVERED,
     ENGINE,
@@ -36,9 +36,9 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from kv_events.decisions import VERSION, DecisionRecord, Outcome, encode_decision
-from kv_events.event_log import EventLogWriter
 from kv_events.hashing import namespace_seed, sequence_hashes
-from kv_events.memory_log import MemoryLog
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import StorageMedium
 from publisher import EventPublisher

@@ -11,7 +11,7 @@ from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.sources.memory import MemorySource
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.records import LogRecord
 from tests.support.log.records import Stream, stored
 from tests.support.waiting import async_wait_until

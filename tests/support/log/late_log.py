@@ -7,7 +7,7 @@ from pathlib import Path
 
 from indexer.replay import LogIndexer
 from indexer.settings import IndexerSettings
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import LogRecord
 
 

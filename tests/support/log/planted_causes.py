@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from indexer.until import Until
+from indexer.replay.until import Until
 from kv_events.hashing import block_hash_chain, hash_strs_to_int64, namespace_seed, sequence_hashes
+from kv_events.http.explanations import WorkerExplanation
 from kv_events.records import LogRecord
 from kv_events.schema import (
     BATCHES_LOST,
@@ -22,7 +23,6 @@ from kv_events.schema import (
     SnapshotEnd,
     WireEvent,
 )
-from kvsight.schemas.explanations import WorkerExplanation
 from tests.support.log.records import Stream, digest_of, removed, stored, words
 
 MODEL, TENANT = "model-a", "default"

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 
 from api.app import create_app
-from api.registrations import Registrations
 from api.server import running_server
 from api.settings import ApiSettings, RegistrationSettings
+from api.workers.registrations import Registrations
 from bridge import BridgeSettings
 from indexer.assembly import create_consumer, create_store
 from indexer.settings import IndexerSettings
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 

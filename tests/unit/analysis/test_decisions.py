@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from analysis.audit.decisions import Decisions
+from analysis.audit.sorted_decisions import Decisions
 from kv_events.decisions import VERSION, Outcome, encode_decision
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord
 
 NUM_DECISIONS = 3000

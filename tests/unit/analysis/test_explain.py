@@ -9,15 +9,15 @@ import pytest
 
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.explanation import explain
-from api.asked_prompts import asked_prompt
+from api.queries.asked_prompts import asked_prompt
 from indexer.replay import Replay, Timeline, open_beginning
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
-from kv_events.event_log import EventLogWriter
-from kv_events.log_scan import scan_log
+from kv_events.http.explanations import CAUSES, Explanation, Finding, WorkerExplanation
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.reader import scan_log
 from kv_events.streams import StreamId
 from kvsight.cli.prompts import decode_query
-from kvsight.schemas.explanations import CAUSES, Explanation, Finding, WorkerExplanation
 from tests.support.log.late_log import write_late_log
 from tests.support.log.planted_causes import (
     MODEL,

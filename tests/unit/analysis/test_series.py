@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.audit import series as facts
+from analysis.audit import curves as facts
 from analysis.audit.audit import audit_log
-from analysis.audit.kernels import COUNT_NAMES
+from analysis.audit.curves import AuditSeries
 from analysis.audit.report import AuditReport
-from analysis.audit.series import AuditSeries
-from analysis.bins import MOST_BINS, Levels, Sums, TimeBins
-from kv_events.event_log import EventLogWriter
+from analysis.audit.residency_kernels import COUNT_NAMES
+from analysis.curves import MOST_BINS, Levels, Sums, TimeBins
+from kv_events.log.event_log import EventLogWriter
 from tests.support.log.deciding_fleet import DecidingFleet
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.late_log import write_late_log

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from api.allowed_addresses import AddressRefusedError, AllowedAddresses
 from api.settings import RegistrationSettings
+from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
 from kv_events.endpoints import LocateError
 from kv_events.errors import InvalidValueError
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.answer_writer import AnswerWriter
-from api.encoded_answers import encoded_answer
-from api.questions import Question
+from api.fast.writer import AnswerWriter
+from api.queries.encoding import encoded_answer
+from api.queries.questions import Question
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
 from indexer.questions import score_all

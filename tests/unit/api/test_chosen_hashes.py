@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from httpx import AsyncClient
 
-from kv_events import page_table
-from kv_events.memory_log import MemoryLog
-from kv_events.page_table import LONGEST_WALK
+from kv_events.kernels import page_table
+from kv_events.kernels.page_table import LONGEST_WALK
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockStored
 from publisher import EventPublisher, PublisherSettings
 from publisher.metrics import publisher_families

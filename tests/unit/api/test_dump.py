@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_events.prefix_order import prefix_order
+from kv_events.kernels.prefix_order import prefix_order
 from tests.support.log.records import Stream, stored
 
 TOKENS = list(range(1, 17))

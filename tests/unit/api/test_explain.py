@@ -14,11 +14,11 @@ import pytest
 
 from api.app import create_app
 from api.settings import ApiSettings
-from kv_events.event_log import EventLogWriter
-from kv_events.log_segment import list_segments
+from kv_events.http.explanations import Explanation
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.format import list_segments
 from kvsight.client import AsyncClient
 from kvsight.prompts import Prompt
-from kvsight.schemas.explanations import Explanation
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.late_log import write_late_log

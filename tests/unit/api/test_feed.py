@@ -13,9 +13,9 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from api.app import create_app
-from api.feed import MAX_QUEUED_EVENTS, EventFeed, StreamFilter
 from api.server import running_server
 from api.settings import ApiSettings
+from api.workers.event_stream import MAX_QUEUED_EVENTS, EventFeed, StreamFilter
 from indexer.freshness import Freshness
 from kv_events.schema import AllBlocksCleared
 from tests.support.http_checks import check_problem

@@ -9,10 +9,10 @@ from urllib.parse import urljoin
 import msgspec
 import pytest
 
-from api.page.watch import FleetWatch
+from api.page.worker_history import FleetWatch
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
-from kvsight.schemas.page import Fleet, Funnel, Residency
+from kv_events.http.fleet import Fleet, Funnel, Residency
 from tests.support.http_checks import check_problem
 from tests.support.log.records import Stream, removed
 from tests.support.servers.scripted_server import HANG_UP, Reply, scripted

@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from analysis.diff import diff, holdings_of, holdings_of_dump
-from api.past.app import create_past_app
+from api.replay.app import create_past_app
 from api.settings import ApiSettings
 from indexer.replay import LogIndexer, Timeline
-from indexer.until import Until
+from indexer.replay.until import Until
 from kv_events.decisions import VERSION, Decision, encode_decision
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import app as cli
 from tests.support import http_checks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from api.rate_limits import RateLimit
+from api.access.rate_limits import RateLimit
 
 
 class Clock:

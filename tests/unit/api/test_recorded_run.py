@@ -10,9 +10,9 @@ import numpy as np
 
 from analysis.diff import HeldPages, Holdings, diff, holdings_of, holdings_of_dump
 from indexer.replay import LogIndexer, Timeline
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel
 from tests.support.log.faulty_run import faulty_run
 from tests.unit.api.conftest import Serving

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from api.app import create_app
-from api.registrations import Registrations
 from api.settings import ApiSettings, RegistrationSettings
+from api.workers.registrations import Registrations
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
 from indexer.consumer import Consumer
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from tests.support.http_checks import check_problem
 from tests.support.waiting import async_wait_until
 
@@ -110,7 +110,7 @@ async def test_a_registration_waits_for_the_kernels_and_a_query_does_not() -> No
 
 
 async def test_a_registration_is_told_to_come_back_while_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.registrations._KERNELS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("api.workers.registrations._KERNELS_TIMEOUT_S", 0.1)
     async with service_without_kernels() as (client, _, are_compiled):
         answer = await client.post("/register", json=PEER)
         are_compiled.set()

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvsight.schemas.queries import PeerAnswer, RfcAnswer
-from kvsight.schemas.service import Status
-from kvsight.schemas.workers import RadixView, ResyncAccepted, Worker
+from kv_events.http.queries import PeerAnswer, RfcAnswer
+from kv_events.http.service import Status
+from kv_events.http.workers import RadixView, ResyncAccepted, Worker
 from tests.support.log.records import Stream, stored
 
 TOKENS = list(range(1, 17))

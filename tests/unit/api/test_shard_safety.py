@@ -16,10 +16,10 @@ from aiohttp import web
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.shards.gather import Gatherer
-from api.shards.others import AskOthers
-from api.shards.peers import Connections, PeerError, Peers
+from api.shards.forwarding import AskOthers
+from api.shards.members import Connections, PeerError, Peers
 from api.shards.routes import ShardRoutes
+from api.shards.scatter_gather import Gatherer
 from api.shards.wire import Told, encode
 from indexer.shards.assignment import Assignment, Member
 from indexer.shards.membership import Membership

@@ -9,11 +9,11 @@ import hypothesis.strategies as st
 import msgspec
 from hypothesis import given
 
-from api.answers import Answers
-from api.decoding import codec_of
-from api.questions import BY_ANY, Question, decode_question
-from api.shards.gather import Gatherer
-from api.shards.own_views import OwnViews
+from api.queries.answers import Answers
+from api.queries.body_formats import codec_of
+from api.queries.questions import BY_ANY, Question, decode_question
+from api.shards.local_shard import OwnViews
+from api.shards.scatter_gather import Gatherer
 from api.shards.wire import Told, decode_asked, decode_told, encode
 from indexer.applier import Applier
 from indexer.consumer import Consumer
@@ -26,7 +26,7 @@ from indexer.snapshots.image import take, unpack
 from indexer.sources.memory import MemorySource
 from kv_events.digest import digest_bytes
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from tests.support.log.records import Stream, stored
 
 SETTINGS = IndexerSettings(max_pages=2**12)

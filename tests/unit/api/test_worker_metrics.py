@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from api.feed import EventFeed
-from api.metrics import HttpMetrics
+from api.telemetry.service_metrics import HttpMetrics
+from api.workers.event_stream import EventFeed
 from indexer.settings import IndexerSettings
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, removed

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from bridge.shared_sink import SharedSink
-from kv_events.outages import Outage
+from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 from publisher.sinks import OutRecord, SinkRejectedError, SinkUnavailableError

@@ -8,10 +8,10 @@ import pytest
 
 from bridge.decoding.runs import BadEvent
 from bridge.tensorrt import PolledEvents, from_tensorrt, widest_window_of
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.streams import split_group
 from publisher import EventPublisher, PublisherSettings
-from publisher.blocks import BlockTable
+from publisher.kernels.blocks import BlockTable
 from publisher.sinks import MemorySink
 from tests.support.bridge.rig import CPU, GPU, NOW, Pages, View, on
 from tests.support.engines.event_payloads import names_of

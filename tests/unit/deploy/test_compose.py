@@ -79,7 +79,7 @@ def test_every_simulated_engine_is_scraped() -> None:
 def test_every_setting_is_one_the_code_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     from api.settings import ApiSettings
     from indexer.settings import IndexerSettings
-    from kv_events.variables import SETTINGS, variable
+    from kv_events.runtime.variables import SETTINGS, variable
     from publisher.settings import PublisherSettings
 
     found = {name: value for service in SERVICES for name, value in environment(service).items()}

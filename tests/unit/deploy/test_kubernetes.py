@@ -235,7 +235,7 @@ def test_members_of_a_group_know_their_addresses_and_reach_each_other() -> None:
 
 
 def test_every_setting_is_one_the_code_reads() -> None:
-    from kv_events.variables import SETTINGS, variable
+    from kv_events.runtime.variables import SETTINGS, variable
 
     known = {variable(name) for name in SETTINGS}
     for name, values in (("serve", EVERYTHING), ("bridge", EVERYTHING), ("serve", GROUP)):

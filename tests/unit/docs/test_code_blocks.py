@@ -16,10 +16,10 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from api.access.tokens import Tokens
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
-from api.tokens import Tokens
 from bridge.settings import parse_engine, read_engines
 from indexer.tenant_limits import TenantLimits
 from kvsight.cli.main import app

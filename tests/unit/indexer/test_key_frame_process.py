@@ -16,9 +16,9 @@ from indexer.recording.recorder import Recorder
 from indexer.recording.thread import RecordingThread
 from indexer.replay import Timeline
 from indexer.replay.background import indexing
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from tests.support.log.records import Stream, stored
 from tests.support.processes import children_of, command_of
 from tests.support.waiting import async_wait_until

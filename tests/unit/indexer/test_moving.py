@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from indexer.replay import LogIndexer, MovingViews, Timeline
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
-from kv_events.batch_columns import decode_chunk
-from kv_events.event_log import EventLogWriter
+from kv_events.log.batch_columns import decode_chunk
+from kv_events.log.event_log import EventLogWriter
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.records import Stream, stored
 from tests.support.log.view_facts import facts

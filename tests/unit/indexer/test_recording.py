@@ -9,10 +9,10 @@ import pytest
 
 from indexer.recording.recorder import MAX_WAITING_BYTES, Recorder
 from indexer.recording.thread import RecordingThread
-from kv_events.event_log import EventLogReader, EventLogWriter
-from kv_events.log_retention import DeletedSegment
-from kv_events.log_scan import scan_log
-from kv_events.log_segment import EventLogCorruptedError
+from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.format import EventLogCorruptedError
+from kv_events.log.reader import scan_log
+from kv_events.log.retention import DeletedSegment
 from kv_events.records import Channel, LogRecord
 from tests.support.waiting import async_wait_until
 

@@ -12,12 +12,12 @@ import pytest
 
 from analysis.audit.audit import audit_log
 from indexer.replay import LogIndexer, MovingViews, Timeline, open_beginning
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
 from indexer.views import ViewState
 from kv_events.codec import StoredPages
-from kv_events.event_log import EventLogError, EventLogWriter
-from kv_events.log_retention import LogRetention
+from kv_events.log.event_log import EventLogError, EventLogWriter
+from kv_events.log.retention import LogRetention
 from kv_events.records import Channel, LogRecord
 from tests.support.log.records import Stream, removed, stored
 from tests.support.log.view_facts import facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kv_events.backoff import Backoff, pause_s
+from kv_events.runtime.backoff import Backoff, pause_s
 
 
 def test_pauses_double_up_to_the_longest_one_less_at_most_a_half() -> None:

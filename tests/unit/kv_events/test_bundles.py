@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 from numba import types
 
-from kv_events.bundles import I64Input, U8Vector, U32Matrix, U64Input, U64Vector, resident, spread
-from kv_events.kernels import array_kernel
+from kv_events.kernels.bundles import I64Input, U8Vector, U32Matrix, U64Input, U64Vector, resident, spread
+from kv_events.kernels.declare import array_kernel
 
 
 class Inner(NamedTuple):

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import types
 
-from kv_events.bundles import U64Input, U64Vector
 from kv_events.digest import add_page, digest_bytes, empty_digest, page_counts, remove_page
-from kv_events.kernels import array_kernel
+from kv_events.kernels.bundles import U64Input, U64Vector
+from kv_events.kernels.declare import array_kernel
 from tests.support.log.records import digest_of
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from kv_events.errors import InvalidValueError
-from kv_events.event_log import (
+from kv_events.limits import MAX_RECORD_BYTES
+from kv_events.log.event_log import (
     EventLogCorruptedError,
     EventLogError,
     EventLogLockedError,
     EventLogReader,
     EventLogWriter,
 )
-from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.memory_log import LogTruncatedError
+from kv_events.log.memory import LogTruncatedError
 from kv_events.records import Channel, LogRecord
 from tests.support.log.version_1 import write_version_1
 
@@ -273,7 +273,7 @@ def test_a_second_writer_is_refused_until_the_first_closes(tmp_path: Path) -> No
 
 def test_a_killed_writer_leaves_no_lock_and_every_flushed_record(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from kv_events.event_log import EventLogWriter;"
+        "import os, sys; from pathlib import Path; from kv_events.log.event_log import EventLogWriter;"
         "from kv_events.records import LogRecord; writer = EventLogWriter(Path(sys.argv[1]));"
         "writer.append(LogRecord(0, 0, 0, b'', b'one')); writer.flush();"
         "writer.append(LogRecord(0, 1, 0, b'', b'two')); os.kill(os.getpid(), 9)"
@@ -288,7 +288,7 @@ def test_a_killed_writer_leaves_no_lock_and_every_flushed_record(tmp_path: Path)
 REFUSED_WRITE = """
 import resource, signal, sys
 from pathlib import Path
-from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.records import LogRecord
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

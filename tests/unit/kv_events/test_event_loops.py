@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kv_events.event_loops import new_event_loop
-from kv_events.kafka_clients import KafkaConnection
-from kv_events.kafka_settings import KafkaSettings
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.runtime.event_loops import new_event_loop
 from tests.support.waiting import async_wait_until
 
 TOO_LONG = "a." * 140
@@ -40,7 +40,7 @@ def test_a_connection_that_is_given_up_while_its_name_is_looked_up_is_no_error(
         gc.collect()
         return "a look-up that was given up has failed" in caplog.text
 
-    caplog.set_level(logging.DEBUG, "kv_events.event_loops")
+    caplog.set_level(logging.DEBUG, "kv_events.runtime.event_loops")
     assert lines_of(give_up(), caplog) == []
 
 

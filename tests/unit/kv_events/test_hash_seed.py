@@ -19,8 +19,8 @@ _EVERY_PART = """
 import numpy as np
 from tests.support.bridge.rig import Rig
 from tests.support.engines.event_payloads import stored
-from api.decoding import codec_of
-from api.questions import BY_ANY, decode_question
+from api.queries.body_formats import codec_of
+from api.queries.questions import BY_ANY, decode_question
 from engine_cache import InsertParams, RadixCache, RadixKey
 from kv_events import BlockStored
 from kvsight import sequence_hashes

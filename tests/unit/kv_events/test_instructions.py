@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numba import njit
 from numba.core.errors import TypingError
 
-from kv_events.instructions import (
+from kv_events.kernels.instructions import (
     NUM_LANES,
     copy_sixteen,
     eight_bytes,

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 _ENTRY = """
 from numba import types
-from kv_events.kernels import array_kernel
+from kv_events.kernels.declare import array_kernel
 @array_kernel(types.int64, types.int64)
 def double(number):
     return 2 * number

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 _CALLEE = """
-from kv_events.kernels import array_function
+from kv_events.kernels.declare import array_function
 @array_function
 def answer():
     return {value}
@@ -17,7 +17,7 @@ def answer():
 _ENTRY = """
 from numba import types
 from callee import answer
-from kv_events.kernels import array_kernel
+from kv_events.kernels.declare import array_kernel
 @array_kernel(types.int64)
 def ask():
     return answer()
@@ -82,7 +82,7 @@ def test_a_kernel_is_recompiled_when_its_module_has_moved(tmp_path: Path) -> Non
 
 _MADE = """
 from numba import types
-from kv_events.kernels import array_kernel
+from kv_events.kernels.declare import array_kernel
 def make(is_negative):
     @array_kernel(types.int64, types.int64)
     def signed(number):
@@ -103,8 +103,8 @@ _BUNDLED = """
 from typing import NamedTuple
 import numpy as np
 from numba import types
-from kv_events.bundles import U64Vector, resident
-from kv_events.kernels import array_kernel
+from kv_events.kernels.bundles import U64Vector, resident
+from kv_events.kernels.declare import array_kernel
 class {name}(NamedTuple):
     words: U64Vector
 @array_kernel(types.uint64, {name})

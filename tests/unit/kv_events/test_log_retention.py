@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kv_events.errors import InvalidValueError
-from kv_events.event_log import EventLogReader, EventLogWriter
-from kv_events.log_retention import LogRetention
+from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.retention import LogRetention
 from kv_events.records import LogRecord
 
 SEGMENT = 2000

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kv_events.errors import InvalidValueError
-from kv_events.memory_log import LogTruncatedError, MemoryLog
+from kv_events.log.memory import LogTruncatedError, MemoryLog
 from kv_events.schema import ResyncRequest
 
 

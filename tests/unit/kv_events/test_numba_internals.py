@@ -12,8 +12,8 @@ from numba import njit, typeof, types
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic as numba_intrinsic
 
-from kv_events import numba_internals
-from kv_events.numba_internals import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME, KernelCode, cache_dir
+from kv_events.kernels import numba_internals
+from kv_events.kernels.numba_internals import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME, KernelCode, cache_dir
 
 intrinsic: Any = numba_intrinsic
 

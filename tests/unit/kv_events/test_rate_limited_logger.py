@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 
 def test_each_kind_of_warning_is_logged_once_for_a_while(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kv_events.errors import InvalidValueError
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.settings import KvsightSettings, argument
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.runtime.settings import KvsightSettings, argument
 
 
 class Settings(KvsightSettings):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from indexer.index import OverlapIndex
-from kv_events.small_pages import give_back, zeros
+from kv_events.kernels.arrays import give_back, zeros
 
 MANY = 2**23
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from indexer.moments import utc_text
-from kv_events.event_log import EventLogWriter
+from indexer.replay.moments import utc_text
+from kv_events.log.event_log import EventLogWriter
 from kvsight.cli.main import app
 from kvsight.cli.moments import local_time
 from kvsight.cli.tail_events import TailEvent

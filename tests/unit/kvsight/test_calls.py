@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from api.decoding import codec_of, decode_as
-from api.register import engine_of_rfc
-from api.registration_requests import RfcRegistration
+from api.queries.body_formats import codec_of, decode_as
+from api.workers.register import engine_of_rfc
+from api.workers.registration_requests import RfcRegistration
 from kv_events.errors import InvalidValueError
 from kvsight import Prompt, calls
 

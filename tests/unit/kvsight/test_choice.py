@@ -10,8 +10,8 @@ import pytest
 from msgspec import UNSET
 
 from kv_events.errors import InvalidValueError
+from kv_events.http.queries import PeerAnswer, PeerInstance
 from kvsight import WorkerChoice, best_worker
-from kvsight.schemas.queries import PeerAnswer, PeerInstance
 
 
 def held(tokens: int, dp: dict[int, int] | None = None, weighted: float | None = None, **more: Any) -> PeerInstance:

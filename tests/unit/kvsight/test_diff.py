@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from analysis.diff import diff, holdings_of, holdings_of_dump
 from indexer.replay import Timeline
 from kv_events.errors import InvalidValueError
-from kv_events.event_log import EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kvsight.cli.main import app
 from tests.support.log.records import Stream, removed, stored
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from kv_events.event_log import EventLogWriter
-from kv_events.log_segment import list_segments
+from kv_events.http.explanations import Explanation
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.format import list_segments
 from kvsight.cli.main import app
-from kvsight.schemas.explanations import Explanation
 from tests.support.log.planted_causes import PLANTS, VICTIM, Scene, check_truth, planted
 
 

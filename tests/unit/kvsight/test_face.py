@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import kvsight
+from kv_events.http.events import FeedEvent
 from kvsight import PublisherSettings
-from kvsight.schemas.events import FeedEvent
 
 
 @pytest.mark.parametrize("name", kvsight.__all__)

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kv_events.http.events import ClientDropped, FeedEvent
 from kvsight import AsyncClient, Client
 from kvsight.errors import UnexpectedAnswerError
 from kvsight.feed import MAX_EVENT_BYTES, FeedReader
-from kvsight.schemas.events import ClientDropped, FeedEvent
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 DROPPED = b'event: dropped\ndata: {"lost": 7}\n\n'

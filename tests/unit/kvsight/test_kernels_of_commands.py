@@ -9,7 +9,7 @@ import pytest
 
 _PROGRAM = """
 import sys
-from kv_events.kernel_cache import declared_kernels
+from kv_events.kernels.load import declared_kernels
 from kvsight.cli.console import import_without_kernels
 first, later = (words.split(",") for words in sys.argv[1:])
 import_without_kernels(*first)
@@ -20,9 +20,12 @@ print(*(kernel.source for kernel in declared_kernels(tuple(later))))
 @pytest.mark.parametrize(
     ("first", "later"),
     [
-        ("api.app", "api.server,indexer.assembly,api.questions,api.answers"),
-        ("indexer.replay,api.encoded_answers", "indexer.replay,indexer.sources.kafka"),
-        ("indexer.replay,api.encoded_answers,api.answers,api.questions", "indexer.replay,api.decoding"),
+        ("api.app", "api.server,indexer.assembly,api.queries.questions,api.queries.answers"),
+        ("indexer.replay,api.queries.encoding", "indexer.replay,indexer.sources.kafka"),
+        (
+            "indexer.replay,api.queries.encoding,api.queries.answers,api.queries.questions",
+            "indexer.replay,api.queries.body_formats",
+        ),
         ("simulation,publisher.own_blocks", "simulation.live,publisher.sinks.kafka,publisher.sinks.memory"),
         ("bridge", "bridge.metrics,publisher.sinks.kafka"),
         (

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from indexer.replay import LogIndexer, Timeline
+from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
-from indexer.until import Until
 from kv_events.codec import encode_resync
-from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, ResyncRequest
 from kvsight.cli.main import app

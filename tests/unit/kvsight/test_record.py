@@ -12,13 +12,13 @@ import pytest
 
 from indexer.recording.feed import Feed, Selection
 from indexer.recording.recorder import Recorder
+from indexer.replay.until import Until
 from indexer.sources.memory import MemorySource
-from indexer.until import Until
 from kv_events.decisions import VERSION, Decision, Outcome, encode_decision
-from kv_events.event_log import EventLogReader, EventLogWriter
-from kv_events.log_positions import LogPositions
-from kv_events.log_segment import list_segments
-from kv_events.memory_log import MemoryLog
+from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.format import list_segments
+from kv_events.log.memory import MemoryLog
+from kv_events.log.recorded_offsets import LogPositions
 from kv_events.records import Channel, LogRecord
 from tests.support.log.records import Stream, stored
 

@@ -17,9 +17,9 @@ from engine_cache.settings import DEBUG_POOLS, HICACHE_HOST_MEMORY_RESERVE_BYTES
 from indexer.settings import IndexerSettings
 from indexer.shards.settings import GroupSettings
 from kv_events.hash_seed import SEED_VARIABLE
-from kv_events.kafka_settings import KafkaSettings
-from kv_events.settings import KvsightSettings
-from kv_events.variables import SETTINGS, variable
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.runtime.settings import KvsightSettings
+from kv_events.runtime.variables import SETTINGS, variable
 from kvsight.cli.main import app
 from kvsight.plugins import PluginSettings
 from publisher.settings import PublisherSettings
@@ -121,13 +121,13 @@ def test_a_command_reports_an_unknown_variable_with_the_nearest_name() -> None:
 
 
 def test_settings_in_another_program_report_an_unknown_variable_once() -> None:
-    program = "from kv_events.kafka_settings import KafkaSettings; KafkaSettings(); KafkaSettings()"
+    program = "from kv_events.kafka.settings import KafkaSettings; KafkaSettings(); KafkaSettings()"
     assert run(program, KVSIGHT_KAFKA_TOPIC="t").count("KVSIGHT_KAFKA_TOPIC") == 1
     assert run(program, KVSIGHT_KAFKA="h:1") == ""
 
 
 def test_the_report_loads_no_kvsight_package_but_the_contract() -> None:
-    program = "import sys, kv_events.variables; print(*sys.modules, file=sys.stderr)"
+    program = "import sys, kv_events.runtime.variables; print(*sys.modules, file=sys.stderr)"
     assert not {"indexer", "publisher", "bridge", "api", "engine_cache", "numpy", "pydantic"} & set(
         run(program).split()
     )

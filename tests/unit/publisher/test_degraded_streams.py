@@ -9,7 +9,7 @@ import pytest
 
 from kv_events.codec import decode_batch
 from kv_events.errors import InvalidValueError
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockStored
 from publisher import EventPublisher, PublisherSettings
 from publisher.change_tracker import ChangeTracker

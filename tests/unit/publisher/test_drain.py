@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, ResyncRequest, SnapshotBegin, SnapshotEnd
 from publisher import (
     EventPublisher,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.limits import MAX_EVENTS_PER_BATCH
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
-from publisher.change_kernels import CLEARED, REMOVAL
 from publisher.change_queue import PageChanges
+from publisher.kernels.changes import CLEARED, REMOVAL
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
 from publisher.sinks import MemorySink
 from tests.support.log.records import words

@@ -14,7 +14,7 @@ import pytest
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch, encode_event
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import (
     AllBlocksCleared,
     BlockRemoved,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kv_events.errors import InvalidValueError
-from kv_events.kafka_settings import KafkaSettings
+from kv_events.kafka.settings import KafkaSettings
 from simulation import SimulationSettings, simulate
 
 

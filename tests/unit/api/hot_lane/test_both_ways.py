@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.decoding import codec_of
 from api.problems import ProblemError
-from api.questions import BY_HASH, BY_TOKENS, decode_question
+from api.queries.body_formats import codec_of
+from api.queries.questions import BY_HASH, BY_TOKENS, decode_question
 from indexer.settings import IndexerSettings
 from tests.support.both_ways import PROMPT, BothWays
 from tests.support.effort import num_examples

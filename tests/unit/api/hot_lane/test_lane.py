@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from api.access.tokens import Tokens
 from api.app import create_app
-from api.hot_lane.heads import Heads
-from api.hot_lane.lane import HotLane
+from api.fast.fast_path import HotLane
+from api.fast.heads import Heads
 from api.settings import ApiSettings
-from api.tokens import Tokens
 from kv_events.streams import StreamId
 from tests.support.log.hand_fed import HandFed
 

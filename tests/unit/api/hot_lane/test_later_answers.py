@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from api.app import create_app
-from api.hot_lane.lane import GroupAnswers
+from api.fast.fast_path import GroupAnswers
 from api.server import running_server
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed

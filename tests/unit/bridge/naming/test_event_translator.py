@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from bridge.naming.identity import EngineRules
+from bridge.hashes.identity import EngineRules
 from tests.support.bridge.rig import CPU, DISK, EXTERNAL, GPU, Rig, on
 from tests.support.engines.event_payloads import cleared, names_of, removed, stored
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.naming.identity import RegistrationDefaults
+from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.live_batches import LiveBatches
 from bridge.worker_threads import WorkerThreads
-from kv_events.memory_log import MemoryLog
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId
 from publisher import PublisherSettings

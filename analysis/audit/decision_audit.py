@@ -1,0 +1,311 @@
+"""The funnel: from the tokens of prompts to the tokens that engines found in their caches, and where they were lost.
+
+    prompt -> held somewhere in the fleet -> held by the chosen worker -> predicted by the router -> delivered
+
+What workers held when a router chose is taken from the log, as of the time of the choice. The router's own view may
+have been older; the difference is the cause `stale view`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from heapq import heappush, heappushpop
+from typing import NamedTuple
+
+import numpy as np
+
+from analysis.audit.curves import AuditSeries
+from analysis.audit.report import Example, ExampleQuery, Funnel, Loss
+from analysis.audit.residency import milliseconds
+from analysis.audit.stream_audit import EventAudit
+from indexer.scores import WorkerScore, score
+from kv_events.decisions import Decision, DecisionRecord, Outcome
+from kv_events.hashing import U64Array
+from kv_events.streams import StreamId
+
+HELD, CHOSEN, PREDICTED, DELIVERED = "held in the fleet", "held by the chosen worker", "predicted", "delivered"
+"""The steps after the prompt."""
+
+NEW, EVICTED_BEFORE, NO_PAGE = "not computed before", "evicted before", "no whole page"
+NOT_ASKED, LOAD, STALE = "router did not ask", "load", "stale view"
+NO_CANDIDATE, UNREPORTED = "not a candidate", "candidates not reported"
+EVICTED, ENGINE, MISMATCH = "evicted before arrival", "engine's own reason", "hash mismatch"
+NO_OUTCOME, STORED_SINCE = "no outcome known", "stored after the choice"
+
+_MAX_WAITING_BYTES = 2**29
+"""Bound on the memory of decisions that wait for their outcome, about half a million."""
+_DECISION_BYTES, _CANDIDATE_BYTES = 1000, 200
+_MAX_DONE = 2**18
+"""Ids that are remembered to find repeated decisions and outcomes."""
+_EXAMPLES = 3
+
+
+class _Chosen(NamedTuple):
+    """A decision that waits for its outcome."""
+
+    decision: Decision
+    hashes: U64Array
+    prompt_tokens: int
+    held: int
+    """Tokens that the chosen worker held."""
+    best: int
+    """Tokens that the worker held that held most."""
+    known_pages: int
+    """Leading pages of the prompt that any worker has ever held."""
+    stream: int | None
+    """Number of the chosen stream in the book."""
+    since: int
+    """Number of the last batch before the choice."""
+
+
+class FunnelAudit:
+    """Takes decisions and outcomes in the order of time, between the records of events."""
+
+    def __init__(self, events: EventAudit, series: AuditSeries | None = None) -> None:
+        self._events = events
+        self._series = series
+        self._funnel = Funnel()
+        self._waiting: OrderedDict[str, _Chosen] = OrderedDict()
+        self._losses: dict[tuple[str, str], _Tally] = {}
+        self._gains: dict[tuple[str, str], _Tally] = {}
+        self._waiting_bytes = 0
+        self._done: OrderedDict[int, None] = OrderedDict()
+        """Hashes of the ids that have an outcome, the newest last."""
+
+    def take(self, record: DecisionRecord) -> None:
+        """Judge a decision, or finish it with its outcome."""
+        if isinstance(record, Decision):
+            self._decide(record)
+        else:
+            self._finish(record)
+
+    def report(self) -> Funnel:
+        """Return the funnel. Called once, after the last record."""
+        while self._waiting:
+            self._give_up()
+        funnel = self._funnel
+        funnel.losses = _sorted(self._losses, funnel.prompt_tokens)
+        funnel.gains = _sorted(self._gains, funnel.prompt_tokens)
+        return funnel
+
+    # --- the choice -------------------------------------------------------------------------------------------------
+
+    def _decide(self, decision: Decision) -> None:
+        if decision.request_id in self._waiting or hash(decision.request_id) in self._done:
+            self._funnel.duplicates += 1
+            return
+        hashes = np.frombuffer(decision.sequence_hashes, "<u8")
+        scores = self._scores(decision, hashes)
+        held = _of_choice(decision, scores.get(decision.worker))
+        best = max((each.longest_matched for each in scores.values()), default=0)
+        stream = self._stream_number(decision, scores.get(decision.worker))
+        prompt_tokens = max(decision.prompt_tokens, len(hashes) * decision.block_size)
+        key = self._events.namespace_number(decision.model, decision.tenant, decision.block_size)
+        known = self._events.book.note_request(key, hashes)
+        chosen = _Chosen(decision, hashes, prompt_tokens, held, best, known, stream, since=self._events.num_batches)
+        funnel = self._funnel
+        funnel.requests += 1
+        funnel.prompt_tokens += prompt_tokens
+        funnel.held_in_fleet += best
+        funnel.held_by_chosen += held
+        funnel.predicted += decision.predicted_tokens or 0
+        self._lose(chosen, CHOSEN, _why_not_the_best(decision, scores, best), best - held)
+        predicted = decision.predicted_tokens
+        if predicted is None:
+            self._lose(chosen, PREDICTED, NOT_ASKED, held)
+        else:
+            self._lose(chosen, PREDICTED, STALE, held - predicted)
+            self._gain(chosen, PREDICTED, STALE, predicted - held)
+        if self._series is not None:
+            held_by = {worker: each.longest_matched for worker, each in scores.items()}
+            offered = [held_by.get(each.worker, 0) for each in decision.candidates]
+            at = milliseconds(decision.timestamp)
+            self._series.note_choice(at, prompt_tokens, best, held, predicted or 0, offered)
+        self._waiting[decision.request_id] = chosen
+        self._waiting_bytes += _memory(decision)
+        while self._waiting_bytes > _MAX_WAITING_BYTES:
+            self._give_up()
+
+    def _scores(self, decision: Decision, hashes: U64Array) -> dict[str, WorkerScore]:
+        """Worker -> what it could reuse, according to the log."""
+        replay = self._events.replay
+        return {
+            each.worker: each
+            for namespace in replay.namespaces.find(decision.model, decision.tenant)
+            if namespace.key.block_size == decision.block_size
+            for each in score(namespace, hashes, replay.freshness, decision.prompt_tokens or None)
+        }
+
+    def _stream_number(self, decision: Decision, score_of_chosen: WorkerScore | None) -> int | None:
+        rank = decision.dp_rank
+        if rank is None:
+            ranks = score_of_chosen.ranks if score_of_chosen is not None else {}
+            rank = max(ranks, key=lambda each: ranks[each].external, default=0)
+        return self._events.stream_number(StreamId(decision.model, decision.tenant, decision.worker, rank))
+
+    def _lose_in_the_fleet(self, chosen: _Chosen, named: int = 0, delivered: int = 0) -> None:
+        """Account for what no worker held: tokens [best, prompt).
+
+        Of these, the engine had tokens [named, delivered) under other names than the log.
+        """
+        size, prompt = chosen.decision.block_size, chosen.prompt_tokens
+        in_pages = len(chosen.hashes) * size
+        known = max(chosen.best, chosen.known_pages * size)
+        misnamed = range(max(named, chosen.best), min(delivered, prompt))
+        for cause, start, stop in (
+            (EVICTED_BEFORE, chosen.best, known),
+            (NEW, known, max(known, in_pages)),
+            (NO_PAGE, max(known, in_pages), prompt),
+        ):
+            inside = max(0, min(stop, misnamed.stop) - max(start, misnamed.start))
+            self._lose(chosen, HELD, cause, stop - start - inside)
+            self._lose(chosen, HELD, MISMATCH, inside)
+
+    # --- the outcome ------------------------------------------------------------------------------------------------
+
+    def _finish(self, outcome: Outcome) -> None:
+        chosen = self._waiting.pop(outcome.request_id, None)
+        if chosen is None:
+            if hash(outcome.request_id) in self._done:
+                self._funnel.duplicates += 1
+            else:
+                self._funnel.unmatched_outcomes += 1
+            return
+        self._waiting_bytes -= _memory(chosen.decision)
+        self._done[hash(outcome.request_id)] = None
+        if len(self._done) > _MAX_DONE:
+            self._done.popitem(last=False)
+        delivered = outcome.cached_tokens
+        self._funnel.outcomes += 1
+        self._funnel.delivered += delivered
+        if self._series is not None:
+            at = milliseconds(chosen.decision.timestamp)
+            self._series.note_outcome(at, chosen.prompt_tokens, delivered)
+        predicted = chosen.decision.predicted_tokens or 0
+        named = delivered
+        if delivered < predicted:
+            self._explain_loss(chosen, predicted, delivered)
+        elif delivered > predicted:
+            named = self._explain_gain(chosen, predicted, delivered)
+        self._lose_in_the_fleet(chosen, named, delivered)
+
+    def _explain_loss(self, chosen: _Chosen, predicted: int, delivered: int) -> None:
+        """Divide the tokens that were predicted and not delivered.
+
+        Tokens that the worker did not hold at the choice were a wrong prediction. Of the others, those before the first
+        page that was evicted since are lost by the engine, and those from that page on by eviction.
+        """
+        held = max(delivered, min(predicted, chosen.held))
+        self._lose(chosen, DELIVERED, STALE, predicted - held)
+        lost_at = held
+        size = chosen.decision.block_size
+        if chosen.stream is not None and size:
+            first, last = delivered // size, min(-(-held // size), len(chosen.hashes))
+            page = self._events.book.first_lost(chosen.stream, chosen.hashes, first, last, chosen.since)
+            lost_at = held if page == last else min(held, max(delivered, page * size))
+        self._lose(chosen, DELIVERED, EVICTED, held - lost_at)
+        self._lose(chosen, DELIVERED, ENGINE, lost_at - delivered)
+
+    def _explain_gain(self, chosen: _Chosen, predicted: int, delivered: int) -> int:
+        """Account for tokens that the engine had and the router did not expect.
+
+        Returns the tokens up to which the log names the pages as the router does.
+        """
+        held = max(predicted, min(chosen.held, delivered))
+        self._gain(
+            chosen, DELIVERED, STALE if chosen.decision.predicted_tokens is not None else NOT_ASKED, held - predicted
+        )
+        named, size = held, chosen.decision.block_size
+        if chosen.stream is not None and size:
+            first, last = held // size, min(-(-delivered // size), len(chosen.hashes))
+            page = self._events.book.first_lost(chosen.stream, chosen.hashes, first, last)
+            named = delivered if page == last else max(held, page * size)
+        self._gain(chosen, DELIVERED, STORED_SINCE, named - held)
+        self._gain(chosen, DELIVERED, MISMATCH, delivered - named)
+        return named
+
+    def _give_up(self) -> None:
+        """The outcome of the oldest decision is not known."""
+        _, chosen = self._waiting.popitem(last=False)
+        self._waiting_bytes -= _memory(chosen.decision)
+        self._lose_in_the_fleet(chosen)
+        self._lose(chosen, DELIVERED, NO_OUTCOME, chosen.decision.predicted_tokens or 0)
+
+    def _lose(self, chosen: _Chosen, step: str, cause: str, tokens: int) -> None:
+        _add(self._losses, chosen, step, cause, tokens)
+
+    def _gain(self, chosen: _Chosen, step: str, cause: str, tokens: int) -> None:
+        _add(self._gains, chosen, step, cause, tokens)
+
+
+class _Tally:
+    """The tokens of one cause."""
+
+    def __init__(self, step: str, cause: str) -> None:
+        self.step, self.cause = step, cause
+        self.tokens = self.requests = 0
+        self._largest: list[tuple[int, int, _Chosen]] = []
+
+    def add(self, chosen: _Chosen, tokens: int) -> None:
+        """Add the tokens of one request."""
+        self.tokens += tokens
+        self.requests += 1
+        push = heappush if len(self._largest) < _EXAMPLES else heappushpop
+        push(self._largest, (tokens, -self.requests, chosen))
+
+    def loss(self, prompt_tokens: int) -> Loss:
+        """Return the result."""
+        return Loss(
+            step=self.step,
+            cause=self.cause,
+            tokens=self.tokens,
+            requests=self.requests,
+            share=self.tokens / max(1, prompt_tokens),
+            examples=[
+                _example(chosen.decision, chosen.hashes, tokens)
+                for tokens, _, chosen in sorted(self._largest, key=lambda each: (-each[0], -each[1]))
+            ],
+        )
+
+
+def _memory(decision: Decision) -> int:
+    """Return about how many bytes a decision takes in memory."""
+    return _DECISION_BYTES + len(decision.sequence_hashes) + _CANDIDATE_BYTES * len(decision.candidates)
+
+
+def _example(decision: Decision, hashes: U64Array, tokens: int) -> Example:
+    query = ExampleQuery(model_name=decision.model, routing_group=decision.tenant, seq_hashes=hashes.tolist())
+    return Example(
+        request_id=decision.request_id, time=decision.timestamp, worker=decision.worker, tokens=tokens, query=query
+    )
+
+
+def _add(tallies: dict[tuple[str, str], _Tally], chosen: _Chosen, step: str, cause: str, tokens: int) -> None:
+    if tokens > 0:
+        tallies.setdefault((step, cause), _Tally(step, cause)).add(chosen, tokens)
+
+
+def _sorted(tallies: Mapping[tuple[str, str], _Tally], prompt_tokens: int) -> list[Loss]:
+    return sorted((each.loss(prompt_tokens) for each in tallies.values()), key=lambda loss: -loss.tokens)
+
+
+def _of_choice(decision: Decision, held: WorkerScore | None) -> int:
+    """Return the tokens that the chosen worker, or its chosen rank, held."""
+    if held is None:
+        return 0
+    if decision.dp_rank is None:
+        return held.longest_matched
+    tiers = held.ranks.get(decision.dp_rank)
+    return 0 if tiers is None else tiers.external
+
+
+def _why_not_the_best(decision: Decision, scores: Mapping[str, WorkerScore], best: int) -> str:
+    """Return why a router did not choose the worker that held most."""
+    if decision.predicted_tokens is None:
+        return NOT_ASKED
+    seen = {each.worker: each.tokens for each in decision.candidates}
+    offered = [seen[worker] for worker, held in scores.items() if held.longest_matched == best and worker in seen]
+    if not offered:
+        return NO_CANDIDATE if seen else UNREPORTED
+    return LOAD if max(offered) > decision.predicted_tokens else STALE

@@ -1,0 +1,209 @@
+"""The book of an audit: which pages each stream holds, on which media, and since when."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from analysis.audit import residency_kernels
+from analysis.audit.residency_kernels import COUNT_NAMES, UNTRACKED, Book, Prefixes, Residencies
+from kv_events.codec import RemovedPages, StoredPages
+from kv_events.hashing import U64Array
+from kv_events.kernels import page_table
+from kv_events.kernels.bundles import resident
+from kv_events.kernels.page_table import make_table
+from kv_events.schema import NUM_MEDIA
+
+CAPACITY = 2**25
+_LONGEST_PROMPT_BITS = 32
+_SPREAD = 0x9E3779B97F4A7C15
+_MASK64 = 2**64 - 1
+
+
+_LATEST_S = 2.0**38
+"""Times beyond it come from a broken clock or a forged record, and count as this one."""
+
+
+def bounded(seconds: float) -> float:
+    """Return a time of a record within bounds."""
+    return min(max(seconds, -_LATEST_S), _LATEST_S)
+
+
+def milliseconds(seconds: float) -> int:
+    """Return a time of a record in milliseconds, within bounds."""
+    return int(bounded(seconds) * 1000)
+
+
+class Moment(NamedTuple):
+    """When something happened, for the book."""
+
+    ms: int
+    """Milliseconds since 1970."""
+    batch: int
+    """Number of the batch, counted over all streams."""
+
+
+class HeldBefore(NamedTuple):
+    """Pages that a stream held before the log, as in `indexer.index.StreamPages`."""
+
+    hashes: U64Array
+    parents: U64Array
+    tiers: npt.NDArray[np.uint8]
+    resent: npt.NDArray[np.uint8]
+    """[n] bitmask of the media on which the resync in progress has sent a page."""
+
+
+class Prefix(NamedTuple):
+    """The beginning of a prompt that is used often."""
+
+    sequence_hash: int
+    """Of its last page."""
+    pages: int
+    stores: int
+    """How often a stream began to hold its last page."""
+    requests: int
+    """Prompts that begin with it. 0 if the log has no decisions."""
+
+
+class PageBook:
+    """Follows stores and removals of all streams. A stream has a number, and so has each namespace."""
+
+    def __init__(self, churn_s: float, capacity: int = CAPACITY) -> None:
+        """churn_s: seconds for which a page is expected to stay. capacity: most pages held, and most distinct pages."""
+        self._book = Book(
+            Residencies(
+                make_table(capacity),
+                hashes=np.zeros(capacity, np.uint64),
+                parents=np.zeros(capacity, np.uint64),
+                streams=np.zeros(capacity, np.uint16),
+                media=np.zeros(capacity, np.uint8),
+                since=np.zeros((capacity, NUM_MEDIA), np.uint32),
+                began=np.zeros(capacity, np.uint32),
+                marks=np.zeros(capacity, np.uint16),
+                seen=np.zeros(capacity, np.uint8),
+            ),
+            Prefixes(
+                make_table(capacity),
+                hashes=np.zeros(capacity, np.uint64),
+                parents=np.zeros(capacity, np.uint32),
+                depths=np.zeros(capacity, np.uint32),
+                stores=np.zeros(capacity, np.uint32),
+                requests=np.zeros(capacity, np.uint32),
+            ),
+            np.zeros(UNTRACKED + 1, np.int64),
+        )
+        self._resident = resident(self._book)
+        self._facts = np.zeros(9, np.int64)
+        self._facts[8] = int(churn_s * 1000)
+
+    def store(self, stream: int, namespace: int, step: StoredPages, at: Moment, mark: int, *, is_resync: bool) -> None:
+        """Note pages that were stored. mark: number of the stream's resync."""
+        self._state(stream, namespace, step.medium, at)
+        self._facts[6:8] = mark & 0xFFFF, is_resync
+        residency_kernels.store(self._resident, step.hashes, step.chain_starts, step.parents, self._facts)
+
+    def begin_with(self, stream: int, namespace: int, pages: HeldBefore, at: Moment) -> None:
+        """Note what a stream held before the log, which is counted nowhere. at: a time long before the log."""
+        order = _parents_first(pages.hashes, pages.parents)
+        hashes, parents, tiers, resent = (column[order] for column in pages)
+        for medium in range(NUM_MEDIA):
+            for mark, of_mark in ((0, tiers & ~resent), (1, tiers & resent)):
+                held = np.flatnonzero(of_mark >> medium & 1)
+                each_alone = np.full(len(held), 255, np.uint8)
+                self._state(stream, namespace, medium, at)
+                self._facts[6:8] = mark, True
+                residency_kernels.store(self._resident, hashes[held], each_alone, parents[held], self._facts)
+        self._book.counts[:UNTRACKED] = 0
+        self._book.known.stores[:] = 0
+
+    def remove(self, stream: int, step: RemovedPages, at: Moment) -> None:
+        """Note pages that were removed."""
+        self._state(stream, 0, step.medium, at)
+        residency_kernels.remove(self._resident, step.hashes, self._facts)
+
+    def sweep(self, stream: int, mark: int | None = None) -> None:
+        """Drop the pages of a stream that a resync has not named, or all pages."""
+        residency_kernels.sweep(self._resident, stream, -1 if mark is None else mark & 0xFFFF)
+
+    def first_lost(self, stream: int, hashes: U64Array, start: int, stop: int, since: int = -1) -> int:
+        """See the kernel."""
+        return int(residency_kernels.first_lost(self._resident, _key(stream, 1), hashes, start, stop, since))
+
+    def note_request(self, namespace: int, hashes: U64Array) -> int:
+        """See the kernel."""
+        return int(residency_kernels.note_request(self._resident, _key(namespace, 2), hashes))
+
+    def holds(self, stream: int, page: int) -> bool:
+        """Return whether a stream holds a page now."""
+        return bool(residency_kernels.holds(self._resident, _key(stream, 1), np.uint64(page)))
+
+    def counts(self) -> dict[str, list[int]]:
+        """Return name -> pages for each medium."""
+        rows = self._book.counts[:UNTRACKED].reshape(len(COUNT_NAMES), NUM_MEDIA)
+        return dict(zip(COUNT_NAMES, rows.tolist(), strict=True))
+
+    @property
+    def totals(self) -> npt.NDArray[np.int64]:
+        """[names * media] the pages of `counts`. They go on counting."""
+        return self._book.counts[:UNTRACKED]
+
+    @property
+    def num_untracked(self) -> int:
+        """Pages that could not be followed, because the book was full."""
+        return int(self._book.counts[UNTRACKED])
+
+    def num_orphans(self, num_streams: int) -> int:
+        """Return how many held pages have a parent that their stream does not hold."""
+        keys = np.array([_signed_key(stream, 1) for stream in range(num_streams)], np.int64)
+        return int(residency_kernels.count_orphans(self._resident, keys))
+
+    def hottest(self, most: int) -> list[Prefix]:
+        """Return the prefixes that were requested, or without any requests stored, most often, weighted by length.
+
+        A prefix ends where its pages are no longer used equally often. Those that were used once are left out.
+        """
+        known = self._book.known
+        num_known = page_table.high_water(known.table)
+        requests, stores = known.requests[:num_known], known.stores[:num_known]
+        weights = requests if requests.any() else stores
+        inner = np.zeros(num_known, np.uint8)
+        residency_kernels.mark_inner(resident(known), weights, inner)
+        ends = np.flatnonzero((weights > 1) & (inner == 0))
+        worth = (weights[ends].astype(np.int64) - 1) * known.depths[ends]
+        best = ends[np.argsort(-worth, kind="stable")[:most]]
+        columns: tuple[npt.NDArray[np.integer], ...] = (known.hashes, known.depths, known.stores, known.requests)
+        return [Prefix(*(int(column[entry]) for column in columns)) for entry in best.tolist()]
+
+    def _state(self, stream: int, namespace: int, medium: int, at: Moment) -> None:
+        facts = self._facts
+        facts[0], facts[1] = _signed_key(stream, 1), _signed_key(namespace, 2)
+        facts[2], facts[3], facts[4], facts[5] = stream, medium, at.ms & 0xFFFFFFFF, at.batch & 0xFFFFFFFF
+
+
+def _parents_first(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
+    """Return an order of pages in which each one comes after its parent."""
+    by_hash = np.argsort(hashes)
+    places = by_hash[np.minimum(np.searchsorted(hashes, parents, sorter=by_hash), len(hashes) - 1)]
+    above = np.where(hashes[places] == parents, places, -1)
+    depths = (above >= 0).astype(np.int64)  # pages between one and `above`, which is twice as far after each round
+    for _ in range(_LONGEST_PROMPT_BITS):
+        below = np.flatnonzero(above >= 0)
+        depths[below] += depths[above[below]]
+        above[below] = above[above[below]]
+    return np.argsort(depths, kind="stable")
+
+
+@lru_cache(maxsize=2**17)
+def _signed_key(number: int, kind: int) -> int:
+    """The same as a signed number, for arrays of them."""
+    return int(_key(number, kind).view(np.int64))
+
+
+def _key(number: int, kind: int) -> np.uint64:
+    """The key of a stream or a namespace, which is mixed into the hashes of its pages."""
+    x = ((number * 4 + kind) * _SPREAD) & _MASK64
+    x ^= x >> 29
+    return np.uint64((x * _SPREAD) & _MASK64)

@@ -1,0 +1,258 @@
+"""Kernels that follow which pages each stream holds, on which media, and since when."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+
+from kv_events.kernels import page_table_ops
+from kv_events.kernels.bundles import I64Vector, U8Input, U8Vector, U16Vector, U32Matrix, U32Vector, U64Input, U64Vector
+from kv_events.kernels.declare import array_helper, array_kernel
+from kv_events.kernels.page_table import HIGH_WATER, Table
+from kv_events.schema import NUM_MEDIA
+
+# what is counted, for each medium
+STORED, REMOVED, DOUBLE, ORPHAN, UNKNOWN, CHURNED, BOUNCED, SWEPT = range(8)
+COUNT_NAMES = ("stored", "removed", "double", "orphan", "unknown", "churned", "bounced", "swept")
+UNTRACKED = NUM_MEDIA * len(COUNT_NAMES)
+"""Place of the count of pages for which there was no room."""
+
+_HELD = np.uint8(0x0F)
+
+
+class Residencies(NamedTuple):
+    """The pages that streams hold, one entry for each stream and page."""
+
+    table: Table
+    """Keys: sequence hash XOR the stream's key."""
+    hashes: U64Vector
+    parents: U64Vector
+    """Sequence hash of the parent; 0: none."""
+    streams: U16Vector
+    media: U8Vector
+    """Bits 0 to 3: held on this medium. Bits 4 to 7: removed from this medium, while it stayed on another one."""
+    since: U32Matrix
+    """[capacity, 4] milliseconds modulo 2**32 at which the page came to a medium, or was removed from it."""
+    began: U32Vector
+    """Number of the batch since which the stream holds the page without a break, on any medium."""
+    marks: U16Vector
+    """Number of the resync that named the page last."""
+    seen: U8Vector
+    """Media on which that resync named the page."""
+
+
+class Prefixes(NamedTuple):
+    """Every page that any stream has held, one entry for each page of a namespace."""
+
+    table: Table
+    """Keys: sequence hash XOR the namespace's key."""
+    hashes: U64Vector
+    parents: U32Vector
+    """Entry of the parent + 1; 0: none or unknown."""
+    depths: U32Vector
+    """Pages from the beginning of the prompt, as far as it is known."""
+    stores: U32Vector
+    """How often a stream began to hold the page."""
+    requests: U32Vector
+    """Prompts that contain the page."""
+
+
+class Book(NamedTuple):
+    """Everything that is followed."""
+
+    held: Residencies
+    known: Prefixes
+    counts: I64Vector
+    """[4 * counts + 1] see the names above: index `count * 4 + medium`."""
+
+
+@array_helper
+def _count(counts, what, medium):
+    counts[what * NUM_MEDIA + medium] += 1
+
+
+@array_helper
+def _is_held(held, entry):
+    return held.media[entry] & _HELD != 0
+
+
+@array_helper
+def _know(known, key, page_hash, parent):
+    """Note that a page exists. parent: entry of its parent, or -1. Returns its entry, or -1 without room."""
+    entry, is_new = page_table_ops.find_or_insert(known.table, key)
+    if entry >= 0 and is_new:
+        known.hashes[entry] = page_hash
+        known.parents[entry] = np.uint32(parent + 1)
+        known.depths[entry] = known.depths[parent] + np.uint32(1) if parent >= 0 else np.uint32(1)
+        known.stores[entry] = 0
+        known.requests[entry] = 0
+    return entry
+
+
+@array_kernel(
+    types.void,
+    Book,
+    U64Input,
+    U8Input,
+    U64Input,
+    I64Vector,
+)
+def store(book, hashes, chain_starts, parents, facts):
+    """Note pages that were stored. hashes, chain_starts and parents: as in `PackedStored`.
+
+    facts: int64[9]: keys of stream and namespace as u64, stream, medium, milliseconds, batch, resync, whether the pages
+    are part of a resync, and the time in milliseconds that pages are expected to stay.
+    """
+    held, known = book.held, book.known
+    stream_key, namespace_key = np.uint64(facts[0]), np.uint64(facts[1])
+    stream, medium, now, batch = facts[2], facts[3], np.uint32(facts[4]), np.uint32(facts[5])
+    mark, is_resync, bounce_ms = np.uint16(facts[6]), facts[7] != 0, facts[8]
+    bit, left = np.uint8(1 << medium), np.uint8(16 << medium)
+    chain, above = -1, np.int64(-1)
+    for i in range(hashes.shape[0]):
+        if i + page_table_ops.AHEAD < hashes.shape[0]:
+            page_table_ops.fetch(held.table, hashes[i + page_table_ops.AHEAD] ^ stream_key)
+        page = hashes[i]
+        starts = (chain_starts[i >> 3] >> np.uint8(i & 7)) & np.uint8(1) != 0
+        parent = hashes[i - 1] if not starts else np.uint64(0)
+        if starts:
+            chain += 1
+            parent = parents[chain]
+            above = np.int64(-1)
+            if parent != 0:
+                above = page_table_ops.find(known.table, parent ^ namespace_key)
+                entry = page_table_ops.find(held.table, parent ^ stream_key)
+                if entry < 0 and not is_resync:
+                    _count(book.counts, ORPHAN, medium)
+        entry, is_new = page_table_ops.find_or_insert(held.table, page ^ stream_key)
+        if entry < 0:
+            book.counts[UNTRACKED] += 1
+            continue
+        above = _know(known, page ^ namespace_key, page, above)
+        if above < 0:
+            book.counts[UNTRACKED] += 1
+        if is_new:
+            held.hashes[entry] = page
+            held.streams[entry] = np.uint16(stream)
+            held.media[entry] = 0
+            held.began[entry] = batch
+            held.seen[entry] = 0
+            if above >= 0:
+                known.stores[above] += np.uint32(1)
+        held.parents[entry] = parent
+        if held.media[entry] & bit != 0:
+            if not is_resync:
+                _count(book.counts, DOUBLE, medium)
+        else:
+            if held.media[entry] & left != 0 and np.int64(np.uint32(now - held.since[entry, medium])) < bounce_ms:
+                _count(book.counts, BOUNCED, medium)
+            _count(book.counts, STORED, medium)
+            held.media[entry] = (held.media[entry] | bit) & ~left
+            held.since[entry, medium] = now
+        if held.marks[entry] != mark or is_new:
+            held.marks[entry] = mark
+            held.seen[entry] = 0
+        held.seen[entry] |= bit
+
+
+@array_kernel(types.void, Book, U64Input, I64Vector)
+def remove(book, hashes, facts):
+    """Note pages that were removed from a medium. Arguments as in `store`."""
+    held = book.held
+    stream_key, medium, now = np.uint64(facts[0]), facts[3], np.uint32(facts[4])
+    bit, left, churn_ms = np.uint8(1 << medium), np.uint8(16 << medium), facts[8]
+    for i in range(hashes.shape[0]):
+        if i + page_table_ops.AHEAD < hashes.shape[0]:
+            page_table_ops.fetch(held.table, hashes[i + page_table_ops.AHEAD] ^ stream_key)
+        entry = page_table_ops.find(held.table, hashes[i] ^ stream_key)
+        if entry < 0 or held.media[entry] & bit == 0:
+            _count(book.counts, UNKNOWN, medium)
+            continue
+        _count(book.counts, REMOVED, medium)
+        if np.int64(np.uint32(now - held.since[entry, medium])) < churn_ms:
+            _count(book.counts, CHURNED, medium)
+        held.media[entry] = (held.media[entry] & ~bit) | left
+        held.since[entry, medium] = now
+        if not _is_held(held, entry):
+            held.media[entry] = 0
+            page_table_ops.remove(held.table, entry)
+
+
+@array_kernel(types.void, Book, types.int64, types.int64)
+def sweep(book, stream, mark):
+    """Drop the pages of a stream that resync number `mark` did not name, medium by medium. mark: -1: all pages."""
+    held = book.held
+    for entry in range(held.table.meta[HIGH_WATER]):
+        if not _is_held(held, entry) or np.int64(held.streams[entry]) != stream:
+            continue
+        kept = held.seen[entry] if np.int64(held.marks[entry]) == mark else np.uint8(0)
+        for medium in range(NUM_MEDIA):
+            bit = np.uint8(1 << medium)
+            if held.media[entry] & bit != 0 and kept & bit == 0:
+                _count(book.counts, SWEPT, medium)
+                held.media[entry] &= ~bit
+        if not _is_held(held, entry):
+            held.media[entry] = 0
+            page_table_ops.remove(held.table, entry)
+
+
+@array_kernel(types.int64, Book, types.uint64, U64Input, types.int64, types.int64, types.int64)
+def first_lost(book, stream_key, hashes, start, stop, since):
+    """Return the first page in [start, stop) of a prompt that the stream does not hold now, or not without a break.
+
+    since: number of a batch after which the stream must not have lost the page; -1: it only has to hold it now.
+    Returns `stop` if there is none.
+    """
+    held = book.held
+    for i in range(start, stop):
+        entry = page_table_ops.find(held.table, hashes[i] ^ stream_key)
+        if entry < 0 or (since >= 0 and np.int64(held.began[entry]) > since):
+            return i
+    return stop
+
+
+@array_kernel(types.int64, Book, types.uint64, U64Input)
+def note_request(book, namespace_key, hashes):
+    """Count a request for the pages of a prompt that any stream has held. Returns the number of these pages."""
+    known = book.known
+    found = 0
+    for i in range(hashes.shape[0]):
+        entry = page_table_ops.find(known.table, hashes[i] ^ namespace_key)
+        if entry < 0:
+            break
+        known.requests[entry] += np.uint32(1)
+        found += 1
+    return found
+
+
+@array_kernel(types.int64, Book, I64Vector)
+def count_orphans(book, stream_keys):
+    """Return how many held pages have a parent that their stream does not hold. stream_keys: by stream, as u64."""
+    held = book.held
+    found = 0
+    for entry in range(held.table.meta[HIGH_WATER]):
+        if _is_held(held, entry) and held.parents[entry] != 0:
+            key = held.parents[entry] ^ np.uint64(stream_keys[held.streams[entry]])
+            if page_table_ops.find(held.table, key) < 0:
+                found += 1
+    return found
+
+
+@array_kernel(types.int64, Book, types.uint64, types.uint64)
+def holds(book, stream_key, page):
+    """Return whether a stream holds a page now."""
+    return np.int64(page_table_ops.find(book.held.table, page ^ stream_key) >= 0)
+
+
+@array_kernel(types.void, Prefixes, U32Vector, U8Vector)
+def mark_inner(known, weights, inner):
+    """Mark the pages that are followed by a page of equal weight: they are inside a prefix, not at its end.
+
+    weights: uint32[n], by entry. inner: uint8[n], written.
+    """
+    for entry in range(weights.shape[0]):
+        parent = np.int64(known.parents[entry]) - 1
+        if parent >= 0 and weights[parent] == weights[entry]:
+            inner[parent] = 1

@@ -1,0 +1,207 @@
+"""The findings in plain sentences. `page` is counted from 0 here and from 1 in the texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from analysis.explain.tracer import Batch, Gap
+from indexer.replay.moments import utc_text
+from kv_events.streams import Group
+
+_FIELDS = {
+    "model": "model",
+    "tenant": "tenant",
+    "block_size": "pages of",
+    "lora_name": "LoRA adapter",
+    "cache_salt": "cache salt",
+    "seed": "hash seed",
+    "is_bigram": "token pairs",
+}
+
+
+def at(batch: Batch) -> str:
+    """Return when and where a batch is in the log."""
+    return f"at {utc_text(batch.time_s)} ({where(batch)})"
+
+
+def when(batch: Batch) -> str:
+    """Return when something happened, which may be unknown if it was before the log begins."""
+    return "before the log begins" if batch.is_before_log else at(batch)
+
+
+def where(batch: Batch) -> str:
+    """Return where a batch is in the log."""
+    if batch.is_before_log:
+        return f"batch {batch.seq}, before the log begins"
+    record = (
+        f"offset {batch.partition}:{batch.offset}" if batch.record_index is None else f"record {batch.record_index}"
+    )
+    return f"{record}, batch {batch.seq}"
+
+
+def pages(number: int) -> str:
+    """`1 page`, `2 pages`."""
+    return f"{number} page" if number == 1 else f"{number} pages"
+
+
+def held(num_pages: int) -> str:
+    """The whole prompt is on the device."""
+    return f"The whole prompt, {pages(num_pages)}, is held on the device."
+
+
+def partial_page(tail: int, block_size: int, num_pages: int) -> str:
+    """The prompt does not end with a page."""
+    if not num_pages:
+        return f"The prompt of {_tokens(tail)} is shorter than a page of {block_size}."
+    return f"All whole pages ({num_pages}) are held; the last {_tokens(tail)} do not fill a page of {block_size}."
+
+
+def expired(last: Batch, now: float, is_closed: bool, longest: int, num_pages: int) -> str:
+    """The worker is left out."""
+    held = f"It is left out of answers; its view holds {longest} of {pages(num_pages)}."
+    if is_closed:
+        return f"Its publisher was closed {at(last)}. {held}"
+    return f"It was last heard {at(last)}, {now - last.time_s:.1f} s before this moment. {held}"
+
+
+def other_block_size(asked: int, block_size: int, longest: int, num_pages: int) -> str:
+    """The query names another block size."""
+    return (
+        f"The query asks for pages of {asked} tokens, and this worker uses pages of {block_size}, "
+        f"of which it holds {longest} of {num_pages}."
+    )
+
+
+def refused(page: int, stored: Batch) -> str:
+    """The index was full."""
+    return f"Page {page + 1} was stored {when(stored)}, but the index had no room for it (KVSIGHT_MAX_PAGES)."
+
+
+def left(cause: str, page: int, num_pages: int, stored: Batch, left: Batch, medium: str, times: int) -> str:
+    """The page was held and is not held now."""
+    again = f", the last of {times} times," if times > 1 else ""
+    was = f"Page {page + 1} of {num_pages} was stored {when(stored)}{again}"
+    later = at(left) if stored.is_before_log else f"{left.time_s - stored.time_s:.1f} s later, {at(left)}"
+    if cause == "evicted":
+        batch = f"That batch removes {pages(left.num_removed)} and stores {left.num_stored}."
+        return f"{was} and evicted from {medium} {later}. {batch}"
+    if cause == "cleared":
+        return f"{was}. The worker cleared its cache {later}."
+    if cause == "restarted":
+        return f"{was}. The engine or its publisher restarted: its new epoch dropped the page {later}."
+    return f"{was}. The worker resent all that it holds, without this page; the resync ended {later}."
+
+
+def lost(page: int, gap: Gap, num_gaps: int, resync: Batch | None) -> str:
+    """Batches are missing."""
+    several = gap.first_seq != gap.last_seq
+    numbers = f"batches {gap.first_seq} to {gap.last_seq}" if several else f"batch {gap.first_seq}"
+    start = "" if gap.before is None else f"{where(gap.before)} and "
+    between = f"between {start}{where(gap.after)}, {utc_text(gap.after.time_s)}"
+    more = f" ({num_gaps} gaps since the view was last right)" if num_gaps > 1 else ""
+    return f"Page {page + 1} may have been stored in {numbers}, lost: {between}{more}. {_since(resync)}."
+
+
+def before_the_log(page: int, gap: Gap, resync: Batch | None) -> str:
+    """The log begins after the first batches of the worker."""
+    begins = f"The log begins with batch {gap.after.seq} of this worker, {at(gap.after)}"
+    return (
+        f"{begins}. Page {page + 1} may have been stored in an earlier one, which is not in the log. {_since(resync)}."
+    )
+
+
+def _since(resync: Batch | None) -> str:
+    return "No resync has begun" if resync is None else f"A resync began {when(resync)} and has not ended"
+
+
+def stale(page: int, state: str, reason: str, doubted: Batch, resync: Batch | None) -> str:
+    """The view is not right."""
+    if resync is not None:
+        return f"A resync began {when(resync)} and has not ended, so page {page + 1} may still come."
+    since = "from before the log begins" if doubted.is_before_log else utc_text(doubted.time_s)
+    begins = f"The view is {state} ({reason}) since {since} ({where(doubted)})"
+    return f"{begins}: page {page + 1} may be missing only in the view."
+
+
+def never_stored(page: int, num_pages: int, first: Batch) -> str:
+    """No batch stores the page."""
+    if first.is_before_log:
+        return f"Page {page + 1} of {num_pages} was not held when the log begins, and no batch in it stores the page."
+    return f"Page {page + 1} of {num_pages} was never stored; the worker's first batch in the log came {at(first)}."
+
+
+def not_continued(page: int, num_pages: int, last: Batch, first: Batch) -> str:
+    """No batch stores the page, but those before it. first: of the worker."""
+    never = "was not held when the log begins, nor stored since" if first.is_before_log else "was never stored"
+    return f"Page {page + 1} of {num_pages} {never}; page {page}, the last one held, was stored {when(last)}."
+
+
+def moved(page: int, source: str, target: str, stored: Batch, left: Batch) -> str:
+    """The page is on a slower tier now."""
+    steps = f"stored there {when(stored)}, removed from {source} {at(left)}"
+    return f"Page {page + 1} was moved from {source} to {target}: {steps}."
+
+
+def slower_tier(page: int, medium: str, tier: str, stored: Batch) -> str:
+    """The page was never on the faster tier."""
+    if stored.is_before_log:
+        return f"Page {page + 1} was on {medium} and not on {tier} when the log begins, and was not stored there since."
+    return f"Page {page + 1} was stored on {medium} {at(stored)}, and never on {tier}."
+
+
+def group(held: int | None, group: Group, end: int, reused: int, *, is_expired: bool) -> str:
+    """A group of layers ends the prefix. held: pages that full attention holds. None: the engine has none."""
+    after = f"after page {end}" if end else "at the end of any page"
+    if is_expired:
+        why = f"its group {group.name} has expired"
+    elif group.kind == "eagle":
+        why = "the engine computes one more page for EAGLE"
+    elif group.kind == "step":
+        why = f"a reused prefix is a multiple of {group.size} tokens"
+    elif group.kind == "mamba":
+        why = f"no mamba state {after}"
+    else:
+        what = "window" if group.kind == "swa" else "chunk"
+        why = f"no complete {what} of {group.size} tokens {after}"
+    has = "The engine has no full attention" if held is None else f"Full attention holds {pages(held)}"
+    return f"{has}, {why}. The engine can reuse {pages(reused)}."
+
+
+def last_token(held: int, reused: int) -> str:
+    """The prompt ends with a page."""
+    return f"Full attention holds {pages(held)}. The engine computes the last token anyway, so it reuses {reused}."
+
+
+def hidden(first: int, number: int, hole: int) -> str:
+    """Pages behind a hole."""
+    verb = "is" if number == 1 else "are"
+    return f"{pages(number)} from page {first + 1} on {verb} held, but hidden by the hole at page {hole + 1}."
+
+
+def other_namespace(namespace: Mapping[str, str | int | bool | None], number: int, first: Batch) -> str:
+    """The worker holds the prompt under another namespace."""
+    held = f"The worker holds {pages(number)} of this prompt"
+    stored = f"the first one stored {when(first)}"
+    if not namespace:
+        return f"{held} under another LoRA adapter, cache salt or hash seed, which the log does not show; {stored}."
+    return f"{held} under {', '.join(_difference(*each) for each in namespace.items())}; {stored}."
+
+
+def not_known_yet(first: Batch) -> str:
+    """The worker comes later."""
+    return f"The worker is not known yet: its first batch comes {at(first)}."
+
+
+def _difference(field: str, value: str | int | bool | None) -> str:
+    name = _FIELDS[field]
+    if value is None:
+        return f"no {name}"
+    if field == "block_size":
+        return f"{name} {value} tokens"
+    if field == "is_bigram":
+        return name if value else f"no {name}"
+    return f"{name} {value}"
+
+
+def _tokens(number: int) -> str:
+    return f"{number} token" if number == 1 else f"{number} tokens"

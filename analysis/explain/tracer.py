@@ -1,0 +1,340 @@
+"""Reads a log once: rebuilds the views with the ordinary replay, and follows the asked pages beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from analysis.explain.asked_prompt import AskedPrompt
+from analysis.explain.page_history import Trail
+from analysis.explain.prompts import Column, HashRule, PromptHashes, Variant
+from analysis.explain.rule_finder import RuleFinder
+from indexer.replay import Replay
+from indexer.replay.chunks import ChunkApplier, PlainRun, rows_before
+from indexer.replay.until import Until
+from indexer.views import View, ViewState
+from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
+from kv_events.errors import RecordRejectedError
+from kv_events.hashing import U64Array
+from kv_events.kernels.batches import END_EVENT, EPOCH, FIRST_EVENT, IS_REMOVAL, NUM_PAGES, PAGES, ROW, SEQ
+from kv_events.kernels.log_records import OFFSET, PARTITION, TIMESTAMP_MS
+from kv_events.log.batch_columns import BatchColumns
+from kv_events.log.reader import RecordChunk
+from kv_events.records import Channel, LogRecord
+from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from kv_events.streams import StreamId, split_group
+
+History: TypeAlias = Iterable[RecordChunk] | Iterable[tuple[int | None, LogRecord]]
+"""All records of a log, as chunks or each with its index; None for records of a topic."""
+
+
+class Batch(NamedTuple):
+    """A batch and its record in the log."""
+
+    record_index: int | None
+    """Of the record in an event log. None: a topic has none."""
+    partition: int
+    offset: int
+    time_s: float
+    """Of the record, in seconds since 1970."""
+    epoch: int
+    seq: int
+    num_stored: int
+    """Pages that the batch stores."""
+    num_removed: int
+    is_before_log: bool = False
+    """Whether it precedes the log. Then only its time, epoch and number are known, from the key frame there."""
+
+
+class Gap(NamedTuple):
+    """Batches that are missing in the log."""
+
+    first_seq: int
+    last_seq: int
+    before: Batch | None
+    """The last batch before the gap. None: the log begins after them."""
+    after: Batch
+
+
+@dataclass
+class StreamHistory:
+    """What the log shows about one worker stream."""
+
+    stream: StreamId
+    block_size: int
+    view: View
+    first: Batch
+    last: Batch
+    epoch_began: Batch
+    """The first batch of the present epoch."""
+    trails: dict[int, Trail] = field(default_factory=dict)
+    """Variant number -> what happened to its pages, if any was stored."""
+    gaps: list[Gap] = field(default_factory=list)
+    """The gaps since the view was last right."""
+    doubted: Batch | None = None
+    """The first batch after which the view was not live, since it last was. None: it is live."""
+    resync: Batch | None = None
+    """The beginning of the resync in progress."""
+    rules: dict[int, HashRule | None] = field(default_factory=dict)
+    """Number of a variant of block hashes -> the rule under which the worker hashes its pages. None: not recognised.
+    Variants whose pages have the hashes that were asked for are absent."""
+
+
+class Follower:
+    """Follows the pages of one prompt through all streams of a log."""
+
+    def __init__(self, prompt: AskedPrompt, views: Replay | None = None) -> None:
+        """views: before the first record of the log; they are changed. None: empty ones."""
+        self.prompt = prompt
+        self.hashes = PromptHashes(prompt)
+        self.replay = views or Replay()
+        self.replay.applier.on_applied.append(self._note)
+        self.replay.forgets = False  # a worker that was silent for long is explained as expired
+        self.streams: dict[StreamId, StreamHistory] = {}
+        self.by_worker: dict[str, dict[StreamId, StreamHistory]] = {}
+        """The same by the name of the worker."""
+        self.batches: list[Batch] = []
+        """Batches by the numbers that trails use. Only those that did something to a page of the prompt."""
+        self.first_records: dict[StreamId, tuple[Batch, int]] = {}
+        """The first readable record of each stream, before or after the moment, and its block size."""
+        self._rule_finder = RuleFinder(self.hashes)
+        self._keys: set[bytes] = set()
+        self._index: int | None = None
+        self._record = LogRecord(0, 0, 0, b"", b"")
+        self._applier = ChunkApplier(self.replay, self)
+        self._columns: BatchColumns | None = None
+        self._num_variants = 0
+        """Variants that were looked for in these columns."""
+        for view in self.replay.namespaces.views:
+            if split_group(view.stream.model)[1] is None:
+                self._begin_before_log(view)
+
+    def follow(self, records: History, until: Until | None = None) -> None:
+        """Read a log and apply its records before a moment."""
+        until = until or Until()
+        newest = 0.0
+        for each in records:
+            if isinstance(each, RecordChunk):
+                newest = max(newest, self._follow_chunk(each, until))
+            elif each[1].channel == Channel.EVENTS:
+                newest = max(newest, each[1].timestamp_ms / 1000)
+                self._follow_record(*each, until)
+        if until.time_s is not None and self.replay.applier.records:
+            self.replay.pass_time(min(until.time_s, newest))
+
+    def _follow_record(self, index: int | None, record: LogRecord, until: Until) -> None:
+        """Apply a record if it is before the moment."""
+        if until.takes(record if until.offset is None else record._replace(offset=index or 0)):
+            self.take_one(index, record, partial(self.replay.apply, record))
+        else:
+            self._note_first(index, record)
+
+    def _follow_chunk(self, chunk: RecordChunk, until: Until) -> float:
+        """Apply the records of a chunk that are before the moment. Returns the latest time of an event."""
+        is_event = chunk.channels == Channel.EVENTS
+        wanted = is_event & rows_before(chunk, until)
+        self._applier.apply(chunk, 0, len(wanted), wanted)
+        for row in np.flatnonzero(is_event & ~wanted).tolist():
+            self._note_first(chunk.first_index + row, chunk.record(row))
+        return int(chunk.timestamps_ms[is_event].max(initial=0)) / 1000
+
+    def hold_back(self, columns: BatchColumns) -> None:
+        """Let batches with pages of the prompt be applied one by one."""
+        self._columns, self._num_variants = columns, len(self.hashes.variants)
+        events = columns.arrays.events
+        for table in (self.hashes.sequence_table, self.hashes.block_table):
+            positions, _ = table.find(columns.arrays.words)
+            found = np.searchsorted(events[:, PAGES], positions, "right") - 1
+            columns.arrays.plain[events[found, ROW]] = 0
+
+    def take_plain(self, run: PlainRun) -> None:
+        """Note batches without pages of the prompt, after which their views are live, as before."""
+        for view, row in run.newest():
+            history = self.streams.get(view.stream)
+            if history is not None:
+                history.last = _batch_of(run, row)
+
+    def take_one(self, index: int | None, record: LogRecord, apply: Callable[[], None]) -> None:
+        """Note a record and apply it."""
+        self._note_first(index, record)
+        apply()
+        if len(self.hashes.variants) != self._num_variants and self._columns is not None:
+            self.hold_back(self._columns)
+
+    def later_streams(self) -> dict[StreamId, tuple[Batch, int]]:
+        """Return the streams whose first batch comes after the moment, see `first_records`."""
+        return {stream: first for stream, first in self.first_records.items() if stream not in self.streams}
+
+    def _note_first(self, index: int | None, record: LogRecord) -> None:
+        """Note a record, which may be the first one of its stream. Most need not be decoded for that."""
+        self._index, self._record = index, record
+        if record.key in self._keys:
+            return
+        try:
+            batch = decode_batch(record.payload)
+        except RecordRejectedError:
+            return
+        self._keys.add(record.key)
+        self.first_records.setdefault(batch.stream, (self._batch(batch), batch.block_size))
+
+    def _note(self, view: View, batch: DecodedBatch) -> None:
+        """Note a batch that was applied."""
+        if split_group(batch.stream.model)[1] is not None:
+            return
+        at = self._batch(batch)
+        history = self.streams.get(batch.stream)
+        if history is None or history.view is not view:
+            history = self._begin_view(history, view, batch, at)
+        else:
+            _note_position(history, batch, at)
+        self._note_steps(history, batch, at)
+        if view.state is ViewState.LIVE:
+            history.gaps.clear()
+            history.doubted = None
+        elif history.doubted is None:
+            history.doubted = at
+        if history.resync is not None and view.state is not ViewState.SYNCING:
+            _abandon_resync(history)  # it took too long
+        history.last = at
+
+    def _batch(self, batch: DecodedBatch) -> Batch:
+        stored = sum(len(step.hashes) for step in batch.steps if isinstance(step, StoredPages))
+        removed = sum(len(step.hashes) for step in batch.steps if isinstance(step, RemovedPages))
+        record = self._record
+        return Batch(
+            self._index,
+            record.partition,
+            record.offset,
+            record.timestamp_ms / 1000,
+            batch.epoch,
+            batch.seq,
+            stored,
+            removed,
+        )
+
+    def _begin_before_log(self, view: View) -> None:
+        """Begin the history of a stream with what it held before the log."""
+        block_size = self.replay.namespaces.block_size(view.stream)
+        self.hashes.add_block_size(block_size)
+        before = Batch(None, 0, 0, view.heard_at, view.epoch, view.next_seq - 1, 0, 0, is_before_log=True)
+        history = StreamHistory(view.stream, block_size, view, before, before, before)
+        history.doubted = None if view.state is ViewState.LIVE else before
+        history.resync = None if view.marks is None else before
+        for variant in self.hashes.variants:
+            held = view.index.tiers_held(variant.hashes, view.number)
+            if variant.column is Column.SEQUENCE and held.any():
+                resent = None if view.marks is None else view.index.tiers_marked(variant.hashes, view.marks)
+                self._trail(history, variant).begin_with(held, self._number(before), resent)
+        self._register(history)
+
+    def _register(self, history: StreamHistory) -> None:
+        self.streams[history.stream] = history
+        self.by_worker.setdefault(history.stream.worker, {})[history.stream] = history
+
+    def _begin_view(self, before: StreamHistory | None, view: View, batch: DecodedBatch, at: Batch) -> StreamHistory:
+        """Begin a history, or continue one with a new view: the worker has started again with other pages."""
+        self.hashes.add_block_size(batch.block_size)
+        history = StreamHistory(batch.stream, batch.block_size, view, at, at, at)
+        if before is not None:
+            history.first, history.trails = before.first, before.trails
+            number = self._number(at)
+            for trail in history.trails.values():
+                trail.clear(number)
+        if batch.seq:
+            history.gaps.append(Gap(0, batch.seq - 1, None if before is None else before.last, at))
+        self._register(history)
+        return history
+
+    def _note_steps(self, history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:
+        for step in batch.steps:
+            match step:
+                case StoredPages():
+                    for trail, pages in self._found(history, batch, step):
+                        trail.store(pages, step.medium, self._number(at))
+                case RemovedPages():
+                    for trail, pages in self._found(history, batch, step):
+                        trail.remove(pages, step.medium, self._number(at))
+                case AllBlocksCleared():
+                    for trail in history.trails.values():
+                        trail.clear(self._number(at))
+                case SnapshotBegin():
+                    history.resync = at
+                    for trail in history.trails.values():
+                        trail.begin_resync()
+                case SnapshotEnd():
+                    history.resync = None
+                    for trail in history.trails.values():
+                        trail.end_resync(self._number(at))
+
+    def _found(
+        self, history: StreamHistory, batch: DecodedBatch, step: StoredPages | RemovedPages
+    ) -> Iterator[tuple[Trail, np.ndarray]]:
+        """Yield the trails that an event touches, with the pages of the prompt in it."""
+        for variant, _, pages in self.hashes.find(Column.SEQUENCE, step.hashes):
+            yield self._trail(history, variant), pages
+        for variant, positions, pages in self.hashes.find(Column.BLOCK, step.block_hashes):
+            if isinstance(step, StoredPages) and history.rules.get(variant.number) is None:
+                self._recognise(history, variant, step.hashes[positions], pages)
+            if variant.number in history.rules:
+                yield self._trail(history, variant), pages
+
+    def _recognise(self, history: StreamHistory, variant: Variant, hashes: U64Array, pages: np.ndarray) -> None:
+        """Find out how the worker hashes pages that it stores under the engine's names of the prompt's pages."""
+        if not self.hashes.is_known(hashes):
+            asked = self.hashes.asked_rule(variant.rule.block_size)._replace(is_bigram=variant.rule.is_bigram)
+            history.rules[variant.number] = self._rule_finder.find(self._record, asked, hashes, pages)
+
+    def _trail(self, history: StreamHistory, variant: Variant) -> Trail:
+        trail = history.trails.get(variant.number)
+        if trail is None:
+            trail = history.trails[variant.number] = Trail(len(variant.hashes))
+            if history.resync is not None:
+                trail.begin_resync()
+        return trail
+
+    def _number(self, batch: Batch) -> int:
+        if not self.batches or self.batches[-1] is not batch:
+            self.batches.append(batch)
+        return len(self.batches) - 1
+
+
+def _batch_of(run: PlainRun, row: int) -> Batch:
+    """Return a batch of a run."""
+    arrays, record = run.columns.arrays, run.columns.rows[row].tolist()
+    batch = arrays.batches[row].tolist()
+    events = arrays.events[batch[FIRST_EVENT] : batch[END_EVENT]]
+    removed = int(events[events[:, IS_REMOVAL] == 1, NUM_PAGES].sum())
+    return Batch(
+        run.first_index + row,
+        record[PARTITION],
+        record[OFFSET],
+        record[TIMESTAMP_MS] / 1000,
+        batch[EPOCH],
+        batch[SEQ],
+        int(events[:, NUM_PAGES].sum()) - removed,
+        removed,
+    )
+
+
+def _note_position(history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:
+    """Note what the epoch and the number of a batch show."""
+    last = history.last
+    expected = last.seq + 1
+    if batch.epoch != last.epoch:
+        history.epoch_began, expected = at, 0
+        history.gaps.clear()
+    if batch.epoch == last.epoch and batch.seq == expected:
+        return
+    _abandon_resync(history)
+    if batch.seq > expected:
+        history.gaps.append(Gap(expected, batch.seq - 1, last, at))
+
+
+def _abandon_resync(history: StreamHistory) -> None:
+    history.resync = None
+    for trail in history.trails.values():
+        trail.abandon_resync()

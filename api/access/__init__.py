@@ -1,0 +1,1 @@
+"""Who may ask, from where, how often, and over how many connections."""

@@ -1,0 +1,129 @@
+"""The connections of one server: which of them lose their place when there are too many."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.problems import ProblemError, ProblemKind
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+
+HEAD_S = 10.0
+"""Time after which a connection must have sent a complete head, or finished its TLS handshake."""
+RESERVED = 64
+"""Connections beyond the limit. Only probes are answered on them."""
+
+_PROBES = frozenset({"/health", "/ready"})
+_PART = 16  # a sixteenth of the connections lose their place at once, so that it is rarely decided
+_PAUSE_S = 0.1  # before it is decided again, if most are being answered
+
+logger = logging.getLogger(__name__)
+
+
+class Waiting(NamedTuple):
+    """A connection without a complete request."""
+
+    is_new: bool
+    """It has sent none yet, or one is arriving."""
+    since: float
+
+
+class Connection(Protocol):
+    """One connection."""
+
+    def waiting(self) -> Waiting | None:
+        """Return since when it has no complete request. None: an answer is being made, and the caller reads it."""
+
+    def abort(self) -> None:
+        """Close it at once."""
+
+
+class ConnectionLimit:
+    """Lets a new connection have the place of one that waits, so that nobody keeps others out by holding connections.
+
+    New connections lose their place first, unless they are few, and then idle ones. Of each kind, those of the address
+    with the most connections lose theirs first, and of these the ones that wait the longest. Networks of IPv6 with 64
+    bits count as one address. If all connections are being answered, a few more are accepted for probes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._batch = max(1, most // _PART)
+        self._addresses: dict[Connection, str] = {}
+        self._pause_until = 0.0
+        self._limited_logger = RateLimitedLogger(logger, "connections")
+
+    def enter(self, connection: Connection, host: str) -> bool:
+        """Add a new connection. Returns False if it is beyond the limit. It is closed if it is far beyond."""
+        if len(self._addresses) >= self._most and (time.monotonic() >= self._pause_until or self._is_nearly_full()):
+            self._make_room()
+        self._addresses[connection] = _address(host)
+        if len(self._addresses) > self._most + RESERVED:
+            connection.abort()
+        return len(self._addresses) <= self._most
+
+    def leave(self, connection: Connection) -> None:
+        """Remove a connection, if it is still there."""
+        self._addresses.pop(connection, None)
+
+    def for_probes(self, app: ASGIApp) -> ASGIApp:
+        """Return what answers requests of a connection beyond the limit."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["path"] in _PROBES:
+                await app(scope, receive, send)
+                return
+            detail = f"more than {self._most} connections are open (KVSIGHT_MAX_CONNECTIONS)"
+            await ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1).response()(scope, receive, send)
+
+        return answer
+
+    def _is_nearly_full(self) -> bool:
+        return len(self._addresses) >= self._most + RESERVED // 2
+
+    def _make_room(self) -> None:
+        losers = self._losers()
+        for connection in losers:
+            del self._addresses[connection]
+            connection.abort()
+        if len(losers) < self._batch:
+            self._pause_until = time.monotonic() + _PAUSE_S
+        self._limited_logger.warning(
+            "%d connections are open, as many as may be (KVSIGHT_MAX_CONNECTIONS): %d idle ones are closed",
+            *(self._most, len(losers)),
+        )
+
+    def _losers(self) -> list[Connection]:
+        new: list[tuple[float, str, Connection]] = []
+        idle: list[tuple[float, str, Connection]] = []
+        busy = Counter[str]()
+        for connection, address in self._addresses.items():
+            waiting = connection.waiting()
+            if waiting is None:
+                busy[address] += 1
+            else:
+                (new if waiting.is_new else idle).append((waiting.since, address, connection))
+        first, last = _in_order(new, {}), _in_order(idle, busy)
+        if len(new) <= 2 * self._batch:  # callers that come now need a moment
+            first, last = last, first[: len(new) // 2] if self._is_nearly_full() else []
+        return [*first, *last][: self._batch]
+
+
+def _in_order(waiting: Iterable[tuple[float, str, Connection]], busy: Mapping[str, int]) -> list[Connection]:
+    """Return connections in the order in which they lose their place. busy: address -> further connections of it."""
+    numbers, ranks = Counter(busy), []
+    for since, address, connection in sorted(waiting, key=itemgetter(0), reverse=True):
+        numbers[address] += 1
+        ranks.append((-numbers[address], since, connection))
+    return [connection for *_, connection in sorted(ranks, key=itemgetter(0, 1))]
+
+
+def _address(host: str) -> str:
+    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host

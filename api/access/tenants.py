@@ -1,0 +1,67 @@
+"""Bounds on the queries of each tenant."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from api.access.rate_limits import RateLimit
+from api.followed_files import following
+from api.problems import ProblemError, ProblemKind
+from api.queries.questions import Question
+from indexer.tenant_limits import TenantLimits
+from kv_events.errors import shorten
+
+logger = logging.getLogger(__name__)
+
+_MAX_TENANTS = 4096
+
+
+class TenantQueries:
+    """Counts the answered queries of tenants that have a bound. Ask only for tenants that have workers."""
+
+    def __init__(self, limits: TenantLimits) -> None:
+        self.limits = limits
+        self.refused: Counter[str] = Counter()
+        """Tenant -> queries refused so far."""
+        self._rates: dict[str, tuple[float, RateLimit]] = {}
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Read the file of limits again whenever it changes, in the background of a block."""
+        limits = self.limits
+
+        def use(text: str) -> None:
+            limits.use(text)
+            logger.info("the limits of %d tenants by name are known now", len(limits.named))
+
+        async with following("tenant limits", limits.text, limits.read, use, logger):
+            yield
+
+    def rate(self, tenant: str) -> RateLimit | None:
+        """Return the bound of a tenant, or None if it has none."""
+        per_s = self.limits.of(tenant).queries_per_s
+        if per_s is None:
+            return None
+        known = self._rates.get(tenant)
+        if known is None or known[0] != per_s:
+            if len(self._rates) >= _MAX_TENANTS:
+                self._rates.clear()
+            known = self._rates[tenant] = (per_s, RateLimit(per_s))
+        return known[1]
+
+    def too_many(self, question: Question, rate: RateLimit) -> ProblemError:
+        """Return the refusal of a question."""
+        field = "routing_group" if question.is_peer else "tenant_id"
+        per_s = self.limits.of(question.tenant).queries_per_s
+        detail = f"tenant {shorten(question.tenant)}: more than {per_s:g} queries in a second (queries_per_s)"
+        wait_s = math.ceil(rate.wait_s()) or 1
+        return ProblemError(429, ProblemKind.TENANT_LIMIT, detail, field, question.tenant, retry_after_s=wait_s)
+
+    def count_refused(self, tenant: str) -> None:
+        """Count a refused query."""
+        if tenant in self.refused or len(self.refused) < _MAX_TENANTS:
+            self.refused[tenant] += 1

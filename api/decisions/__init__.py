@@ -1,0 +1,1 @@
+"""Routing decisions: their route, and the counts of the last hour."""

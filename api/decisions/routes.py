@@ -1,0 +1,174 @@
+"""POST /decisions: what routers chose, and what the engines reused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
+from typing import NamedTuple
+
+import msgspec
+from msgspec import UNSET
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from api.decisions.decision_requests import MAX_DECISIONS_PER_BATCH, DecisionProbe, DecisionRequest, OutcomeRequest
+from api.problems import ProblemError
+from api.queries.body_formats import Body, Codec, Data, decode_as
+from api.queries.large_bodies import elements, slimmed
+from api.queries.questions import BY_ANY, Numbers, Question, decode_question
+from api.queries.routes import HotEndpoint, json_response
+from indexer.consumer import Consumer
+from indexer.decisions.log import DecisionLog
+from kv_events.decisions import VERSION, Candidate, Decision, DecisionRecord, Outcome, encode_decision
+from kv_events.errors import InvalidValueError
+from kv_events.hashing import U64Array
+from kv_events.http.decisions import DecisionsAccepted
+from kv_events.limits import MAX_PAGES_PER_DECISION
+
+MAX_BODY_BYTES = 8 * 2**20
+_MANY_BYTES = 2**14
+"""Larger bodies, which may have hundreds of records, are decoded in another thread."""
+_MAX_AGE_S = 86_400.0
+
+
+class _Encoded(NamedTuple):
+    """A checked record, as it is queued."""
+
+    record: DecisionRecord
+    payload: bytes
+
+
+class DecisionRoute:
+    """The route. A record is checked and queued, never waited for."""
+
+    def __init__(
+        self, consumer: Consumer, log: DecisionLog, on_record: Callable[[DecisionRecord], None] = lambda _: None
+    ) -> None:
+        """on_record: receives each record, also those that the log drops, in the event loop."""
+        self._consumer = consumer
+        self._log = log
+        self._on_record = on_record
+
+    def endpoints(self) -> dict[str, HotEndpoint]:
+        """Path -> ASGI application for POST."""
+        return {"/decisions": HotEndpoint(self._take, MAX_BODY_BYTES)}
+
+    async def _take(self, body: Body, codec: Codec) -> Response:
+        if len(body) > _MANY_BYTES:
+            records = await asyncio.to_thread(self._decode, body, codec)
+        else:
+            records = self._decode(body, codec)
+        accepted = sum(map(self._put, records))
+        answer = DecisionsAccepted(accepted=accepted, dropped=len(records) - accepted)
+        return json_response(msgspec.json.encode(answer), HTTPStatus.ACCEPTED)
+
+    def _put(self, encoded: _Encoded) -> bool:
+        record = encoded.record
+        self._on_record(record)
+        return self._log.put(
+            "decision" if isinstance(record, Decision) else "outcome", record.request_id, encoded.payload
+        )
+
+    def _decode(self, body: Body, codec: Codec) -> list[_Encoded]:
+        """Return the checked records of a body, encoded here because this may run in a thread.
+
+        Raises ProblemError, after which no record is accepted.
+        """
+        rest, lists = slimmed(body, codec.form)
+        probe = decode_as(DecisionProbe, rest, codec)
+        now = time.time()
+        if probe.decisions is UNSET:
+            return [self._record(body, probe, codec, now)]
+        given: Sequence[Data] = probe.decisions
+        if "decisions" in lists:
+            given = elements("decisions", lists["decisions"], codec.form, MAX_DECISIONS_PER_BATCH)
+        records = []
+        for number, raw in enumerate(given):
+            try:
+                records.append(
+                    self._record(raw, decode_as(DecisionProbe, slimmed(raw, codec.form).rest, codec), codec, now)
+                )
+            except ProblemError as problem:
+                raise _inside(f"decisions[{number}].", problem) from None
+        return records
+
+    def _record(self, data: Data, probe: DecisionProbe, codec: Codec, now: float) -> _Encoded:
+        rest = slimmed(data, codec.form).rest
+        try:
+            if probe.cached_tokens is not UNSET:
+                record: DecisionRecord = _outcome(decode_as(OutcomeRequest, rest, codec), now)
+            else:
+                record = self._decision(decode_as(DecisionRequest, rest, codec), data, codec, now)
+            payload = encode_decision(record)
+        except InvalidValueError as error:
+            raise ProblemError.of_value(error) from None
+        return _Encoded(record, payload)
+
+    def _decision(self, request: DecisionRequest, data: Data, codec: Codec, now: float) -> Decision:
+        question, numbers = decode_question(data, codec, BY_ANY)
+        block_size, hashes = self._pages(question, numbers, request.worker)
+        prompt_tokens = len(numbers) if question.field == "token_ids" else len(hashes) * block_size
+        return Decision(
+            VERSION,
+            request.request_id,
+            _time(request.timestamp, now),
+            question.model,
+            question.tenant,
+            block_size,
+            prompt_tokens if request.prompt_tokens is None else request.prompt_tokens,
+            hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes(),
+            request.worker,
+            request.dp_rank,
+            request.predicted_tokens,
+            [Candidate(each.worker, each.dp_rank, each.tokens, each.score) for each in request.candidates],
+        )
+
+    def _pages(self, question: Question, numbers: Numbers, worker: str) -> tuple[int, U64Array]:
+        """Return the block size, 0 if it is unknown, and the sequence hashes of the prompt's complete pages."""
+        found = self._consumer.namespaces.find(question.model, question.tenant)
+        sizes = [each.key.block_size for each in found if any(name == worker for name, _ in tuple(each.by_rank))]
+        sizes = sizes or [each.key.block_size for each in found]
+        block_size = question.block_size or (sizes[0] if sizes else 0)
+        if question.field == "token_ids" and not block_size:
+            numbers = numbers[:0]  # nothing to hash them by
+        return block_size, question.hashes(numbers, max(1, block_size))
+
+
+class DecisionMetrics(Collector):
+    """Counts of decisions, read at each scrape."""
+
+    def __init__(self, log: DecisionLog) -> None:
+        self._log = log
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families."""
+        accepted = CounterMetricFamily("kvsight_decisions", "Records of routers accepted", labels=["kind"])
+        for kind, count in self._log.accepted.items():
+            accepted.add_metric([kind], count)
+        dropped = CounterMetricFamily("kvsight_decisions_dropped", "Records of routers dropped", labels=["reason"])
+        for reason, count in self._log.dropped.items():
+            dropped.add_metric([reason.replace(" ", "_")], count)
+        yield from (accepted, dropped)
+        yield CounterMetricFamily("kvsight_decisions_written", "Records of routers written", value=self._log.written)
+        waiting = self._log.num_queued
+        yield GaugeMetricFamily("kvsight_decisions_queued", "Records of routers that wait to be written", value=waiting)
+
+
+def _outcome(request: OutcomeRequest, now: float) -> Outcome:
+    return Outcome(VERSION, request.request_id, _time(request.timestamp, now), request.cached_tokens)
+
+
+def _time(given: float | None, now: float) -> float:
+    if given is None:
+        return now
+    if not abs(given - now) <= _MAX_AGE_S:
+        raise InvalidValueError("timestamp", given, "seconds since 1970, at most a day from now")
+    return given
+
+
+def _inside(prefix: str, problem: ProblemError) -> ProblemError:
+    field = None if problem.field is None else prefix + problem.field
+    return ProblemError(problem.status, problem.kind, prefix + problem.detail, field, problem.value)

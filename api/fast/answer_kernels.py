@@ -1,0 +1,423 @@
+"""The kernel that writes the answer to a query as JSON text: fixed texts, and numbers in the gaps between them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from indexer.view_columns import FAULT_CLOSED, FAULT_NONE
+from indexer.views import STATES, ViewState
+from kv_events.kernels.bundles import BoolVector, F64Vector, I32Vector, I64Vector, U8Vector
+from kv_events.kernels.declare import array_function, array_helper
+from kv_events.kernels.instructions import copy_sixteen, lowest_bit, put_eight
+
+_LIVE, _SYNCING, _STALE, _EXPIRED = (
+    np.uint8(STATES.index(state)) for state in (ViewState.LIVE, ViewState.SYNCING, ViewState.STALE, ViewState.EXPIRED)
+)
+BYTES_PER_WORKER, BYTES_PER_RANK = 512, 192
+"""Bounds on the text of a worker without its name, and on that of one of its ranks."""
+
+GPU, CPU, DISK, EXTERNAL, RANKS, STATE, AGE = range(7)
+"""What a gap is filled with: tokens on a tier, tokens on the device by rank, the state, the age in ms."""
+
+MARGIN = 16
+"""Bytes that an array of text must have beyond its end."""
+
+_ZERO, _POINT = np.uint8(ord("0")), ord(".")
+_TEN, _MOST_DIGITS = np.uint64(10), 19
+_FOUR_DIGITS, _EIGHT_DIGITS = np.uint64(10**4), 10**8
+_ZEROS = np.uint64(0x3030303030303030)  # eight times "0"
+_LAST_DIGIT = np.uint64(1 << 56)
+_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE = (np.uint8(ord(char)) for char in ',:"{}')
+
+
+def _fixed(text: bytes) -> npt.NDArray[np.uint8]:
+    """Return a fixed text and its margin."""
+    return np.frombuffer(text + bytes(MARGIN), np.uint8)
+
+
+_BETWEEN_PARTS = _fixed(b'},"frequencies":[],"instances":{')
+_MATCHED_DP = _fixed(b',"matched_dp":{')
+_WEIGHTED = _fixed(b',"weighted":')
+_WEIGHTED_DP = _fixed(b',"weighted_dp":{')
+
+
+_MOST_DECIMALS = 6
+_LARGEST_EXACT = 2.0**53
+_SMALLEST_PLAIN = 1e-3  # smaller numbers may be written with an exponent
+_NOT_PLAIN = np.int64(-1)
+
+
+class Texts(NamedTuple):
+    """Pieces of text, one after the other in one array."""
+
+    data: U8Vector
+    """The text, and `MARGIN` bytes."""
+    ends: I64Vector
+    """[pieces + 1] piece i is `data[ends[i]:ends[i + 1]]`."""
+
+
+class Roster(NamedTuple):
+    """The streams of a namespace by number, and the names of their workers."""
+
+    states: U8Vector
+    """[streams] `ViewColumns.states`; the next three are those of `ViewColumns`, too."""
+    faults: U8Vector
+    heard_at: F64Vector
+    heard_tick: F64Vector
+    workers: I32Vector
+    """[streams] number of the worker, -1 if the stream number is not in use."""
+    ranks: I32Vector
+    """[streams] DP rank."""
+    following: I32Vector
+    """[streams] next stream of the same worker, -1 after the last one."""
+    names: Texts
+    """Names of the workers, as JSON strings."""
+    shown: U8Vector
+    """[streams] scratch: the state to show."""
+    found_in: I64Vector
+    """[streams] scratch: the last query that found the stream."""
+    written_in: I64Vector
+    """[workers] scratch: the last part of an answer that contains the worker."""
+    query: I64Vector
+    """[1] number of the last query."""
+
+
+class Layout(NamedTuple):
+    """The text of one worker in a dialect. Gap i follows piece i."""
+
+    pieces: Texts
+    gaps: U8Vector
+    state_names: Texts
+    has_scores: BoolVector
+    """[1] whether an answer begins with `scores` and `frequencies`."""
+
+
+@array_helper
+def _put(out, at, data, start, stop):
+    """Write a piece of text. The arrays have `MARGIN` bytes more than the text that is read or written."""
+    for i in range(0, stop - start, MARGIN):
+        copy_sixteen(out, at + i, data, start + i)
+    return at + stop - start
+
+
+@array_helper
+def put_piece(out, at, texts, number):
+    return _put(out, at, texts.data, texts.ends[number], texts.ends[number + 1])
+
+
+@array_helper
+def _put_byte(out, at, byte):
+    out[at] = byte
+    return at + 1
+
+
+@array_helper
+def put_number(out, at, value):
+    """Write a non-negative integer."""
+    if value >= _EIGHT_DIGITS:
+        return _put_long_number(out, at, value)
+    digits = _digits(np.uint64(value))
+    skipped = lowest_bit(digits | _LAST_DIGIT) >> 3
+    put_eight(out, at, (digits | _ZEROS) >> np.uint64(8 * skipped))
+    return at + 8 - skipped
+
+
+@array_helper
+def _digits(value):
+    """Return the eight digits of a number, one in each byte, the first one in the lowest.
+
+    Halves, then pairs, then digits are separated by multiplication with a rounded reciprocal, so there is no loop.
+    """
+    high = value // _FOUR_DIGITS
+    halves = high | ((value - high * _FOUR_DIGITS) << np.uint64(32))
+    high = ((halves * np.uint64(10_486)) >> np.uint64(20)) & np.uint64(0x0000007F0000007F)  # divided by 100
+    pairs = high | ((halves - high * np.uint64(100)) << np.uint64(16))
+    high = ((pairs * np.uint64(103)) >> np.uint64(10)) & np.uint64(0x000F000F000F000F)  # divided by 10
+    return high | ((pairs - high * np.uint64(10)) << np.uint64(8))
+
+
+@array_function
+def _put_long_number(out, at, value):
+    rest, bound, digits = np.uint64(value), _TEN, 1
+    while rest >= bound and digits < _MOST_DIGITS:
+        bound *= _TEN
+        digits += 1
+    for i in range(digits - 1, -1, -1):
+        out[at + i] = _ZERO + np.uint8(rest % _TEN)
+        rest //= _TEN
+    return at + digits
+
+
+@array_function
+def _put_float(out, at, value):
+    """Write a float with as few decimals as identify it. Returns -1 if it needs more than six or an exponent."""
+    if value >= _LARGEST_EXACT or (value != 0.0 and value < _SMALLEST_PLAIN):
+        return _NOT_PLAIN
+    scale = 1.0
+    for decimals in range(_MOST_DECIMALS + 1):
+        scaled = np.rint(value * scale)
+        if scaled >= _LARGEST_EXACT:
+            return _NOT_PLAIN
+        if scaled / scale == value:
+            whole = np.int64(scaled) // np.int64(scale)
+            at = _put_byte(out, put_number(out, at, whole), np.uint8(_POINT))
+            rest = np.int64(scaled) - whole * np.int64(scale)
+            for i in range(at + max(decimals, 1) - 1, at - 1, -1):
+                out[i] = _ZERO + np.uint8(rest % 10)
+                rest //= 10
+            return at + max(decimals, 1)
+        scale *= 10.0
+    return _NOT_PLAIN
+
+
+@array_helper
+def _put_key(out, at, number, rank):
+    """Write the key of a rank. number: how many keys precede it."""
+    if number > 0:
+        at = _put_byte(out, at, _COMMA)
+    at = put_number(out, _put_byte(out, at, _QUOTE), np.int64(rank))
+    return _put_byte(out, _put_byte(out, at, _QUOTE), _COLON)
+
+
+@array_helper
+def _shown_state(roster, stream, expired_before, syncing_before, late_before):
+    """Return the state to show, as `Freshness.state` does."""
+    tick, fault, state = roster.heard_tick[stream], roster.faults[stream], roster.states[stream]
+    if fault == FAULT_CLOSED or tick < expired_before:
+        return _EXPIRED
+    if state != _LIVE:
+        return state
+    if tick < syncing_before:
+        return _SYNCING
+    return _STALE if fault != FAULT_NONE or tick < late_before else _LIVE
+
+
+@array_helper
+def _next_found(roster, stream, query):
+    """Return the stream, or the next one of its worker, that the query found; -1 if there is none."""
+    while stream >= 0 and roster.found_in[stream] != query:
+        stream = np.int64(roster.following[stream])
+    return stream
+
+
+@array_helper
+def _following(roster, stream, query):
+    return _next_found(roster, np.int64(roster.following[stream]), query)
+
+
+@array_helper
+def _is_new(roster, stream, query, part):
+    """Return whether a stream was found and is the first of its worker in this part (0 or 1) of the answer."""
+    worker = roster.workers[stream]
+    if roster.found_in[stream] != query or roster.written_in[worker] == 2 * query + part:
+        return False
+    roster.written_in[worker] = 2 * query + part
+    return True
+
+
+class _Holdings(NamedTuple):
+    """What a worker holds, over all its ranks. A list of ranks begins at their first stream."""
+
+    first: int
+    num_ranks: int
+    gpu: int
+    """Pages of the best rank, as on the next three tiers."""
+    cpu: int
+    disk: int
+    external: int
+    state: int
+    """Number of the least trusted state."""
+    heard_at: float
+    """The oldest."""
+    ranks_differ: bool
+    """Whether any rank holds more than what is on its device."""
+
+
+@array_helper
+def _holdings(roster, pages, first, query):
+    """Sum up the found streams of a worker. first: the first of them.
+
+    Streams are followed one by one: most workers have one rank, for which a vectorized loop would take twice as long.
+    """
+    num_ranks, gpu, cpu, disk, external = 0, np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0)
+    state, heard_at, ranks_differ = roster.shown[first], roster.heard_at[first], False
+    stream = first
+    while stream >= 0:
+        num_ranks += 1
+        gpu, cpu = max(gpu, pages[stream, GPU]), max(cpu, pages[stream, CPU])
+        disk, external = max(disk, pages[stream, DISK]), max(external, pages[stream, EXTERNAL])
+        state, heard_at = max(state, roster.shown[stream]), min(heard_at, roster.heard_at[stream])
+        ranks_differ |= pages[stream, GPU] != pages[stream, EXTERNAL]
+        stream = _following(roster, stream, query)
+    return _Holdings(first, num_ranks, gpu, cpu, disk, external, state, heard_at, ranks_differ)
+
+
+@array_helper
+def _put_tokens(out, at, num_pages, block_size):
+    return put_number(out, at, np.int64(num_pages) * block_size)
+
+
+@array_helper
+def _put_ranks(out, at, roster, pages, first, query, tier, block_size, with_zeros):
+    """Write the tokens of each rank on a tier."""
+    written, stream = 0, first
+    while stream >= 0:
+        num_pages = pages[stream, tier]
+        if with_zeros or num_pages > 0:
+            at = _put_tokens(out, _put_key(out, at, written, roster.ranks[stream]), num_pages, block_size)
+            written += 1
+        stream = _following(roster, stream, query)
+    return at
+
+
+@array_helper
+def _put_gap(out, at, roster, layout, pages, held, query, block_size, gap):
+    """Write the number or word of one gap."""
+    if gap == GPU:
+        return _put_tokens(out, at, held.gpu, block_size)
+    if gap == CPU:
+        return _put_tokens(out, at, held.cpu, block_size)
+    if gap == DISK:
+        return _put_tokens(out, at, held.disk, block_size)
+    if gap == EXTERNAL:
+        return _put_tokens(out, at, held.external, block_size)
+    if gap == RANKS:
+        return _put_ranks(out, at, roster, pages, held.first, query, GPU, block_size, True)
+    return put_piece(out, at, layout.state_names, held.state)
+
+
+@array_helper
+def _put_holdings(out, at, roster, layout, pages, held, query, block_size):
+    """Write what a worker holds, up to its age, which comes last."""
+    for i in range(len(layout.gaps)):
+        at = put_piece(out, at, layout.pieces, i)
+        if layout.gaps[i] != AGE:
+            at = _put_gap(out, at, roster, layout, pages, held, query, block_size, layout.gaps[i])
+    return at
+
+
+@array_helper
+def _are_alike(roster, held, other):
+    """Return whether two workers of one rank have the same text, up to their ages."""
+    return (
+        held.num_ranks == 1
+        and other.num_ranks == 1
+        and held.gpu == other.gpu
+        and held.cpu == other.cpu
+        and held.disk == other.disk
+        and held.external == other.external
+        and held.state == other.state
+        and roster.ranks[held.first] == roster.ranks[other.first]
+    )
+
+
+@array_helper
+def _put_age(out, at, held, now):
+    return put_number(out, at, max(np.int64(0), np.int64(np.rint((now - held.heard_at) * 1000.0))))
+
+
+@array_helper
+def _put_matched_ranks(out, at, roster, pages, held, query, block_size):
+    """Write the tokens of each rank on any tier, unless they equal those on the device."""
+    if held.ranks_differ:
+        at = _put(out, at, _MATCHED_DP, 0, len(_MATCHED_DP) - MARGIN)
+        at = _put_ranks(out, at, roster, pages, held.first, query, EXTERNAL, block_size, True)
+        at = _put_byte(out, at, _CLOSE)
+    return at
+
+
+@array_helper
+def _weighted(gpu, cpu, disk, external, block_size, weights):
+    """Return tokens by weight, in the order of operations of `TierTokens.weighted`."""
+    gpu, cpu = np.int64(gpu) * block_size, np.int64(cpu) * block_size
+    disk, external = np.int64(disk) * block_size, np.int64(external) * block_size
+    return gpu * weights[0] + (cpu - gpu) * weights[1] + (disk - cpu) * weights[2] + (external - disk) * weights[3]
+
+
+@array_helper
+def _put_weighted(out, at, roster, pages, held, query, block_size, weights):
+    """Write the tokens by weight: of the worker, and of each rank if there are several. Returns -1 as `_put_float`."""
+    at = _put(out, at, _WEIGHTED, 0, len(_WEIGHTED) - MARGIN)
+    at = _put_float(out, at, _weighted(held.gpu, held.cpu, held.disk, held.external, block_size, weights))
+    if at < 0 or held.num_ranks == 1:
+        return at
+    at = _put(out, at, _WEIGHTED_DP, 0, len(_WEIGHTED_DP) - MARGIN)
+    written, stream = 0, held.first
+    while stream >= 0:
+        row = pages[stream]
+        at = _put_key(out, at, written, roster.ranks[stream])
+        at = _put_float(out, at, _weighted(row[GPU], row[CPU], row[DISK], row[EXTERNAL], block_size, weights))
+        if at < 0:
+            return at
+        written, stream = written + 1, _following(roster, stream, query)
+    return _put_byte(out, at, _CLOSE)
+
+
+@array_helper
+def _put_scores(out, at, roster, pages, streams, query, block_size):
+    """Write the tokens on the devices: worker -> rank -> tokens, without zeros."""
+    written = 0
+    for number in streams:
+        stream = np.int64(number)
+        if _is_new(roster, stream, query, 0):
+            name = at if written == 0 else _put_byte(out, at, _COMMA)
+            name = put_piece(out, name, roster.names, roster.workers[stream])
+            begin = _put_byte(out, _put_byte(out, name, _COLON), _OPEN)
+            end = _put_ranks(out, begin, roster, pages, stream, query, GPU, block_size, False)
+            if end > begin:  # otherwise the next worker is written over it
+                at = _put_byte(out, end, _CLOSE)
+                written += 1
+    return at
+
+
+@array_helper
+def put_answer(out, start, roster, layout, times, streams, pages, group_states, block_size, weights):
+    """Write an answer, up to the end of its list of workers.
+
+    out: uint8[n], which has room for twice the names of all workers, `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each
+    one. start: index in `out` after the beginning of the answer. times: seconds since 1970, and `expired_before`,
+    `syncing_before` and `late_before` of `Freshness`. streams: int32[n], pages: uint32[streams, 4]: from `find`.
+    Expired streams are left out. group_states: uint8[streams], see `indexer.reuse`; or [0] if there are no groups.
+    weights: float64[4], or [0] without weights. Returns the length of the answer, or -1 if a weighted number needs
+    another form.
+    """
+    now, expired_before, syncing_before, late_before = times
+    roster.query[0] += 1
+    query, at, written = roster.query[0], start, 0
+    for number in streams:
+        stream = np.int64(number)
+        roster.shown[stream] = _shown_state(roster, stream, expired_before, syncing_before, late_before)
+        if len(group_states) > 0:
+            roster.shown[stream] = max(roster.shown[stream], group_states[stream])
+        if roster.shown[stream] != _EXPIRED:
+            roster.found_in[stream] = query
+    if layout.has_scores[0]:
+        at = _put_scores(out, at, roster, pages, streams, query, block_size)
+        at = _put(out, at, _BETWEEN_PARTS, 0, len(_BETWEEN_PARTS) - MARGIN)
+    text_start, text_stop = at, at
+    previous = _Holdings(0, 0, np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0), _LIVE, now, False)
+    for number in streams:
+        stream = np.int64(number)
+        if not _is_new(roster, stream, query, 1):
+            continue
+        if written > 0:
+            at = _put_byte(out, at, _COMMA)
+        written += 1
+        held = _holdings(roster, pages, stream, query)
+        at = put_piece(out, at, roster.names, roster.workers[stream])
+        if _are_alike(roster, held, previous):  # most workers hold the same part of a prompt
+            at = _put(out, at, out, text_start, text_stop)
+        else:
+            text_start, previous = at, held
+            at = text_stop = _put_holdings(out, at, roster, layout, pages, held, query, block_size)
+        at = _put_age(out, at, held, now)
+        at = _put_matched_ranks(out, at, roster, pages, held, query, block_size)
+        if len(weights) > 0:
+            at = _put_weighted(out, at, roster, pages, held, query, block_size, weights)
+            if at < 0:
+                return at
+        at = _put_byte(out, at, _CLOSE)
+    return _put_byte(out, _put_byte(out, at, _CLOSE), _CLOSE)

@@ -1,0 +1,204 @@
+"""The hot lane: usual queries, from the bytes of a request to the bytes of its answer in one call.
+
+It accepts what nearly all callers send and answers exactly as the routes of `api.queries.routes` do. For everything
+else it returns None, and the request is passed to FastAPI, which also reports all errors. In a member of a group, the
+answer to a query comes later, because the other members are asked, and their own questions are answered here as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import NamedTuple
+
+from api.access.tenants import TenantQueries
+from api.access.tokens import Tokens
+from api.fast.heads import Head, Heads
+from api.fast.kernel_connection_kernels import MAX_REQUEST_BYTES
+from api.fast.kernel_connections import DirectConnections, Repeated
+from api.fast.templates import Envelope, Envelopes
+from api.fast.writer import Plan, Times
+from api.problems import ProblemError
+from api.queries.answers import Answers
+from api.queries.body_formats import codec_of
+from api.queries.large_bodies import is_large
+from api.queries.questions import BY_HASH, BY_TOKENS, decode_question
+from api.settings import ApiSettings
+from api.telemetry.service_metrics import HttpMetrics
+from api.telemetry.traced_requests import end_request, start_request
+from indexer.consumer import Consumer
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.tracing import open_spans
+
+logger = logging.getLogger(__name__)
+
+_PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
+_MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
+
+
+class GroupAnswers(NamedTuple):
+    """How a member of a group answers, by path. An answer that is None: the request must take the usual way."""
+
+    tells: Mapping[str, Callable[[bytes], bytes | None]]
+    """Questions of other members: msgpack -> msgpack."""
+    asks: Mapping[str, Callable[[bytes, str], Awaitable[bytes | None]]]
+    """Queries: body and its media type -> JSON."""
+
+
+class HotLane:
+    """Answers usual queries of one application."""
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        settings: ApiSettings,
+        tokens: Tokens,
+        metrics: HttpMetrics,
+        tenants: TenantQueries | None = None,
+        group: GroupAnswers | None = None,
+    ) -> None:
+        """tenants: bounds on their queries, if any. group: how a member of a group answers. None: it is in no group."""
+        fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if group is None else {}
+        self._group = group
+        self._spans = open_spans()
+        max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
+        self.heads = Heads(
+            fields if group is None else [*group.tells, *group.asks],
+            tokens,
+            max_body_bytes,
+            with_traces=with_traces,
+            is_allowed_host=settings.is_allowed_host,
+        )
+        self._consumer = consumer
+        self._tenants = tenants
+        self._answers = Answers(tenants)
+        self._must_be_ready = not settings.answer_before_ready
+        self._metrics = metrics
+        self._limited_logger = RateLimitedLogger(logger, "hot lane")
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._encoded_headers = b""
+        self._envelopes = {path: Envelopes(names) for path, names in fields.items()}
+        self._fields = fields
+        # each request may be sampled, which the kernels of direct connections cannot decide
+        can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
+        self.direct = DirectConnections(self._plan, self._times, metrics.queries.note_alike) if can_be_direct else None
+
+    def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
+        """Return the answer to the body data[start:], or None if the request must take the usual way."""
+        if self._is_refused(head):
+            return None
+        began = time.perf_counter()
+        # a span that never ends, because the request takes the usual way, is not sent
+        span = None if self._spans is None else start_request(self._spans, head.path, head.trace)
+        try:
+            body = self._answer(head, data, start)
+        except ProblemError:
+            return None
+        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
+            self._limited_logger.warning("a query takes the usual way: %r", error)
+            return None
+        if body is not None:
+            if head.limit is not None:
+                head.limit.note()
+            self._metrics.queries.note(head.path, time.perf_counter() - began)
+            if span is not None:
+                end_request(span, HTTPStatus.OK)
+        return body
+
+    def answer_later(self, head: Head, data: bytes, start: int) -> Awaitable[bytes | None] | None:
+        """Return an answer that comes once other members have been asked. None: `answer` decides.
+
+        A query with a limited token takes the usual way, which counts it before it asks.
+        """
+        ask = None if self._group is None else self._group.asks.get(head.path)
+        if ask is None or self._spans is not None or head.limit is not None or self._is_refused(head):
+            return None
+        return self._gathered(ask(data[start:], head.content_type), head)
+
+    async def _gathered(self, asking: Awaitable[bytes | None], head: Head) -> bytes | None:
+        began = time.perf_counter()
+        try:
+            body = await asking
+        except ProblemError:
+            return None
+        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
+            self._limited_logger.warning("a query takes the usual way: %r", error)
+            return None
+        if body is not None:
+            self._metrics.queries.note(head.path, time.perf_counter() - began)
+        return body
+
+    def _is_refused(self, head: Head) -> bool:
+        if self._must_be_ready and not self._consumer.ready:
+            return True
+        return head.limit is not None and head.limit.wait_s() > 0
+
+    def _answer(self, head: Head, data: bytes, start: int) -> bytes | None:
+        if self._group is not None:
+            tell = self._group.tells.get(head.path)
+            return None if tell is None or head.content_type not in _PACKED else tell(data[start:])
+        if head.content_type == "application/json":
+            return self._answer_json(self._envelopes[head.path], data, start)
+        return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
+
+    def _answer_json(self, envelopes: Envelopes, data: bytes, start: int) -> bytes | None:
+        expected = envelopes.expected(data, start)
+        body = None if expected is None else self._answer_enveloped(expected, data, start)
+        if body is None:
+            read = envelopes.read(data, start)
+            body = None if read is None or read == expected else self._answer_enveloped(read, data, start)
+        return body
+
+    def _answer_enveloped(self, envelope: Envelope, data: bytes, start: int) -> bytes | None:
+        question, num_before, after = envelope
+        consumer = self._consumer
+        answered = self._answers.answer_text(
+            question, data, start + num_before, consumer.namespaces, consumer.freshness, time.time()
+        )
+        return answered[0] if answered is not None and data[answered[1] :] == after else None
+
+    def _answer_packed(self, head: Head, body: bytes) -> bytes | None:
+        if is_large(body):
+            return None
+        question, numbers = decode_question(body, codec_of(head.content_type), self._fields[head.path])
+        if question.is_detailed:
+            return None  # the answer is not JSON
+        consumer = self._consumer
+        return self._answers.answer(question, numbers, consumer.namespaces, consumer.freshness, time.time())
+
+    def repeated(self, head: Head, data: bytes, start: int) -> Repeated | None:
+        """Return what is alike in requests like this one, which the lane has answered. None: they cannot be direct."""
+        if head.content_type != "application/json" or head.limit is not None:
+            return None
+        envelope = self._envelopes[head.path].read(data, start)
+        if envelope is None or (self._tenants is not None and self._tenants.rate(envelope[0].tenant) is not None):
+            return None
+        return Repeated.of(head.path, data, start, envelope, self.heads.generation)
+
+    def _plan(self, repeated: Repeated) -> Plan | None:
+        """Return how requests of a direct connection are answered now, or None if they must take another way."""
+        if repeated.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
+            return None
+        try:
+            return self._answers.direct_plan(repeated.question, self._consumer.namespaces)
+        except ProblemError:
+            return None
+        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
+            self._limited_logger.warning("queries of direct connections take the usual way: %r", error)
+            return None
+
+    def media_type(self, head: Head) -> bytes:
+        """Return the last part of the media type of the answer."""
+        return b"msgpack" if self._group is not None and head.path in self._group.tells else b"json"
+
+    def _times(self) -> Times:
+        return (time.time(), *self._consumer.freshness.bounds())
+
+    def encoded_headers(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Return the server's name and the date as header lines. uvicorn makes a new list of them every second."""
+        if headers is not self._headers:
+            self._headers = headers
+            self._encoded_headers = b"".join(b"%b: %b\r\n" % header for header in headers)
+        return self._encoded_headers

@@ -1,0 +1,204 @@
+"""The kernel that serves connections whose requests repeat: it reads, answers and writes by itself.
+
+A repeated request differs from the one before only in its numbers and in its Content-Length:
+
+    POST /query HTTP/1.1\\r\\n...\\r\\nContent-Length: | 62 | \\r\\n\\r\\n{..."token_ids":[ | 1,2,3 | ]}
+                       before                       digits            between            numbers  after
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+
+from api.fast.answer_kernels import Layout, Roster, Texts, put_number, put_piece
+from api.fast.query_kernel import TEXT, UNKNOWN, Desk, answer
+from indexer.kernels.find import PageLookup
+from kv_events.kernels.bundles import I32Vector, I64Matrix, I64Vector, U8Vector, U64Vector
+from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.instructions import address_of, call_native, eight_bytes
+
+MAX_REQUEST_BYTES = 2**14
+"""Longer requests are returned."""
+ROOM_BYTES = 2**18
+"""Size of the memory for requests of one pass."""
+
+# elements of functions: addresses of C functions
+READ, WRITEV = range(2)
+NUM_FUNCTIONS = 2
+
+WAITING, ANSWERED, RETURNED, CUT = range(4)
+"""What happened to a connection: nothing yet; its request was answered; its request is returned to the caller; its
+request was answered, and the rest of the answer is left to the caller.
+"""
+
+_BEFORE, _BETWEEN, _AFTER = range(3)
+_BEGIN, _END = range(2)
+_MOST_DIGITS = 6
+_ZERO, _NINE = np.uint8(ord("0")), np.uint8(ord("9"))
+_FAILED = -1
+
+
+class Pattern(NamedTuple):
+    """What is alike in all requests that repeat."""
+
+    pieces: Texts
+    """Three: before, between and after."""
+    head_bytes_between: I64Vector
+    """[1] bytes of `between` that belong to the head."""
+
+
+class Exchange(NamedTuple):
+    """Requests and answers of one pass over some connections."""
+
+    functions: U64Vector
+    """[2] see READ and WRITEV."""
+    connections: I32Vector
+    """[n] file descriptors."""
+    outcomes: I32Vector
+    """[n] see WAITING and following."""
+    data: U8Vector
+    """Requests are read into it. Those that are returned stay there, and so do rests of answers."""
+    borders: I64Matrix
+    """[n, 2] begin and end in `data`."""
+    head: U8Vector
+    """Head of an answer: the fixed part, and room for its length."""
+    head_end: Texts
+    """[1] the part of a head after the length."""
+    parts: U64Vector
+    """[4] addresses and sizes of head and body: two `struct iovec`."""
+
+
+@array_function
+def _is_at(data, at, stop, texts, number):
+    """Return whether a piece of text is in `data` at this position, which is not negative, and ends before `stop`."""
+    start, end = texts.ends[number], texts.ends[number + 1]
+    length = end - start
+    if at + length > stop:
+        return False
+    i = 0
+    while i + 8 <= length:
+        if eight_bytes(data, at + i) != eight_bytes(texts.data, start + i):
+            return False
+        i += 8
+    while i < length:
+        if data[at + i] != texts.data[start + i]:
+            return False
+        i += 1
+    return True
+
+
+@array_helper
+def _start_of_numbers(pattern, data, start, stop):
+    """Return where the numbers of a request begin, or -1 if it is not one of the pattern, or not complete."""
+    pieces = pattern.pieces
+    if not _is_at(data, start, stop, pieces, _BEFORE):
+        return np.int64(_FAILED)
+    first = start + pieces.ends[1]
+    at, length = first, np.int64(0)
+    while at < stop and at < first + _MOST_DIGITS and _ZERO <= data[at] <= _NINE:
+        length = 10 * length + np.int64(data[at] - _ZERO)
+        at += 1
+    if not _is_at(data, at, stop, pieces, _BETWEEN) or at + pattern.head_bytes_between[0] + length != stop:
+        return np.int64(_FAILED)
+    return at + pieces.ends[2] - pieces.ends[1]
+
+
+@array_helper
+def _write(exchange, connection, body, num_bytes, head_size):
+    """Send head and `body[:num_bytes]`. Returns the number of bytes sent, 0 after an error, and that of the head."""
+    at = put_number(exchange.head, head_size, num_bytes)
+    at = put_piece(exchange.head, at, exchange.head_end, 0)
+    parts = exchange.parts
+    parts[0], parts[1] = address_of(exchange.head, 0), np.uint64(at)
+    parts[2], parts[3] = address_of(body, 0), np.uint64(num_bytes)
+    sent = call_native(exchange.functions[WRITEV], np.uint64(connection), address_of(parts, 0), np.uint64(2))
+    return max(np.int64(0), np.int64(sent)), at
+
+
+@array_function
+def _keep_rest(exchange, number, at, body, num_bytes, head_bytes, sent):
+    """Copy the part of an answer that was not sent to `data`, from index `at` on. Returns its end."""
+    stop = at
+    for i in range(sent, head_bytes):
+        exchange.data[stop] = exchange.head[i]
+        stop += 1
+    for i in range(max(np.int64(0), sent - head_bytes), num_bytes):
+        exchange.data[stop] = body[i]
+        stop += 1
+    exchange.borders[number, _BEGIN], exchange.borders[number, _END] = at, stop
+    exchange.outcomes[number] = CUT
+    return stop
+
+
+@array_kernel(
+    types.int64,
+    Exchange,
+    Pattern,
+    types.UniTuple(types.int64, 3),
+    types.UniTuple(types.int64, 4),
+    types.UniTuple(types.uint64, 2),
+    PageLookup,
+    Desk,
+    Roster,
+    Layout,
+    types.UniTuple(types.float64, 4),
+)
+def serve_ready(exchange, pattern, sizes, numbers, seeds, lookup, desk, roster, layout, times):
+    """Serve one request of each connection, all of which have something to read.
+
+    sizes: number of connections, bytes of the fixed part of `exchange.head`, bound on the bytes of an answer. numbers:
+    block size, 1 for pages of token pairs or 0, 1 if `desk.weights` counts or 0, bytes at the beginning of `desk.out`
+    that the caller has written. The others: as for `answer`. Returns the number of connections that were answered
+    completely. The others have an outcome of their own. WAITING: the memory is full, and the connection has to be
+    served in the next pass.
+    """
+    count, head_size, answer_bytes = sizes
+    block_size, is_bigram, has_weights, begin = numbers
+    question = (np.int64(TEXT), block_size, is_bigram, np.int64(UNKNOWN), has_weights, np.int64(0), begin)
+    data, at, answered = exchange.data, np.int64(0), 0
+    after = pattern.pieces.ends[3] - pattern.pieces.ends[2]
+    most = MAX_REQUEST_BYTES + exchange.head.shape[0] + answer_bytes
+    for number in range(count):
+        connection = exchange.connections[number]
+        exchange.outcomes[number] = WAITING
+        if at + most > data.shape[0]:
+            continue
+        size = np.int64(
+            call_native(
+                exchange.functions[READ], np.uint64(connection), address_of(data, at), np.uint64(MAX_REQUEST_BYTES)
+            )
+        )
+        stop = at + max(np.int64(0), size)
+        exchange.outcomes[number] = RETURNED
+        exchange.borders[number, _BEGIN], exchange.borders[number, _END] = at, stop
+        start = _start_of_numbers(pattern, data, at, stop)
+        length = np.int64(_FAILED)
+        if start >= 0 and start + after <= stop and _is_at(data, stop - after, stop, pattern.pieces, _AFTER):
+            length, end, _ = answer(
+                data[:stop],
+                start,
+                desk.tokens[:0],
+                desk.hashes[:0],
+                question,
+                seeds,
+                lookup,
+                desk,
+                roster,
+                layout,
+                times,
+            )
+            if end + after != stop:
+                length = np.int64(_FAILED)
+        if length < 0:
+            at = stop
+            continue
+        sent, head_bytes = _write(exchange, connection, desk.out, length, head_size)
+        if sent < head_bytes + length:
+            at = _keep_rest(exchange, number, at, desk.out, length, head_bytes, sent)
+        else:
+            exchange.outcomes[number] = ANSWERED
+            answered += 1
+    return answered

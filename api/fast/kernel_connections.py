@@ -1,0 +1,286 @@
+"""Direct connections: those whose requests repeat. A kernel serves them, many in one pass.
+
+A connection becomes direct after two requests that differ only in their numbers. Its transport no longer reads.
+Instead, an epoll object tells which direct connections have a request, and the kernel reads it and writes the answer.
+Any other request, the end of a connection and any error return the connection to its protocol, with all bytes that the
+kernel has read. The kernel runs in the event loop's thread, so nothing changes while it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import re
+import select
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from api.fast.kernel_connection_kernels import (
+    ANSWERED,
+    CUT,
+    MAX_REQUEST_BYTES,
+    NUM_FUNCTIONS,
+    RETURNED,
+    ROOM_BYTES,
+    Exchange,
+    Pattern,
+)
+from api.fast.templates import Envelope
+from api.fast.writer import Plan, Times
+from api.queries.answer_layouts import texts
+from api.queries.questions import Question
+from kv_events.kernels.bundles import Resident, resident
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
+
+_MOST = 32
+"""Connections that are served in one pass, before others have their turn."""
+_MOST_SECONDS = 1e-3
+_MOST_PATTERNS = 1024
+_LENGTH_BYTES = 128  # room for the end of a head, from the digits of its Content-Length on
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([1-9][0-9]*)\r\n", re.IGNORECASE)
+_HEAD_BEGIN = b"HTTP/1.1 200 OK\r\n%bcontent-length: "
+_HEAD_END = b"\r\ncontent-type: application/json\r\n\r\n"
+
+_IS_ANSWERED, _IS_RETURNED = (np.isin(np.arange(4), outcomes) for outcomes in ((ANSWERED, CUT), (RETURNED, CUT)))
+
+
+class Repeated(NamedTuple):
+    """What is alike in all requests of a direct connection."""
+
+    path: str
+    question: Question
+    before: bytes
+    """The head up to the digits of Content-Length."""
+    between: bytes
+    """The head after these digits, and the body up to the numbers."""
+    after: bytes
+    """The body after the numbers."""
+    head_bytes_between: int
+    """Bytes of `between` that belong to the head."""
+    generation: int
+    """`Heads.generation` when the head was accepted."""
+
+    @classmethod
+    def of(cls, path: str, data: bytes, body: int, envelope: Envelope, generation: int) -> Repeated | None:
+        """Return what is alike in requests like this one, or None if a kernel cannot read them.
+
+        data: a request. body: index of its body. generation: `Heads.generation`.
+        """
+        length = _LENGTH.search(data, 0, body)
+        if length is None or len(data) > MAX_REQUEST_BYTES or envelope.question.field != "token_ids":
+            return None
+        first, end = length.span(1)
+        between = data[end : body + envelope.num_before]
+        return cls(path, envelope.question, data[:first], between, envelope.after, body - end, generation)
+
+    def pattern(self) -> Pattern:
+        """Return the same for the kernel."""
+        return Pattern(texts((self.before, self.between, self.after)), np.array([self.head_bytes_between]))
+
+
+class Owner(Protocol):
+    """The protocol of a connection."""
+
+    def response_headers(self) -> bytes:
+        """Return the header lines of any answer."""
+
+    def resume(self, data: bytes, rest: bytes) -> None:
+        """Read again. data: what was read of a request. rest: what is left to send of the answer before it."""
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+
+
+class _Member(NamedTuple):
+    owner: Owner
+    repeated: Repeated
+    pattern: Resident
+
+
+class _Returned(NamedTuple):
+    """A connection that goes back to its owner. See `Owner.resume`."""
+
+    connection: int
+    data: bytes = b""
+    rest: bytes = b""
+
+
+class DirectConnections:
+    """The direct connections of one server. The event loop's thread calls it."""
+
+    def __init__(
+        self,
+        plan: Callable[[Repeated], Plan | None],
+        times: Callable[[], Times],
+        note: Callable[[str, float, int], None],
+    ) -> None:
+        """plan: returns how requests are answered, None if the kernel must not. times: as for `put_answer`.
+
+        note: is told of answers: path, seconds of each one, how many.
+        """
+        self._plan = plan
+        self._times = times
+        self._note = note
+        self._limited_logger = RateLimitedLogger(logger, "direct connections")
+        self._members: dict[int, _Member] = {}  # by file descriptor
+        self._patterns: dict[tuple[str, bytes, bytes, bytes], Resident] = {}
+        self._answered_at = np.zeros(0)  # by file descriptor
+        self._epoll: select.epoll | None = None
+        self._use(_empty_exchange())
+        self._headers: bytes | None = None  # that are written in the head of answers
+        self._head_size = 0
+
+    def join(self, connection: int, owner: Owner, repeated: Repeated) -> None:
+        """Serve a connection, whose transport must not read or write. Raises OSError.
+
+        connection: its file descriptor.
+        """
+        loop = asyncio.get_running_loop()
+        if self._epoll is None:
+            self._epoll = select.epoll()
+            loop.add_reader(self._epoll.fileno(), self._serve)
+        try:
+            self._epoll.register(connection, select.EPOLLIN)
+        except OSError:
+            self._close_if_unused()
+            raise
+        if connection >= len(self._answered_at):
+            self._answered_at = np.resize(self._answered_at, 2 * connection + 1)
+        self._answered_at[connection] = loop.time()
+        self._members[connection] = _Member(owner, repeated, self._pattern_of(repeated))
+
+    def leave(self, connection: int, owner: Owner) -> None:
+        """Stop serving a connection. It may have been closed, and another one may have its file descriptor by now."""
+        member = self._members.get(connection)
+        if self._epoll is not None and member is not None and member.owner is owner:
+            with suppress(OSError):
+                self._epoll.unregister(connection)
+            del self._members[connection]
+            self._close_if_unused()
+
+    def end(self) -> None:
+        """Return all connections."""
+        self._return([_Returned(connection) for connection in self._members])
+
+    def answered_at(self, connection: int) -> float:
+        """Return the time of the last answer, by the clock of the loop."""
+        return float(self._answered_at[connection])
+
+    def _pattern_of(self, repeated: Repeated) -> Resident:
+        key = (repeated.path, repeated.before, repeated.between, repeated.after)
+        if key not in self._patterns:
+            if len(self._patterns) == _MOST_PATTERNS:
+                self._patterns.clear()
+            self._patterns[key] = resident(repeated.pattern())
+        return self._patterns[key]
+
+    def _close_if_unused(self) -> None:
+        if self._epoll is not None and not self._members:
+            asyncio.get_running_loop().remove_reader(self._epoll.fileno())
+            self._epoll.close()
+            self._epoll = None
+
+    def _serve(self) -> None:
+        """Serve the connections that have a request, one pattern after the other, until the time is over."""
+        assert self._epoll is not None
+        give_up = time.perf_counter() + _MOST_SECONDS
+        by_pattern: dict[int, list[int]] = {}
+        for connection, _ in self._epoll.poll(0, _MOST):
+            member = self._members.get(connection)
+            if member is not None:
+                by_pattern.setdefault(id(member.pattern), []).append(connection)
+        for connections in by_pattern.values():
+            try:
+                self._return(self._serve_alike(connections))
+            except Exception as error:  # noqa: BLE001  (other connections are served)
+                self._limited_logger.warning("direct connections are closed: %r", error)
+                self._abort(connections)
+            if time.perf_counter() > give_up:
+                return
+
+    def _serve_alike(self, connections: list[int]) -> list[_Returned]:
+        """Serve connections with the same pattern. Returns those that the kernel returns."""
+        began, count = time.perf_counter(), len(connections)
+        first = self._members[connections[0]]
+        plan = self._plan(first.repeated)
+        if plan is None:
+            return [_Returned(connection) for connection in connections]
+        self._prepare(first.owner.response_headers(), plan.answer_bytes)
+        exchange = self._exchange
+        exchange.connections[:count] = connections
+        answered = plan.serve(self._resident, first.pattern, count, self._head_size, self._times())
+        served, returned = exchange.connections[:count], []
+        if answered < count:
+            outcomes = exchange.outcomes[:count]
+            returned = [self._returned(number) for number in np.flatnonzero(_IS_RETURNED[outcomes]).tolist()]
+            served = served[_IS_ANSWERED[outcomes]]
+        if len(served):
+            self._answered_at[served] = asyncio.get_running_loop().time()
+            self._note(first.repeated.path, (time.perf_counter() - began) / len(served), len(served))
+        return returned
+
+    def _returned(self, number: int) -> _Returned:
+        exchange = self._exchange
+        begin, end = exchange.borders[number].tolist()
+        left, connection = exchange.data[begin:end].tobytes(), int(exchange.connections[number])
+        return _Returned(connection, rest=left) if exchange.outcomes[number] == CUT else _Returned(connection, left)
+
+    def _return(self, returned: list[_Returned]) -> None:
+        for connection, data, rest in returned:
+            owner = self._members[connection].owner
+            self.leave(connection, owner)
+            try:
+                owner.resume(data, rest)
+            except Exception as error:  # noqa: BLE001  (the others are returned)
+                self._limited_logger.warning("a direct connection is closed: %r", error)
+                owner.abort()
+
+    def _abort(self, connections: list[int]) -> None:
+        """Close connections of which something may be lost."""
+        for connection in connections:
+            member = self._members.get(connection)
+            if member is not None:
+                self.leave(connection, member.owner)
+                member.owner.abort()
+
+    def _prepare(self, headers: bytes, answer_bytes: int) -> None:
+        """Make room for answers, and write the fixed part of their head."""
+        if len(self._exchange.data) < ROOM_BYTES + answer_bytes:
+            self._use(self._exchange._replace(data=np.zeros(ROOM_BYTES + 2 * answer_bytes, np.uint8)))
+        if headers is not self._headers:
+            begin = _HEAD_BEGIN % headers
+            head = np.frombuffer(bytearray(begin + bytes(_LENGTH_BYTES)), np.uint8)
+            self._use(self._exchange._replace(head=head))
+            self._headers, self._head_size = headers, len(begin)
+
+    def _use(self, exchange: Exchange) -> None:
+        self._exchange, self._resident = exchange, resident(exchange)
+
+
+def _empty_exchange() -> Exchange:
+    return Exchange(
+        _functions(),
+        np.zeros(_MOST, np.int32),
+        np.zeros(_MOST, np.int32),
+        np.zeros(ROOM_BYTES, np.uint8),
+        np.zeros((_MOST, 2), np.int64),
+        np.zeros(_LENGTH_BYTES, np.uint8),
+        texts((_HEAD_END,)),
+        np.zeros(4, np.uint64),
+    )
+
+
+def _functions() -> npt.NDArray[np.uint64]:
+    """Return the addresses of the C library's functions, see `kernel_connection_kernels.READ`."""
+    library = ctypes.CDLL(None)
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (library.read, library.writev)]
+    assert len(addresses) == NUM_FUNCTIONS
+    return np.array(addresses, np.uint64)

@@ -1,0 +1,192 @@
+"""Kernels that read the numbers of a JSON array straight from a request body, eight digits at a time.
+
+They accept only what nearly all callers send: decimal integers without exponent, separated by commas and white space.
+For anything else they return -1, and the ordinary decoder, which reports errors, reads the body.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from kv_events.kernels.bundles import BYTES, U8Input, U32Vector, U64Vector
+from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.instructions import eight_bytes, equal_bytes, leading_zeros, lowest_bit
+
+_COMMA, _SPACE, _CLOSE, _MINUS, _ZERO = (np.uint8(ord(char)) for char in ", ]-0")
+_BLOCK = 64
+_WHITE = np.zeros(256, np.bool_)
+_WHITE[[ord(c) for c in " \t\n\r"]] = True
+
+_ZEROS = np.uint64(0x3030303030303030)  # eight times "0"
+_LOW7 = np.uint64(0x7F7F7F7F7F7F7F7F)
+_ABOVE_9 = np.uint64(0x7676767676767676)  # moves a byte above 9 into its highest bit
+_HIGH_BITS = np.uint64(0x8080808080808080)
+_ALL_BITS = np.uint64(0xFFFFFFFFFFFFFFFF)
+_BYTES = np.uint64(0x00FF00FF00FF00FF)
+_PAIRS = np.uint64(0x0000FFFF0000FFFF)
+_HALF = np.uint64(0xFFFFFFFF)
+_POWERS = 10 ** np.arange(9, dtype=np.uint64)
+
+_MAX_U32 = np.uint64(2**32 - 1)
+_MAX_U64 = np.uint64(2**64 - 1)
+_MAX_I64 = np.uint64(2**63 - 1)
+_BAD = np.int64(-1)
+
+
+@array_helper
+def _eight_at(data, at):
+    """Return eight bytes as a big-endian word. Bytes beyond the end are zero, which is no digit."""
+    if at + 8 <= len(data):
+        return eight_bytes(data, at)
+    word = np.uint64(0)
+    for i in range(8):
+        byte = data[at + i] if at + i < len(data) else np.uint8(0)
+        word = (word << np.uint64(8)) | np.uint64(byte)
+    return word
+
+
+@array_helper
+def _digits(data, at):
+    """Read up to eight digits. Returns (value, number of digits)."""
+    word = _eight_at(data, at) ^ _ZEROS
+    others = _others(word)
+    if others == np.uint64(0):
+        count = np.int64(8)
+    else:
+        count = leading_zeros(others) >> 3
+        if count == 0:
+            return np.uint64(0), count
+    return _sum_of_digits(word >> np.uint64(64 - 8 * count)), count
+
+
+@array_helper
+def _others(word):
+    """Return a word with the highest bit of each byte set that is no digit. word: eight bytes XOR `_ZEROS`."""
+    return (((word & _LOW7) + _ABOVE_9) | word) & _HIGH_BITS
+
+
+@array_helper
+def _sum_of_digits(word):
+    """Return the number with eight digits, one in each byte, the last one in the lowest.
+
+    Adjacent digits are added up in pairs, then pairs of pairs, then halves, so there is no loop over digits.
+    """
+    word = (word & _BYTES) + ((word >> np.uint64(8)) & _BYTES) * np.uint64(10)
+    word = (word & _PAIRS) + ((word >> np.uint64(16)) & _PAIRS) * np.uint64(100)
+    return (word & _HALF) + (word >> np.uint64(32)) * np.uint64(10_000)
+
+
+@array_function
+def _long_number(data, at, value):
+    """Continue a number after its first eight digits. Returns (value, end), or end -1 if it exceeds 64 bits."""
+    following, count = _digits(data, at + 8)
+    value, end = value * _POWERS[count] + following, at + 8 + count
+    if count < 8:
+        return value, end
+    following, count = _digits(data, end)
+    if count > 4:
+        return value, _BAD
+    if value > (_MAX_U64 - following) // _POWERS[count]:
+        return value, _BAD
+    return value * _POWERS[count] + following, end + count
+
+
+@array_helper
+def _number(data, at):
+    """Read a number without a sign. Returns (value, end), or end -1 if there is none that JSON allows."""
+    value, count = _digits(data, at)
+    end = at + count
+    if count == 8:
+        value, end = _long_number(data, at, value)
+    if count == 0 or (count > 1 and data[at] == _ZERO):  # JSON does not allow leading zeros
+        end = _BAD
+    return value, end
+
+
+@array_helper
+def _after_white(data, at):
+    while at < len(data) and _WHITE[data[at]]:
+        at += 1
+    return at
+
+
+@array_helper
+def _read_short_numbers(data, at, out, count):
+    """Read numbers of up to eight digits that are followed by a comma. Returns (count, start of the next number).
+
+    The commas of 64 bytes are found at once, so no number has to wait for the end of the one before it.
+    """
+    block = at
+    while block + _BLOCK <= len(data) and count + _BLOCK <= out.shape[0]:
+        commas, close = equal_bytes(data, block, _COMMA), equal_bytes(data, block, _CLOSE)
+        if close != np.uint64(0):
+            commas &= (close & (~close + np.uint64(1))) - np.uint64(1)  # those before the first "]"
+        while commas != np.uint64(0):
+            end = block + lowest_bit(commas)
+            commas &= commas - np.uint64(1)
+            length = end - at - (data[at] == _SPACE)
+            if length < 1 or length > 8 or end < 8:
+                return count, at
+            word = (eight_bytes(data, end - 8) ^ _ZEROS) & (_ALL_BITS >> np.uint64(64 - 8 * length))
+            is_padded = length > 1 and word >> np.uint64(8 * (length - 1)) == np.uint64(0)
+            if _others(word) != np.uint64(0) or is_padded:
+                return count, at
+            out[count] = _sum_of_digits(word)
+            count += 1
+            at = end + 1
+        if close != np.uint64(0):
+            return count, at
+        block += _BLOCK
+    return count, at
+
+
+@array_helper
+def _read(data, start, out, low, high, are_short):
+    """Read an array of numbers. low: largest magnitude of a negative number, 0 if none is allowed. are_short: whether
+    most numbers have at most eight digits.
+    """
+    at, count = start, 0
+    while True:
+        if are_short:
+            count, at = _read_short_numbers(data, at, out, count)
+        at = _after_white(data, at)
+        negative = low > np.uint64(0) and at < len(data) and data[at] == _MINUS
+        value, at = _number(data, at + negative)
+        if count == out.shape[0] or at < 0 or value > (low if negative else high):
+            return count, _BAD
+        out[count] = -value if negative else value
+        count += 1
+        at = _after_white(data, at)
+        if at >= len(data) or (data[at] != _COMMA and data[at] != _CLOSE):
+            return count, _BAD
+        if data[at] == _CLOSE:
+            return count, at
+        at += 1
+
+
+@array_function
+def read_tokens(data, start, out):
+    """Read an array of integers in 0 .. 2**32 - 1 from JSON text. See `read_hashes`. out: uint32[most]."""
+    return _read(data, start, out, np.uint64(0), _MAX_U32, True)
+
+
+_FOUND = types.UniTuple(types.int64, 2)
+
+
+@array_kernel(_FOUND, U8Input, types.int64, U32Vector)
+def read_u32(data, start, out):
+    """Read tokens from JSON text. data: uint8[n]. See `read_hashes`. out: uint32[most]."""
+    return read_tokens(data, start, out)
+
+
+@array_kernel(_FOUND, BYTES, types.int64, U64Vector, types.boolean)
+def read_hashes(data, start, out, are_signed):
+    """Read an array of integers in 0 .. 2**64 - 1, or in -2**63 .. 2**63 - 1 if they are signed, from JSON text.
+
+    start: index after the "[". out: uint64[most], written; negative numbers in two's complement.
+    Returns (count, index of the "]"); the index is -1 for an empty array, more than `most` numbers, a number out of
+    range, or anything that is not a number.
+    """
+    low, high = (np.uint64(2**63), _MAX_I64) if are_signed else (np.uint64(0), _MAX_U64)
+    return _read(data, start, out, low, high, False)

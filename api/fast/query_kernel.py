@@ -1,0 +1,163 @@
+"""The kernel of a query: from the text of a prompt, or its tokens or hashes, to the text of the answer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from api.fast.answer_kernels import Layout, Roster, put_answer
+from api.fast.number_kernels import read_tokens
+from indexer.kernels.find import PageLookup, find_prefixes
+from kv_events.kernels.bundles import (
+    BYTES,
+    F64Vector,
+    I32Vector,
+    U8Vector,
+    U32Input,
+    U32Matrix,
+    U32Vector,
+    U64Input,
+    U64Vector,
+)
+from kv_events.kernels.declare import array_function, array_kernel
+from kv_events.kernels.xxh3 import LONG_STATE_WORDS, hash_each_window, roll_each
+from kv_events.schema import NUM_MEDIA
+
+TEXT, TOKENS, LOCAL_HASHES, SEQUENCE_HASHES = range(4)
+"""How a prompt is given: as JSON numbers, or as an array of tokens or hashes."""
+
+MAX_TOKENS_OF_TEXT = 2**17
+"""Longer texts must be read in another way."""
+
+UNKNOWN = -1
+"""Number of streams that are not found yet."""
+
+_NO_PARENT = np.uint64(0)
+
+
+class Desk(NamedTuple):
+    """The memory in which one thread answers queries."""
+
+    read: U32Vector
+    """The tokens of a text."""
+    tokens: U32Input
+    """The same memory."""
+    rolled: U64Vector
+    """The sequence hashes of tokens or of local hashes."""
+    hashes: U64Input
+    """The same memory."""
+    long_state: U64Vector
+    """`xxh3.long_hash_state` of the query."""
+    streams: I32Vector
+    """[streams] found streams."""
+    pages: U32Matrix
+    """[streams, 4] pages of each found stream."""
+    group_states: U8Vector
+    """[streams] see `indexer.reuse.Reuse`."""
+    weights: F64Vector
+    """[4]"""
+    out: U8Vector
+    """The answer."""
+
+    @classmethod
+    def new(cls) -> Self:
+        """Return the memory for namespaces without streams."""
+        return cls(
+            *_written_and_read(MAX_TOKENS_OF_TEXT, np.uint32),
+            *_written_and_read(0, np.uint64),
+            np.zeros(LONG_STATE_WORDS, np.uint64),
+            np.empty(0, np.int32),
+            np.empty((0, NUM_MEDIA), np.uint32),
+            np.empty(0, np.uint8),
+            np.zeros(NUM_MEDIA),
+            np.empty(0, np.uint8),
+        )
+
+    def with_room(self, num_pages: int, num_streams: int, num_bytes: int) -> Self:
+        """Return this memory, larger where it is too small. num_bytes: of an answer."""
+        desk = self
+        if len(self.rolled) < num_pages:
+            rolled, hashes = _written_and_read(num_pages, np.uint64)
+            desk = desk._replace(rolled=rolled, hashes=hashes)
+        if len(self.streams) < num_streams:
+            desk = desk._replace(
+                streams=np.empty(num_streams, np.int32),
+                pages=np.empty((num_streams, NUM_MEDIA), np.uint32),
+                group_states=np.empty(num_streams, np.uint8),
+            )
+        if len(self.out) < num_bytes:
+            desk = desk._replace(out=np.empty(2 * num_bytes, np.uint8))
+        return desk
+
+
+def _written_and_read(size: int, dtype: type[np.generic]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return new memory, and a view for reading only."""
+    written = np.empty(size, dtype)
+    read = written.view()
+    read.flags.writeable = False
+    return written, read
+
+
+@array_function
+def answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times):
+    """Answer a query about one namespace.
+
+    text: for TEXT: the numbers from index `start` on, after the "[". tokens: uint32[n], for TOKENS. hashes:
+    uint64[n], for LOCAL_HASHES and SEQUENCE_HASHES. question: how the prompt is given, block size, 1 for pages of token
+    pairs or 0, number of streams found before (in `desk`) or UNKNOWN, 1 if `desk.weights` counts or 0, 1 if workers
+    have group streams or 0, bytes at the beginning of `desk.out` that the caller has written. seeds: of local hashes,
+    of sequence hashes. times: see `put_answer`.
+
+    Returns (bytes of the answer, index of the "]" in the text, 0). The bytes are -1 if a weighted number needs another
+    form. The index is -1 if the text must be read in another way. With group streams, the first call only finds: it
+    returns (number of streams, index of the "]", number of the prompt's tokens or token pairs, or of its hashes). The
+    caller then shortens what was found, in `desk`, to what can be reused, and calls again.
+    """
+    kind, block_size, is_bigram, found, has_weights, has_groups, begin = question
+    end, num_positions = start, len(hashes)
+    if found < 0:
+        if kind == TEXT:
+            count, end = read_tokens(text, start, desk.read)
+            if end < 0:
+                return np.int64(-1), end, np.int64(0)
+            tokens = desk.tokens[:count]
+        if kind <= TOKENS:
+            num_positions = max(np.int64(0), len(tokens) - is_bigram)
+            rolled = desk.rolled[: num_positions // block_size]
+            hash_each_window(tokens, block_size + is_bigram, block_size, seeds[0], desk.long_state, rolled)
+            roll_each(rolled, seeds[1], _NO_PARENT, False, rolled)
+            hashes = desk.hashes[: len(rolled)]
+        elif kind == LOCAL_HASHES:
+            roll_each(hashes, seeds[1], _NO_PARENT, False, desk.rolled)
+            hashes = desk.hashes[: len(hashes)]
+        found = find_prefixes(lookup, hashes, desk.streams, desk.pages)
+        if has_groups:
+            return np.int64(found), end, np.int64(num_positions)
+    group_states = desk.group_states[: has_groups * len(desk.group_states)]
+    weights = desk.weights[: has_weights * NUM_MEDIA]
+    length = put_answer(
+        desk.out, begin, roster, layout, times, desk.streams[:found], desk.pages, group_states, block_size, weights
+    )
+    return np.int64(length), end, np.int64(0)
+
+
+@array_kernel(
+    types.UniTuple(types.int64, 3),
+    BYTES,
+    types.int64,
+    U32Input,
+    U64Input,
+    types.UniTuple(types.int64, 7),
+    types.UniTuple(types.uint64, 2),
+    PageLookup,
+    Desk,
+    Roster,
+    Layout,
+    types.UniTuple(types.float64, 4),
+)
+def answer_query(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times):
+    """`answer`, for callers in Python."""
+    return answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times)

@@ -1,0 +1,99 @@
+"""Envelopes: the part of a JSON query around its numbers.
+
+    {"model_name":"m","token_ids":[1,2,3]}      body
+    {"model_name":"m","token_ids":[     ]}      envelope
+
+Callers send the same few envelopes again and again, so decoded envelopes are kept. The ordinary decoder reads a new one
+with random numbers in it. If it returns these numbers, the array is the prompt, and not part of a string, of a nested
+object or of a field that occurs twice. A kernel reads the real numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection
+from typing import NamedTuple, TypeVar
+
+from api.problems import ProblemError
+from api.queries.body_formats import codec_of
+from api.queries.questions import Question, decode_question
+
+_JSON = codec_of("application/json")
+_MAX_KEPT = 1024
+MAX_BYTES = 4096
+"""Longer envelopes are left to the ordinary decoder."""
+
+_NUM_SENTINELS = 3
+
+_Value = TypeVar("_Value")
+
+
+class Envelope(NamedTuple):
+    """What an envelope asks, and where the numbers of a body begin."""
+
+    question: Question
+    num_before: int
+    """Bytes before the numbers."""
+    after: bytes
+    """What must follow the numbers, from the "]" on."""
+
+
+class Envelopes:
+    """Recognises the JSON queries of one route."""
+
+    def __init__(self, fields: tuple[str, ...]) -> None:
+        """fields: names of the arrays that the route accepts as a prompt."""
+        self._fields = fields
+        self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
+        self._last: dict[bytes, Envelope] = {}  # by the text before the numbers, the newest one
+        self._kept: dict[bytes, Question | None] = {}
+
+    def expected(self, data: bytes, start: int) -> Envelope | None:
+        """Return the envelope that the body data[start:] is likely to have, judged by its beginning and its end."""
+        last = self._last.get(data[start : data.find(b"[", start) + 1])
+        return last if last is not None and data.endswith(last.after) else None
+
+    def read(self, data: bytes, start: int) -> Envelope | None:
+        """Return the envelope of the body data[start:], or None if the ordinary decoder must read it."""
+        found = self._array.search(data, start)
+        if found is None:
+            return None
+        first, end = found.end(), data.find(b"]", found.end())
+        if end < 0 or first - start + len(data) - end > MAX_BYTES:
+            return None
+        before, after = data[start:first], data[end:]
+        question = self._decoded(before, after)
+        if question is None:
+            return None
+        envelope = Envelope(question, len(before), after)
+        if before.index(b"[") == len(before) - 1:
+            _keep(self._last, before, envelope)
+        return envelope
+
+    def _decoded(self, before: bytes, after: bytes) -> Question | None:
+        """Return the question of an envelope. before: up to the "["; after: from the "]" on."""
+        envelope = before + after
+        if envelope not in self._kept:
+            _keep(self._kept, envelope, question_of_envelope(before, after, self._fields))
+        return self._kept[envelope]
+
+
+def question_of_envelope(before: bytes, after: bytes, fields: Collection[str]) -> Question | None:
+    """Return the question of a new envelope, or None if the ordinary decoder must read bodies that have it.
+
+    before: up to the "["; after: from the "]" on. fields: names of the arrays that the route accepts as a prompt.
+    """
+    sentinels = [secrets.randbits(32) for _ in range(_NUM_SENTINELS)]
+    body = before + ",".join(map(str, sentinels)).encode() + after
+    try:
+        question, numbers = decode_question(body, _JSON, fields)
+    except ProblemError:
+        return None
+    return question if numbers.tolist() == sentinels else None
+
+
+def _keep(kept: dict[bytes, _Value], key: bytes, value: _Value) -> None:
+    if len(kept) == _MAX_KEPT:
+        kept.clear()
+    kept[key] = value

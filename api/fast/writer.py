@@ -1,0 +1,252 @@
+"""Answers to usual questions, written by a kernel. They equal the encoded structs byte for byte."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+from weakref import finalize, ref
+
+import msgspec
+import numpy as np
+
+from api.fast.answer_kernels import BYTES_PER_RANK, BYTES_PER_WORKER, Roster
+from api.fast.kernel_connection_kernels import serve_ready
+from api.fast.number_kernels import read_hashes
+from api.fast.query_kernel import LOCAL_HASHES, SEQUENCE_HASHES, TEXT, TOKENS, UNKNOWN, Desk, answer_query
+from api.queries.answer_layouts import PEER, RFC, texts
+from api.queries.questions import Numbers, Question
+from indexer.freshness import Freshness
+from indexer.index import Matches
+from indexer.namespaces import Namespace
+from indexer.reuse import reusable
+from kv_events.hashing import process_base
+from kv_events.kernels.bundles import Resident, resident
+from kv_events.kernels.xxh3 import long_hash_state
+from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
+
+_UINT8 = np.dtype(np.uint8)
+
+_PEER_BEGIN = b'{"scores":{'
+_FRAME_BYTES = 256
+_GIVEN = {
+    "token_ids": TOKENS,
+    "block_hashes": LOCAL_HASHES,
+    "seq_hashes": SEQUENCE_HASHES,
+    "block_hash": SEQUENCE_HASHES,
+}
+_NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
+
+_Prompt: TypeAlias = tuple[int, bytes, int, Numbers, Numbers]
+"""The first parameters of `answer_query`: kind, text, start, tokens, hashes."""
+Times: TypeAlias = tuple[float, float, float, float]
+
+
+class AnswerWriter:
+    """Answers queries about one namespace, all its workers included. One thread calls it."""
+
+    def __init__(self) -> None:
+        self._peer, self._rfc = resident(PEER), resident(RFC)
+        self._rosters: dict[int, _KeptRoster] = {}  # by the id of a namespace, while it exists
+        self._desk = Desk.new()
+        self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
+        self._plan: Plan | None = None
+
+    def write(
+        self, question: Question, numbers: Numbers, namespace: Namespace, freshness: Freshness, now: float
+    ) -> bytes | None:
+        """Return the answer as JSON, or None if one of its numbers needs the general encoder.
+
+        numbers: those of the prompt. now: seconds since 1970.
+        """
+        kind = _GIVEN[question.field]
+        tokens, hashes = (numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)
+        length, _ = self._write(question, (kind, b"", 0, tokens, hashes), namespace, freshness, now)
+        return None if length < 0 else self._desk.out[:length].tobytes()
+
+    def write_text(
+        self, question: Question, text: bytes, start: int, namespace: Namespace, freshness: Freshness, now: float
+    ) -> tuple[bytes, int] | None:
+        """Answer a question whose numbers are in a JSON text. start: index after the "[".
+
+        Returns the answer and the index of the "]", or None if the text must be read or answered in another way.
+        """
+        prompt: _Prompt = (TEXT, text, start, _NO_TOKENS, _NO_HASHES)
+        if question.field == "token_ids":
+            length, end = self._write(question, prompt, namespace, freshness, now)
+        else:
+            kind = _GIVEN[question.field]
+            count, end = read_hashes(text, start, self._hashes, kind == LOCAL_HASHES)
+            prompt = (kind, b"", 0, _NO_TOKENS, self._hashes[: max(0, count)])
+            length = -1 if end < 0 else self._write(question, prompt, namespace, freshness, now)[0]
+        return None if length < 0 else (self._desk.out[:length].tobytes(), end)
+
+    def _write(
+        self, question: Question, prompt: _Prompt, namespace: Namespace, freshness: Freshness, now: float
+    ) -> tuple[int, int]:
+        """Return the length of the answer, -1 if there is none, and the index of the "]" of a text."""
+        plan = self.plan(question, namespace)
+        times = (now, *freshness.bounds())
+        if not namespace.groups:
+            length, end, _ = plan.answer(prompt, UNKNOWN, 0, times)
+            return length, end
+        found, end, num_positions = plan.answer(prompt, UNKNOWN, 1, times)
+        if end < 0:
+            return -1, end
+        desk, kind = self._desk, prompt[0]
+        num_pages = num_positions // namespace.key.block_size if kind in (TEXT, TOKENS) else num_positions
+        hashes = prompt[-1] if kind == SEQUENCE_HASHES else desk.hashes[:num_pages]
+        matches = Matches(desk.streams[:found], desk.pages[: namespace.index.most_streams])
+        known_positions = num_positions if kind in (TEXT, TOKENS) else None
+        left = reusable(namespace, hashes, matches, freshness, known_positions)
+        found = len(left.matches.streams)
+        desk.streams[:found] = left.matches.streams
+        desk.group_states[: len(left.states)] = left.states
+        return plan.answer(prompt, found, 1, times)[0], end
+
+    def plan(self, question: Question, namespace: Namespace) -> Plan:
+        """Return how this question is answered now. It is kept: questions that follow each other are often the same."""
+        plan = self._plan
+        if plan is None or not plan.is_for(question, namespace):
+            plan = self._plan = self._planned(question, namespace)
+        return plan
+
+    def _planned(self, question: Question, namespace: Namespace) -> Plan:
+        roster = self._roster(namespace)
+        begin = _PEER_BEGIN if question.is_peer else b"{%s:{" % msgspec.json.encode(question.tenant)
+        block_size = namespace.key.block_size
+        num_pages = max(MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY // block_size)
+        num_bytes = len(begin) + roster.most_bytes
+        desk = self._desk = self._desk.with_room(num_pages, namespace.index.most_streams, num_bytes)
+        desk.out[: len(begin)] = np.frombuffer(begin, _UINT8)
+        if question.weights is not None:
+            desk.weights[:] = question.weights
+        state = long_hash_state(block_size + question.is_bigram, question.seed)
+        desk.long_state[: len(state)] = state
+        return Plan(
+            question,
+            ref(namespace),
+            namespace.num_changes,
+            namespace.index.lookup,
+            resident(desk),
+            roster.roster,
+            self._peer if question.is_peer else self._rfc,
+            (block_size, int(question.is_bigram), int(question.weights is not None), len(begin)),
+            (question.seed, process_base()),
+            num_bytes,
+        )
+
+    def _roster(self, namespace: Namespace) -> _KeptRoster:
+        kept = self._rosters.get(id(namespace))
+        if kept is None or kept.num_changes != namespace.num_changes:
+            if kept is None:
+                finalize(namespace, self._forget, id(namespace))
+            kept = self._rosters[id(namespace)] = _KeptRoster.of(namespace)
+        return kept
+
+    def _forget(self, namespace: int) -> None:
+        """Release the memory of a namespace that is gone. namespace: its id."""
+        self._rosters.pop(namespace)
+        if self._plan is not None and self._plan.namespace() is None:
+            self._plan = None
+
+
+class Plan(NamedTuple):
+    """All that the answer to a question needs, except the prompt and the time."""
+
+    question: Question
+    namespace: ref[Namespace]
+    num_changes: int
+    """`Namespace.num_changes`."""
+    lookup: Resident
+    desk: Resident
+    roster: Resident
+    layout: Resident
+    numbers: tuple[int, int, int, int]
+    """Block size, 1 for pages of token pairs, 1 if there are weights, bytes of the beginning."""
+    seeds: tuple[np.uint64, np.uint64]
+    answer_bytes: int
+    """Bound on the size of an answer."""
+
+    def is_for(self, question: Question, namespace: Namespace) -> bool:
+        """Return whether nothing has changed since the plan was made."""
+        return (
+            (question is self.question or question == self.question)
+            and self.namespace() is namespace
+            and namespace.num_changes == self.num_changes
+            and namespace.index.lookup is self.lookup
+        )
+
+    def answer(self, prompt: _Prompt, found: int, has_groups: int, times: Times) -> tuple[int, int, int]:
+        """Call `answer_query`."""
+        kind, text, start, tokens, hashes = prompt
+        block_size, is_bigram, has_weights, begin = self.numbers
+        answered: tuple[int, int, int] = answer_query(
+            text,
+            start,
+            tokens,
+            hashes,
+            (kind, block_size, is_bigram, found, has_weights, has_groups, begin),
+            self.seeds,
+            self.lookup,
+            self.desk,
+            self.roster,
+            self.layout,
+            times,
+        )
+        return answered
+
+    def serve(self, exchange: Resident, pattern: Resident, count: int, head_size: int, times: Times) -> int:
+        """Call `serve_ready`."""
+        answered: int = serve_ready(
+            exchange,
+            pattern,
+            (count, head_size, self.answer_bytes),
+            self.numbers,
+            self.seeds,
+            self.lookup,
+            self.desk,
+            self.roster,
+            self.layout,
+            times,
+        )
+        return answered
+
+
+class _KeptRoster(NamedTuple):
+    """The roster of a namespace until its views are others."""
+
+    roster: Resident
+    num_changes: int
+    """`Namespace.num_changes`."""
+    most_bytes: int
+    """Bound on the text about all workers."""
+
+    @classmethod
+    def of(cls, namespace: Namespace) -> _KeptRoster:
+        columns, size = namespace.columns, len(namespace.columns.states)
+        workers, ranks, following = (np.full(size, -1, np.int32) for _ in range(3))
+        numbers: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for stream, view in sorted(namespace.views.items()):
+            worker = view.stream.worker
+            workers[stream] = numbers.setdefault(worker, len(numbers))
+            ranks[stream] = view.stream.dp_rank
+            if worker in last:
+                following[last[worker]] = stream
+            last[worker] = stream
+        names = texts(map(msgspec.json.encode, numbers))
+        roster = Roster(
+            states=columns.states,
+            faults=columns.faults,
+            heard_at=columns.heard_at,
+            heard_tick=columns.heard_tick,
+            workers=workers,
+            ranks=ranks,
+            following=following,
+            names=names,
+            shown=np.zeros(size, np.uint8),
+            found_in=np.zeros(size, np.int64),
+            written_in=np.zeros(len(numbers), np.int64),
+            query=np.zeros(1, np.int64),
+        )
+        text_bytes = BYTES_PER_WORKER * len(numbers) + BYTES_PER_RANK * len(namespace.views)
+        return cls(resident(roster), namespace.num_changes, 2 * len(names.data) + text_bytes + _FRAME_BYTES)

@@ -1,0 +1,101 @@
+"""The verdict: one or two sentences that a person on call can act on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from indexer.freshness import NO_HEARTBEAT
+from indexer.tenant_limits import TENANT_PAGES, TENANT_STREAMS
+from indexer.views import INDEX_FULL, ViewState
+from kv_events.http.fleet import FleetWorker
+from kv_events.schema import CLOSED, LEDGER_FULL
+
+OK, WARNING, TROUBLE, EMPTY, STARTING = "ok", "warning", "trouble", "empty", "starting"
+
+_TROUBLE = {ViewState.STALE: 0, ViewState.EXPIRED: 1, ViewState.SYNCING: 2, ViewState.LIVE: 4}
+_LEFT = 3
+_REASONS = {
+    "new": "its first batches are not complete",
+    "gap": "batches were lost",
+    "digest": "its digest differs from the engine's",
+    "restart": "its engine or publisher restarted",
+    LEDGER_FULL: "its publisher's ledger was full, and left pages out (raise KVSIGHT_LEDGER_PAGES)",
+    INDEX_FULL: "the index is full (raise KVSIGHT_MAX_PAGES)",
+    TENANT_PAGES: "its tenant holds as many pages as it may (raise pages in KVSIGHT_TENANT_LIMITS_FILE)",
+    TENANT_STREAMS: "its tenant has as many worker streams as it may (raise worker_streams in "
+    "KVSIGHT_TENANT_LIMITS_FILE)",
+}
+
+
+class Verdict(NamedTuple):
+    """See `Fleet.level` and `Fleet.verdict`."""
+
+    level: str
+    parts: list[str | float]
+
+
+def trouble(worker: FleetWorker) -> int:
+    """Return the rank of a worker in the order of trouble: 0 is the worst, 4 is live."""
+    return _LEFT if worker.reason == CLOSED else _TROUBLE[ViewState(worker.state)]
+
+
+def verdict(workers: list[FleetWorker], now: float, why_not_ready: str) -> Verdict:
+    """Judge a fleet. workers: those in trouble first. why_not_ready: why views may lack what is in the log, or ""."""
+    if why_not_ready:
+        known = f"{len(workers):,} workers are known so far." if workers else "No worker is known yet."
+        return Verdict(STARTING, [f"Not ready: {why_not_ready}. {known}"])
+    if not workers:
+        return Verdict(EMPTY, ["No worker yet."])
+    live = [worker for worker in workers if worker.state == ViewState.LIVE.value]
+    if len(live) < len(workers):
+        level = TROUBLE if trouble(workers[0]) < _TROUBLE[ViewState.SYNCING] else WARNING
+        return Verdict(level, [*_about(workers[0]), _about_others(len(workers), len(live))])
+    agreed = min(worker.agreed_at or 0.0 for worker in live)
+    text = f"{len(live):,} of {len(live):,} workers live. Views equal the engines' caches as of "
+    text += f"{_duration(now - agreed)} ago (digests)."
+    broken = sum(each.state != ViewState.LIVE.value for worker in live for each in worker.ranks)
+    if broken:
+        return Verdict(WARNING, [f"{text} {broken:,} group stream{'s are' if broken > 1 else ' is'} not live."])
+    return Verdict(OK, [text])
+
+
+def _about(worker: FleetWorker) -> list[str | float]:
+    pages, name = sum(worker.pages.values()), worker.worker
+    if worker.reason == CLOSED:
+        return [f"{name} left", *_since(" at ", worker), ": its publisher was closed. Answers leave it out."]
+    if worker.state == ViewState.EXPIRED.value:
+        silent = f": silent for {_duration(worker.age_s)}. Answers leave it out."
+        return [f"{name} expired", *_since(" at ", worker), silent]
+    if worker.state == ViewState.SYNCING.value:
+        return [f"{name} is being resynchronised; answers use its {pages:,} pages until the resync ends."]
+    used = f". Answers still use {pages:,} of its pages." if pages else ". Answers have none of its pages."
+    return [f"{name} stale", *_since(" since ", worker), f": {_why(worker)}{used}"]
+
+
+def _since(word: str, worker: FleetWorker) -> list[str | float]:
+    return [] if worker.since is None else [word, worker.since]
+
+
+def _why(worker: FleetWorker) -> str:
+    why = _REASONS.get(worker.reason, worker.reason)
+    if worker.reason == NO_HEARTBEAT:
+        why = f"no heartbeat for {_duration(worker.age_s)}"
+    elif worker.missing_batches and worker.reason == "gap":
+        why = f"{worker.missing_batches:,} batch{'es' if worker.missing_batches > 1 else ''} lost"
+    return f"{why}, resync asked for" if worker.is_resync_requested else why
+
+
+def _about_others(total: int, live: int) -> str:
+    others = total - live - 1
+    if others:
+        return f" {others:,} more of {total:,} workers {'are' if others > 1 else 'is'} not live."
+    return f" The other {live:,} workers are live." if live > 1 else " The other worker is live." if live else ""
+
+
+def _duration(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.0f} h"

@@ -1,0 +1,135 @@
+"""POST /explain: why each worker holds no more of a prompt, from the log that the service keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
+
+import msgspec
+from starlette.responses import Response
+
+from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
+from api.daemon_threads import run_in_daemon_thread
+from api.problems import ProblemError, ProblemKind
+from api.queries.asked_prompts import asked_prompt
+from api.queries.body_formats import Codec, decode_as
+from api.queries.explain_requests import ExplainRequest
+from api.queries.large_bodies import is_large, slimmed
+from api.queries.questions import BY_ANY, Numbers, Question, decode_question
+from api.queries.routes import HotEndpoint, json_response
+from indexer.replay.until import Until
+from kv_events.errors import InvalidValueError
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 * 2**20
+MAX_NUMBERS = 131_072
+"""Tokens or hashes of a prompt."""
+_COMMAND = (sys.executable, "-P", "-m", "analysis.explain")
+_BUSY_RETRY_S = 5
+
+
+class ExplainRoute:
+    """The route. A process of its own reads the log, one at a time and for a limited time."""
+
+    def __init__(self, folder: Path | None, timeout_s: float, present: Callable[[], Until] = Until) -> None:
+        """folder: the event log with the records that this service applies. None: there is none.
+
+        present: the moment of a request that names none in its body. `Until()`: the end of the log.
+        """
+        self._present = present
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._is_busy = False
+        self._process: Popen[bytes] | None = None
+
+    def endpoints(self) -> dict[str, HotEndpoint]:
+        """Path -> ASGI application for POST."""
+        return {"/explain": HotEndpoint(self._explain, MAX_BODY_BYTES)}
+
+    async def _explain(self, body: bytes | bytearray, codec: Codec) -> Response:
+        if self._folder is None:
+            detail = (
+                "this service keeps no log to explain from; start it with --record FOLDER (KVSIGHT_RECORD), or run "
+                "`kvsight record` and `kvsight explain`"
+            )
+            raise ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.NO_LOG, detail)
+        if self._is_busy:
+            detail = "another explanation is being made, and only one is made at a time"
+            raise ProblemError(
+                HTTPStatus.TOO_MANY_REQUESTS, ProblemKind.EXPLAINING, detail, retry_after_s=_BUSY_RETRY_S
+            )
+        self._is_busy = True
+        try:
+            return await self._run(await _job(body, codec, self._folder, self._timeout_s, self._present()))
+        finally:
+            self._is_busy = False
+
+    async def _run(self, job: Job) -> Response:
+        answers: list[bytes] = []
+        try:
+            await run_in_daemon_thread(lambda: answers.append(self._explained(job)))
+        finally:
+            if self._process is not None:
+                self._process.kill()  # harmless if it has ended; it has not if the service stops
+        return json_response(answers[0])
+
+    def _explained(self, job: Job) -> bytes:
+        """Return the explanation as JSON. Raises ProblemError."""
+        with Popen(  # noqa: S603  our own module
+            _COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+        ) as self._process:
+            try:
+                answer, errors = self._process.communicate(msgspec.msgpack.encode(job), job.timeout_s)
+            except TimeoutExpired:
+                self._process.kill()
+                detail = f"not explained within {job.timeout_s:g} s; run `kvsight explain` on the log"
+                raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, detail) from None
+        exit_code = self._process.returncode
+        if exit_code == EXIT_REFUSED:
+            raise _refused(msgspec.json.decode(answer, type=Refusal), job)
+        if exit_code:
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            logger.error("an explanation failed with exit code %s: %s", exit_code, last)
+            detail = "the explanation failed; the service's log says why"
+            raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, detail)
+        return answer
+
+
+async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: float, present: Until) -> Job:
+    """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
+    if is_large(body):
+        request, question, numbers = await asyncio.to_thread(_decoded, body, codec)
+    else:
+        request, question, numbers = _decoded(body, codec)
+    if len(numbers) > MAX_NUMBERS:
+        fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
+        raise ProblemError.of_value(fault)
+    moment = present if request.at is None else Until(time_s=request.at)
+    return Job.of(asked_prompt(question, numbers, request.worker), folder, moment, timeout_s)
+
+
+def _decoded(body: bytes | bytearray, codec: Codec) -> tuple[ExplainRequest, Question, Numbers]:
+    request = decode_as(ExplainRequest, slimmed(body, codec.form).rest, codec)
+    return request, *decode_question(body, codec, BY_ANY)
+
+
+def _refused(refusal: Refusal, job: Job) -> ProblemError:
+    match refusal.field:
+        case "model_name":
+            return ProblemError(
+                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_MODEL, refusal.detail, "model_name", job.model
+            )
+        case "worker":
+            return ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_WORKER, refusal.detail, "worker", job.worker)
+        case "at":
+            return ProblemError(
+                HTTPStatus.UNPROCESSABLE_ENTITY, ProblemKind.INVALID_VALUE, refusal.detail, "at", job.at
+            )
+        case _:
+            return ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, refusal.detail)

@@ -1,0 +1,127 @@
+"""Kernels that find the parts of JSON and msgpack without creating Python objects, and without the interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from kv_events.kernels.bundles import I64Matrix, U8Input
+from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.msgpack import ARRAY, MAP, read_head, skip
+
+_QUOTE, _BACKSLASH, _COMMA, _COLON = ord('"'), ord("\\"), ord(","), ord(":")
+_OPENING = (ord("["), ord("{"))
+_CLOSING = (ord("]"), ord("}"))
+_WHITE = (ord(" "), ord("\n"), ord("\r"), ord("\t"))
+_BROKEN = -1
+
+
+@array_helper
+def _after_white(text, at):
+    while at < len(text) and text[at] in _WHITE:
+        at += 1
+    return at
+
+
+@array_function
+def _after_string(text, at):
+    """Return the position after the string that begins here, -1 if it has no end."""
+    at += 1
+    while at < len(text):
+        char = text[at]
+        if char == _QUOTE:
+            return at + 1
+        at += 2 if char == _BACKSLASH else 1
+    return _BROKEN
+
+
+@array_function
+def _after_value(text, at):
+    """Return the position after the value that begins here, -1 if it has no end. What is inside is not checked."""
+    depth = 0
+    while at < len(text):
+        char = text[at]
+        if char == _QUOTE:
+            at = _after_string(text, at)
+            if at < 0 or depth == 0:
+                return at
+            continue
+        if char in _OPENING:
+            depth += 1
+        elif char in _CLOSING:
+            if depth < 2:
+                return at + depth
+            depth -= 1
+        elif depth == 0 and (char == _COMMA or char in _WHITE):
+            return at
+        at += 1
+    return _BROKEN
+
+
+@array_kernel(types.int64, U8Input, types.int64, I64Matrix)
+def json_parts(text, is_object, spans):
+    """Find the members of an object, or the elements of an array.
+
+    text: uint8[n]. is_object: 1 or 0. spans: int64[most, 4], written: begin and end of the key, begin and end of the
+    value. Elements have no key. Returns the number of parts, most + 1 if there are more than `most`, -1 if the text is
+    not such a value. Values are not checked.
+    """
+    at = _after_white(text, 0)
+    if at == len(text) or text[at] != _OPENING[is_object]:
+        return _BROKEN
+    at, found = _after_white(text, at + 1), 0
+    if at < len(text) and text[at] == _CLOSING[is_object]:
+        return found if _after_white(text, at + 1) == len(text) else _BROKEN
+    while found < spans.shape[0]:
+        if is_object:
+            end = _after_string(text, at) if at < len(text) and text[at] == _QUOTE else _BROKEN
+            spans[found, 0], spans[found, 1] = at, end
+            at = _after_white(text, end) if end > 0 else len(text)
+            if at == len(text) or text[at] != _COLON:
+                return _BROKEN
+            at = _after_white(text, at + 1)
+        end = _after_value(text, at)
+        spans[found, 2], spans[found, 3] = at, end
+        found += 1
+        at = _after_white(text, end) if end > 0 else len(text)
+        if at == len(text):
+            return _BROKEN
+        if text[at] == _CLOSING[is_object]:
+            return found if _after_white(text, at + 1) == len(text) else _BROKEN
+        if text[at] != _COMMA:
+            return _BROKEN
+        at = _after_white(text, at + 1)
+    return found + 1
+
+
+@array_kernel(types.int64, U8Input, types.int64, I64Matrix)
+def msgpack_parts(data, is_object, spans):
+    """Find the pairs of a map, or the elements of an array. See `json_parts`. data: uint8[n]."""
+    kind, value, at = read_head(data, 0, len(data))
+    if kind != (MAP if is_object else ARRAY):
+        return _BROKEN
+    if value > np.uint64(spans.shape[0]):
+        return spans.shape[0] + 1
+    for found in range(np.int64(value)):
+        for column in range(0 if is_object else 2, 4, 2):
+            spans[found, column] = at
+            at = skip(data, at, len(data))
+            if at < 0:
+                return _BROKEN
+            spans[found, column + 1] = at
+    return np.int64(value) if at == len(data) else _BROKEN
+
+
+@array_kernel(types.UniTuple(types.int64, 2), U8Input)
+def msgpack_array(data):
+    """Return the number of elements of an array, -1 if it is none, and the position of the first one."""
+    kind, value, at = read_head(data, 0, len(data))
+    return np.int64(value) if kind == ARRAY else np.int64(_BROKEN), at
+
+
+@array_kernel(types.int64, U8Input, types.int64, types.int64)
+def msgpack_after(data, at, count):
+    """Return the position after some values, the first of which begins here."""
+    for _ in range(count):
+        at = skip(data, at, len(data))
+    return at

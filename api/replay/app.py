@@ -1,0 +1,103 @@
+"""The application that serves the past: the reading routes of the service, at any moment of an event log."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from api.access.auth import OPEN_PATHS, BearerToken
+from api.access.origins import BrowserGuard
+from api.access.tokens import Tokens
+from api.documented import DocumentedApp
+from api.page.routes import page_routes
+from api.page.site import site_routes
+from api.problems import ProblemError, ProblemKind
+from api.queries.explain import ExplainRoute
+from api.queries.routes import HotRoutes
+from api.replay.markers import MarkSearch
+from api.replay.moments import Moments
+from api.replay.routes import AT_TEXT, metrics_routes, past_routes
+from api.replay.scene import PastScenes
+from api.replay.service import AtMoment, PastViews, present_moment, shows_moment
+from api.settings import ApiSettings
+from api.static_files import docs_routes
+from api.telemetry.request_log import RequestLog
+from api.workers.dump import dump_routes
+from api.workers.routes import worker_routes
+from indexer.replay.until import Until
+
+_WRITING = ("/register", "/unregister", "/decisions", "/workers/{worker:path}/resync")
+"""Paths of the live service that change something."""
+_OPEN_PATHS = OPEN_PATHS - {"/metrics"}
+"""Paths without a token. The metrics are those of a moment, which has to be opened."""
+
+
+class PastApplication(DocumentedApp):
+    """The application of a replay."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, in which each route has its moment."""
+        if self.openapi_schema is not None:
+            return self.openapi_schema
+        document = super().openapi()
+        for path in _WRITING:
+            document["paths"].pop(path, None)
+        document["paths"]["/metrics"]["get"].pop("security", None)
+        at = {"name": "at", "in": "query", "schema": {"type": "string"}, "description": AT_TEXT}
+        for path, operations in document["paths"].items():
+            for operation in operations.values() if shows_moment(path) else ():
+                others = [each for each in operation.get("parameters", []) if each["name"] != "at"]
+                operation["parameters"] = [*others, at]
+        return document
+
+
+def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage: list[str]) -> PastApplication:
+    """Create the application for the log in a folder.
+
+    default: the moment of requests that name none; `Until()`: the end of the log. damage: what of the log is known to
+    be unusable. Raises EventLogError or OSError.
+    """
+    moments = Moments(folder, default)
+    marks = MarkSearch(folder, moments.extent.first_index)
+    tokens = Tokens.of(settings)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        async with marks.running(moments.extent.next_index), tokens.following(lambda: None):
+            yield
+
+    app = PastApplication(lifespan, needs_token=tokens.are_required)
+    served = PastViews()
+    explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moving.moment)
+    posts = {**HotRoutes(served, settings.max_body_bytes).endpoints(), **explain.endpoints()}
+    for path, endpoint in posts.items():
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+    for path in _WRITING:
+        app.router.routes.append(Route(path, _refuse, methods=["POST"]))
+    app.include_router(worker_routes(served))
+    app.include_router(dump_routes(served))
+    app.include_router(metrics_routes(served, settings.metrics_max_workers))
+    app.include_router(past_routes(moments, marks, folder.name, damage))
+    app.include_router(page_routes(PastScenes(folder, moments, marks).open))
+    app.include_router(site_routes())
+    app.include_router(docs_routes())
+    app.add_middleware(AtMoment, moments=moments, max_body_bytes=settings.max_body_bytes)
+    # the last middleware added is the outermost one: callers without the token open no moments
+    if tokens.are_required:
+        app.add_middleware(BearerToken, tokens=tokens, open_paths=_OPEN_PATHS)
+    app.add_middleware(BrowserGuard, is_allowed_host=settings.is_allowed_host)
+    app.add_middleware(RequestLog)
+    return app
+
+
+async def _refuse(_request: Request) -> Response:
+    raise ProblemError(
+        409, ProblemKind.READ_ONLY, "this is a replay of a log, which changes nothing; ask the live service"
+    )

@@ -1,0 +1,94 @@
+"""What a member says of the views that it keeps itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from api.queries.encoding import age_ms
+from api.shards.wire import ANY_BLOCK_SIZE, MAX_BLOCK_SIZES, MAX_NAMES, Ask, Asked, Found, Row, Told
+from indexer.consumer import Consumer
+from indexer.namespaces import Namespace
+from indexer.scores import stream_scores
+from indexer.shards.share import Share
+from indexer.views import STATES
+
+_SLICE_S = 0.001
+_NUMBERS = {state: number for number, state in enumerate(STATES)}
+_HASH = np.dtype("<u8")
+
+
+class OwnViews:
+    """The views of one member. Belongs to the event loop of its consumer."""
+
+    def __init__(self, consumer: Consumer, share: Share) -> None:
+        self._consumer = consumer
+        self._share = share
+
+    def claims(self) -> dict[int, bool]:
+        """See `Share.claims`."""
+        return self._share.claims()
+
+    async def tell(self, asked: Asked) -> Told:
+        """Answer another member. Other tasks run about once a millisecond."""
+        return self._told(asked, await self.find(asked.prompts))
+
+    def tell_at_once(self, asked: Asked) -> Told:
+        """Answer another member, while no other task runs."""
+        return self._told(asked, [self._find(ask) for ask in asked.prompts])
+
+    def _told(self, asked: Asked, found: list[Found]) -> Told:
+        membership = self._share.membership
+        newest = membership.assignment
+        return Told(
+            membership.id,
+            newest.generation,
+            self._share.claims(),
+            found,
+            newest if newest.generation > asked.generation else None,
+        )
+
+    async def find(self, prompts: Sequence[Ask]) -> list[Found]:
+        """Return what is held of each prompt."""
+        found = []
+        slice_began = time.perf_counter()
+        for ask in prompts:
+            found.append(self._find(ask))
+            if time.perf_counter() - slice_began > _SLICE_S:
+                await asyncio.sleep(0)
+                slice_began = time.perf_counter()
+        return found
+
+    def _find(self, ask: Ask) -> Found:
+        namespaces = self._consumer.namespaces.find(ask.model, ask.tenant)
+        if not namespaces:
+            return Found([], [], self._known())
+        rows: list[Row] = []
+        for namespace in namespaces:
+            packed = ask.hashes.get(namespace.key.block_size, ask.hashes.get(ANY_BLOCK_SIZE))
+            if packed is not None:
+                rows += self._rows(namespace, packed, ask.num_positions)
+        block_sizes = [namespace.key.block_size for namespace in namespaces]
+        return Found(block_sizes[:MAX_BLOCK_SIZES], rows, [])
+
+    def _rows(self, namespace: Namespace, packed: bytes, num_positions: int | None) -> list[Row]:
+        consumer = self._consumer
+        hashes, now = np.frombuffer(packed, _HASH), consumer.now()
+        return [
+            Row(
+                each.partition,
+                each.worker,
+                each.dp_rank,
+                *each.tiers,
+                _NUMBERS[each.state],
+                age_ms(each.heard_at, now),
+            )
+            for each in stream_scores(namespace, hashes, consumer.freshness, num_positions)
+        ]
+
+    def _known(self) -> list[tuple[str, str]]:
+        namespaces = self._consumer.namespaces
+        return sorted({each.key[:2] for each in namespaces if not namespaces.is_group(each)})[:MAX_NAMES]

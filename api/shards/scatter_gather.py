@@ -1,0 +1,310 @@
+"""Asks all members of a group, and joins their answers into the one that a single service would give."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import UNSET
+
+from api.problems import ProblemError, ProblemKind
+from api.queries.answers import check_block_size, unknown_model
+from api.queries.encoding import encoded_answer
+from api.queries.questions import Numbers, Question
+from api.shards.local_shard import OwnViews
+from api.shards.members import Peer, PeerError, Peers
+from api.shards.wire import ANY_BLOCK_SIZE, Ask, Asked, Found, Row, Told, encode
+from indexer.scores import StreamScore, TierTokens, worker_scores
+from indexer.shards.assignment import Assignment
+from indexer.shards.membership import Membership
+from indexer.views import STATES, ViewState
+from kv_events.http.queries import Missing
+from kv_events.http.shards import ShardMember, Shards
+from kv_events.runtime.supervised import keep_running
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_MAX_MODELS = 4096
+_MANY_TOKENS = 2**17
+_CATCHING_UP = "catching up with the log"
+_NOBODY = "no member answers for it yet"
+
+
+@dataclass
+class _Prompt:
+    """One question on its way through a gathering."""
+
+    question: Question
+    numbers: Numbers
+    hashes: dict[int, bytes]
+    """Those of the next round, see `Ask`."""
+    block_sizes: set[int]
+    """Those that the workers of the model use."""
+    known: set[tuple[str, str]]
+    streams: list[StreamScore]
+
+
+class _Winner(NamedTuple):
+    """Whose rows of a partition count."""
+
+    is_ready: bool
+    is_owner: bool
+    place: int
+    """Of the member in the list of those who answered."""
+
+
+class Answered(NamedTuple):
+    """Answers to several questions."""
+
+    answers: list[bytes | ProblemError]
+    """JSON, or the problem of a question."""
+    missing: list[Missing]
+    """What all of them lack."""
+
+
+class Gatherer:
+    """Answers questions for the whole group. Belongs to the event loop of the consumer."""
+
+    def __init__(self, own: OwnViews, membership: Membership, peers: Peers) -> None:
+        self._own = own
+        self._membership = membership
+        self._peers = peers
+        self._since: dict[int, float] = {}  # missing partition -> seconds since 1970
+        self._block_sizes: OrderedDict[tuple[str, str], set[int]] = OrderedDict()  # by model and tenant
+        self.missing: list[Missing] = []
+        """What answers lack at the moment."""
+        self.given_up = 0
+        """Answers of other members that did not come."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Look after the other members in the background of a block."""
+        task = asyncio.create_task(keep_running(self._look, "shards", logger), name="shards")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._peers.close()
+
+    def shards(self) -> Shards:
+        """Return the state of the group as this member sees it."""
+        membership = self._membership
+        assignment = membership.assignment
+        return Shards(
+            membership.group,
+            membership.id,
+            assignment.generation,
+            [ShardMember(each.id, each.url, each.partitions) for each in assignment.members],
+            self._own.claims(),
+            sorted(membership.lent),
+            self.missing,
+        )
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            told, failures = await self._ask([], has_patience=True)
+            self.missing = self._judge(told, failures)[-1]
+            self._release(told)
+
+    def _release(self, told: Sequence[Told]) -> None:
+        """Stop keeping the partitions that their new member answers for."""
+        lent = self._membership.lent
+        if lent:
+            owned = self._membership.assignment.owners()
+            ready = {(p, each.member) for each in told for p, is_ready in each.claims.items() if is_ready}
+            self._membership.release([p for p in lent if p in owned and (p, owned[p].id) in ready])
+
+    def check_joined(self) -> None:
+        """Raise ProblemError (503) before the first assignment, when nobody to ask is known."""
+        if not self._membership.is_assigned:
+            raise not_joined(self._membership.group)
+
+    async def answer(self, questions: Sequence[tuple[Question, Numbers]]) -> Answered:
+        """Return the answers to some questions."""
+        prompts = [await self._prompt(*each) for each in questions]
+        missing = await self._round(prompts)
+        again = [prompt for prompt in prompts if prompt.hashes]
+        if again:  # workers use block sizes that were not known here
+            missing = await self._round(again)
+        self.missing = missing
+        return Answered([self._answer(prompt, missing) for prompt in prompts], missing)
+
+    def knows(self, question: Question) -> bool:
+        """Return whether workers of the model have been seen."""
+        return (question.model, question.tenant) in self._block_sizes
+
+    async def _prompt(self, question: Question, numbers: Numbers) -> _Prompt:
+        prompt = _Prompt(question, numbers, {}, set(), set(), [])
+        if question.field != "token_ids":
+            size = ANY_BLOCK_SIZE if question.block_size is None else question.block_size
+            prompt.hashes[size] = _packed(question.hashes(numbers, 0))
+        elif question.block_size is not None:
+            await self._hash(prompt, [question.block_size])
+        else:
+            await self._hash(prompt, self._block_sizes.get((question.model, question.tenant), ()))
+        return prompt
+
+    async def _hash(self, prompt: _Prompt, block_sizes: Iterable[int]) -> None:
+        for size in block_sizes:
+            if len(prompt.numbers) > _MANY_TOKENS:
+                hashes = await asyncio.to_thread(prompt.question.hashes, prompt.numbers, size)
+            else:
+                hashes = prompt.question.hashes(prompt.numbers, size)
+            prompt.hashes[size] = _packed(hashes)
+
+    async def _round(self, prompts: Sequence[_Prompt]) -> list[Missing]:
+        """Ask everybody once. Afterwards a prompt has hashes only for block sizes that must be asked for again."""
+        asks = [
+            Ask(each.question.model, each.question.tenant, each.hashes, each.question.num_positions(each.numbers))
+            for each in prompts
+        ]
+        told, failures = await self._ask(asks)
+        accepted, winners, missing = self._judge(told, failures)
+        for number, prompt in enumerate(prompts):
+            asked, prompt.hashes = prompt.hashes, {}
+            for place, each in enumerate(accepted):
+                found = each.found[number]
+                prompt.block_sizes.update(found.block_sizes)
+                prompt.known.update(found.known)
+                prompt.streams += _streams(found, winners, place)
+            question = prompt.question
+            if prompt.block_sizes:
+                self._remember(question, prompt.block_sizes)
+            if question.field == "token_ids" and question.block_size is None:
+                await self._hash(prompt, sorted(prompt.block_sizes - asked.keys()))
+        return missing
+
+    def _remember(self, question: Question, block_sizes: set[int]) -> None:
+        model = question.model, question.tenant
+        self._block_sizes[model] = block_sizes
+        self._block_sizes.move_to_end(model)
+        if len(self._block_sizes) > _MAX_MODELS:
+            self._block_sizes.popitem(last=False)
+
+    def _answer(self, prompt: _Prompt, missing: list[Missing]) -> bytes | ProblemError:
+        question = prompt.question
+        is_known = bool(prompt.block_sizes) or self.knows(question)
+        try:
+            if not is_known:
+                raise unknown_model(question, prompt.known)
+            if prompt.block_sizes and not missing:
+                check_block_size(question, prompt.block_sizes)
+        except ProblemError as problem:
+            if is_known or not missing:
+                return problem
+            detail = f"{problem.detail}; {_in_words(missing)}"  # the model may be in what is missing
+            return ProblemError(503, ProblemKind.UNAVAILABLE, detail, problem.field, problem.value, retry_after_s=1)
+        now = time.time()
+        scores = worker_scores(each._replace(heard_at=now - each.heard_at / 1000) for each in prompt.streams)
+        return encoded_answer(question, scores, now, missing or UNSET)
+
+    async def _ask(self, asks: list[Ask], *, has_patience: bool = False) -> tuple[list[Told], dict[str, str]]:
+        """Ask all members, this one first. Returns the answers, and member -> why it did not answer.
+
+        has_patience: also ask those that did not answer the last time.
+        """
+        has_patience = has_patience or self._membership.is_doubtful  # somebody knows who has its partitions now
+        assignment = self._membership.assignment
+        asked = Asked(assignment.generation, asks)
+        peers = self._peers.of(assignment.members)
+        body = encode(asked) if peers else b""
+        failures = {peer.member.id: peer.failure for peer in peers if peer.failure and not has_patience}
+        asking = [asyncio.create_task(peer.ask(body)) for peer in peers if peer.member.id not in failures]
+        told = [await self._own.tell(asked)]
+        for peer, answer in zip(
+            [peer for peer in peers if peer.member.id not in failures],
+            await asyncio.gather(*asking, return_exceptions=True),
+            strict=True,
+        ):
+            self._note(peer, answer, len(asks), told, failures)
+        return told, failures
+
+    def _note(
+        self, peer: Peer, answer: Told | BaseException, num_asked: int, told: list[Told], failures: dict[str, str]
+    ) -> None:
+        if isinstance(answer, PeerError):
+            failures[peer.member.id] = str(answer)
+            self.given_up += 1
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif len(answer.found) == num_asked:
+            told.append(answer)
+        else:
+            failures[peer.member.id] = "its answer cannot be read"
+
+    def _judge(
+        self, told: Sequence[Told], failures: dict[str, str]
+    ) -> tuple[list[Told], dict[int, _Winner], list[Missing]]:
+        """Decide whose rows count, by the newest assignment that anybody knows."""
+        newest = max(
+            (self._membership.assignment, *(each.assignment for each in told if each.assignment is not None)),
+            key=lambda assignment: assignment.generation,
+        )
+        accepted = [each for each in told if newest.has(each.member)]
+        owners = newest.owners()
+        winners: dict[int, _Winner] = {}
+        for place, each in enumerate(accepted):
+            for partition, is_ready in each.claims.items():
+                owner = owners.get(partition)
+                claim = _Winner(is_ready, owner is not None and owner.id == each.member, place)
+                if partition not in winners or claim[:2] > winners[partition][:2]:
+                    winners[partition] = claim
+        return accepted, winners, self._missing(newest, winners, failures)
+
+    def _missing(self, newest: Assignment, winners: dict[int, _Winner], failures: dict[str, str]) -> list[Missing]:
+        lacking: dict[tuple[str, str], list[int]] = {}
+        for partition, owner in newest.owners().items():
+            winner = winners.get(partition)
+            if winner is None or not winner.is_ready:
+                reason = failures.get(owner.id) or (_NOBODY if winner is None else _CATCHING_UP)
+                lacking.setdefault((owner.url, reason), []).append(partition)
+        gone = {partition for partitions in lacking.values() for partition in partitions}
+        now = time.time()
+        self._since = {partition: self._since.get(partition, now) for partition in gone}
+        return [
+            Missing(sorted(partitions), min(self._since[p] for p in partitions), url, reason)
+            for (url, reason), partitions in sorted(lacking.items())
+        ]
+
+
+def not_joined(group: str) -> ProblemError:
+    """Return the problem of a request that comes before the first assignment."""
+    detail = f"this service has not joined the consumer group {group} yet, see /ready"
+    return ProblemError(503, ProblemKind.UNAVAILABLE, detail, retry_after_s=1)
+
+
+def _packed(hashes: Numbers) -> bytes:
+    return np.ascontiguousarray(hashes, "<u8").tobytes()
+
+
+def _streams(found: Found, winners: dict[int, _Winner], place: int) -> list[StreamScore]:
+    """Return the rows that count. `heard_at` is the age in milliseconds here."""
+    streams = []
+    for row in found.rows:
+        winner = winners.get(row.partition)
+        if winner is not None and winner.place == place:
+            streams.append(_stream(row, winner.is_ready))
+    return streams
+
+
+def _stream(row: Row, is_ready: bool) -> StreamScore:
+    state = STATES[row.state]
+    if state is ViewState.LIVE and not is_ready:
+        state = ViewState.SYNCING
+    tiers = TierTokens(row.gpu, row.cpu, row.disk, row.external)
+    return StreamScore(row.worker, row.dp_rank, tiers, state, row.age_ms, row.partition)
+
+
+def _in_words(missing: Sequence[Missing]) -> str:
+    partitions = sorted(p for each in missing for p in each.partitions)
+    return f"partitions {', '.join(map(str, partitions[:20]))} are missing: {missing[0].reason}"

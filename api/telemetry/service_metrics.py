@@ -1,0 +1,229 @@
+"""Metrics in Prometheus' text format. They are counted in a middleware or read from the views at each scrape."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from itertools import accumulate
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import Counter as PrometheusCounter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.served_views import ServedViews
+from api.telemetry.view_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
+from api.workers.event_stream import EventFeed
+from indexer.consumer import Consumer
+from indexer.views import ViewState
+from kv_events.schema import MEDIA
+
+_BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
+_SLICE_SAMPLES = 500
+_STREAM_COUNTERS = {
+    name: "kvsight_batches_applied" if name == "batches" else f"kvsight_{name}" for name in COUNTER_NAMES
+}
+
+
+class HttpMetrics:
+    """Metrics of one application, in their own registry."""
+
+    def __init__(self, consumer: Consumer, timed_paths: Collection[str], feed: EventFeed, max_workers: int) -> None:
+        """max_workers: workers that have series of their own."""
+        self.registry = CollectorRegistry()
+        listening = Gauge("kvsight_event_clients", "Callers of GET /events", registry=self.registry)
+        listening.set_function(lambda: feed.num_clients)
+        self.registry.register(ConsumerMetrics(consumer))
+        self.registry.register(ViewMetrics(consumer, max_workers))
+        self.queries = QueryMetrics(timed_paths)
+        self.registry.register(self.queries)
+        self.errors = PrometheusCounter(
+            "kvsight_http_errors", "Answers of status 4xx and 5xx", ["status_class"], registry=self.registry
+        )
+
+    async def text(self) -> bytes:
+        """Return the metrics in text format 0.0.4. Queries can run between two slices of it."""
+        return await metrics_text(self.registry)
+
+
+async def metrics_text(registry: Collector) -> bytes:
+    """Return metrics in text format 0.0.4. Other tasks can run between two slices of it."""
+    parts = []
+    for family in registry.collect():
+        for start in range(0, len(family.samples) or 1, _SLICE_SAMPLES):
+            part = Metric(family.name, family.documentation, family.type)
+            part.samples = family.samples[start : start + _SLICE_SAMPLES]
+            text = generate_latest(_Collected(part))
+            parts.append(text if start == 0 else text.split(b"\n", 2)[2])  # one header for each family
+            await asyncio.sleep(0)
+    return b"".join(parts)
+
+
+class _Collected(CollectorRegistry):
+    """One metric that has been collected before."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self._metric = metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric
+
+
+class QueryMetrics(Collector):
+    """Number and times of queries by route. A note takes a third of the time that a histogram with a lock takes."""
+
+    def __init__(self, paths: Collection[str]) -> None:
+        self.paths = frozenset(paths)
+        self._counts = {path: [0] * (len(_BUCKETS_S) + 1) for path in paths}
+        self._seconds = dict.fromkeys(paths, 0.0)
+
+    def note(self, path: str, seconds: float) -> None:
+        """Count a query. path: one of `paths`. The event loop's thread calls it."""
+        self._counts[path][bisect_left(_BUCKETS_S, seconds)] += 1
+        self._seconds[path] += seconds
+
+    def note_alike(self, path: str, seconds: float, count: int) -> None:
+        """Count queries that took the same time, each `seconds`."""
+        self._counts[path][bisect_left(_BUCKETS_S, seconds)] += count
+        self._seconds[path] += count * seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families."""
+        queries = CounterMetricFamily("kvsight_queries", "Queries answered", labels=["route"])
+        times = HistogramMetricFamily("kvsight_query_seconds", "Time of a query", labels=["route"])
+        bounds = [*map(floatToGoString, _BUCKETS_S), "+Inf"]
+        for path, counts in self._counts.items():
+            queries.add_metric([path], sum(counts))
+            times.add_metric([path], list(zip(bounds, accumulate(counts), strict=True)), self._seconds[path])
+        yield from (queries, times)
+
+
+class MeasureRequests:
+    """Middleware that times the query routes and counts errors."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_and_count(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._metrics.errors.labels(f"{message['status'] // 100}xx").inc()
+            await send(message)
+
+        began = time.perf_counter()
+        await self._app(scope, receive, send_and_count)
+        if scope["path"] in self._metrics.queries.paths:
+            self._metrics.queries.note(scope["path"], time.perf_counter() - began)
+
+
+class ConsumerMetrics(Collector):
+    """Metrics of the consumer, read at each scrape."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metric families."""
+        consumer = self._consumer
+        yield _by_reason("kvsight_resync_requests", "Resyncs requested", consumer.resyncs_requested)
+        yield _counter("kvsight_snapshots_written", "Snapshots written", consumer.snapshots_written)
+        yield _counter("kvsight_snapshot_failures", "Snapshots that could not be written", consumer.snapshot_failures)
+        yield _gauge(
+            "kvsight_ready", "1 after the service has caught up with the log", float(not consumer.why_not_ready())
+        )
+        yield _gauge("kvsight_log_up", "1 while the log can be read", float(consumer.log_outage.since is None))
+        yield _gauge("kvsight_log_down_seconds", "Time since the log became unreadable", consumer.log_outage.seconds)
+        if (lag := consumer.lag()) is not None:
+            yield _gauge("kvsight_log_lag_records", "Records in the log that are not applied yet", lag)
+
+
+class ViewMetrics(Collector):
+    """Metrics of the views, read at each scrape."""
+
+    def __init__(self, served: ServedViews, max_workers: int) -> None:
+        """max_workers: workers that have series of their own."""
+        self._served = served
+        self._growth = CounterGrowth()
+        self._totals = np.zeros(len(COUNTER_NAMES), np.int64)
+        self._workers = WorkerMetrics(max_workers)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metric families."""
+        yield from self._record_families()
+        yield from self._stream_counters()
+        yield from self._view_families()
+        yield from self._index_families()
+
+    def _record_families(self) -> Iterator[Metric]:
+        yield _counter("kvsight_records", "Records read from the log", self._served.num_records)
+        yield _by_reason("kvsight_records_rejected", "Dead letters", self._served.rejected)
+
+    def _stream_counters(self) -> Iterator[Metric]:
+        """Yield sums over all streams, which never decrease, then those of each worker."""
+        views = self._served.namespaces.views
+        growth = self._growth.take(views)
+        self._totals += growth.sum(axis=0)
+        self._workers.update(views, growth, self._served.freshness)
+        for (name, metric), total in zip(_STREAM_COUNTERS.items(), self._totals.tolist(), strict=True):
+            yield _counter(metric, f"{name.replace('_', ' ')}, all streams".capitalize(), total)
+        yield from self._workers.families(self._served.now())
+
+    def _view_families(self) -> Iterator[Metric]:
+        served = self._served
+        by_state: Counter[ViewState] = Counter()
+        heard_at = []
+        for view in served.namespaces.views:
+            state = served.freshness.state(view)
+            by_state[state] += 1
+            if state is not ViewState.EXPIRED:
+                heard_at.append(view.heard_at)
+        workers = GaugeMetricFamily("kvsight_workers", "Worker streams", labels=["state"])
+        for state in ViewState:
+            workers.add_metric([state.value], by_state[state])
+        yield workers
+        now = served.now()
+        oldest = max(0.0, now - min(heard_at, default=now))
+        yield _gauge("kvsight_view_age_seconds", "Age of the oldest view that counts in scores", oldest)
+
+    def _index_families(self) -> Iterator[Metric]:
+        labels = ["model", "tenant", "block_size"]
+        pages = GaugeMetricFamily("kvsight_pages", "Pages held, summed over workers", labels=[*labels, "medium"])
+        distinct = GaugeMetricFamily("kvsight_index_pages", "Distinct pages", labels=labels)
+        sets = GaugeMetricFamily("kvsight_index_holder_sets", "Distinct holder sets", labels=labels)
+        size = GaugeMetricFamily("kvsight_index_bytes", "Bytes of the arrays in use", labels=labels)
+        for namespace in self._served.namespaces:
+            key = [str(part) for part in namespace.key]
+            held = [view.num_pages for view in namespace.views.values()]
+            for tier, medium in enumerate(MEDIA):
+                pages.add_metric([*key, medium.value], sum(counts[tier] for counts in held))
+            distinct.add_metric(key, namespace.index.num_pages)
+            sets.add_metric(key, namespace.index.num_sets)
+            size.add_metric(key, namespace.index.bytes_used)
+        yield from (pages, distinct, sets, size)
+
+
+def _counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, help_text, value=value)
+
+
+def _by_reason(name: str, help_text: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=["reason"])
+    for reason, count in counts.items():
+        family.add_metric([reason], count)
+    return family
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value=value)

@@ -1,0 +1,1 @@
+"""The workers: lists, pages, changes of state, and the registration of engines."""

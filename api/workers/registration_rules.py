@@ -1,0 +1,98 @@
+"""Rules for registrations: allowed addresses, conflicts, and the ranks that a caller selects."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from api.problems import ProblemError, ProblemKind
+from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
+from bridge import EngineSettings
+from kv_events.endpoints import LocateError, has_wildcard
+from kv_events.errors import InvalidValueError, shorten
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.streams import StreamId
+
+_limited_logger = RateLimitedLogger(logging.getLogger(__name__), "registrations")
+
+Engines: TypeAlias = Mapping[StreamId, EngineSettings]
+
+# restricted to addresses that ZMQ can connect to, so that it does not retry forever
+_TCP = re.compile(r"tcp://(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\]):[0-9]{1,5}")
+_IPC = re.compile(r"ipc://[A-Za-z0-9_./-][A-Za-z0-9_./@-]{0,99}|ipc://@[A-Za-z0-9_./@-]{1,99}")
+
+
+async def check_addresses(engine: EngineSettings, allowed: AllowedAddresses) -> None:
+    """Check that an engine's addresses are valid and allowed. Raises ProblemError (400, 403).
+
+    A host name may be unknown, because an engine may be registered before it runs.
+    """
+    for field in ("endpoint", "replay_endpoint"):
+        address: str | None = getattr(engine, field)
+        if address is None:
+            continue
+        if not (_TCP.fullmatch(address) or _IPC.fullmatch(address)) or has_wildcard(address):
+            expected = "the engine's own address, tcp://HOST:PORT; this service binds none"
+            raise ProblemError.of_value(InvalidValueError(field, address, expected), 400, ProblemKind.INVALID_ENDPOINT)
+        try:
+            await allowed.locate(address)
+        except AddressRefusedError as error:
+            raise ProblemError(403, ProblemKind.ENDPOINT_NOT_ALLOWED, f"{field}: {error}", field, address) from None
+        except LocateError as error:
+            _limited_logger.warning("worker %s is registered all the same: %s", shorten(engine.worker), error)
+
+
+def check_conflicts(engines: Engines, engine: EngineSettings, *, is_peer: bool) -> None:
+    """Check that an engine contradicts no registered one. is_peer: also apply Dynamo's rules.
+
+    Raises ProblemError (409).
+    """
+    stream = stream_of(engine)
+    if stream in engines:
+        raise _conflict(f"instance {engine.worker} dp_rank {engine.dp_rank} already registered", engine)
+    for held, settings in engines.items():
+        served = f"model={held.model} routing_group={held.tenant}"
+        is_same_worker = held.worker == stream.worker and (is_peer or held.tenant == stream.tenant)
+        if is_same_worker and (held.model, held.tenant) != (stream.model, stream.tenant):
+            raise _conflict(f"instance {engine.worker} is already registered for {served}", engine)
+        is_same_namespace = (held.model, held.tenant) == (stream.model, stream.tenant)
+        if is_peer and is_same_namespace and settings.block_size != engine.block_size:
+            sizes = f"existing={settings.block_size}, requested={engine.block_size}"
+            raise _conflict(f"block_size mismatch for {served}: {sizes}", engine)
+
+
+def select_ranks(
+    engines: Engines, worker: str, model: str, tenant: str | None, dp_rank: int | None
+) -> dict[StreamId, EngineSettings]:
+    """Return the ranks that a caller unregisters, at least one. Raises ProblemError (404)."""
+    of_worker = {s: e for s, e in engines.items() if s.worker == worker and tenant in (None, s.tenant)}
+    if not of_worker:
+        raise _unknown(f"instance {worker} not found", worker)
+    of_model = {stream: engine for stream, engine in of_worker.items() if stream.model == model}
+    if not of_model:
+        other = next(iter(of_worker))
+        raise _unknown(f"instance {worker} is registered for model={other.model} routing_group={other.tenant}", worker)
+    selected = {stream: engine for stream, engine in of_model.items() if dp_rank in (None, stream.dp_rank)}
+    if not selected:
+        raise _unknown(f"instance {worker} dp_rank {dp_rank} not found", worker)
+    return selected
+
+
+def no_room(detail: str, engine: EngineSettings, status: int = 409) -> ProblemError:
+    """Return the problem of a reached limit."""
+    return ProblemError(status, ProblemKind.TOO_MANY_REGISTRATIONS, detail, "instance_id", engine.worker)
+
+
+def stream_of(engine: EngineSettings) -> StreamId:
+    """Return the identity of a rank. Registered engines have names."""
+    return StreamId(engine.model or "", engine.tenant, engine.worker or "", engine.dp_rank)
+
+
+def _conflict(detail: str, engine: EngineSettings) -> ProblemError:
+    return ProblemError(409, ProblemKind.ALREADY_REGISTERED, detail, "instance_id", engine.worker)
+
+
+def _unknown(detail: str, worker: str) -> ProblemError:
+    return ProblemError(404, ProblemKind.UNKNOWN_WORKER, detail, "instance_id", worker)

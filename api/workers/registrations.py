@@ -1,0 +1,315 @@
+"""Engines that this process reads itself, with a bridge whose records go to the consumer's log in memory.
+
+Registrations are saved where other services save snapshots, so that a restarted service reads the same engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from api.daemon_threads import run_in_daemon_thread
+from api.problems import ProblemError, ProblemKind
+from api.settings import RegistrationSettings
+from api.workers.allowed_addresses import AllowedAddresses
+from api.workers.registration_rules import check_addresses, check_conflicts, no_room, select_ranks, stream_of
+from api.workers.saved_registrations import SavedRegistrations
+from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
+from bridge.metrics import BridgeMetrics
+from indexer.consumer import Consumer
+from indexer.errors import IndexFullError
+from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
+from kv_events.errors import KvsightError
+from kv_events.log.memory import MemoryLog
+from kv_events.schema import ENGINE_UNHEARD
+from kv_events.streams import StreamId, split_group
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+_MOST_CHECKED = 64
+_KERNELS_TIMEOUT_S = 120.0
+_LOAD_TIMEOUT_S = 2.0
+_FIRST_READ_TIMEOUT_S = 10.0
+_CHECK_INTERVAL_S = 0.1
+_INDEX_TIMEOUT_S = 1.0
+_DROP_TIMEOUT_S = 5.0
+_POLL_S = 0.001
+_NOT_INDEXED = "the index has accepted none of its batches: see kvsight_records_rejected_total"
+
+
+class Registrations:
+    """The registered ranks by (worker, tenant, model, rank). Belongs to the consumer's event loop."""
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        memory_log: MemoryLog,
+        settings: RegistrationSettings,
+        bridge: BridgeSettings,
+        store: SnapshotStore | None,
+        load_kernels: Callable[[], None] | None = None,
+        own_port: int | None = None,
+        max_files: int = sys.maxsize,
+    ) -> None:
+        """memory_log: the log that the consumer reads. store: where registrations are saved; None: nowhere.
+
+        load_kernels: called in a thread before an engine is read. None: the kernels of the bridge are loaded already.
+        own_port: that of this service, which it must not read itself. max_files: file descriptors that engines may use.
+        """
+        self.save_failures = 0
+        self._consumer = consumer
+        self._settings = settings
+        self._saved = None if store is None else SavedRegistrations(store)
+        self._max_files = max_files
+        self._allowed = AllowedAddresses(settings.register_allow, own_port)
+        self._fleet = Fleet.embedded(bridge, memory_log, self._allowed.locate)
+        self._engines: dict[StreamId, EngineSettings] = {}
+        self._added_at: dict[StreamId, float] = {}
+        self._lock = asyncio.Lock()  # one change at a time, saved before the next
+        self._load_kernels = load_kernels
+        self._can_read = asyncio.Event()
+        if load_kernels is None:
+            self._can_read.set()
+        self._loaded = asyncio.Event()
+        self._waiting_for: set[StreamId] = set()  # loaded registrations that are not read yet
+        self._unsaved = asyncio.Event()
+        self._num_checked = 0  # whose addresses are being looked up
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Read the saved and the new registrations inside the block."""
+        task = asyncio.create_task(self._maintain(), name="registrations")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._fleet.close()
+            if self._saved is not None:
+                await self._saved.close()
+
+    def metrics(self) -> Collector:
+        """Return the collector of the metrics of the registrations and their engines."""
+        return _Metrics(self)
+
+    def status(self) -> dict[StreamId, EngineStatus]:
+        """Return the status of every registered rank."""
+        found = {stream_of(status.engine): status for status in self._fleet.status()}
+        return {stream: self._with_failure(stream, status) for stream, status in found.items()}
+
+    def why_not_ready(self) -> str | None:
+        """Return what must still be loaded or read after a start, or None if the service is ready."""
+        if not self._can_read.is_set():
+            return "the kernels that read engines are not loaded yet"
+        if not self._loaded.is_set():
+            return "the saved registrations are not loaded yet"
+        return f"{len(self._waiting_for)} registered engines are still to be read" if self._waiting_for else None
+
+    async def add(self, engine: EngineSettings, *, is_peer: bool) -> bool:
+        """Start to read one rank and wait until queries know it. Returns False if it was registered already.
+
+        is_peer: also refuse what Dynamo refuses. Raises ProblemError.
+        """
+        if self._num_checked >= _MOST_CHECKED:
+            detail = f"the addresses of {_MOST_CHECKED} other engines are being looked up"
+            raise ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1)
+        self._num_checked += 1
+        try:
+            await check_addresses(engine, self._allowed)
+        finally:
+            self._num_checked -= 1
+        await self._wait_until_loaded()
+        async with self._lock:
+            if self._engines.get(stream_of(engine)) == engine:
+                return False
+            check_conflicts(self._engines, engine, is_peer=is_peer)
+            self._check_room(engine)
+            await self._add(engine)
+            await self._save()
+        await self._wait_until_indexed(stream_of(engine))
+        return True
+
+    async def remove(self, worker: str, model: str, tenant: str | None, dp_rank: int | None) -> list[EngineSettings]:
+        """Stop reading a worker, all ranks or one, and drop its pages. Returns what was removed. tenant: None is any.
+
+        Raises ProblemError (404, 503).
+        """
+        await self._wait_until_loaded()
+        async with self._lock:
+            selected = select_ranks(self._engines, worker, model, tenant, dp_rank)
+            for stream in selected:
+                await self._fleet.remove(
+                    stream.worker, model=stream.model, tenant=stream.tenant, dp_rank=stream.dp_rank
+                )
+                del self._engines[stream], self._added_at[stream]
+            await self._save()
+            await self._forget(self._unread({stream._replace(dp_rank=0) for stream in selected}))
+        return list(selected.values())
+
+    def _check_room(self, engine: EngineSettings) -> None:
+        if len(self._engines) >= self._settings.max_registrations:
+            raise no_room(f"{len(self._engines)} ranks are registered already (KVSIGHT_MAX_REGISTRATIONS)", engine)
+        engines = [*self._engines.values(), engine]
+        if (num_files := sum(each.num_files for each in engines)) > self._max_files:
+            limit = f"engines may use {self._max_files} file descriptors, and {num_files} would be needed"
+            raise no_room(f"{limit}: raise the limit on open files (LimitNOFILE=, ulimit -n)", engine, 503)
+        sizes = {stream_of(each): each.block_size for each in engines if each.block_size is not None}
+        try:
+            self._consumer.namespaces.check_room(sizes)
+        except IndexFullError as error:
+            raise no_room(str(error), engine) from None
+
+    # --- the log ----------------------------------------------------------------------------------------------------
+
+    async def _add(self, engine: EngineSettings) -> None:
+        await self._fleet.add(engine)
+        self._engines[stream_of(engine)] = engine
+        self._added_at[stream_of(engine)] = time.monotonic()
+
+    async def _wait_until_indexed(self, stream: StreamId) -> None:
+        """Wait until the first record of the stream, which was sent already, has been applied."""
+        deadline = time.monotonic() + _INDEX_TIMEOUT_S
+        while stream in self._engines and self._consumer.namespaces.view(stream) is None:
+            if time.monotonic() > deadline:
+                logger.warning("%s was registered, but %s", stream.key, _NOT_INDEXED)
+                return
+            await asyncio.sleep(_POLL_S)
+
+    def _with_failure(self, stream: StreamId, status: EngineStatus) -> EngineStatus:
+        is_new = time.monotonic() <= self._added_at.get(stream, 0.0) + _INDEX_TIMEOUT_S
+        if status.failure is not None or is_new or self._consumer.namespaces.view(stream) is not None:
+            return status
+        return status._replace(failure=_NOT_INDEXED)
+
+    def _is_read(self, stream: StreamId, status: EngineStatus) -> bool:
+        """Return whether everything that the engine still keeps from before the start is in the index."""
+        if status.counters.failed_replays:
+            return True
+        view = self._consumer.namespaces.view(stream)
+        is_receiving = status.engine.replay_endpoint is None or (
+            view is not None and view.degraded_reason != ENGINE_UNHEARD
+        )
+        return (
+            is_receiving
+            and status.state not in (ConnectionState.CONNECTING, ConnectionState.UNREACHABLE)
+            and all(map(self._is_applied, status.streams))
+        )
+
+    def _is_applied(self, status: StreamStatus) -> bool:
+        view = self._consumer.namespaces.view(status.stream)
+        return view is not None and sum(view.num_pages) >= status.pages_held
+
+    def _unread(self, workers: Collection[StreamId]) -> list[StreamId]:
+        """Return the known streams of these workers that are no longer read. Batches may have named further ranks."""
+        read = {stream.stream for status in self._fleet.status() for stream in status.streams} | self._engines.keys()
+        known = [view.stream for view in self._consumer.namespaces.views]
+        return [s for s in known if s not in read and s._replace(model=split_group(s.model)[0], dp_rank=0) in workers]
+
+    async def _forget(self, streams: Collection[StreamId]) -> None:
+        try:
+            await asyncio.wait_for(self._consumer.forget(streams), _DROP_TIMEOUT_S)
+        except TimeoutError:
+            logger.warning("unregistered pages are still to be dropped: the index is behind")
+
+    # --- saved registrations ----------------------------------------------------------------------------------------
+
+    async def _wait_until_loaded(self) -> None:
+        """Wait until the saved registrations are loaded, because they may conflict. Raises ProblemError (503)."""
+        try:
+            await asyncio.wait_for(self._can_read.wait(), _KERNELS_TIMEOUT_S)
+        except TimeoutError:
+            detail = "the kernels that read engines are still being compiled, which happens once on a new machine"
+            raise ProblemError(503, ProblemKind.KERNELS_LOADING, detail, retry_after_s=5) from None
+        try:
+            await asyncio.wait_for(self._loaded.wait(), _LOAD_TIMEOUT_S)
+        except TimeoutError:
+            detail = "the saved registrations cannot be read at the moment"
+            raise ProblemError(503, ProblemKind.REGISTRATIONS_AWAY, detail, retry_after_s=1) from None
+
+    async def _maintain(self) -> None:
+        while True:
+            try:
+                if self._load_kernels is not None and not self._can_read.is_set():
+                    await run_in_daemon_thread(self._load_kernels)
+                self._can_read.set()
+                if not self._loaded.is_set():
+                    await self._load()
+                    await self._await_first_reads()
+                await self._unsaved.wait()
+                await asyncio.sleep(_RETRY_S)
+                async with self._lock:
+                    if self._unsaved.is_set():
+                        await self._save()
+            except SnapshotStoreError as error:
+                logger.warning("registrations cannot be read yet: %s", error)
+            except Exception:
+                logger.exception("registrations cannot be read or saved; trying again")
+            await asyncio.sleep(_RETRY_S)
+
+    async def _load(self) -> None:
+        engines = [] if self._saved is None else await self._saved.load()
+        checks = (check_addresses(engine, self._allowed) for engine in engines)
+        refusals = await asyncio.gather(*checks, return_exceptions=True)
+        async with self._lock:
+            for engine, refusal in zip(engines, refusals, strict=True):
+                await self._restore(engine, refusal)
+            self._waiting_for = set(self._engines)
+            self._loaded.set()
+
+    async def _await_first_reads(self) -> None:
+        deadline = time.monotonic() + _FIRST_READ_TIMEOUT_S
+        try:
+            while self._waiting_for and time.monotonic() < deadline:
+                status = self.status()
+                self._waiting_for &= {stream for stream in status if not self._is_read(stream, status[stream])}
+                await asyncio.sleep(_CHECK_INTERVAL_S)
+            for stream in sorted(self._waiting_for):
+                logger.warning(
+                    "%s is registered, but could not be read within %.0f s", stream.key, _FIRST_READ_TIMEOUT_S
+                )
+        finally:
+            self._waiting_for.clear()
+
+    async def _restore(self, engine: EngineSettings, refusal: BaseException | None) -> None:
+        try:
+            if refusal is not None:
+                raise refusal
+            check_conflicts(self._engines, engine, is_peer=False)
+            self._check_room(engine)
+            await self._add(engine)
+        except KvsightError as error:
+            logger.warning("registration of %s is dropped: %s", stream_of(engine).key, error)
+
+    async def _save(self) -> None:
+        """Save, with retries while the store is unavailable."""
+        if self._saved is None:
+            return
+        self._unsaved.set()
+        try:
+            await self._saved.save(list(self._engines.values()))
+        except SnapshotStoreError as error:
+            self.save_failures += 1
+            logger.warning("registrations are not saved: %s", error)
+        else:
+            self._unsaved.clear()
+
+
+class _Metrics(Collector):
+    def __init__(self, registrations: Registrations) -> None:
+        self._registrations = registrations
+        self._engines = BridgeMetrics(lambda: list(registrations.status().values()))
+
+    def collect(self) -> Iterator[Metric]:
+        registered = len(self._registrations.status())
+        yield GaugeMetricFamily("kvsight_registrations", "Registered ranks of engines", value=registered)
+        failures = self._registrations.save_failures
+        yield CounterMetricFamily("kvsight_registration_save_failures", "Registrations not saved", value=failures)
+        yield from self._engines.collect()

@@ -1,0 +1,199 @@
+"""Routes about workers: the list (`worker_list`), the pages of one view, a resync on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import nsmallest
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Query
+from msgspec import UNSET
+from starlette.responses import Response
+
+from api.openapi import answers, problem
+from api.problems import ProblemError, ProblemKind
+from api.queries.encoding import age_ms
+from api.queries.routes import json_response
+from api.served_views import ServedViews
+from api.workers.description import list_workers
+from api.workers.stream_pages import is_known, stream_pages
+from indexer.views import View
+from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker
+from kv_events.limits import MAX_DP_RANK
+from kv_events.schema import MEDIA
+from kv_events.streams import StreamId, split_group
+
+if TYPE_CHECKING:
+    from api.workers.registrations import Registrations
+
+MAX_PAGES_PER_ANSWER = 10_000
+_MAX_NAMES = 20
+
+
+_encoder = msgspec.json.Encoder()
+_BAD_PARAMETER = problem(422, "A parameter is invalid")
+_UNKNOWN_WORKER = problem(404, "No stream of this worker matches")
+
+RankFilter = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK)]
+
+
+def worker_routes(
+    served: ServedViews,
+    registrations: Registrations | None = None,
+    demand_resync: Callable[[View], None] | None = None,
+) -> APIRouter:
+    """Return the routes. They are coroutines, because they read the views in the event loop that changes them.
+
+    demand_resync: asks the publisher of a view to resend everything. None: no publisher listens, so there is no route.
+    """
+    router = APIRouter(tags=["workers"])
+
+    @router.get("/workers", response_class=Response, responses=answers(list[Worker], "The workers"))
+    async def workers(model_name: str | None = None, routing_group: str | None = None) -> Response:
+        """Return every worker with the state of each of its ranks, or an empty list.
+
+        Group streams are shown with their worker, not as models of their own.
+        """
+        engines = {} if registrations is None else registrations.status()
+        found = [worker async for worker in list_workers(served, engines, model_name, routing_group)]
+        return json_response(b"[" + b",".join(found) + b"]")
+
+    # worker names may contain slashes
+    @router.get(
+        "/workers/{worker:path}/view",
+        response_class=Response,
+        responses={
+            **answers(RadixView, "A part of the view"),
+            **problem(400, "More than one stream matches"),
+            **_UNKNOWN_WORKER,
+            **_BAD_PARAMETER,
+        },
+    )
+    async def view(
+        worker: str,
+        dp_rank: RankFilter = None,
+        model: str | None = None,
+        tenant: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGES_PER_ANSWER)] = 1000,
+        cursor: Annotated[int, Query(ge=0, le=2**31)] = 0,
+    ) -> Response:
+        """Return the pages of a worker stream, `limit` at a time, in no particular order.
+
+        Each page of a worker with group streams names those that hold it. `model` may name a group stream: `m#mamba`.
+        """
+        views = _streams(served, worker, dp_rank, model, tenant)
+        selected = [view for view in views if view.stream.model in (model, _base_model(view))]
+        found = _single(selected or views, worker)
+        return json_response(_encoder.encode(await _radix_view(served, found, limit, cursor)))
+
+    if demand_resync is None:
+        return router
+
+    @router.post(
+        "/workers/{worker:path}/resync",
+        status_code=HTTPStatus.ACCEPTED,
+        response_class=Response,
+        responses={
+            **answers(ResyncAccepted, "The streams that will be asked", HTTPStatus.ACCEPTED),
+            **_UNKNOWN_WORKER,
+            **_BAD_PARAMETER,
+        },
+    )
+    async def resync(
+        worker: str, dp_rank: RankFilter = None, model: str | None = None, tenant: str | None = None
+    ) -> Response:
+        """Ask a worker's publishers to resend everything they hold as soon as possible, including group streams."""
+        views = _streams(served, worker, dp_rank, model, tenant)
+        for each in views:
+            demand_resync(each)
+        accepted = ResyncAccepted(streams=[each.stream.key for each in views])
+        return json_response(_encoder.encode(accepted), HTTPStatus.ACCEPTED)
+
+    return router
+
+
+def _streams(
+    served: ServedViews, worker: str, dp_rank: int | None, model: str | None, tenant: str | None
+) -> list[View]:
+    """Return the views that a caller selects, including group streams. Raises ProblemError (404) if there is none."""
+    found = [
+        view
+        for view in served.namespaces.views
+        if view.stream.worker == worker
+        and dp_rank in (None, view.stream.dp_rank)
+        and model in (None, view.stream.model, _base_model(view))
+        and tenant in (None, view.stream.tenant)
+    ]
+    if found:
+        return found
+    known = [view.stream for view in served.namespaces.views]
+    detail = f"no stream of worker {worker[:80]!r} fits; known (tenant/model/worker/rank): {_listed(known)}"
+    raise ProblemError(404, ProblemKind.UNKNOWN_WORKER, detail, "worker", worker)
+
+
+def _base_model(view: View) -> str:
+    return split_group(view.stream.model)[0]
+
+
+def _single(views: list[View], worker: str) -> View:
+    if len(views) == 1:
+        return views[0]
+    names = _listed([view.stream for view in views])
+    detail = f"worker {worker[:80]!r} has {len(views)} streams ({names}): say dp_rank, model or tenant"
+    raise ProblemError(400, ProblemKind.AMBIGUOUS_WORKER, detail, "worker", worker)
+
+
+def _listed(streams: list[StreamId]) -> str:
+    more = f" and {len(streams) - _MAX_NAMES} more" if len(streams) > _MAX_NAMES else ""
+    return (", ".join(stream.key for stream in nsmallest(_MAX_NAMES, streams)) or "none") + more
+
+
+async def _radix_view(served: ServedViews, view: View, limit: int, cursor: int) -> RadixView:
+    """Return up to `limit` pages from `cursor` on. Raises ProblemError (404) if the stream is forgotten."""
+    block_size = served.namespaces.block_size(view.stream)
+    groups = served.namespaces.group_views(view.stream)
+    pages: list[ViewPage] = []
+    next_cursor = None
+    passed = 0
+    async for held in stream_pages(served, view):
+        start = max(0, cursor - passed)
+        part = slice(start, start + limit - len(pages))
+        columns = (held.hashes[part].tolist(), held.parents[part].tolist(), held.tiers[part].tolist())
+        hashes = np.ascontiguousarray(held.hashes[part])
+        in_groups = {name: each.index.tiers_held(hashes, each.number).tolist() for name, each in groups.items()}
+        for i, row in enumerate(zip(*columns, strict=True)):
+            pages.append(_view_page(*row, {name: tiers[i] for name, tiers in in_groups.items()}))
+        passed += len(held.hashes)
+        if len(pages) == limit and passed > cursor + limit:
+            next_cursor = cursor + limit
+            break
+    if not is_known(served, view):
+        detail = f"{view.stream.key} was forgotten while its pages were read"
+        raise ProblemError(404, ProblemKind.UNKNOWN_WORKER, detail, "worker", view.stream.worker)
+    return RadixView(
+        model_name=view.stream.model,
+        routing_group=view.stream.tenant,
+        block_size=block_size,
+        dp_rank=view.stream.dp_rank,
+        state=served.freshness.state(view).value,
+        age_ms=age_ms(view.heard_at, served.now()),
+        epoch=view.epoch,
+        seq=view.next_seq - 1,
+        num_pages=len(pages),
+        pages=pages,
+        next_cursor=next_cursor,
+    )
+
+
+def _view_page(sequence_hash: int, parent: int, tiers: int, in_groups: dict[str, int]) -> ViewPage:
+    groups = {name: _media(each) for name, each in in_groups.items()}
+    return ViewPage(
+        sequence_hash=sequence_hash, parent=parent or None, media=_media(tiers), groups=groups if groups else UNSET
+    )
+
+
+def _media(tiers: int) -> list[str]:
+    return [medium.value for tier, medium in enumerate(MEDIA) if tiers >> tier & 1]

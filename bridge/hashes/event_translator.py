@@ -1,0 +1,383 @@
+"""Decoded events -> pages with sequence hashes, handed to the publishers of one worker.
+
+Pages are hashed here, where their tokens are. A page that cannot be hashed, or that stands for less than its whole
+prefix, is left out and counted: a missing page costs a router less than one that does not exist.
+
+Attention groups other than full attention are published in streams of their own (see `attention_groups`). Their stores
+may leave out blocks, which are named by the stores of full attention in the same message. They therefore wait for the
+end of the messages that are decoded together, as everything does that follows the first store of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from bridge.counters import BridgeCounters
+from bridge.decoding.mooncake_events import MooncakeEvent
+from bridge.decoding.runs import BadEvent, ClearedRun, Location, MixedRun, RemovedRun, Run, StoredRun, hashes_of
+from bridge.hashes.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
+from bridge.hashes.hash_translator import HashNamespace, HashTranslator
+from bridge.hashes.identity import StreamIdentity
+from bridge.hashes.media import is_device
+from bridge.hashes.page_namer import PageNamer, page_hashes, with_pages
+from bridge.hashes.page_size import PageSize
+from bridge.hashes.tier_mapper import TierMapper
+from kv_events.errors import shorten
+from kv_events.hashing import U64Array
+from kv_events.limits import MAX_BLOCK_SIZE
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from publisher.kernels.blocks import BlockTable
+from publisher.publisher import EventPublisher
+
+_MAX_WAITING = 16_384
+"""Runs that wait for the end of a batch. Engines send up to some thousand in one."""
+
+
+class MakePublisher(Protocol):
+    """Makes a publisher, and again for each later one of the stream."""
+
+    def __call__(self, block_size: int, group: str, blocks: BlockTable | None, /) -> EventPublisher:
+        """group: that of a group stream; empty for the worker's own stream. blocks: table of blocks of the publisher;
+        None for one of its own.
+        """
+        ...
+
+
+class EventTranslator:
+    """Translates the events of one worker. Publishes as soon as the block size is known. Not thread-safe."""
+
+    def __init__(
+        self,
+        identity: StreamIdentity,
+        counters: BridgeCounters,
+        limited_logger: RateLimitedLogger,
+        make_publisher: MakePublisher,
+        drop_publisher: Callable[[EventPublisher], None],
+        *,
+        block_size: int | None,
+        ledger_pages: int,
+        name_pages: int,
+    ) -> None:
+        """block_size: None to learn it from stores. drop_publisher: called with each publisher that is no longer used.
+        ledger_pages: most pages that a publisher holds. name_pages: most pages remembered beyond those held.
+        """
+        self._identity = identity
+        self._counters = counters
+        self._limited_logger = limited_logger
+        self._make_publisher = make_publisher
+        self._drop_publisher = drop_publisher
+        self._hashes = HashTranslator(ledger_pages, name_pages)
+        self._namer = PageNamer(identity, counters, limited_logger, self._hashes)
+        self._groups = AttentionGroups(identity.rules)
+        self._mappers = {OWN_STREAM: self._new_mapper()}
+        self._size = PageSize(block_size)
+        self._waiting: list[StoredRun | RemovedRun | MixedRun] = []
+        if block_size is not None:
+            self.open_publisher(block_size)
+
+    @property
+    def publisher(self) -> EventPublisher | None:
+        """That of the worker's own stream. None until the block size is known."""
+        return self._mappers[OWN_STREAM].publisher
+
+    @property
+    def publishers(self) -> list[EventPublisher]:
+        """Those of all streams, the worker's own first."""
+        return [mapper.publisher for mapper in self._mappers.values() if mapper.publisher is not None]
+
+    def open_publisher(self, block_size: int) -> EventPublisher:
+        """Publish with new publishers from now on."""
+        own = self._mappers[OWN_STREAM]
+        publisher = self._make_publisher(block_size, OWN_STREAM, self._hashes.blocks)
+        for mapper in self._mappers.values():
+            if mapper.publisher not in (None, publisher):
+                self._drop_publisher(mapper.publisher)
+            mapper.publisher = None
+        own.publisher = publisher
+        self._open_streams()
+        return publisher
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens a page. None until it is known."""
+        return self._size.tokens
+
+    @property
+    def problem(self) -> str:
+        """Why scores of this worker may be wrong: its block size, or an attention group. Else empty."""
+        return self._size.mismatch or self._groups.problem
+
+    @property
+    def must_end_batch(self) -> bool:
+        """Whether so many runs wait that the engine's batch must count as ended."""
+        return len(self._waiting) > _MAX_WAITING
+
+    @property
+    def num_remembered(self) -> int:
+        """Pages whose hashes are remembered."""
+        return len(self._hashes)
+
+    def apply(self, run: Run) -> None:
+        """Apply one run of events, at once or in `end_batch`."""
+        match run:
+            case StoredRun() | RemovedRun() | MixedRun():
+                if self._waiting or not self._groups.is_settled(run):
+                    self._waiting.append(run.copy())
+                else:
+                    self._apply_to_own_stream(run)
+            case ClearedRun():
+                self._counters.clears += run.num_events
+                self.end_batch()  # the pages go, but not their hashes
+                self.clear()
+            case MooncakeEvent():
+                self._apply_mooncake_event(run)
+            case BadEvent():
+                self._counters.bad_events[run.reason] += run.num_events
+                if run.may_remove:
+                    self.end_batch()
+                    self.clear()
+
+    def end_batch(self) -> None:
+        """Apply the runs that waited for the end of a batch: those of full attention first."""
+        for _ in self.end_batch_in_steps():
+            pass
+
+    def end_batch_in_steps(self) -> Iterator[None]:
+        """Do the same, and yield after each step."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        parts: list[StoredRun | RemovedRun] = []
+        is_news = False
+        for run in waiting:
+            for part in run.parts() if isinstance(run, MixedRun) else (run,):
+                parts.append(part)
+                is_news |= isinstance(part, StoredRun) and self._groups.learn(part)
+                yield
+        if is_news:
+            self._resize()
+        if is_news or any(mapper.publisher is None for mapper in self._mappers.values()):
+            self._open_streams()
+        for apply in (self._apply_to_own_stream, self._apply_to_groups):
+            for part in parts:
+                apply(part)
+                yield
+
+    def replace_publisher(self, block_size: int) -> None:
+        """Begin a new epoch without pages, because the engine may have restarted.
+
+        Hashes stay remembered: it may be the same engine, and hashes of another one mean the same content or nothing.
+        """
+        self._groups.forget()
+        self.open_publisher(block_size)
+        self.clear()
+        self._size.forget_proof()
+
+    def clear(self) -> None:
+        """Publish that the worker holds no pages. Hashes stay remembered, because they keep their meaning."""
+        self._waiting.clear()
+        for mapper in self._mappers.values():
+            mapper.clear()
+
+    def close(self) -> None:
+        """Drop all publishers."""
+        for publisher in self.publishers:
+            self._drop_publisher(publisher)
+
+    # --- streams ----------------------------------------------------------------------------------------------------
+
+    def _new_mapper(self) -> TierMapper:
+        return TierMapper(self._counters, self._limited_logger, counts_copies=self._identity.rules.count_copies)
+
+    def _open_streams(self) -> None:
+        """Open the streams that the groups need, once the block size is known, and close all others."""
+        needed = self._groups.streams
+        for name in [name for name in self._mappers if name not in (OWN_STREAM, *needed)]:
+            unneeded = self._mappers.pop(name).publisher
+            if unneeded is not None:
+                self._drop_publisher(unneeded)
+        for name, num_groups in needed.items():
+            mapper = self._mappers.setdefault(name, self._new_mapper())
+            if mapper.publisher is None and self.publisher is not None:
+                mapper.publisher = self._make_publisher(self.publisher.block_size, name, None)
+            if mapper.publisher is not None:
+                mapper.publisher.require_groups(num_groups)
+
+    # --- stores -----------------------------------------------------------------------------------------------------
+
+    def _apply_to_own_stream(self, run: StoredRun | RemovedRun | MixedRun) -> None:
+        """Apply what a run says of full attention."""
+        own = self._mappers[OWN_STREAM]
+        match run:
+            case StoredRun():
+                for group in self._groups.stored_in(run.attention_group):
+                    if self._groups.stream_of(group) == OWN_STREAM:
+                        self._store(run._replace(attention_group=group), self._groups.namespace(group))
+            case RemovedRun():
+                for group in self._groups.removed_from(run.attention_group):
+                    namespace = self._groups.namespace(group)
+                    if namespace is not None and self._groups.stream_of(group) == OWN_STREAM:
+                        hashes = page_hashes(run.block_hashes, self._groups.scale(group))
+                        own.remove(hashes, namespace, run.location, names_group=group is not None)
+            case MixedRun():
+                self._change(run)
+
+    def _change(self, run: MixedRun) -> None:
+        """Apply a mixed run of full attention: at once if it has the stream's block size, else part by part."""
+        stored = run.stored
+        group = stored.attention_group
+        if self._groups.stream_of(group) is None:
+            group = self._groups.stored_in(group)[0]
+        namespace = self._groups.namespace(group)
+        is_on_device = is_device(*stored.location)
+        has_our_size = not stored.num_positions or self._size.admits(stored.block_size, is_on_device=is_on_device)
+        if namespace is None or not has_our_size or self._groups.scale(group) != 1:
+            for part in run.parts():
+                self._apply_to_own_stream(part)
+        else:
+            self._mappers[OWN_STREAM].change(self._namer.by_tokens(stored, namespace), run, namespace)
+
+    def _apply_to_groups(self, run: StoredRun | RemovedRun) -> None:
+        """Apply what a run says of other groups than full attention."""
+        hashes = run.block_hashes if isinstance(run, RemovedRun) else run.events.block_hashes
+        if isinstance(run, RemovedRun):
+            groups = self._groups.removed_from(run.attention_group)
+        else:
+            groups = self._groups.stored_in(run.attention_group) or [run.attention_group]
+        for group in groups:
+            name, namespace = self._groups.stream_of(group), self._namespace(group, len(hashes))
+            if name == OWN_STREAM or namespace is None:
+                continue
+            mapper = None if name is None else self._mappers.get(name)
+            if mapper is None:
+                self._counters.other_groups += len(hashes)
+            elif isinstance(run, RemovedRun):
+                mapper.remove(hashes, namespace, run.location, names_group=group is not None)
+            else:
+                self._store_in_group(run, mapper, namespace)
+
+    def _store_in_group(self, run: StoredRun, mapper: TierMapper, namespace: HashNamespace) -> None:
+        naming = self._groups.naming()
+        if naming is not None and (run.num_positions == 0 or self._has_our_size(run)):
+            scale = self._groups.scale(run.attention_group, run.block_size)
+            mapper.store(self._namer.of_group(run, scale, naming), namespace, run.location)
+        elif run.num_positions:
+            self._refuse_size(run.block_size, len(run.events.block_hashes))
+
+    def _store(self, run: StoredRun, namespace: HashNamespace | None) -> None:
+        """Store pages of full attention, or of a pool."""
+        if namespace is None:
+            return
+        if run.num_positions == 0:
+            pages = self._namer.look_up(with_pages(run, self._groups.scale(run.attention_group)), namespace)
+        else:
+            whole = self._whole_pages(run)
+            if whole is None:
+                return
+            scale = self._groups.scale(run.attention_group, run.block_size)
+            pages = self._namer.by_tokens(with_pages(whole, scale), namespace)
+        self._mappers[OWN_STREAM].store(pages, namespace, run.location)
+
+    def _namespace(self, key: str | GroupIndex, num_pages: int) -> HashNamespace | None:
+        """The namespace of a group or owner. None if there are too many: `num_pages` are then left out."""
+        namespace = self._groups.namespace(key)
+        if namespace is None:
+            self._counters.refused_spaces += num_pages
+            self._limited_logger.warning("pages of %s left out: too many attention groups and owners", shorten(key))
+        return namespace
+
+    def _whole_pages(self, run: StoredRun) -> StoredRun | None:
+        """The full blocks of the run. None if there are none, or if they have another size than the stream's."""
+        num_blocks = len(run.events.block_hashes)
+        if not self._has_our_size(run):
+            self._refuse_size(run.block_size, num_blocks)
+            return None
+        num_full = run.num_positions // run.block_size
+        if run.num_positions == num_blocks * run.block_size:
+            return run
+        if num_full + 1 != num_blocks:
+            self._counters.bad_events["token_count"] += 1
+            return None
+        self._counters.partial_pages += 1
+        if num_full == 0:
+            return None
+        events = run.events._replace(
+            block_hashes=run.events.block_hashes[:num_full], lengths=np.array([num_full], np.int64)
+        )
+        return run._replace(events=events, num_positions=num_full * run.block_size)
+
+    def _has_our_size(self, run: StoredRun) -> bool:
+        size = run.block_size // self._groups.scale(run.attention_group, run.block_size)
+        is_on_device = is_device(*run.location)
+        if 1 <= size <= min(MAX_BLOCK_SIZE, run.num_positions) and self._size.is_changed_by(
+            size, len(run.events.lengths), is_on_device=is_on_device
+        ):
+            self._begin_with_size(size)
+        return self._size.admits(size, is_on_device=is_on_device)
+
+    def _resize(self) -> None:
+        """Use pages of another size at once if a new group needs it: no store would fit them otherwise."""
+        size = self._groups.page_size
+        if size and not self._size.is_registered and self._size.tokens not in (None, size):
+            self._begin_with_size(size)
+
+    def _begin_with_size(self, block_size: int) -> None:
+        self.open_publisher(block_size)
+        self.clear()
+        self._hashes.clear()
+        self._size.learn(block_size)
+
+    def _refuse_size(self, block_size: int, num_pages: int) -> None:
+        self._counters.other_block_sizes += num_pages
+        self._limited_logger.warning(
+            "pages of block_size %d left out, the stream's is %s", block_size, self._size.tokens
+        )
+
+    # --- events of Mooncake's RFC #1527 -----------------------------------------------------------------------------
+
+    def _apply_mooncake_event(self, event: MooncakeEvent) -> None:
+        if (event.model_name or self._identity.model) != self._identity.model or (
+            event.tenant_id or self._identity.tenant
+        ) != self._identity.tenant:
+            self._counters.foreign_events += 1
+            other = shorten((event.model_name, event.tenant_id))
+            self._limited_logger.warning("events of (model_name, tenant_id) %s left out: another stream's", other)
+            return
+        hashes = hashes_of(event)
+        if event.event_type == "stored":
+            namespace = self._namespace(event.owner, len(hashes))
+            if namespace is not None:
+                self._store_mooncake_event(event, hashes, namespace)
+        elif (known := self._groups.known_namespace(event.owner)) is not None:
+            if event.event_type == "removed":
+                self._mappers[OWN_STREAM].remove_all(hashes, known, Location(event.medium or ""))
+            else:
+                self._clear_namespace(known, event.medium)
+
+    def _store_mooncake_event(self, event: MooncakeEvent, hashes: U64Array, namespace: HashNamespace) -> None:
+        if not len(hashes):
+            self._counters.unresolved_pages += 1  # a pooled object whose key is not a hash
+        elif not event.token_ids:
+            if event.block_size is not None and not self._size.admits(event.block_size, is_on_device=False):
+                self._refuse_size(event.block_size, len(hashes))
+                return
+            seed = self._namer.seed(event.lora_name, event.additional_salt)._replace(is_stated=True)
+            pages = self._hashes.remember(hashes, hashes, seed, namespace)
+            self._mappers[OWN_STREAM].store(pages, namespace, Location(event.medium or ""))
+        elif event.parent_hash is None and event.base_block_idx:
+            self._counters.unknown_parents += len(hashes)
+        else:
+            self._store(StoredRun.of_mooncake_event(event, event.token_ids, self.block_size or 0), namespace)
+
+    def _clear_namespace(self, namespace: HashNamespace, medium: str | None) -> None:
+        """Remove one owner's pages from one medium, or from all."""
+        self._counters.clears += 1
+        hashes = self._hashes.block_hashes_in(namespace)
+        own = self._mappers[OWN_STREAM]
+        if medium is None:
+            own.remove_everywhere(hashes, namespace)
+        else:
+            own.remove_all(hashes, namespace, Location(medium))

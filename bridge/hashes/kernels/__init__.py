@@ -1,0 +1,1 @@
+"""Compiled functions that turn an engine's block hashes into sequence hashes."""

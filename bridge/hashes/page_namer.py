@@ -1,0 +1,154 @@
+"""Stored runs -> their pages with sequence hashes.
+
+Blocks of groups may be larger than pages. A block hash then names the block's last page; the pages before it get hashes
+derived from it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import xxhash
+
+from bridge.counters import BridgeCounters
+from bridge.decoding.runs import StoredRun
+from bridge.hashes.extra_keys import local_hashes_with_objects, read_extra_keys
+from bridge.hashes.hash_translator import HashNamespace, HashTranslator, NamespaceSeed, TranslatedPages, single_pages
+from bridge.hashes.identity import StreamIdentity
+from kv_events.hashing import U64Array, local_hashes, namespace_seed
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+
+_seed_of = lru_cache(4096)(namespace_seed)
+
+_MAX_GAPPED_PAGES = 8192
+"""Pages of an event that leaves out blocks. Engines send one for each step of the scheduler."""
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
+
+class PageNamer:
+    """Names the pages of one worker's stores, and remembers their names in its `HashTranslator`."""
+
+    def __init__(
+        self,
+        identity: StreamIdentity,
+        counters: BridgeCounters,
+        limited_logger: RateLimitedLogger,
+        hashes: HashTranslator,
+    ) -> None:
+        self._identity = identity
+        self._counters = counters
+        self._limited_logger = limited_logger
+        self._hashes = hashes
+
+    def seed(self, lora_name: str | None, cache_salt: str | None) -> NamespaceSeed:
+        """The seed of pages whose events name this adapter and salt, or those of the registration."""
+        seed = _seed_of(lora_name or self._identity.lora_name, cache_salt or self._identity.cache_salt)
+        return NamespaceSeed(seed, bool(cache_salt))
+
+    def look_up(self, run: StoredRun, namespace: HashNamespace) -> TranslatedPages:
+        """The pages of a run by their hashes alone. Those that are not remembered are left out and counted."""
+        pages = self._hashes.look_up(run.events.block_hashes, self.seed(run.lora_name, run.cache_salt), namespace)
+        self._counters.unresolved_pages += len(run.events.block_hashes) - len(pages.columns.hashes)
+        return pages
+
+    def by_tokens(self, run: StoredRun, namespace: HashNamespace) -> TranslatedPages:
+        """The pages of a run by their parents and tokens. The run names every page."""
+        seed = self.seed(run.lora_name, run.cache_salt)
+        objects: list[list[int]] = []
+        if run.extra_keys:
+            begins_prompt = not run.events.has_parent[0]
+            extra = read_extra_keys(
+                run.extra_keys[: len(run.events.block_hashes)],
+                run.lora_name,
+                run.cache_salt,
+                begins_prompt=begins_prompt,
+            )
+            objects = extra.objects
+            if extra.salt:
+                self._counters.guessed_salts += 1
+                seed = NamespaceSeed(self.seed(run.lora_name, extra.salt).seed, is_stated=False)
+        size = max(1, run.block_size)  # 0 if all events of the run are removals
+
+        def hashed(start: int, num_pages: int, seed: int) -> U64Array:
+            tokens = run.tokens[start * size : (start + num_pages) * size + run.is_bigram]
+            if any(objects):
+                return local_hashes_with_objects(tokens, objects, size, seed, is_bigram=run.is_bigram)
+            return local_hashes(tokens, size, seed, is_bigram=run.is_bigram)
+
+        local = hashed(0, run.num_positions // size, seed.seed)
+        pages = self._hashes.translate(run.events, local, hashed, seed, namespace)
+        if pages.num_unknown:
+            self._counters.unknown_parents += pages.num_unknown
+            self._limited_logger.warning("%d stored pages left out: parent_block_hash is not known", pages.num_unknown)
+        return pages
+
+    def of_group(self, run: StoredRun, scale: int, namespace: HashNamespace) -> TranslatedPages:
+        """The last page of each block of a group other than full attention. Some blocks may be left out.
+
+        scale: pages in a block. Usually the hashes are known from stores of full attention.
+        """
+        known = self._hashes.look_up(run.events.block_hashes, self.seed(run.lora_name, run.cache_salt), namespace)
+        if len(known.columns.hashes) == len(run.events.block_hashes) or not run.num_positions:
+            self._counters.unresolved_pages += len(run.events.block_hashes) - len(known.columns.hashes)
+            return known
+        if run.num_positions == len(run.events.block_hashes) * run.block_size:
+            named = self.by_tokens(with_pages(run, scale), namespace)
+            ends = slice(scale - 1, None, scale)
+            return TranslatedPages(single_pages(named.columns.block_hashes[ends], named.columns.hashes[ends]), [], 0)
+        return self._with_gaps(run, scale, known, namespace)
+
+    def _with_gaps(
+        self, run: StoredRun, scale: int, known: TranslatedPages, namespace: HashNamespace
+    ) -> TranslatedPages:
+        """Name the blocks of an event that leaves some out. A block stands directly before the next one that is named,
+        or at the end: engines leave out blocks at the beginnings of windows and chunks only.
+        """
+        hashes, num_pages = run.events.block_hashes, run.num_positions // run.block_size * scale
+        is_too_long = num_pages > _MAX_GAPPED_PAGES
+        if is_too_long or run.num_positions % run.block_size or any(run.extra_keys[1:]):  # whose, the keys do not say
+            self._counters.unresolved_pages += len(hashes) - len(known.columns.hashes)
+            return known
+        pages = hashes[-1:] ^ (np.arange(1, num_pages + 1, dtype=np.uint64) * _SPREAD)  # names that nothing else has
+        events = run.events._replace(block_hashes=pages, lengths=np.array([num_pages], np.int64))
+        named = self.by_tokens(run._replace(events=events, block_size=run.block_size // scale), namespace)
+        name_at = named.columns.hashes[scale - 1 :: scale].tolist()
+        place_of = {name: place for place, name in enumerate(name_at)}
+        name_of = dict(zip(known.columns.block_hashes.tolist(), known.columns.hashes.tolist(), strict=True))
+        found: dict[int, int] = {}
+        after = len(name_at)
+        for block_hash in reversed(hashes.tolist()):
+            after = place_of.get(name_of.get(block_hash, 0), after - 1)
+            if block_hash not in name_of and after >= 0:
+                found[block_hash] = name_at[after]
+        self._counters.unresolved_pages += len(hashes) - len(name_of) - len(found)
+        new_hashes, new_names = (np.array(list(column), np.uint64) for column in (found, found.values()))
+        new = self._hashes.remember(new_hashes, new_names, NamespaceSeed(named.seed, is_stated=True), namespace)
+        columns = (np.concatenate(pair) for pair in zip(known.columns[:2], new.columns[:2], strict=True))
+        return TranslatedPages(single_pages(*columns), [], 0)
+
+
+def with_pages(run: StoredRun, scale: int) -> StoredRun:
+    """The run with each block cut into `scale` pages."""
+    if scale == 1:
+        return run
+    events = run.events._replace(
+        block_hashes=page_hashes(run.events.block_hashes, scale), lengths=run.events.lengths * scale
+    )
+    extra_keys = [entry for entry in run.extra_keys for _ in range(scale)]
+    return run._replace(events=events, block_size=run.block_size // scale, extra_keys=extra_keys)
+
+
+def page_hashes(block_hashes: U64Array, scale: int) -> U64Array:
+    """uint64[scale * n]: the hashes of the pages of blocks. The last page of each has the block's own hash."""
+    if scale == 1:
+        return block_hashes
+    hashes: U64Array = (block_hashes[:, np.newaxis] ^ derived(scale)).ravel()
+    return hashes
+
+
+@lru_cache(64)
+def derived(scale: int) -> U64Array:
+    """uint64[scale]: what the hashes of a block's pages are combined with by XOR; 0 for the last one."""
+    masks = [xxhash.xxh3_64_intdigest(number.to_bytes(4, "little")) for number in range(1, scale)]
+    return np.array([*masks, 0], np.uint64)

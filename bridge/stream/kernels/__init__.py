@@ -1,0 +1,1 @@
+"""The compiled function that receives messages."""

@@ -1,0 +1,202 @@
+"""Answers of GET /fleet, GET /residency and GET /funnel: what the page at `/` shows. Times are seconds since 1970."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from kv_events.http.workers import State
+
+Level: TypeAlias = Annotated[
+    str, msgspec.Meta(extra_json_schema={"enum": ["ok", "warning", "trouble", "empty", "starting"]})
+]
+"""How the fleet is: `ok`, `warning` (workers left or are being resynchronised), `trouble`, `empty` (no worker) or
+`starting`. Clients accept other words, too."""
+
+
+class StateChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A change in the life of one rank, in the words of the service's log lines."""
+
+    time: float
+    dp_rank: int
+    event: str
+    """`joined`, `restarted`, `left`, `expired`, `came back`, `is stale`, `is live again`."""
+    reason: str = ""
+
+
+class FleetRank(msgspec.Struct, frozen=True, kw_only=True):
+    """The stream of one DP rank, or one of its group streams."""
+
+    dp_rank: int
+    group: str = ""
+    """`mamba`, `swa:N` or another group of a hybrid model. Empty: the main stream."""
+    stream: str
+    """The stream's key in the log: tenant/model/worker/rank."""
+    state: State
+    reason: str = ""
+    """Why the view cannot be fully trusted; empty if it can."""
+    since: float | None = None
+    """Time of the newest change of state. None: before the service started."""
+    age_s: float
+    """Seconds since the worker was last heard."""
+    agreed_at: float | None = None
+    """When the digests of the view and of the publisher were equal for the last time. None: not yet."""
+    missing_batches: int = 0
+    """Batches that are known to be lost, until the digests are equal again."""
+    is_resync_requested: bool = False
+    epoch: int
+    seq: int
+    pages: dict[str, int]
+    """Medium -> pages held."""
+
+
+class FleetWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a model. Counts are sums over its ranks, since this process knows it."""
+
+    worker: str
+    model: str
+    tenant: str
+    block_size: int
+    """Tokens per page."""
+    state: State
+    """The least trustworthy state among the ranks, without group streams. `reason`, `since` and `age_s` are those of a
+    rank with this state."""
+    reason: str = ""
+    since: float | None = None
+    age_s: float
+    agreed_at: float | None = None
+    """The earliest among the ranks, see `FleetRank`."""
+    missing_batches: int = 0
+    is_resync_requested: bool = False
+    """Whether it is for any rank."""
+    pages: dict[str, int]
+    """Medium -> pages held."""
+    peak_pages: int
+    """The most pages that it held, on all media together, since this process knows it."""
+    stored: list[float]
+    """Pages stored per second in each interval, oldest first."""
+    removed: list[float]
+    """Pages removed per second: evicted, cleared or not resent."""
+    batches: int
+    resyncs: int
+    gaps: int
+    restarts: int
+    ranks: list[FleetRank]
+    changes: list[StateChange]
+    """Newest first."""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """All workers at one moment, and whether the views are true."""
+
+    time: float
+    is_past: bool = False
+    """Whether this is a moment of a log that is replayed."""
+    level: Level
+    verdict: list[str | float]
+    """One or two sentences, in parts. A number is a time."""
+    states: dict[str, int]
+    """State -> workers."""
+    num_workers: int
+    num_selected: int
+    """Workers that `contains` selects. `workers` has at most `limit` of them."""
+    interval_s: float
+    """Length of the intervals of `stored` and `removed`."""
+    workers: list[FleetWorker]
+    """Those in trouble first."""
+
+
+class ResidencyNamespace(msgspec.Struct, frozen=True, kw_only=True):
+    """An index that can be shown."""
+
+    model: str
+    tenant: str
+    block_size: int
+    workers: int
+    pages: int
+    """Distinct pages."""
+
+
+class ResidencyColumn(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker stream of the map."""
+
+    worker: str
+    dp_rank: int
+    state: State
+
+
+class ResidencyRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix: the pages from the beginning of a prompt to one page."""
+
+    hash: str
+    """Sequence hash of its last page, 16 hex digits."""
+    pages: int
+    holders: int
+    """Worker streams that hold its last page."""
+    cells: list[tuple[int, int, int, int, int]]
+    """For each stream that holds the first page: its column, and the leading pages of the prefix that it holds on gpu,
+    cpu, disk and external, on each tier or a faster one."""
+
+
+class Residency(msgspec.Struct, frozen=True, kw_only=True):
+    """The most used prefixes of a namespace, and who holds how much of them."""
+
+    time: float
+    namespaces: list[ResidencyNamespace]
+    """All that can be shown, largest first."""
+    model: str
+    tenant: str
+    block_size: int
+    """Of the namespace that is shown. 0: there is none."""
+    num_columns: int
+    """Worker streams of the namespace. `columns` has at most 128 of them."""
+    columns: list[ResidencyColumn]
+    rows: list[ResidencyRow]
+    """A prefix ends where fewer workers hold its next page. Those of which most is held more than once come first."""
+
+
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a text."""
+
+    token_ids: list[int]
+
+
+class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router chose for one request, and what the engine reused."""
+
+    request_id: str
+    time: float
+    model: str
+    tenant: str
+    worker: str
+    dp_rank: int | None
+    prompt_tokens: int
+    best_tokens: int | None
+    """The most tokens that any candidate held, according to the router. None: it reported no candidates."""
+    predicted_tokens: int | None
+    cached_tokens: int | None = None
+    """What the engine found in its cache. None: not reported (yet)."""
+
+
+class FunnelSums(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over requests."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    best_tokens: int = 0
+    """What the best candidate held. Where a router reported no candidates: what it predicted."""
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Funnel(msgspec.Struct, frozen=True, kw_only=True):
+    """The decisions of the last hour, by their times."""
+
+    time: float
+    window_s: float
+    all: FunnelSums
+    finished: FunnelSums
+    """Only requests whose outcome was reported."""
+    decisions: list[RecentDecision]
+    """Newest first, at most 50."""

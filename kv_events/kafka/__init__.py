@@ -1,0 +1,1 @@
+"""Connections to Kafka, and what kvsight asks of its topics."""

@@ -1,0 +1,1 @@
+"""Compiled functions that several packages share, and how kernels are declared, compiled and kept."""

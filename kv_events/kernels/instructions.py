@@ -1,0 +1,179 @@
+"""Machine instructions that numba does not provide, as functions for kernels."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kv_events.kernels.numba_internals import declared_function, element_address
+
+NUM_LANES = 8
+"""Number of u64 that `lanes_equal` compares at once: one cache line."""
+
+_BYTE, _WORD32, _WORD64, _WORD128 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.IntType(128)
+_LANES = ir.VectorType(_WORD64, NUM_LANES)
+
+
+@intrinsic
+def lowest_bit(_typing: Any, word: Any) -> Any:
+    """Return the number of the lowest set bit of a non-zero u64, as an int64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def leading_zeros(_typing: Any, word: Any) -> Any:
+    """Return the number of zero bits above the highest set bit of a non-zero u64, as an int64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def upper_product(_typing: Any, word: Any, low: Any, high: Any) -> Any:
+    """Return the upper half of `word * (high << 64 | low)` modulo 2**128. All are u64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word, low, high = (builder.zext(each, _WORD128) for each in args)
+        product = builder.mul(word, builder.or_(low, builder.shl(high, _WORD128(64))))
+        return builder.trunc(builder.lshr(product, _WORD128(64)), _WORD64)
+
+    return types.uint64(types.uint64, types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
+    """Load eight bytes of a u8 array, from index `at` on, as a big-endian u64. The caller checks the bounds."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(_element(context, builder, signature, args), _WORD64.as_pointer())
+        word = builder.load(address, align=1)
+        return builder.bswap(word) if sys.byteorder == "little" else word
+
+    return types.uint64(data, types.int64), codegen
+
+
+@intrinsic
+def equal_bytes(_typing: Any, data: Any, at: Any, byte: Any) -> Any:
+    """Compare 64 bytes of a u8 array, from index `at` on, with one byte. The caller checks the bounds.
+
+    Bit i of the result, a u64, is set if element at + i equals `byte`. For little-endian machines.
+    """
+    lanes = ir.VectorType(_BYTE, 64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(_element(context, builder, signature, args), lanes.as_pointer())
+        wanted = builder.insert_element(ir.Constant(lanes, ir.Undefined), args[2], _WORD32(0))
+        all_wanted = builder.shuffle_vector(wanted, wanted, ir.Constant(ir.VectorType(_WORD32, 64), [0] * 64))
+        equal = builder.icmp_unsigned("==", builder.load(address, align=1), all_wanted)
+        return builder.bitcast(equal, _WORD64)
+
+    return types.uint64(data, types.int64, types.uint8), codegen
+
+
+@intrinsic
+def copy_sixteen(_typing: Any, target: Any, at: Any, source: Any, start: Any) -> Any:
+    """Copy 16 bytes between u8 arrays, from index `start` to index `at`. The caller checks the bounds."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array, place, origin, first = args
+        types_of = signature.args
+        kind = ir.VectorType(_BYTE, 16).as_pointer()
+        read = builder.bitcast(element_address(context, builder, types_of[2], origin, first), kind)
+        write = builder.bitcast(element_address(context, builder, types_of[0], array, place), kind)
+        builder.store(builder.load(read, align=1), write, align=1)
+        return context.get_dummy_value()
+
+    return types.none(target, types.int64, source, types.int64), codegen
+
+
+@intrinsic
+def put_eight(_typing: Any, target: Any, at: Any, word: Any) -> Any:
+    """Store a u64 as eight bytes of a u8 array, from index `at` on, lowest byte first. The caller checks the bounds."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(_element(context, builder, signature, args), _WORD64.as_pointer())
+        builder.store(args[2] if sys.byteorder == "little" else builder.bswap(args[2]), address, align=1)
+        return context.get_dummy_value()
+
+    return types.none(target, types.int64, types.uint64), codegen
+
+
+@intrinsic
+def prefetch(_typing: Any, array: Any, index: Any) -> Any:
+    """Prefetch the cache line of an array's element. The call does not wait, and an index out of bounds is harmless."""
+    if not isinstance(array, types.Array):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(_element(context, builder, signature, args), _BYTE.as_pointer())
+        parameters = [address.type, _WORD32, _WORD32, _WORD32]
+        function = declared_function(builder, "llvm.prefetch.p0", ir.VoidType(), parameters)
+        builder.call(function, [address, _WORD32(0), _WORD32(3), _WORD32(1)])  # for reading, to keep, data
+        return context.get_dummy_value()
+
+    return types.none(array, types.int64), codegen
+
+
+@intrinsic
+def address_of(_typing: Any, array: Any, index: Any) -> Any:
+    """Return the address of an array's element as a u64. The caller checks the bounds."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(_element(context, builder, signature, args), _WORD64)
+
+    return types.uint64(array, types.int64), codegen
+
+
+@intrinsic
+def call_native(_typing: Any, function: Any, first: Any, second: Any, third: Any) -> Any:
+    """Call a C function by its address, with three u64 as integers or pointers. Returns its result as a u64.
+
+    A function with fewer parameters ignores the others. The upper half of a 32-bit result is not defined.
+    """
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_WORD64, [_WORD64] * 3)
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.uint64(types.uint64, types.uint64, types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def lanes_equal(_typing: Any, array: Any, index: Any, mask: Any, wanted: Any) -> Any:
+    """Compare NUM_LANES elements of a u64 array, from `index` on.
+
+    Bit i of the result, a u64, is set if element index + i AND `mask` equals `wanted`. The caller checks the bounds.
+    For little-endian machines.
+    """
+    if not isinstance(array, types.Array) or (array.dtype, array.ndim, array.layout) != (types.uint64, 1, "C"):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(_element(context, builder, signature, args), _LANES.as_pointer())
+        lanes = builder.and_(builder.load(address, align=8), _splat(builder, args[2]))
+        equal = builder.icmp_unsigned("==", lanes, _splat(builder, args[3]))
+        return builder.zext(builder.bitcast(equal, ir.IntType(NUM_LANES)), _WORD64)
+
+    return types.uint64(array, types.int64, types.uint64, types.uint64), codegen
+
+
+def _element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Return the address of element args[1] of the array args[0]."""
+    return element_address(context, builder, signature.args[0], args[0], args[1])
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    """Return a vector with all lanes set to one value."""
+    nothing = ir.Constant(_LANES, ir.Undefined)
+    first = builder.insert_element(nothing, value, _WORD32(0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_WORD32, NUM_LANES), [0] * NUM_LANES))

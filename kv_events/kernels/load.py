@@ -1,0 +1,252 @@
+"""Keeps compiled kernels on disk, in folders that are named after a digest of all sources that may be part of them.
+
+numba itself only checks the file of the entry point. It would use outdated code after a change in another file with
+functions that the entry point calls.
+
+A folder that cannot be written is used as it is. Without any folder, kernels are compiled in memory at each start. If
+several processes need a kernel at once, the first one compiles it and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
+from functools import lru_cache
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from kv_events.kernels.numba_internals import KernelCode, cache_dir
+
+_IMPORT = re.compile(rb"^\s*(?:from|import)\s+([\w.]+)", re.MULTILINE)
+_MOST_HELPERS = 3
+_logger = logging.getLogger(__name__)
+
+
+class _Folder(NamedTuple):
+    path: Path
+    is_writable: bool
+
+
+class DeclaredKernel(NamedTuple):
+    """The arguments of `compile_kernel`."""
+
+    dispatcher: Any
+    signature: Any
+    source: Path
+
+
+class _State:
+    """What happened in this process."""
+
+    has_compiled = False
+    help_with: tuple[str, ...] = ()
+    """Modules whose kernels other processes help to compile as soon as one is not in the cache."""
+    helpers: ClassVar[list[subprocess.Popen[bytes]]] = []
+    postponed: list[DeclaredKernel] | None = None
+    """Kernels that are declared now and compiled later. None: kernels are compiled when they are declared."""
+
+
+def has_compiled() -> bool:
+    """Return whether a kernel was not in the cache since `compiled_in_parallel` began last, or since the start."""
+    return _State.has_compiled
+
+
+def compile_kernel(dispatcher: Any, signature: Any, source: Path) -> None:
+    """Compile a kernel for its only signature, or load it from the cache.
+
+    dispatcher: the result of numba's `njit` without a signature. source: the file that declares the kernel.
+    """
+    if _State.postponed is not None:
+        _State.postponed.append(DeclaredKernel(dispatcher, signature, source))
+        return
+    folder = _folder(source)
+    if folder is None:
+        _announce("in memory at each start", f"{_cache_root_or_reason()} cannot be used")
+        dispatcher.compile(signature)
+    else:
+        code = KernelCode(dispatcher, folder.path, is_writable=folder.is_writable)
+        _load_or_compile(code, signature, folder)
+    dispatcher.disable_compile()
+
+
+def _load_or_compile(code: KernelCode, signature: Any, folder: _Folder) -> None:
+    if code.is_kept(signature):
+        code.compile(signature)
+    elif not folder.is_writable:
+        _announce("in memory at each start", f"{folder.path} cannot be written and lacks them for this processor")
+        code.compile(signature)
+    else:
+        with _locked(code.lock, LOCK_EX):
+            if not code.is_kept(signature):
+                _announce(f"once for this processor, kept in {folder.path.parent}")
+            try:
+                code.compile(signature)
+            except OSError as error:  # raised when the compiled kernel is saved
+                _logger.warning("a compiled kernel cannot be kept in %s: %s", folder.path, error.strerror)
+
+
+def _announce(how: str, reason: str = "") -> None:
+    """Say once that this process compiles, and let others help if they are allowed to."""
+    if _State.has_compiled:
+        return
+    _State.has_compiled = True
+    advice = f"; {reason}; set NUMBA_CACHE_DIR to a folder that this user can write" if reason else ""
+    _logger.warning("compiling kernels (%s); this takes up to 30 s%s", how, advice)
+    if _State.help_with and not reason:
+        program = f"import sys; sys.path[:] = {sys.path!r}; from kv_events.kernels import load; load.help_compile"
+        num_helpers = min(len(os.sched_getaffinity(0)) - 1, _MOST_HELPERS)
+        for number in range(num_helpers):
+            command = [sys.executable, "-c", f"{program}({_State.help_with!r}, {number}, {num_helpers})"]
+            none = subprocess.DEVNULL
+            _State.helpers.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none))  # noqa: S603
+
+
+@contextmanager
+def compiled_in_parallel(*modules: str) -> Iterator[None]:
+    """Import modules in the block whose kernels are compiled by one process for each core, up to four.
+
+    No process is started if all kernels are in the cache or the cache cannot be written.
+    """
+    _State.help_with, _State.has_compiled = modules, False
+    try:
+        yield
+    finally:
+        _State.help_with = ()
+        for helper in _State.helpers:
+            helper.terminate()
+            helper.wait()
+        _State.helpers.clear()
+
+
+def import_without_kernels(*modules: str) -> Callable[[], None]:
+    """Import modules without compiling or loading their kernels, which takes little time.
+
+    Returns a function that does the rest, in any thread. No kernel of the modules may be called before it returns.
+    """
+    declared = declared_kernels(modules)
+
+    def compile_all() -> None:
+        with compiled_in_parallel(*modules):
+            for kernel in declared:
+                compile_kernel(*kernel)
+
+    return compile_all
+
+
+def help_compile(modules: tuple[str, ...], number: int, num_helpers: int) -> None:
+    """Compile kernels of modules into the cache, except those that another process compiles or that are there.
+
+    The last kernels come first, because the process that needs them begins with the first. Each helper begins at
+    another one.
+    """
+    kernels = declared_kernels(modules)[::-1]
+    first = number * len(kernels) // num_helpers
+    for dispatcher, signature, source in kernels[first:] + kernels[:first]:
+        folder = _folder(source)
+        assert folder is not None
+        code = KernelCode(dispatcher, folder.path, is_writable=True)
+        with suppress(OSError), _locked(code.lock, LOCK_EX | LOCK_NB):
+            if not code.is_kept(signature):
+                code.compile(signature)
+
+
+def declared_kernels(modules: tuple[str, ...]) -> list[DeclaredKernel]:
+    """Import modules without compiling. Returns their kernels, each after those that it calls."""
+    declared = _State.postponed = []
+    try:
+        for module in modules:
+            import_module(module)
+    finally:
+        _State.postponed = None
+    return declared
+
+
+@contextmanager
+def _locked(path: Path, operation: int) -> Iterator[None]:
+    """Hold the lock on a file. The system releases it when a process ends, so a file that is left does no harm.
+
+    Raises BlockingIOError if LOCK_NB is set and another process holds the lock.
+    """
+    with path.open("a") as file:
+        try:
+            flock(file, operation)
+        except BlockingIOError:
+            raise
+        except OSError:  # the file system has no locks: at worst, a kernel is compiled twice
+            pass
+        yield
+
+
+@lru_cache
+def _folder(source: Path) -> _Folder | None:
+    """Return the folder of the current state of a module's sources, or None if there is none that can be used."""
+    try:
+        path = _cache_root() / _digest_of_sources(source)
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home folder or no permission
+        return None
+    return _Folder(path, os.access(path, os.W_OK)) if os.access(path, os.R_OK | os.X_OK) else None
+
+
+def _cache_root_or_reason() -> str:
+    try:
+        return str(_cache_root())
+    except RuntimeError:
+        return "the home folder is not known, so ~/.cache"
+
+
+def _cache_root() -> Path:
+    """Return NUMBA_CACHE_DIR or the user's cache folder. Raises RuntimeError if the user has no home folder."""
+    named = cache_dir()
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvsight" / "kernels"
+
+
+@lru_cache
+def _digest_of_sources(source: Path) -> str:
+    """Return the digest of a module and of all modules of this project that it imports directly or indirectly.
+
+    Names count as well: a kept kernel is loaded with the module that it was compiled in, which may have moved.
+    """
+    found: set[Path] = set()
+    waiting = {source}
+    while waiting:
+        path = waiting.pop()
+        found.add(path)
+        waiting |= _imported(path) - found
+    digest = sha256()
+    for name, path in sorted((str(path.relative_to(_import_root(path))), path) for path in found):
+        digest.update(name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@lru_cache
+def _imported(source: Path) -> frozenset[Path]:
+    """Return the files of this project that a module imports. An imported package counts with all its modules."""
+    contract = Path(__file__).parent.parent
+    root = _import_root(source)
+    own = root / source.relative_to(root).parts[0] if root != source.parent else root
+    found: set[Path] = set()
+    for name in set(_IMPORT.findall(source.read_bytes())):
+        for folder in {root, contract.parent}:
+            target = folder.joinpath(*name.decode().split("."))
+            paths = [Path(f"{target}.py")] if Path(f"{target}.py").exists() else target.glob("*.py")
+            found.update(
+                path for path in paths if {own, contract} & {*path.parents} or b"kv_events" in path.read_bytes()
+            )
+    return frozenset(found)
+
+
+def _import_root(source: Path) -> Path:
+    """Return the folder from which a module is imported, that of its outermost package."""
+    packages = [folder for folder in source.parents if (folder / "__init__.py").exists()]
+    return packages[-1].parent if packages else source.parent

@@ -1,0 +1,156 @@
+"""Kernels that read msgpack in place, without Python objects or allocations.
+
+The bytes are untrusted. Every read is bounded by the payload, every length by the remaining bytes, and no kernel is
+recursive.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kv_events.kernels.declare import array_function, array_helper
+
+# kinds of values
+BAD, NIL, BOOL, FLOAT, POSITIVE, NEGATIVE, STR, BIN, EXT, ARRAY, MAP = range(11)
+
+# formats 0xc0 to 0xdf: kind of the value, and size in bytes of the number that follows
+_FORMAT_KIND = np.array(
+    [NIL, BAD, BOOL, BOOL, BIN, BIN, BIN, EXT, EXT, EXT, FLOAT, FLOAT, POSITIVE, POSITIVE, POSITIVE, POSITIVE, NEGATIVE,
+     NEGATIVE, NEGATIVE, NEGATIVE, EXT, EXT, EXT, EXT, EXT, STR, STR, STR, ARRAY, ARRAY, MAP, MAP],
+    np.int64,
+)  # fmt: skip
+_FORMAT_BYTES = np.array(
+    [0, 0, 0, 0, 1, 2, 4, 1, 2, 4, 4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 0, 0, 0, 0, 0, 1, 2, 4, 2, 4, 2, 4], np.int64
+)
+_FIXEXT = 0xD4
+
+
+def _scalar_sizes():
+    """Return [256] total size in bytes of a value, by its first byte; 0 if the first byte does not determine it."""
+    sizes = np.zeros(256, np.int64)
+    sizes[:0x80] = sizes[0xE0:] = 1
+    sizes[0xA0:0xC0] = np.arange(1, 33)
+    scalars = np.isin(_FORMAT_KIND, (NIL, BOOL, FLOAT, POSITIVE, NEGATIVE))
+    sizes[0xC0:0xE0][scalars] = 1 + _FORMAT_BYTES[scalars]
+    return sizes
+
+
+_SCALAR_SIZE = _scalar_sizes()
+_ZERO = np.uint64(0)
+_BYTE = np.uint64(8)
+
+
+def dictionary(words):
+    """Return the tables for `look_up`: (bytes of all words, [n + 1] their borders, [n] their meanings)."""
+    borders = np.cumsum([0, *map(len, words)])
+    text = np.frombuffer("".join(words).encode(), np.uint8)
+    return text, borders.astype(np.int64), np.array(list(words.values()), np.int64)
+
+
+@array_helper
+def big_endian(data, at, num_bytes):
+    """Read a big-endian number. If it has more than eight bytes, only the last eight are used."""
+    value = _ZERO
+    for i in range(num_bytes):
+        value = (value << _BYTE) | np.uint64(data[at + i])
+    return value
+
+
+@array_function
+def _long_head(data, at, stop):
+    """`read_head` for formats 0xc0 to 0xdf."""
+    byte = np.int64(data[at]) - 0xC0
+    kind, size = _FORMAT_KIND[byte], _FORMAT_BYTES[byte]
+    at += 1
+    if at + size > stop:
+        return BAD, _ZERO, at
+    value = big_endian(data, at, size)
+    at += size
+    left = stop - at
+    if kind == NEGATIVE:
+        sign = np.uint64(1) << np.uint64(8 * size - 1)
+        if value & sign:
+            if size < 8:
+                value |= ~((sign << np.uint64(1)) - np.uint64(1))
+        else:
+            kind = POSITIVE
+    elif kind == EXT:
+        if size == 0:
+            value = np.uint64(1) << np.uint64(byte + 0xC0 - _FIXEXT)
+        value += np.uint64(1)  # the extension's type byte
+    if (kind in (STR, BIN, EXT, ARRAY)) and value > np.uint64(left):
+        return BAD, _ZERO, at
+    if kind == MAP and value > np.uint64(left // 2):
+        return BAD, _ZERO, at
+    return kind, value, at
+
+
+@array_function
+def read_head(data, at, stop):
+    """Read the head of a value. Returns (kind, number, position after the head).
+
+    The number is the integer itself (two's complement if NEGATIVE), the bits of a FLOAT, the size of the content in
+    bytes (STR, BIN, EXT), or the count of elements (ARRAY) or pairs (MAP). A count never exceeds the number of elements
+    for which the remaining bytes have room.
+    """
+    if at >= stop:
+        return BAD, _ZERO, at
+    byte = np.int64(data[at])
+    if byte < 0x80:
+        return POSITIVE, np.uint64(byte), at + 1
+    if byte >= 0xE0:
+        return NEGATIVE, np.uint64(byte - 0x100), at + 1
+    if byte >= 0xC0:
+        return _long_head(data, at, stop)
+    kind, value = (MAP, byte & 15) if byte < 0x90 else (ARRAY, byte & 15) if byte < 0xA0 else (STR, byte & 31)
+    size = 2 * value if kind == MAP else value
+    if size > stop - at - 1:
+        return BAD, _ZERO, at
+    return kind, np.uint64(value), at + 1
+
+
+@array_function
+def skip(data, at, stop):
+    """Return the position after the value that begins here, including nested values. -1 if the encoding is broken."""
+    left = 1
+    while left > 0:
+        left -= 1
+        size = _SCALAR_SIZE[data[at]] if at < stop else 0
+        if size > 0:
+            at += size
+            continue
+        kind, value, at = read_head(data, at, stop)
+        if kind == BAD:
+            return -1
+        if kind in (STR, BIN, EXT):
+            at += np.int64(value)
+        elif kind == ARRAY:
+            left += np.int64(value)
+        elif kind == MAP:
+            left += 2 * np.int64(value)
+    return at if at <= stop else -1
+
+
+@array_function
+def look_up(data, at, length, text, borders, meanings, otherwise):
+    """Return the meaning of a word of the payload, or `otherwise` if the word is not in the dictionary."""
+    for word in range(meanings.shape[0]):
+        if borders[word + 1] - borders[word] == length:
+            same = True
+            for i in range(length):
+                if data[at + i] != text[borders[word] + i]:
+                    same = False
+                    break
+            if same:
+                return meanings[word]
+    return otherwise
+
+
+@array_function
+def read_key(data, at, stop, text, borders, meanings, unknown):
+    """Read the key of a map. Returns (its meaning, position of the value or -1). Keys must be strings to be known."""
+    kind, value, end = read_head(data, at, stop)
+    if kind != STR:
+        return unknown, skip(data, at, stop)
+    length = np.int64(value)
+    return look_up(data, end, length, text, borders, meanings, unknown), end + length

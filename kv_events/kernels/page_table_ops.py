@@ -1,0 +1,284 @@
+"""Kernels that find, insert and remove keys of a `page_table`. They use arrays only, no Python objects."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kv_events.kernels.declare import array_function, array_helper
+from kv_events.kernels.instructions import NUM_LANES, lanes_equal, lowest_bit, prefetch, upper_product
+from kv_events.kernels.page_table import (
+    BITS,
+    CAPACITY,
+    COUNT,
+    DEPTH,
+    FREE_HEAD,
+    FREE_TAIL,
+    HIGH_WATER,
+    HOME_BITS,
+    LONGEST_WALK,
+    LOW32,
+    NUM_FREE,
+    NUM_SEGMENTS,
+    SECRET,
+    SEGMENT_SLOTS,
+    SPLIT_AT,
+)
+
+_ONE = np.uint64(1)
+_SHIFT32 = np.uint64(32)
+_HIGH32 = ~LOW32
+_ALL = ~np.uint64(0)
+_EMPTY = np.uint64(0)
+_SHIFT_HOME = np.uint64(32 - HOME_BITS)
+_SLOT_MASK = SEGMENT_SLOTS - 1
+
+
+@array_helper
+def _tag(table, key):
+    return upper_product(key, table.meta[SECRET], table.meta[SECRET + 1]) >> _SHIFT32
+
+
+@array_helper
+def _segment_of(table, tag):
+    return np.int64(table.directory[np.int64(tag) & ((1 << table.meta[DEPTH]) - 1)])
+
+
+@array_helper
+def _home(tag):
+    """Return the first slot of a tag's home bucket, relative to the segment."""
+    return np.int64(tag >> _SHIFT_HOME) * NUM_LANES
+
+
+@array_helper
+def _next(bucket):
+    return (bucket + NUM_LANES) & _SLOT_MASK
+
+
+@array_helper
+def _empty_slots(table, place):
+    """Return the empty slots of the bucket that begins at slot `place`, as bits."""
+    return lanes_equal(table.slots, place, _ALL, _EMPTY)
+
+
+@array_helper
+def _same_slots(table, place, tag, empty):
+    """Return the slots of a bucket that have a tag, as bits. empty: the bucket's empty slots, as bits."""
+    return lanes_equal(table.slots, place, _HIGH32, tag << _SHIFT32) & ~empty
+
+
+@array_helper
+def find(table, key):
+    """Return the entry id of a key, or -1."""
+    tag = _tag(table, key)
+    base, bucket = _segment_of(table, tag) * SEGMENT_SLOTS, _home(tag)
+    while True:
+        empty = _empty_slots(table, base + bucket)
+        same = _same_slots(table, base + bucket, tag, empty)
+        while same != 0:
+            entry = np.int64(table.slots[base + bucket + lowest_bit(same)] & LOW32) - 1
+            if table.keys[entry] == key:
+                return entry
+            same &= same - _ONE
+        if empty != 0:
+            return np.int64(-1)
+        bucket = _next(bucket)
+
+
+AHEAD = 8
+"""Distance in keys at which to call `fetch`: a key takes tens of nanoseconds, a read from memory about a hundred."""
+
+
+@array_helper
+def fetch(table, key):
+    """Prefetch the memory that `find` and `insert` of a key read first."""
+    tag = _tag(table, key)
+    prefetch(table.slots, _segment_of(table, tag) * SEGMENT_SLOTS + _home(tag))
+
+
+@array_helper
+def was_used(table, entry):
+    """Return whether an id was assigned since the last clear, so that the owner's columns are valid for it."""
+    return entry < table.meta[HIGH_WATER]
+
+
+@array_helper
+def _vacancy(table, segment, tag):
+    """Return the first bucket that is not full from the home bucket on, relative to the segment."""
+    bucket = _home(tag)
+    while _empty_slots(table, segment * SEGMENT_SLOTS + bucket) == 0:
+        bucket = _next(bucket)
+    return bucket
+
+
+@array_helper
+def _is_far(bucket, tag):
+    """Return whether a bucket is too far from the home bucket for a new key."""
+    return ((bucket - _home(tag)) & _SLOT_MASK) >= LONGEST_WALK
+
+
+@array_function
+def _place(table, segment, word):
+    at = segment * SEGMENT_SLOTS + _vacancy(table, segment, word >> _SHIFT32)
+    table.slots[at + lowest_bit(_empty_slots(table, at))] = word
+    table.segments[segment, COUNT] += np.uint32(1)
+
+
+@array_function
+def _split(table, segment):
+    """Split a segment by the next tag bit: move the keys that have it set to a new segment.
+
+    Returns False if there is no free segment or no further tag bit.
+    """
+    depth = np.int64(table.segments[segment, BITS])
+    fresh = table.meta[NUM_SEGMENTS]
+    if fresh == table.segments.shape[0]:
+        return False
+    if depth == table.meta[DEPTH]:
+        size = 1 << depth
+        if 2 * size > table.directory.shape[0]:
+            return False
+        for i in range(size):
+            table.directory[size + i] = table.directory[i]
+        table.meta[DEPTH] += 1
+    table.meta[NUM_SEGMENTS] += 1
+    table.segments[segment, BITS] = table.segments[fresh, BITS] = np.uint32(depth + 1)
+    table.slots[fresh * SEGMENT_SLOTS : (fresh + 1) * SEGMENT_SLOTS] = np.uint64(0)  # a clear leaves old words
+    base, scratch = segment * SEGMENT_SLOTS, table.segments.shape[0] * SEGMENT_SLOTS
+    for i in range(SEGMENT_SLOTS):
+        table.slots[scratch + i] = table.slots[base + i]
+        table.slots[base + i] = np.uint64(0)
+    bit = np.uint64(1) << np.uint64(32 + depth)
+    pattern = np.int64(-1)
+    table.segments[segment, COUNT] = np.uint32(0)
+    for i in range(SEGMENT_SLOTS):
+        word = table.slots[scratch + i]
+        if word != np.uint64(0):
+            pattern = np.int64(word >> _SHIFT32)
+            _place(table, fresh if word & bit else segment, word)
+    first = (pattern & ((1 << depth) - 1)) | (1 << depth)
+    for i in range(first, 1 << table.meta[DEPTH], 1 << (depth + 1)):
+        table.directory[i] = np.uint32(fresh)
+    return True
+
+
+@array_helper
+def _new_entry(table, key):
+    """Assign an entry id to a key. The id that has been free for the longest time is reused first."""
+    entry = table.meta[FREE_HEAD]
+    if entry >= 0:
+        table.meta[NUM_FREE] -= 1
+        table.meta[FREE_HEAD] = np.int64(table.keys[entry]) if table.meta[NUM_FREE] > 0 else np.int64(-1)
+    else:
+        entry = table.meta[HIGH_WATER]
+        table.meta[HIGH_WATER] += 1
+    table.keys[entry] = key
+    return entry
+
+
+@array_helper
+def num_entries(table):
+    """Return the number of live entries, like `num_live`, inside a kernel."""
+    return table.meta[HIGH_WATER] - table.meta[NUM_FREE]
+
+
+@array_helper
+def _is_full(table):
+    return num_entries(table) >= table.meta[CAPACITY]
+
+
+@array_function
+def insert(table, key):
+    """Insert an absent key. Returns its entry id, or -1 if the table or the part of it for this key is full."""
+    if _is_full(table):
+        return np.int64(-1)
+    tag = _tag(table, key)
+    segment = _segment_of(table, tag)
+    is_far = _is_far(_vacancy(table, segment, tag), tag)
+    while is_far or table.segments[segment, COUNT] >= SPLIT_AT:
+        if not _split(table, segment):
+            if is_far or table.segments[segment, COUNT] >= SEGMENT_SLOTS - 1:
+                return np.int64(-1)
+            break
+        segment = _segment_of(table, tag)
+        is_far = _is_far(_vacancy(table, segment, tag), tag)
+    entry = _new_entry(table, key)
+    _place(table, segment, tag << _SHIFT32 | np.uint64(entry + 1))
+    return entry
+
+
+@array_helper
+def find_or_insert(table, key):
+    """Return the entry id of a key and whether the key was absent, with a single search.
+
+    An absent key is inserted. The id is -1 if there is no room, as in `insert`.
+    """
+    tag = _tag(table, key)
+    segment = _segment_of(table, tag)
+    base, bucket = segment * SEGMENT_SLOTS, _home(tag)
+    entry, is_new = np.int64(-1), True
+    while True:
+        empty = _empty_slots(table, base + bucket)
+        same = _same_slots(table, base + bucket, tag, empty)
+        while same != 0 and is_new:
+            entry = np.int64(table.slots[base + bucket + lowest_bit(same)] & LOW32) - 1
+            is_new = table.keys[entry] != key
+            same &= same - _ONE
+        if empty != 0 or not is_new:
+            break
+        bucket = _next(bucket)
+    if is_new:
+        if table.segments[segment, COUNT] >= SPLIT_AT or _is_far(bucket, tag) or _is_full(table):
+            entry = insert(table, key)
+        else:
+            entry = _new_entry(table, key)
+            table.slots[base + bucket + lowest_bit(empty)] = tag << _SHIFT32 | np.uint64(entry + 1)
+            table.segments[segment, COUNT] += np.uint32(1)
+    return entry, is_new
+
+
+@array_function
+def _refill(table, base, bucket, hole):
+    """Refill the only empty slot of a bucket with a key that was stored further on because the bucket was full.
+
+    If there is such a key, its old slot is refilled in the same way.
+    """
+    other, is_over = _next(bucket), False
+    while not is_over:
+        empty = _empty_slots(table, base + other)
+        passed = np.uint64(0)
+        for i in range(NUM_LANES):
+            home = _home(table.slots[base + other + i] >> _SHIFT32)
+            has_passed = ((other - home) & _SLOT_MASK) >= ((other - bucket) & _SLOT_MASK)
+            passed |= np.uint64(has_passed) << np.uint64(i)
+        passed &= ~empty
+        if passed != 0:
+            slot = other + lowest_bit(passed)
+            table.slots[base + hole], table.slots[base + slot] = table.slots[base + slot], _EMPTY
+            bucket, hole = other, slot
+        is_over = empty != 0  # no key was stored beyond a bucket with an empty slot
+        other = _next(other)
+
+
+@array_helper
+def remove(table, entry):
+    """Remove a live entry. Its id is appended to the queue of free ids."""
+    tag = _tag(table, table.keys[entry])
+    segment = _segment_of(table, tag)
+    base, bucket = segment * SEGMENT_SLOTS, _home(tag)
+    word = tag << _SHIFT32 | np.uint64(entry + 1)
+    found = lanes_equal(table.slots, base + bucket, _ALL, word)
+    while found == 0:
+        bucket = _next(bucket)
+        found = lanes_equal(table.slots, base + bucket, _ALL, word)
+    hole = bucket + lowest_bit(found)
+    was_full = _empty_slots(table, base + bucket) == 0
+    table.slots[base + hole] = _EMPTY
+    if was_full:
+        _refill(table, base, bucket, hole)
+    table.segments[segment, COUNT] -= np.uint32(1)
+    if table.meta[FREE_HEAD] < 0:
+        table.meta[FREE_HEAD] = entry
+    else:
+        table.keys[table.meta[FREE_TAIL]] = np.uint64(entry)
+    table.meta[FREE_TAIL] = entry
+    table.meta[NUM_FREE] += 1

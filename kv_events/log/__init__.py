@@ -1,0 +1,1 @@
+"""Event-log files: segments, their index by time, retention, and readers."""

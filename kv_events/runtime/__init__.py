@@ -1,0 +1,1 @@
+"""What every process of kvsight needs: settings, TLS, traces, and tasks that survive errors."""

@@ -1,0 +1,1 @@
+"""Compiled functions of the ledger and the queue of changes."""

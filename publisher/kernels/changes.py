@@ -1,0 +1,138 @@
+"""Kernels over page changes in columns: their digest, their chains, and how many fit into a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from kv_events.digest import add_page, remove_page
+from kv_events.kernels.bundles import I64Vector, U8Input, U8Vector, U32Input, U64Input, U64Vector
+from kv_events.kernels.declare import array_helper, array_kernel
+from kv_events.schema import NUM_MEDIA
+
+# kinds of change: stores on medium 0 .. 3, removals from medium 0 .. 3, everything cleared
+REMOVAL = NUM_MEDIA
+CLEARED = 2 * NUM_MEDIA
+# only in events: removals of one copy of a block, which stays held while it has others
+COPY_REMOVAL = 3 * NUM_MEDIA
+NUM_RANKS = 2 * NUM_MEDIA
+"""Number of kinds that can occur in a span."""
+
+
+@array_kernel(types.void, U64Vector, U8Input, U64Input)
+def advance_digest(digest, kinds, hashes):
+    """Apply changes to a digest, uint64[8], in place."""
+    for i in range(kinds.shape[0]):
+        kind = np.int64(kinds[i])
+        if kind < REMOVAL:
+            add_page(digest, kind, hashes[i])
+        elif kind < CLEARED:
+            remove_page(digest, kind - REMOVAL, hashes[i])
+        else:
+            for word in range(digest.shape[0]):
+                digest[word] = np.uint64(0)
+
+
+@array_kernel(types.int64, U8Input, U64Input, U64Input, U32Input, types.int64, types.int64, types.int64, types.int64)
+def batch_length(kinds, hashes, parents, spans, max_events, max_bytes, event_bytes, page_bytes):
+    """Return how many of the changes fit into one batch, sorted or not; at least one.
+
+    A run of changes of one kind and span counts as an event of `event_bytes`. Each page adds `page_bytes`, and each
+    start of a chain adds 8.
+    """
+    num_events, num_bytes = 0, 0
+    for i in range(kinds.shape[0]):
+        new_run = i == 0 or kinds[i] != kinds[i - 1] or spans[i] != spans[i - 1] or kinds[i] == CLEARED
+        if new_run:
+            num_events += 1
+            num_bytes += event_bytes
+        if kinds[i] < REMOVAL and (new_run or parents[i] != hashes[i - 1]):
+            num_bytes += 8
+        num_bytes += page_bytes
+        if i > 0 and (num_events > max_events or num_bytes > max_bytes):
+            return i
+    return kinds.shape[0]
+
+
+@array_helper
+def _rank(kind, span, first_span):
+    """Return the sort key of a change: by span, then removals before stores, then by medium."""
+    place = kind + REMOVAL if kind < REMOVAL else kind - REMOVAL if kind < CLEARED else np.int64(0)
+    return np.int64(np.uint32(span - first_span)) * NUM_RANKS + place
+
+
+@array_helper
+def _copy(column, start, out, place, length):
+    for i in range(length):
+        out[place + i] = column[start + i]
+
+
+@array_helper
+def _find_runs(kinds, spans, borders):
+    """Write the start of each run of one kind and span, and the end of the last one, to `borders`.
+
+    Returns the number of runs.
+    """
+    num_runs = borders[0] = 0
+    for i in range(1, kinds.shape[0]):
+        if kinds[i] != kinds[i - 1] or spans[i] != spans[i - 1]:
+            num_runs += 1
+            borders[num_runs] = i
+    borders[num_runs + 1] = kinds.shape[0]
+    return num_runs + 1
+
+
+@array_kernel(
+    types.int64, U8Input, U64Input, U64Input, U64Input, U32Input, I64Vector,
+    U8Vector, U64Vector, U64Vector, U64Vector, I64Vector,
+)  # fmt: skip
+def sort_changes(
+    kinds, hashes, block_hashes, parents, spans,
+    places, out_kinds, out_hashes, out_block_hashes, out_parents, borders,
+):  # fmt: skip
+    """Sort changes into few runs of one kind, with the same effect. Returns the number of runs.
+
+    This is a counting sort of the existing runs. Changes of one kind and span keep their order. Columns are as in
+    `PageChanges`. places: int64[NUM_RANKS * spans], scratch space filled with zeros. borders: int64[n + 1], receives
+    the start of each run and the end of the last one.
+    """
+    num_old = _find_runs(kinds, spans, borders)
+    for run in range(num_old):
+        i = borders[run]
+        places[_rank(np.int64(kinds[i]), spans[i], spans[0])] += borders[run + 1] - i
+    end = 0
+    for rank in range(places.shape[0]):
+        places[rank], end = end, end + places[rank]
+    for run in range(num_old):
+        start = borders[run]
+        length = borders[run + 1] - start
+        rank = _rank(np.int64(kinds[start]), spans[start], spans[0])
+        place = places[rank]
+        places[rank] += length
+        _copy(kinds, start, out_kinds, place, length)
+        _copy(hashes, start, out_hashes, place, length)
+        _copy(block_hashes, start, out_block_hashes, place, length)
+        _copy(parents, start, out_parents, place, length)
+    num_runs = borders[0] = 0
+    for rank in range(places.shape[0]):
+        if places[rank] > borders[num_runs]:
+            num_runs += 1
+            borders[num_runs] = places[rank]
+    return num_runs
+
+
+@array_kernel(types.int64, U64Input, U64Input, U8Vector, U64Vector)
+def mark_chains(hashes, parents, starts, firsts):
+    """Find the chains of stored pages and return their number.
+
+    A chain begins at each page whose parent is not the previous page. starts: uint8[ceil(n / 8)], filled with zeros;
+    bit i % 8 of byte i // 8 is set if page i begins a chain. firsts: uint64[n], receives the parent of the first page
+    of each chain.
+    """
+    num_chains = 0
+    for i in range(hashes.shape[0]):
+        if i == 0 or parents[i] != hashes[i - 1]:
+            starts[i >> 3] |= np.uint8(1 << (i & 7))
+            firsts[num_chains] = parents[i]
+            num_chains += 1
+    return num_chains

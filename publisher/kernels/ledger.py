@@ -1,0 +1,443 @@
+"""Kernels of the ledger. They use arrays only, no Python objects.
+
+The ledger has two tables of `kv_events.kernels.page_table`. *Blocks* are pages by the engine's identifier, see
+`publisher.kernels.blocks`. *Pages* are pages by sequence hash. Several blocks may carry the same page, for example
+multimodal prompts with equal tokens, or copies with two block hashes. A page counts once per medium, because the
+indexer keeps a set; the digest is also that of a set.
+
+`is_shared` is a constant of each compiled kernel: whether another object owns the table of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+
+from kv_events.digest import add_page, remove_page
+from kv_events.kernels.bundles import (
+    BoolVector,
+    I64Vector,
+    U8Input,
+    U8Vector,
+    U32Matrix,
+    U32Vector,
+    U64Matrix,
+    U64Vector,
+    spread,
+)
+from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.page_table import Table
+from kv_events.kernels.page_table_ops import AHEAD, fetch, find, find_or_insert, remove, was_used
+from kv_events.schema import NUM_MEDIA
+from publisher.event_columns import StoredColumns
+from publisher.kernels.blocks import COPIED, HELD, PAGE, STATE, Blocks, is_held
+from publisher.kernels.changes import CLEARED, COPY_REMOVAL, REMOVAL
+from publisher.kernels.queue import SPAN, QueueArrays, append
+
+# columns of page_words
+PARENT, FIRST_BLOCK = range(2)
+
+SLICE_BITS = 12
+SLICE_PAGES = 1 << SLICE_BITS
+"""Number of pages copied in one step."""
+
+FOUND_BLOCKS = 64
+"""Number of blocks that are looked up before the first is removed, so that the memory of their pages is prefetched."""
+
+COUNT_NAMES = ("stored", "removed", "stored_again", "removed_unknown", "ledger_full", "renamed", "parent_unknown")
+"""Names of the elements of `counts`: total pages by result."""
+_STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, NUM_LEFT_OUT, _RENAMED, _PARENT_UNKNOWN = range(len(COUNT_NAMES))
+
+_NO_HASH = np.uint64(0)
+_MEDIA_BITS = np.uint32(NUM_MEDIA)
+_SPAN_MASK = np.uint32(2**32 - 2**NUM_MEDIA)
+
+
+class LedgerArrays(NamedTuple):
+    """What the worker holds. A column whose name begins with `page` is indexed by the entries of `pages`."""
+
+    blocks: Blocks
+    pages: Table
+    page_media: U8Vector
+    """[capacity] bit m is set if the page is held on medium m: `num_groups` blocks carry it there. 0 for a free entry
+    too."""
+    page_copies: U32Matrix
+    """[4, capacity] number of blocks that carry the page, per medium. 0 for a free entry."""
+    page_words: U64Matrix
+    """[capacity, 2] sequence hash of the parent (0 if there is none or it is unknown); block hash of the first block
+    that carried the page."""
+    page_stored_in: U32Vector
+    """[capacity] when the page was last queued as stored. The upper 28 bits are the number of the span modulo 2**28.
+    Bit m of the lower four bits is set if the page was stored on medium m in that span."""
+    page_changed: BoolVector
+    """[capacity / SLICE_PAGES, rounded up] whether `page_media` changed in the slice since it was last copied."""
+    num_groups: I64Vector
+    """[1] attention groups that must all hold a page."""
+    found: I64Vector
+    """[FOUND_BLOCKS] scratch space for the entries of blocks that are about to be removed."""
+    digest: U64Vector
+    """[8] see `kv_events.digest`."""
+    counts: I64Vector
+    """[7] see `COUNT_NAMES`."""
+
+
+@array_helper
+def _span_mark(queue):
+    """Return the number of the current span in the format of `page_stored_in`, without media bits."""
+    return np.uint32(np.uint32(queue.cursors[SPAN]) << _MEDIA_BITS)  # numba shifts into 64 bits
+
+
+@array_helper
+def _queue_store(ledger, queue, page, medium, name, block_hash, parent):
+    stored_in = ledger.page_stored_in[page]
+    if stored_in & _SPAN_MASK != _span_mark(queue):
+        stored_in = _span_mark(queue)
+    ledger.page_stored_in[page] = stored_in | np.uint32(1 << medium)
+    append(queue, medium, name, block_hash, parent)
+
+
+@array_helper
+def _queue_removal(ledger, queue, page, medium, block_hash):
+    """Queue a removal. A new span begins if the page was stored on the medium in the current span.
+
+    This is necessary because the removals of a span may be sent before its stores.
+    """
+    stored_in = ledger.page_stored_in[page]
+    if stored_in & _SPAN_MASK == _span_mark(queue) and stored_in & np.uint32(1 << medium):
+        queue.cursors[SPAN] += 1
+    append(queue, REMOVAL + medium, ledger.pages.keys[page], block_hash, _NO_HASH)
+
+
+@array_helper
+def _is_block(ledger, entry, key):
+    blocks = ledger.blocks
+    is_used = was_used(blocks.table, entry) and blocks.table.keys[entry] == key
+    return is_used and blocks.columns[entry, STATE] != 0
+
+
+@array_helper
+def _expected_block(ledger, expected_after, key):
+    """Return the block's entry if it directly follows or precedes `expected_after` (-1 if unknown), otherwise -1.
+
+    Entries are reused in the order in which they were freed, and engines evict the last pages of a prompt first.
+    Therefore, the entries of a prompt may be in descending order.
+    """
+    entry = expected_after + 1
+    if _is_block(ledger, entry, key):
+        return entry
+    entry = expected_after - 1
+    return entry if entry >= 0 and _is_block(ledger, entry, key) else np.int64(-1)
+
+
+@array_helper
+def _find_block(ledger, expected_after, key):
+    """Return the entry of a block, or -1."""
+    entry = _expected_block(ledger, expected_after, key)
+    return entry if entry >= 0 else find(ledger.blocks.table, key)
+
+
+@array_function
+def _find_shared_block(ledger, key):
+    """Return the entry of a block, or -1."""
+    return find(ledger.blocks.table, key)
+
+
+@array_function
+def _find_or_insert_block(ledger, key):
+    """Return the entry of a block, or -1 if the table is full. An absent block is inserted."""
+    blocks = ledger.blocks
+    entry, is_new = find_or_insert(blocks.table, key)
+    if is_new and entry >= 0:
+        blocks.columns[entry, STATE] = np.uint32(0)  # a clear leaves old values
+    return entry
+
+
+@array_helper
+def _hold_block(ledger, entry, block_hash, sequence_hash, parent, is_shared):
+    """Prepare a block that is on no medium for a store. Its page is inserted if it is unknown.
+
+    Returns the block's entry, or -1 if the ledger is full.
+    """
+    page, is_new = find_or_insert(ledger.pages, sequence_hash)
+    if page < 0:
+        if not is_shared:
+            remove(ledger.blocks.table, entry)
+        return page
+    if is_new:
+        ledger.page_words[page, PARENT] = parent
+        ledger.page_words[page, FIRST_BLOCK] = block_hash
+    ledger.blocks.columns[entry, PAGE] = np.uint32(page)
+    ledger.blocks.tally[HELD] += 1
+    return entry
+
+
+@array_helper
+def _release_block(ledger, entry, page, num_groups, is_shared):
+    """Release a block that is no longer on any medium, and its page if no other block carries it."""
+    ledger.blocks.tally[HELD] -= 1
+    if not is_shared:
+        remove(ledger.blocks.table, entry)
+    if ledger.page_media[page] == 0 and (num_groups == 1 or _has_no_block(ledger, page)):
+        remove(ledger.pages, page)
+
+
+@array_helper
+def _has_no_block(ledger, page):
+    num_blocks = np.uint32(0)
+    for medium in range(NUM_MEDIA):
+        num_blocks |= ledger.page_copies[medium, page]
+    return num_blocks == 0
+
+
+@array_helper
+def _enter_block(ledger, expected_after, key, block_hash, sequence_hash, parent, is_shared):
+    """Return the entry of a block, or -1 if there is no room for it.
+
+    Its page is inserted if it is unknown, and the block itself if the ledger owns the table.
+    """
+    entry = _expected_block(ledger, expected_after, key)
+    if entry < 0:
+        entry = _find_shared_block(ledger, key) if is_shared else _find_or_insert_block(ledger, key)
+    if entry >= 0 and not is_held(ledger.blocks, entry):
+        entry = _hold_block(ledger, entry, block_hash, sequence_hash, parent, is_shared)
+    return entry
+
+
+@array_function
+def _parent_name(ledger, key):
+    """Return the sequence hash of a parent block. An unknown parent is counted and returns 0."""
+    entry = find(ledger.blocks.table, key)
+    if entry >= 0 and is_held(ledger.blocks, entry):
+        return ledger.pages.keys[np.int64(ledger.blocks.columns[entry, PAGE])]
+    ledger.counts[_PARENT_UNKNOWN] += 1
+    return _NO_HASH
+
+
+@array_helper
+def _add_copy(ledger, page, medium, num_groups):
+    """Count one more block that carries the page on a medium. Returns True if the page is now held there."""
+    ledger.page_copies[medium, page] += np.uint32(1)
+    if ledger.page_copies[medium, page] != num_groups:
+        ledger.counts[_STORED_AGAIN] += 1
+        return False
+    ledger.page_media[page] |= np.uint8(1 << medium)
+    ledger.page_changed[page >> SLICE_BITS] = True
+    add_page(ledger.digest, medium, ledger.pages.keys[page])
+    ledger.counts[_STORED] += 1
+    return True
+
+
+@array_helper
+def _drop_copy(ledger, page, medium, num_groups):
+    """Count one block less that carries the page on a medium. Returns True if the page is no longer held there."""
+    ledger.page_copies[medium, page] -= np.uint32(1)
+    if ledger.page_copies[medium, page] != num_groups - 1:
+        return False
+    _leave_medium(ledger, page, medium)
+    return True
+
+
+@array_helper
+def _leave_medium(ledger, page, medium):
+    ledger.page_media[page] &= np.uint8(~(1 << medium))
+    ledger.page_changed[page >> SLICE_BITS] = True
+    remove_page(ledger.digest, medium, ledger.pages.keys[page])
+    ledger.counts[_REMOVED] += 1
+
+
+@array_helper
+def _add_to_block(blocks, entry, medium):
+    """Count one more copy of a block."""
+    if blocks.columns[entry, STATE] & np.uint32(COPIED) == 0:
+        blocks.columns[entry, STATE] |= np.uint32(COPIED)
+        blocks.more_copies[entry, :] = np.uint32(0)  # values of an earlier life
+    blocks.more_copies[entry, medium] += np.uint32(1)
+
+
+@array_helper
+def _take_from_block(blocks, entry, medium, is_copy):
+    """Take one copy of a block away, or all. Returns whether the block is still on the medium."""
+    if blocks.columns[entry, STATE] & np.uint32(COPIED) == 0 or blocks.more_copies[entry, medium] == 0:
+        return False
+    blocks.more_copies[entry, medium] = blocks.more_copies[entry, medium] - np.uint32(1) if is_copy else np.uint32(0)
+    return is_copy
+
+
+@array_helper
+def _store_block(ledger, queue, entry, block_hash, name, parent, medium, num_groups):
+    """Store a known block on a medium.
+
+    Returns the sequence hash of its page and whether the page became resident on the medium.
+    """
+    page = np.int64(ledger.blocks.columns[entry, PAGE])
+    if ledger.pages.keys[page] != name:  # a block keeps its first sequence hash while it is held
+        ledger.counts[_RENAMED] += 1
+        name = ledger.pages.keys[page]
+    bit = np.uint32(1 << medium)
+    if ledger.blocks.columns[entry, STATE] & bit:
+        _add_to_block(ledger.blocks, entry, medium)
+        ledger.counts[_STORED_AGAIN] += 1
+        return name, False
+    ledger.blocks.columns[entry, STATE] |= bit
+    is_new = _add_copy(ledger, page, medium, num_groups)
+    if is_new:
+        _queue_store(ledger, queue, page, medium, name, block_hash, parent)
+    return name, is_new
+
+
+@array_helper
+def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entry, num_groups, is_shared):
+    """Store the pages of one event.
+
+    entry: entry of the block stored before, next to which the first block is expected. Returns the sequence hash of
+    the last page and the entry of its block.
+    """
+    block_hashes, hashes, name = pages.block_hashes, pages.hashes, parent
+    for i in range(start, stop):
+        ahead = i + AHEAD
+        if ahead < block_hashes.shape[0]:
+            if not is_shared:  # the owner of a shared table has just accessed the block
+                fetch(ledger.blocks.table, block_hashes[ahead] ^ salt)
+            fetch(ledger.pages, hashes[ahead])
+        key, name = block_hashes[i] ^ salt, hashes[i]
+        entry = _enter_block(ledger, entry, key, block_hashes[i], name, parent, is_shared)
+        if entry < 0:
+            ledger.counts[NUM_LEFT_OUT] += 1
+        else:
+            name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium, num_groups)
+        parent = name
+    return name, entry
+
+
+@array_helper
+def _find_blocks(ledger, block_hashes, start, stop, salt, entry, is_shared):
+    """Write the entries of blocks to `found` and prefetch the memory needed to remove their pages.
+
+    entry: entry of the block before. Returns the entry of the last block.
+    """
+    for i in range(start, stop):
+        if i + AHEAD < block_hashes.shape[0] and not is_shared:  # entries of a shared table stay adjacent
+            fetch(ledger.blocks.table, block_hashes[i + AHEAD] ^ salt)
+        entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
+        ledger.found[i - start] = entry
+        if entry >= 0 and is_held(ledger.blocks, entry):
+            fetch(ledger.pages, ledger.pages.keys[np.int64(ledger.blocks.columns[entry, PAGE])])
+    return entry
+
+
+@array_helper
+def _remove_block(ledger, queue, entry, block_hash, medium, is_copy, num_groups, is_shared):
+    """Remove one copy of a block from a medium, or all copies.
+
+    entry: the entry found before other blocks of the event were removed. If the event contains the block twice, its
+    state no longer has the bit of the medium.
+    """
+    bit = np.uint32(1 << medium)
+    if entry < 0 or ledger.blocks.columns[entry, STATE] & bit == 0:
+        ledger.counts[_REMOVED_UNKNOWN] += 1
+        return
+    if _take_from_block(ledger.blocks, entry, medium, is_copy):
+        return
+    page = np.int64(ledger.blocks.columns[entry, PAGE])
+    if _drop_copy(ledger, page, medium, num_groups):
+        _queue_removal(ledger, queue, page, medium, block_hash)
+    ledger.blocks.columns[entry, STATE] &= ~bit
+    if not is_held(ledger.blocks, entry):
+        ledger.blocks.columns[entry, STATE] &= ~np.uint32(COPIED)
+        _release_block(ledger, entry, page, num_groups, is_shared)
+
+
+@array_helper
+def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_copy, num_groups, is_shared):
+    """Remove the pages of one event.
+
+    Returns the entry of the last block, next to which the first block of the next event is expected.
+    """
+    for first in range(start, stop, FOUND_BLOCKS):
+        end = min(first + FOUND_BLOCKS, stop)
+        entry = _find_blocks(ledger, block_hashes, first, end, salt, entry, is_shared)
+        for i in range(first, end):
+            _remove_block(
+                ledger, queue, ledger.found[i - first], block_hashes[i], medium, is_copy, num_groups, is_shared
+            )
+    return entry
+
+
+# --- entry points -------------------------------------------------------------------------------------------------
+
+
+def make_change_pages(*, is_shared: bool) -> Callable[..., None]:
+    """Return the kernel `change_pages` for ledgers that share their table of blocks, or for those that own it."""
+
+    @array_kernel(types.void, LedgerArrays, QueueArrays, U8Input, spread(StoredColumns), types.uint64, BoolVector)
+    def change_pages(ledger, queue, kinds, pages, salt, queued):
+        """Apply the events of one namespace in order, and queue each page that became resident or was removed.
+
+        kinds: uint8[m], see `EventColumns.kinds`.
+        pages: m events. salt: salt of the namespace. queued: bool[n], set for each stored page that became resident on
+        its medium.
+        """
+        previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # the page stored last
+        stored, removed = np.int64(-1), np.int64(-1)
+        start = event = 0
+        num_groups = np.uint32(ledger.num_groups[0])
+        while event < pages.lengths.shape[0]:
+            kind, stop = np.int64(kinds[event]), start + pages.lengths[event]
+            if kind < REMOVAL:
+                parent = _NO_HASH
+                if pages.has_parent[event]:
+                    key = pages.parents[event] ^ salt
+                    parent = previous_name if is_held and key == previous_key else _parent_name(ledger, key)
+                name, stored = _store(
+                    ledger, queue, pages, start, stop, parent, salt, kind, queued, stored, num_groups, is_shared
+                )
+                if stop > start:
+                    previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
+            elif kind < CLEARED or COPY_REMOVAL <= kind < COPY_REMOVAL + NUM_MEDIA:
+                while event + 1 < pages.lengths.shape[0] and kinds[event + 1] == kind:  # merge adjacent removals
+                    event += 1
+                    stop += pages.lengths[event]
+                is_copy = kind >= COPY_REMOVAL
+                medium = kind - COPY_REMOVAL if is_copy else kind - REMOVAL
+                removed = _remove(
+                    ledger,
+                    queue,
+                    pages.block_hashes,
+                    start,
+                    stop,
+                    salt,
+                    medium,
+                    removed,
+                    is_copy,
+                    num_groups,
+                    is_shared,
+                )
+                is_held = False
+            start = stop
+            event += 1
+
+    kernel: Callable[..., None] = change_pages
+    return kernel
+
+
+@array_kernel(types.void, LedgerArrays, QueueArrays, types.int64)
+def require_groups(ledger, queue, num_entries):
+    """Remove the pages that fewer than `num_groups` blocks carry, after that number has grown.
+
+    num_entries: upper bound of the used entries of pages.
+    """
+    for page in range(num_entries):
+        for medium in range(NUM_MEDIA):
+            is_on_medium = ledger.page_media[page] >> np.uint8(medium) & np.uint8(1)
+            if is_on_medium and ledger.page_copies[medium, page] < ledger.num_groups[0]:
+                _leave_medium(ledger, page, medium)
+                _queue_removal(ledger, queue, page, medium, ledger.page_words[page, FIRST_BLOCK])
+
+
+@array_kernel(types.int64, types.uint64, spread(Table))
+def find_entry(key, table):
+    """Return the entry of a key in a table, or -1."""
+    return find(table, key)
