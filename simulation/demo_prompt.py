@@ -1,4 +1,4 @@
-"""The prompt of `kvsight demo-prompt`. Simulated engines keep parts of it, whose lengths depend on their seeds."""
+"""The prompt of `kvsight demo --prompt`. Simulated engines keep parts of it, whose lengths depend on their seeds."""
 
 from __future__ import annotations
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from kv_events.errors import InvalidValueError
 from kv_events.limits import SOCKET_FILES
 from kv_events.runtime.variables import variable
-from kvsight.cli.allocator import keep_freed_memory
-from kvsight.cli.connection_flags import with_kafka_and_redis_flags
-from kvsight.cli.console import at_most_one, compile_kernels, err, report_compilation
-from kvsight.cli.logs import with_log_flags
-from kvsight.cli.open_files import allow_open_files
+from kvsight.cli.shared.console import at_most_one, err
+from kvsight.cli.shared.flags import BROKER, KAFKA, LOG_LINES, REDIS, Flag, with_flags
+from kvsight.cli.shared.process import allow_open_files, compile_kernels, keep_freed_memory, report_compilation
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -25,52 +21,26 @@ if TYPE_CHECKING:
     from indexer.shards.settings import GroupSettings
 
 
-@with_log_flags
-@with_kafka_and_redis_flags
-def serve(
-    *,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.", envvar="KVSIGHT_HOST")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.", envvar="KVSIGHT_PORT")] = None,
-    kafka: Annotated[
-        str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
-    ] = None,
-    event_log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Follow an event log in this folder.", envvar="KVSIGHT_EVENT_LOG_DIR"),
-    ] = None,
-    redis: Annotated[
-        str | None,
-        typer.Option(help="Save snapshots: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"),
-    ] = None,
-    snapshot_dir: Annotated[
-        Path | None, typer.Option(help="Save snapshots in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
-    ] = None,
-    record: Annotated[
-        Path | None, typer.Option(help="Record into an event log in this folder.", envvar="KVSIGHT_RECORD")
-    ] = None,
-    record_keep: Annotated[
-        str | None, typer.Option(help="Age of records that are deleted: 24h, 7d.", envvar="KVSIGHT_RECORD_KEEP")
-    ] = None,
-    record_max_bytes: Annotated[
-        str | None, typer.Option(help="Bound on the size of the log: 20GiB.", envvar="KVSIGHT_RECORD_MAX_BYTES")
-    ] = None,
-    group: Annotated[str | None, typer.Option(help="Share partitions with this group.", envvar="KVSIGHT_GROUP")] = None,
-    advertise_url: Annotated[
-        str | None, typer.Option(help="Address of this member for the others.", envvar="KVSIGHT_ADVERTISE_URL")
-    ] = None,
-    api_tokens_file: Annotated[
-        Path | None, typer.Option(help="TOML file of tokens with scopes.", envvar="KVSIGHT_API_TOKENS_FILE")
-    ] = None,
-    tls_cert_file: Annotated[
-        Path | None,
-        typer.Option("--tls-cert-file", "--tls-cert", help="Serve HTTPS.", envvar="KVSIGHT_TLS_CERT_FILE"),
-    ] = None,
-    tls_key_file: Annotated[
-        Path | None,
-        typer.Option("--tls-key-file", "--tls-key", help="Key, if in another file.", envvar="KVSIGHT_TLS_KEY_FILE"),
-    ] = None,
-    connection: dict[str, Any],
-) -> None:
+_FLAGS = {
+    "host": Flag(str, "Address to listen on."),
+    "port": Flag(int, "Port to listen on."),
+    "kafka": BROKER,
+    "event_log_dir": Flag(Path, "Follow an event log in this folder."),
+    "redis": Flag(str, "Save snapshots: redis://HOST:PORT/DB"),
+    "snapshot_dir": Flag(Path, "Save snapshots in a folder."),
+    "record": Flag(Path, "Record into an event log in this folder."),
+    "record_keep": Flag(str, "Age of records that are deleted: 24h, 7d."),
+    "record_max_bytes": Flag(str, "Bound on the size of the log: 20GiB."),
+    "group": Flag(str, "Share partitions with this group."),
+    "advertise_url": Flag(str, "Address of this member for the others."),
+    "api_tokens_file": Flag(Path, "TOML file of tokens with scopes."),
+    "tls_cert_file": Flag(Path, "Serve HTTPS.", spellings=("--tls-cert-file", "--tls-cert")),
+    "tls_key_file": Flag(Path, "Key, if in another file.", spellings=("--tls-key-file", "--tls-key")),
+}
+
+
+@with_flags(_FLAGS, KAFKA, REDIS, LOG_LINES)
+def serve(*, flags: dict[str, Any]) -> None:
     """Run the indexer and its HTTP API.
 
     Reads the workers' events from Kafka, from an event log, or from engines registered with POST /register. Maintains
@@ -82,31 +52,16 @@ def serve(
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
     """
-    at_most_one({"--kafka": kafka, "--event-log-dir": event_log_dir})
-    at_most_one({"--redis": redis, "--snapshot-dir": snapshot_dir})
+    at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"]})
+    at_most_one({"--redis": flags["redis"], "--snapshot-dir": flags["snapshot_dir"]})
     require_serve("kvsight serve")
     from api.settings import ApiSettings, RegistrationSettings
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 
-    indexer = IndexerSettings.from_flags(
-        kafka=kafka,
-        **connection,
-        event_log_dir=event_log_dir,
-        redis=redis,
-        snapshot_dir=snapshot_dir,
-    )
-    settings = ApiSettings.from_flags(
-        host=host,
-        port=port,
-        record=record,
-        record_keep=record_keep,
-        record_max_bytes=record_max_bytes,
-        api_tokens_file=api_tokens_file,
-        tls_cert_file=tls_cert_file,
-        tls_key_file=tls_key_file,
-    )
-    shards = GroupSettings.from_flags(group=group, advertise_url=advertise_url)
+    indexer = IndexerSettings.from_flags(**flags)
+    settings = ApiSettings.from_flags(**flags)
+    shards = GroupSettings.from_flags(**flags)
     shards.check(indexer.kafka, reuse_port=settings.reuse_port)
     if settings.reuse_port and indexer.is_embedded:
         expected = "false without --kafka and --event-log-dir: services with engines of their own answer differently"

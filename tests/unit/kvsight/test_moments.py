@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kv_events.records import LogRecord
-from kvsight.cli.console import UsageError
-from kvsight.cli.moments import LogSpan, local_time, parse_moment
+from kvsight.cli.logs.moments import LogSpan, local_time, parse_moment
+from kvsight.cli.shared.console import UsageError
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def run(program: str, **variables: str) -> str:
 
 def test_a_command_reports_an_unknown_variable_with_the_nearest_name() -> None:
     said = run(
-        "import sys; from kvsight.cli.main import run; sys.argv[1:] = ['version']; run()",
+        "import sys; from kvsight.cli.main import run; sys.argv[1:] = ['demo', '--prompt']; run()",
         KVSIGHT_REDDIS="secret",
         KVSIGHT_KAKFA="secret",
         KVSIGHT_TENANT="t",
