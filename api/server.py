@@ -85,9 +85,9 @@ def _signals_stop(server: uvicorn.Server) -> Iterator[None]:
     """
     caught: list[int] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, _: FrameType | None) -> None:
         caught.append(number)
-        server.handle_exit(number, frame)
+        server.should_exit = True
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
