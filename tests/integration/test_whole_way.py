@@ -31,6 +31,8 @@ from simulation.live import KafkaTransport, live_fleet
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.waiting import async_wait_until
 
+pytestmark = pytest.mark.timing("a page must reach the answers within seconds")
+
 SMALL = SimulationSettings(workers=3, capacity_tokens=16_384, page_size=16)
 
 
