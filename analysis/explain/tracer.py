@@ -202,9 +202,7 @@ class Follower:
         history.last = at
 
     def _batch(self, batch: DecodedBatch) -> Batch:
-        stored = sum(len(step.hashes) for step in batch.steps if isinstance(step, StoredPages))
-        removed = sum(len(step.hashes) for step in batch.steps if isinstance(step, RemovedPages))
-        record = self._record
+        record, pages = self._record, batch.pages()
         return Batch(
             self._index,
             record.partition,
@@ -212,8 +210,8 @@ class Follower:
             record.timestamp_ms / 1000,
             batch.epoch,
             batch.seq,
-            stored,
-            removed,
+            pages.stored.total(),
+            pages.removed.total(),
         )
 
     def _begin_before_log(self, view: View) -> None:
