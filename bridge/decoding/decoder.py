@@ -14,11 +14,8 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from bridge.decoding.kernels import batches as batches
-from bridge.decoding.kernels import rows as columns
-from bridge.decoding.kernels.rows import ScannedEvents
+from bridge.decoding.kernels import columns, scan
 from bridge.decoding.kernels.runs import begin_run
-from bridge.decoding.kernels.scan import scan_batches
 from bridge.decoding.mooncake_events import decode_any, decode_mooncake_event, may_remove
 from bridge.decoding.payloads import Payloads
 from bridge.decoding.runs import (
@@ -105,7 +102,7 @@ class Decoder(threading.local):
     def _make_room(self, num_bytes: int) -> None:
         """Make buffers for the events of payloads with this total size."""
         self._room = num_bytes
-        self._events = ScannedEvents(
+        self._events = columns.ScannedEvents(
             np.empty((_ROWS, columns.NUM_COLUMNS), np.int64),
             np.empty(_ROWS, np.int64),
             np.empty(_ROWS, np.uint64),
@@ -119,18 +116,18 @@ class Decoder(threading.local):
 
     def _batches(self, payloads: Payloads, readable: Payloads) -> Iterator[Batch | UnreadableBatch]:
         """readable: the payloads, empty where one is too large."""
-        data, header = np.frombuffer(readable.data, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
+        data, header = np.frombuffer(readable.data, np.uint8), np.zeros(scan.NUM_HEADER, np.int64)
         number = 0
         while number < len(payloads):
             if not readable.num_bytes <= self._room <= max(readable.num_bytes, _KEPT_BYTES):
                 self._make_room(readable.num_bytes)
-            is_read = scan_batches(data, readable.borders, header, self._resident)
+            is_read = scan.scan_batches(data, readable.borders, header, self._resident)
             number, *_, rank, num_bad_ranks, num_rows, _hashes, _tokens, _run = header.tolist()
             if is_read:
-                runs, is_complete = self._runs(readable.data, num_rows), not header[batches.IS_OPEN]
+                runs, is_complete = self._runs(readable.data, num_rows), not header[scan.IS_OPEN]
                 yield Batch(None if rank < 0 else rank, num_bad_ranks, runs, is_complete)
             else:
-                yield UnreadableBatch(number - 1, _why_unreadable(len(payloads[number - 1]), header[batches.LEFT]))
+                yield UnreadableBatch(number - 1, _why_unreadable(len(payloads[number - 1]), header[scan.LEFT]))
 
     def _runs(self, data: memoryview, num_rows: int) -> Iterator[tuple[Run, int]]:
         begins = np.flatnonzero(self._events.rows[:num_rows, columns.CONTINUES] == 0).tolist()

@@ -15,20 +15,7 @@ import numpy as np
 import zmq
 
 from bridge.decoding.payloads import I64Array, Payloads
-from bridge.stream.kernels.receive import (
-    BAD_SHAPE,
-    MAX_TOPIC_BYTES,
-    NO_ROOM,
-    NUM_BAD,
-    NUM_BYTES,
-    NUM_COUNTS,
-    NUM_MESSAGES,
-    NUM_SENDER_COLUMNS,
-    NUM_SENDERS,
-    SHAPE_SIZE,
-    InboxArrays,
-    receive_messages,
-)
+from bridge.stream.kernels import receive
 from bridge.stream.live_batches import LiveBatches
 from kv_events.hashing import U64Array
 from kv_events.kernels.bundles import resident
@@ -38,7 +25,7 @@ _BYTES = 2**20
 """A pass ends with the message that fills this."""
 _ROOM_BYTES = 2 * _BYTES
 """More are only kept until the pass after."""
-_TOPIC_BYTES = 16 * MAX_TOPIC_BYTES
+_TOPIC_BYTES = 16 * receive.MAX_TOPIC_BYTES
 _FRAME_WORDS = 8  # zmq_msg_t has 64 bytes
 
 
@@ -56,14 +43,14 @@ class Inbox:
     """Room for the messages of one pass. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._arrays = InboxArrays(
+        self._arrays = receive.InboxArrays(
             _functions(),
             np.zeros(_FRAME_WORDS, np.uint64),
-            np.zeros(NUM_COUNTS, np.int64),
+            np.zeros(receive.NUM_COUNTS, np.int64),
             np.empty(_ROOM_BYTES, np.uint8),
             np.zeros(_MESSAGES + 1, np.int64),
             np.empty(_MESSAGES, np.uint64),
-            np.empty((_MESSAGES, NUM_SENDER_COLUMNS), np.int64),
+            np.empty((_MESSAGES, receive.NUM_SENDER_COLUMNS), np.int64),
             np.empty(_TOPIC_BYTES, np.uint8),
         )
         self._counts = self._arrays.counts
@@ -82,10 +69,10 @@ class Inbox:
         library.zmq_msg_init(self._frame)
         try:
             while True:
-                error = receive_messages(self._resident, socket.underlying, with_topics, _BYTES)
-                if error != NO_ROOM:
+                error = receive.receive_messages(self._resident, socket.underlying, with_topics, _BYTES)
+                if error != receive.NO_ROOM:
                     break
-                num_bytes = int(self._counts[NUM_BYTES])
+                num_bytes = int(self._counts[receive.NUM_BYTES])
                 self._make_room(num_bytes + int(library.zmq_msg_size(self._frame)), num_bytes)
         finally:
             library.zmq_msg_close(self._frame)
@@ -96,16 +83,16 @@ class Inbox:
     @property
     def num_bad(self) -> int:
         """Messages that are not of the protocol."""
-        return int(self._counts[NUM_BAD])
+        return int(self._counts[receive.NUM_BAD])
 
     @property
     def bad_sizes(self) -> tuple[int, list[int]]:
         """Number of frames of the last message that is not of the protocol, and the sizes of the first four."""
-        num_frames, *sizes = self._counts[BAD_SHAPE : BAD_SHAPE + SHAPE_SIZE].tolist()
+        num_frames, *sizes = self._counts[receive.BAD_SHAPE : receive.BAD_SHAPE + receive.SHAPE_SIZE].tolist()
         return num_frames, sizes[:num_frames]
 
     def __len__(self) -> int:
-        return int(self._counts[NUM_MESSAGES])
+        return int(self._counts[receive.NUM_MESSAGES])
 
     def __iter__(self) -> Iterator[Sent]:
         """Yield the messages by sender, in order. They are valid until the next call of `receive`."""
@@ -113,7 +100,7 @@ class Inbox:
 
     def copied(self) -> tuple[list[Sent], int]:
         """Return copies of the messages, and their size in bytes."""
-        num_bytes = int(self._counts[NUM_BYTES])
+        num_bytes = int(self._counts[receive.NUM_BYTES])
         data = memoryview(self._arrays.data[:num_bytes].tobytes())
         return list(self._sent(data, self._arrays.borders[: len(self) + 1].copy())), num_bytes
 
@@ -121,7 +108,7 @@ class Inbox:
         arrays, num_messages = self._arrays, len(self)
         seqs = arrays.seqs[:num_messages].view(">u8").astype(np.uint64)
         batches = LiveBatches(seqs, Payloads(data, borders))
-        senders = arrays.senders[: int(self._counts[NUM_SENDERS])].tolist()
+        senders = arrays.senders[: int(self._counts[receive.NUM_SENDERS])].tolist()
         parts = pairwise([*(first for first, *_ in senders), num_messages])
         for (_, connection, at, length), (start, stop) in zip(senders, parts, strict=True):
             if start < stop:
