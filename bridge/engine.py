@@ -17,11 +17,11 @@ from bridge.hashes.identity import EngineRules, RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.inbox import Inboxes
+from bridge.stream.messages import Inboxes
 from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
+from bridge.threads import WorkerThreads
 from bridge.worker_stream import StreamStatus
-from bridge.worker_threads import WorkerThreads
 from kv_events.endpoints import Locate
 from kv_events.engine_wire import parse_topic
 from kv_events.errors import shorten

@@ -13,8 +13,8 @@ from bridge.engine import EngineReader, EngineStatus
 from bridge.registry import StreamRegistry
 from bridge.settings import BridgeSettings, EngineSettings
 from bridge.shared_sink import SharedSink
-from bridge.stream.inbox import Inboxes
-from bridge.worker_threads import WorkerThreads
+from bridge.stream.messages import Inboxes
+from bridge.threads import WorkerThreads
 from kv_events.endpoints import Locate, as_given
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.log.memory import MemoryLog

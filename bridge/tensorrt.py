@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.runs import AttentionSpec, BadEvent, ClearedRun, Location, PageEvents, RemovedRun, Run, StoredRun
+from bridge.decoding.events import AttentionSpec, BadEvent, ClearedRun, Location, PageEvents, RemovedRun, Run, StoredRun
 from bridge.hashes.event_translator import EventTranslator
 from bridge.hashes.identity import EngineRules, StreamIdentity
 from kv_events.errors import KvsightError
@@ -215,7 +215,7 @@ def _moved(data: Mapping[str, Any], block_size: int, attention_group: int | None
 
 
 def _extra_keys(block: Mapping[str, Any]) -> list[Any]:
-    """What went into a page's hash besides tokens, in vLLM's form; see `bridge.hashes.extra_keys`."""
+    """What went into a page's hash besides tokens, in vLLM's form; see `bridge.hashes.page_namer`."""
     numbers = {token.get("token_extra_id") or 0 for token in block["tokens"]} - {0}
     keys = [{"token_extra_id": number} for number in sorted(numbers)]
     objects: Sequence[Any] = block.get("mm_keys") or ()

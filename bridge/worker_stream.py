@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.runs import ClearedRun, Run
+from bridge.decoding.events import ClearedRun, Run
 from bridge.hashes.event_translator import EventTranslator
 from bridge.hashes.identity import RegistrationDefaults, StreamIdentity
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger

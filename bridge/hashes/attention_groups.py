@@ -10,10 +10,10 @@ from collections import Counter
 from math import gcd, lcm
 from typing import NamedTuple, TypeAlias
 
-from bridge.decoding.runs import AttentionSpec, MixedRun, RemovedRun, StoredRun
-from bridge.hashes.hash_translator import HashNamespace
+from bridge.decoding.events import AttentionSpec, MixedRun, RemovedRun, StoredRun
+from bridge.hashes.hash_memory import HashNamespace
 from bridge.hashes.identity import EngineRules
-from bridge.hashes.media import is_device
+from bridge.hashes.page_publisher import is_device
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.streams import MAMBA_GROUP, MAX_GROUP_SIZE, Group

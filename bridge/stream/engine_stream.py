@@ -10,11 +10,10 @@ from collections.abc import Generator, Iterator
 from contextlib import aclosing
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder
+from bridge.decoding.decoder import Decoder, Messages
 from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
-from bridge.stream.backlog import Backlog
-from bridge.stream.live_batches import LiveBatches
+from bridge.stream.messages import Backlog
 from bridge.stream.rank_streams import RankStreams
 from bridge.stream.replay import (
     ReplayClient,
@@ -24,8 +23,8 @@ from bridge.stream.replay import (
     ReplayUnreachableError,
 )
 from bridge.stream.sequence_check import RestartLimit, SequenceCheck, Verdict
+from bridge.threads import WorkerThreads
 from bridge.worker_stream import StreamStatus
-from bridge.worker_threads import WorkerThreads
 from kv_events.engine_wire import Payload
 from kv_events.streams import StreamId
 
@@ -101,29 +100,29 @@ class EngineStream:
         """Note whether messages of the engine arrive. False at first, and after an outage until the next message."""
         self._rank_streams.set_receiving(is_receiving and not self._restart_limit.is_exceeded())
 
-    async def take_live(self, batches: LiveBatches) -> None:
+    async def take_live(self, messages: Messages) -> None:
         """Apply the next batches of the live stream, in order. They are not used after the call."""
         taken = 0
         self.last_message_at = time.monotonic()
-        while taken < len(batches.seqs) and not self._restart_limit.is_exceeded():
-            taken += await self._threads.run(batches.payloads.num_bytes, self._take_in_order(batches, taken))
-            if taken < len(batches.seqs):
-                await self._take_out_of_order(*batches.one(taken))
+        while taken < len(messages) and not self._restart_limit.is_exceeded():
+            taken += await self._threads.run(messages.num_bytes, self._take_in_order(messages, taken))
+            if taken < len(messages):
+                await self._take_out_of_order(*messages.one(taken))
                 taken += 1
                 await self._apply_waiting()
                 await asyncio.sleep(0)
-        self._counters.stale_batches += len(batches.seqs) - taken
+        self._counters.stale_batches += len(messages) - taken
         await self._rank_streams.settle()
 
-    def _take_in_order(self, batches: LiveBatches, start: int) -> Generator[None, None, int]:
+    def _take_in_order(self, messages: Messages, start: int) -> Generator[None, None, int]:
         """Apply batches while they are in order. Returns how many. Yields after each step, which any thread may do."""
         number = start
-        while number < len(batches.seqs):
-            if num_next := self._sequence.num_in_order(batches.seqs[number:]):
-                yield from self._take_next(batches.part(number, number + num_next))
+        while number < len(messages):
+            if num_next := self._sequence.num_in_order(messages.seqs[number:]):
+                yield from self._take_next(messages.part(number, number + num_next))
                 number += num_next
             else:
-                seq, payload = batches.one(number)
+                seq, payload = messages.one(number)
                 verdict = self._sequence.judge(seq, payload)
                 if verdict in (Verdict.GAP, Verdict.RESTART):
                     break
@@ -132,11 +131,11 @@ class EngineStream:
         yield from self._rank_streams.apply_waiting()
         return number - start
 
-    def _take_next(self, batches: LiveBatches) -> Iterator[None]:
+    def _take_next(self, messages: Messages) -> Iterator[None]:
         """Apply batches each of which is the expected one."""
         self._contradictions = 0
-        self._sequence.applied_live(*batches.one(len(batches.seqs) - 1))
-        return self._rank_streams.apply(batches)
+        self._sequence.applied_live(*messages.one(len(messages) - 1))
+        return self._rank_streams.apply(messages)
 
     async def _take_out_of_order(self, seq: int, payload: Payload) -> None:
         """Apply a batch that is out of order, after finding out what happened before it."""

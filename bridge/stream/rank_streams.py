@@ -7,12 +7,11 @@ import logging
 from collections.abc import Generator, Iterator
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, UnreadableBatch
-from bridge.decoding.mooncake_events import MooncakeEvent
-from bridge.decoding.runs import BadEvent, Run
+from bridge.decoding.decoder import Decoder, Messages, UnreadableBatch
+from bridge.decoding.events import BadEvent, Run
+from bridge.decoding.mooncake import MooncakeEvent
 from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
-from bridge.stream.live_batches import LiveBatches
 from bridge.worker_stream import StreamStatus, WorkerStream
 from kv_events.engine_wire import Payload
 from kv_events.limits import MAX_DP_RANK
@@ -71,20 +70,20 @@ class RankStreams:
         """Decode and apply the batches that wait. Yields after each step."""
         if self._waiting:
             waiting, self._waiting, self.waiting_bytes = self._waiting, [], 0
-            yield from self.apply(LiveBatches.of(waiting))
+            yield from self.apply(Messages.of(waiting))
 
-    def apply(self, batches: LiveBatches) -> Iterator[None]:
+    def apply(self, messages: Messages) -> Iterator[None]:
         """Decode and apply the next batches. Yields after each step."""
         yield from self.apply_waiting()
         if self.failure is not None:
             self._is_incomplete = True
         try:
-            yield from self._apply_all(batches)
+            yield from self._apply_all(messages)
         except Exception as error:  # noqa: BLE001  (logged; other engines of the address go on)
-            between = int(batches.seqs[0]), int(batches.seqs[-1])
+            between = int(messages.seqs[0]), int(messages.seqs[-1])
             self._limited_logger.warning("batches %d to %d cannot be applied", *between, error=error)
-            self.lose(len(batches.seqs))
-        self._counters.batches += len(batches.seqs)  # those that are applied: a step may be followed by anything
+            self.lose(len(messages))
+        self._counters.batches += len(messages)  # those that are applied: a step may be followed by anything
 
     def set_receiving(self, is_receiving: bool) -> None:
         """Note whether messages of the engine arrive. False at first."""
@@ -145,10 +144,10 @@ class RankStreams:
         """See `RateLimitedLogger.warning`."""
         self._limited_logger.warning(template, *facts)
 
-    def _apply_all(self, batches: LiveBatches) -> Iterator[None]:
-        for batch in self._decoder.decode_all(batches.payloads):
+    def _apply_all(self, messages: Messages) -> Iterator[None]:
+        for batch in self._decoder.decode_all(messages):
             if isinstance(batch, UnreadableBatch):
-                seq, payload = batches.one(batch.number)
+                seq, payload = messages.one(batch.number)
                 self._counters.undecodable += 1
                 self._limited_logger.warning("batch %d: %s", seq, batch.reason)
                 if payload:
@@ -161,7 +160,7 @@ class RankStreams:
                 self._counters.events += num_events
                 touched.add(self._apply_run(run, stream))
                 if isinstance(run, BadEvent):
-                    between = int(batches.seqs[0]), int(batches.seqs[-1])
+                    between = int(messages.seqs[0]), int(messages.seqs[-1])
                     self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
                         self.lose(1)

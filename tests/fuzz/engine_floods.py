@@ -9,11 +9,10 @@ import msgspec
 
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder
+from bridge.decoding.decoder import Decoder, Messages
 from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.shared_sink import SharedSink
-from bridge.stream.live_batches import LiveBatches
 from bridge.stream.rank_streams import RankStreams
 from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
@@ -53,7 +52,7 @@ class FloodTarget:
 
 def _apply(streams: RankStreams, payload: bytes) -> None:
     """Raises AssertionError if one step takes long."""
-    work, is_left = streams.apply(LiveBatches.of([(0, payload)])), True
+    work, is_left = streams.apply(Messages.of([(0, payload)])), True
     while is_left:
         began = time.thread_time()
         is_left = next(work, "end") is None

@@ -12,15 +12,14 @@ import zmq.asyncio
 
 from bridge import BridgeSettings, EngineSettings, Fleet
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder
+from bridge.decoding.decoder import Decoder, Messages
 from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.inbox import Inbox
-from bridge.stream.live_batches import LiveBatches
+from bridge.stream.messages import Inbox
 from bridge.stream.subscriber import ConnectionState
-from bridge.worker_threads import WorkerThreads
+from bridge.threads import WorkerThreads
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
 from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
@@ -114,7 +113,7 @@ class ReplayTarget:
         )
         await engine_stream.open()
         for message in messages[: len(messages) // 2]:
-            await engine_stream.take_live(LiveBatches.of([(abs(message.seq), message.payload)]))
+            await engine_stream.take_live(Messages.of([(abs(message.seq), message.payload)]))
         await engine_stream.close(0.0, clear=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.hashes.hash_translator import HashNamespace, HashTranslator, NamespaceSeed
+from bridge.hashes.hash_memory import HashNamespace, HashTranslator, NamespaceSeed
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.schema import AllBlocksCleared
 from kv_events.streams import StreamId

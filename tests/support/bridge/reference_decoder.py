@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from bridge.decoding.decoder import Decoder
-from bridge.decoding.mooncake_events import MooncakeEvent
-from bridge.decoding.runs import BadEvent, ClearedRun, MixedRun, RemovedRun, StoredRun
+from bridge.decoding.events import BadEvent, ClearedRun, MixedRun, RemovedRun, StoredRun
+from bridge.decoding.mooncake import MooncakeEvent
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS
 
 MASK64 = 2**64 - 1

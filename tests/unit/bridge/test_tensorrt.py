@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bridge.decoding.runs import BadEvent
+from bridge.decoding.events import BadEvent
 from bridge.tensorrt import PolledEvents, from_tensorrt, widest_window_of
 from kv_events.log.memory import MemoryLog
 from kv_events.streams import split_group

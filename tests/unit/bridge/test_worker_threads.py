@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 import pytest
 
-from bridge.worker_threads import WorkerThreads
+from bridge.threads import WorkerThreads
 
 LARGE = 1 << 20
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder
+from bridge.decoding.decoder import Decoder, Messages
 from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.live_batches import LiveBatches
-from bridge.worker_threads import WorkerThreads
+from bridge.threads import WorkerThreads
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId
@@ -38,7 +37,7 @@ async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_
         return view.pages, view.degraded_reason
 
     engine_stream.set_receiving(True)
-    await engine_stream.take_live(LiveBatches.of([(0, payload(stored([1], [1, 2, 3, 4])))]))
+    await engine_stream.take_live(Messages.of([(0, payload(stored([1], [1, 2, 3, 4])))]))
     await async_wait_until(lambda: shown() == (PAGE, ""))
     await engine_stream.reconnected()
     await async_wait_until(lambda: shown() == (set(), ENGINE_UNHEARD))

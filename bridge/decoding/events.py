@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from bridge.decoding.mooncake_events import MooncakeEvent
+from bridge.decoding.mooncake import MooncakeEvent
 from kv_events.hashing import U32Array, U64Array
 from kv_events.kernels.bundles import I64Vector, U8Vector, U64Input, U64Vector
 

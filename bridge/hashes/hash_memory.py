@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bridge.decoding.runs import PageEvents
+from bridge.decoding.events import PageEvents
 from bridge.hashes.kernels import hashes as kernels
 from kv_events.errors import KvsightError
 from kv_events.hash_seed import process_seed

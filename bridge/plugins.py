@@ -13,7 +13,7 @@ import msgspec
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.decoding.runs import BadEvent, ClearedRun
+from bridge.decoding.events import BadEvent, ClearedRun
 from bridge.hashes.event_translator import EventTranslator
 from bridge.hashes.identity import StreamIdentity
 from bridge.settings import BridgeSettings
