@@ -11,7 +11,7 @@ end of the messages that are decoded together, as everything does that follows t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,13 +20,14 @@ from bridge.decoding.events import BadEvent, ClearedRun, Location, MixedRun, Rem
 from bridge.decoding.mooncake import MooncakeEvent
 from bridge.hashes.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
 from bridge.hashes.hash_memory import HashNamespace, HashTranslator
-from bridge.hashes.identity import StreamIdentity
 from bridge.hashes.page_namer import PageNamer, page_hashes, with_pages
 from bridge.hashes.page_publisher import TierMapper, is_device
+from bridge.settings import EngineDefaults
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.streams import StreamId, group_model
 from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
 
@@ -34,14 +35,8 @@ _MAX_WAITING = 16_384
 """Runs that wait for the end of a batch. Engines send up to some thousand in one."""
 
 
-class MakePublisher(Protocol):
-    """Makes a publisher, and again for each later one of the stream."""
-
-    def __call__(self, block_size: int, group: str, blocks: BlockTable | None, /) -> EventPublisher:
-        """group: that of a group stream; empty for the worker's own stream. blocks: table of blocks of the publisher;
-        None for one of its own.
-        """
-        ...
+NewPublisher: TypeAlias = Callable[[StreamId, int, BlockTable | None], EventPublisher]
+"""(stream or group stream, block size, table of blocks or None for one of its own) -> a publisher"""
 
 
 class EventTranslator:
@@ -49,32 +44,34 @@ class EventTranslator:
 
     def __init__(
         self,
-        identity: StreamIdentity,
+        stream: StreamId,
+        defaults: EngineDefaults,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
-        make_publisher: MakePublisher,
+        new_publisher: NewPublisher,
         drop_publisher: Callable[[EventPublisher], None],
         *,
-        block_size: int | None,
         ledger_pages: int,
         name_pages: int,
     ) -> None:
-        """block_size: None to learn it from stores. drop_publisher: called with each publisher that is no longer used.
-        ledger_pages: most pages that a publisher holds. name_pages: most pages remembered beyond those held.
+        """stream: events of another model or tenant are left out. new_publisher: called again for each later
+        incarnation. drop_publisher: called with each publisher that is no longer used. ledger_pages: most pages that a
+        publisher holds. name_pages: most pages remembered beyond those held.
         """
-        self._identity = identity
+        self._stream = stream
+        self._defaults = defaults
         self._counters = counters
         self._limited_logger = limited_logger
-        self._make_publisher = make_publisher
+        self._new_publisher = new_publisher
         self._drop_publisher = drop_publisher
         self._hashes = HashTranslator(ledger_pages, name_pages)
-        self._namer = PageNamer(identity, counters, limited_logger, self._hashes)
-        self._groups = AttentionGroups(identity.rules)
+        self._namer = PageNamer(defaults, counters, limited_logger, self._hashes)
+        self._groups = AttentionGroups(defaults)
         self._mappers = {OWN_STREAM: self._new_mapper()}
-        self._size = PageSize(block_size)
+        self._size = PageSize(defaults.block_size)
         self._waiting: list[StoredRun | RemovedRun | MixedRun] = []
-        if block_size is not None:
-            self.open_publisher(block_size)
+        if defaults.block_size is not None:
+            self.open_publisher(defaults.block_size)
 
     @property
     def publisher(self) -> EventPublisher | None:
@@ -89,7 +86,7 @@ class EventTranslator:
     def open_publisher(self, block_size: int) -> EventPublisher:
         """Publish with new publishers from now on."""
         own = self._mappers[OWN_STREAM]
-        publisher = self._make_publisher(block_size, OWN_STREAM, self._hashes.blocks)
+        publisher = self._new_publisher(self._stream, block_size, self._hashes.blocks)
         for mapper in self._mappers.values():
             if mapper.publisher not in (None, publisher):
                 self._drop_publisher(mapper.publisher)
@@ -188,7 +185,7 @@ class EventTranslator:
     # --- streams ----------------------------------------------------------------------------------------------------
 
     def _new_mapper(self) -> TierMapper:
-        return TierMapper(self._counters, self._limited_logger, counts_copies=self._identity.rules.count_copies)
+        return TierMapper(self._counters, self._limited_logger, counts_copies=self._defaults.count_copies)
 
     def _open_streams(self) -> None:
         """Open the streams that the groups need, once the block size is known, and close all others."""
@@ -200,7 +197,8 @@ class EventTranslator:
         for name, num_groups in needed.items():
             mapper = self._mappers.setdefault(name, self._new_mapper())
             if mapper.publisher is None and self.publisher is not None:
-                mapper.publisher = self._make_publisher(self.publisher.block_size, name, None)
+                stream = self._stream._replace(model=group_model(self._stream.model, name))
+                mapper.publisher = self._new_publisher(stream, self.publisher.block_size, None)
             if mapper.publisher is not None:
                 mapper.publisher.require_groups(num_groups)
 
@@ -337,9 +335,9 @@ class EventTranslator:
     # --- events of Mooncake's RFC #1527 -----------------------------------------------------------------------------
 
     def _apply_mooncake_event(self, event: MooncakeEvent) -> None:
-        if (event.model_name or self._identity.model) != self._identity.model or (
-            event.tenant_id or self._identity.tenant
-        ) != self._identity.tenant:
+        if (event.model_name or self._stream.model) != self._stream.model or (
+            event.tenant_id or self._stream.tenant
+        ) != self._stream.tenant:
             self._counters.foreign_events += 1
             other = shorten((event.model_name, event.tenant_id))
             self._limited_logger.warning("events of (model_name, tenant_id) %s left out: another stream's", other)

@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from bridge.counters import BridgeCounters
 from bridge.decoding.events import StoredRun
 from bridge.hashes.hash_memory import HashNamespace, HashTranslator, NamespaceSeed, TranslatedPages, single_pages
-from bridge.hashes.identity import StreamIdentity
+from bridge.settings import EngineDefaults
 from kv_events.hashing import U32Array, U64Array, local_hashes, namespace_seed
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
@@ -35,19 +35,19 @@ class PageNamer:
 
     def __init__(
         self,
-        identity: StreamIdentity,
+        defaults: EngineDefaults,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
         hashes: HashTranslator,
     ) -> None:
-        self._identity = identity
+        self._defaults = defaults
         self._counters = counters
         self._limited_logger = limited_logger
         self._hashes = hashes
 
     def seed(self, lora_name: str | None, cache_salt: str | None) -> NamespaceSeed:
         """The seed of pages whose events name this adapter and salt, or those of the registration."""
-        seed = _seed_of(lora_name or self._identity.lora_name, cache_salt or self._identity.cache_salt)
+        seed = _seed_of(lora_name or self._defaults.lora_name, cache_salt or self._defaults.cache_salt)
         return NamespaceSeed(seed, bool(cache_salt))
 
     def look_up(self, run: StoredRun, namespace: HashNamespace) -> TranslatedPages:

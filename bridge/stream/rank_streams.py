@@ -10,9 +10,9 @@ from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, Messages, UnreadableBatch
 from bridge.decoding.events import BadEvent, Run
 from bridge.decoding.mooncake import MooncakeEvent
-from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
-from bridge.worker_stream import StreamStatus, WorkerStream
+from bridge.settings import EngineDefaults
+from bridge.worker_stream import EngineState, StreamStatus, WorkerStream
 from kv_events.engine_wire import Payload
 from kv_events.limits import MAX_DP_RANK
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
@@ -34,7 +34,7 @@ class RankStreams:
     def __init__(
         self,
         registered: StreamId,
-        defaults: RegistrationDefaults,
+        defaults: EngineDefaults,
         registry: StreamRegistry,
         decoder: Decoder,
         counters: BridgeCounters,
@@ -49,8 +49,7 @@ class RankStreams:
         self._waiting: list[tuple[int, Payload]] = []  # in order
         self.waiting_bytes = 0
         """Total size of the batches that wait."""
-        self._is_receiving = False
-        self._is_replaying = False
+        self._state = EngineState()
         self._is_incomplete = False  # batches of this incarnation are missing
         self._streams: dict[int, WorkerStream] = {}
         self._open(registered.dp_rank)
@@ -85,19 +84,13 @@ class RankStreams:
             self.lose(len(messages))
         self._counters.batches += len(messages)  # those that are applied: a step may be followed by anything
 
-    def set_receiving(self, is_receiving: bool) -> None:
-        """Note whether messages of the engine arrive. False at first."""
-        if is_receiving != self._is_receiving:
-            self._is_receiving = is_receiving
+    def set_state(self, **changes: bool) -> None:
+        """Note changes of the engine's state. See `EngineState` for their names."""
+        state = self._state._replace(**changes)
+        if state != self._state:
+            self._state = state
             for stream in self._streams.values():
-                stream.set_receiving(is_receiving)
-
-    def set_replaying(self, is_replaying: bool) -> None:
-        """Note whether the batches that are taken are of the past. False at first."""
-        if is_replaying != self._is_replaying:
-            self._is_replaying = is_replaying
-            for stream in self._streams.values():
-                stream.set_replaying(is_replaying)
+                stream.set_state(state)
 
     def begin_late(self) -> None:
         """Note that the first batches of this incarnation are missing."""
@@ -125,7 +118,7 @@ class RankStreams:
         for rank, stream in list(self._streams.items()):
             if stream.is_replaced:
                 del self._streams[rank]
-                await stream.close(_REPLACED_DEADLINE_S, clear=False)
+                await self._close(stream, _REPLACED_DEADLINE_S, clear=False)
             else:
                 await stream.settle()
         if self.failure is not None:  # the other owner may have left
@@ -133,7 +126,7 @@ class RankStreams:
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
         """Close all streams. What waits is left out."""
-        await asyncio.gather(*(stream.close(deadline_s, clear=clear) for stream in self._streams.values()))
+        await asyncio.gather(*(self._close(stream, deadline_s, clear=clear) for stream in self._streams.values()))
         self._streams.clear()
 
     def status(self) -> list[StreamStatus]:
@@ -143,6 +136,12 @@ class RankStreams:
     def warn(self, template: str, *facts: object) -> None:
         """See `RateLimitedLogger.warning`."""
         self._limited_logger.warning(template, *facts)
+
+    async def _close(self, stream: WorkerStream, deadline_s: float, *, clear: bool) -> None:
+        try:
+            await stream.close(deadline_s, clear=clear)
+        finally:
+            self._registry.release(stream)
 
     def _apply_all(self, messages: Messages) -> Iterator[None]:
         for batch in self._decoder.decode_all(messages):
@@ -203,12 +202,11 @@ class RankStreams:
             self._defaults,
             self._counters,
             self._limited_logger,
+            self._state,
             is_registered=rank == own.dp_rank,
         )
         if stream is not None:
             self._streams[rank] = stream
-            stream.set_receiving(self._is_receiving)
-            stream.set_replaying(self._is_replaying)
             if self._is_incomplete:
                 stream.begin_late()
         return stream

@@ -10,8 +10,8 @@ import msgspec
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, Messages
-from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
+from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
 from bridge.stream.rank_streams import RankStreams
 from kv_events.log.memory import MemoryLog
@@ -42,7 +42,7 @@ class FloodTarget:
 
     async def _run(self, data: bytes) -> None:
         registry = StreamRegistry(self._settings, self._template, SharedSink(MemorySink(MemoryLog())))
-        stream, defaults = StreamId("m", "default", "w", 0), RegistrationDefaults(None)
+        stream, defaults = StreamId("m", "default", "w", 0), EngineDefaults()
         streams = RankStreams(stream, defaults, registry, Decoder(), BridgeCounters())
         for payload in (data, _many_times(data)):
             _apply(streams, payload)

@@ -13,8 +13,8 @@ import zmq.asyncio
 from bridge import BridgeSettings, EngineSettings, Fleet
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, Messages
-from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
+from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import Inbox
@@ -104,7 +104,7 @@ class ReplayTarget:
         replay: Any = _ScriptedReplay(messages[len(messages) // 2 :])
         engine_stream = EngineStream(
             StreamId("m", "default", "w", 0),
-            RegistrationDefaults(4),
+            EngineDefaults(4),
             registry,
             Decoder(),
             BridgeCounters(),
@@ -114,7 +114,7 @@ class ReplayTarget:
         await engine_stream.open()
         for message in messages[: len(messages) // 2]:
             await engine_stream.take_live(Messages.of([(abs(message.seq), message.payload)]))
-        await engine_stream.close(0.0, clear=True)
+        await engine_stream.ranks.close(0.0, clear=True)
 
 
 NUMBERED = [

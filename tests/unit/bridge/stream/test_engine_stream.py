@@ -5,8 +5,8 @@ from __future__ import annotations
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, Messages
-from bridge.hashes.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
+from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
 from bridge.threads import WorkerThreads
@@ -28,7 +28,7 @@ async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_
     registry = StreamRegistry(BridgeSettings(), template, SharedSink(MemorySink(log)))
     stream = StreamId("m", "default", "w", 0)
     engine_stream = EngineStream(
-        stream, RegistrationDefaults(4), registry, Decoder(), BridgeCounters(), None, WorkerThreads()
+        stream, EngineDefaults(4), registry, Decoder(), BridgeCounters(), None, WorkerThreads()
     )
 
     def shown() -> tuple[object, ...]:
@@ -41,4 +41,4 @@ async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_
     await async_wait_until(lambda: shown() == (PAGE, ""))
     await engine_stream.reconnected()
     await async_wait_until(lambda: shown() == (set(), ENGINE_UNHEARD))
-    await engine_stream.close(1.0, clear=False)
+    await engine_stream.ranks.close(1.0, clear=False)
