@@ -19,7 +19,7 @@ from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import Inboxes
 from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
-from bridge.threads import WorkerThreads
+from bridge.threads import DecodeThreads
 from bridge.worker_stream import StreamStatus
 from kv_events.endpoints import Locate
 from kv_events.engine_wire import parse_topic
@@ -50,7 +50,7 @@ class EngineStatus(NamedTuple):
     counters: BridgeCounters
 
 
-class EngineReader:
+class EngineConnection:
     """Owns the task that reads one rank, and its engine streams.
 
     A task that fails is restarted with a growing delay.
@@ -62,7 +62,7 @@ class EngineReader:
         engine: EngineSettings,
         registry: StreamRegistry,
         decoder: Decoder,
-        threads: WorkerThreads,
+        threads: DecodeThreads,
         inboxes: Inboxes,
         locate: Locate,
     ) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.decoding.events import BadEvent
+from bridge.decoding.events import InvalidEvent
 from bridge.settings import BridgeSettings, EngineDefaults
 from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.errors import InvalidValueError
@@ -84,7 +84,7 @@ class EnginePublisher:
             self._take(self._encoder.encode(events))
         except Exception:
             logger.exception("a batch of events is lost; all pages of %s are dropped", self._settings.stream.key)
-            self._stream.lose()
+            self._stream.drop_all_pages()
 
     def shutdown(self) -> None:
         """Publish that the engine holds no pages, for at most two seconds. A second call does nothing."""
@@ -114,7 +114,7 @@ class EnginePublisher:
         for run, num_events in self._decoder.decode(payload).runs:
             self.counters.events += num_events
             self._stream.apply(run)
-            if isinstance(run, BadEvent):
+            if isinstance(run, InvalidEvent):
                 self._limited_logger.warning("an event is left out: %s", run.reason)
         for _ in self._stream.end_batch():
             pass

@@ -72,4 +72,4 @@ class StreamRegistry:
     def _new_publisher(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
         own = {**stream._asdict(), "block_size": block_size}
         # names and sizes were checked when the engine was registered
-        return EventPublisher(self._template.model_copy(update=own), self._sink.lane(stream), blocks)
+        return EventPublisher(self._template.model_copy(update=own), self._sink.sink_of(stream), blocks)

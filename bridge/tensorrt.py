@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.events import AttentionSpec, BadEvent, Location, PageEvents, RemovedRun, Run, StoredRun
+from bridge.decoding.events import AttentionSpec, InvalidEvent, Location, PageEvents, RemovedRun, Run, StoredRun
 from bridge.settings import EngineDefaults
 from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.errors import KvsightError
@@ -39,7 +39,7 @@ class _BadEventError(KvsightError):
 
 
 def from_tensorrt(event: Mapping[str, Any], block_size: int, widest_window: int = 0) -> list[Run]:
-    """Convert a polled event to runs. Unknown fields are ignored; an invalid event becomes a BadEvent.
+    """Convert a polled event to runs. Unknown fields are ignored; an invalid event becomes an InvalidEvent.
 
     block_size: the engine's `tokens_per_block`, which events do not name. widest_window: see `widest_window_of`; layers
     with this window, or with none, have full attention. So have all others of the first cache manager, which names no
@@ -48,7 +48,7 @@ def from_tensorrt(event: Mapping[str, Any], block_size: int, widest_window: int 
     try:
         return list(_runs(event, block_size, widest_window))
     except (_BadEventError, LookupError, TypeError, AttributeError, ValueError, OverflowError):
-        return [BadEvent("type", may_remove=not _is_store(event))]
+        return [InvalidEvent("type", may_remove=not _is_store(event))]
 
 
 def widest_window_of(events: Iterable[Mapping[str, Any]], known: int = 0) -> int:
@@ -97,7 +97,7 @@ class PolledEvents:
                 logger.exception("an event of TensorRT-LLM is left out")
                 self.counters.bad_events["error"] += 1
                 for stream in self._streams.values():
-                    stream.lose()
+                    stream.drop_all_pages()
         for stream in self._streams.values():
             for _ in stream.end_batch():
                 pass
@@ -114,7 +114,7 @@ class PolledEvents:
                 self.counters.losses += 1
                 for _ in stream.end_batch():  # the pages go, but not their hashes
                     pass
-                stream.lose()
+                stream.drop_all_pages()
             self._last_ids[rank] = number
         self.counters.events += 1
         for run in from_tensorrt(event, self._settings.block_size, self._widest_window):
@@ -155,7 +155,7 @@ def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iter
         case "created":
             pass
         case _:
-            yield BadEvent("tag")
+            yield InvalidEvent("tag")
 
 
 def _is_store(event: Mapping[str, Any]) -> bool:

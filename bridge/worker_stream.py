@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.events import BadEvent, ClearedRun, Run
+from bridge.decoding.events import ClearedRun, InvalidEvent, Run
 from bridge.hashes.event_translator import EventTranslator, NewPublisher
 from bridge.settings import EngineDefaults
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
@@ -59,7 +59,7 @@ class EngineState(NamedTuple):
 class WorkerStream:
     """Applies one worker's events.
 
-    Only `settle` and `close` wait. An owner without an event loop calls `take_publishers` instead.
+    Only `start_and_close_publishers` and `close` wait. An owner without an event loop calls `take_publishers` instead.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class WorkerStream:
         self._translator.apply(run)
         if isinstance(run, ClearedRun):
             self._is_incomplete = False
-        elif isinstance(run, BadEvent) and run.may_remove:
-            self.begin_late()
+        elif isinstance(run, InvalidEvent) and run.may_remove:
+            self.mark_incomplete()
 
     def end_batch(self) -> Iterator[None]:
         """Apply what waited for the end of the engine's batch, in steps."""
@@ -130,7 +130,7 @@ class WorkerStream:
         self._state = state
         self._update_degraded_reason()
 
-    def begin_late(self) -> None:
+    def mark_incomplete(self) -> None:
         """Note that batches before the next one are missing. The engine may hold unknown pages until it clears all."""
         self._is_incomplete = True
         self._update_degraded_reason()
@@ -139,10 +139,10 @@ class WorkerStream:
         """Publish that the worker holds no pages."""
         self._translator.clear()
 
-    def lose(self) -> None:
+    def drop_all_pages(self) -> None:
         """Note that batches were lost: drop all pages, because some may have been removed."""
         self._translator.clear()
-        self.begin_late()
+        self.mark_incomplete()
 
     def restart(self, *, is_certain: bool) -> None:
         """Drop all pages and begin a new epoch at once, with the old block size until a store proves another one.
@@ -164,7 +164,7 @@ class WorkerStream:
         taken, self._changed = self._changed, ChangedPublishers([], [])
         return taken
 
-    async def settle(self) -> None:
+    async def start_and_close_publishers(self) -> None:
         """Start new publishers and close those of old incarnations."""
         unstarted, retired = self.take_publishers()
         for new in unstarted:
@@ -174,7 +174,7 @@ class WorkerStream:
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
         """Publish what is queued for at most `deadline_s`. clear: first publish that the worker holds no pages."""
-        await self.settle()
+        await self.start_and_close_publishers()
         if clear:
             self._translator.clear()
         await asyncio.gather(

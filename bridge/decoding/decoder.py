@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from bridge.decoding.events import (
     AttentionSpec,
-    BadEvent,
     ClearedRun,
+    InvalidEvent,
     Location,
     MixedRun,
     PageEvents,
@@ -188,7 +188,7 @@ class Decoder(threading.local):
             case columns.MOONCAKE_EVENT:
                 return decode_mooncake_event(data[row[columns.START] : row[columns.STOP]])
             case kind:
-                return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE, stop - start)
+                return InvalidEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE, stop - start)
 
     def _single(self, data: memoryview, number: int) -> Run:
         """One event of a run that cannot be read as a whole."""
@@ -198,9 +198,10 @@ class Decoder(threading.local):
         try:
             return self._run(data, row, number, number + 1)
         except _UNREADABLE:
-            is_mooncake_event = row[columns.KIND] == columns.MOONCAKE_EVENT
-            event = data[row[columns.START] : row[columns.STOP]]
-            return BadEvent("field", may_remove(event) if is_mooncake_event else row[columns.KIND] != columns.STORED)
+            may_be_removal = row[columns.KIND] != columns.STORED
+            if row[columns.KIND] == columns.MOONCAKE_EVENT:
+                may_be_removal = may_remove(data[row[columns.START] : row[columns.STOP]])
+            return InvalidEvent("field", may_be_removal)
 
     def _pages(self, data: memoryview, row: _Row, start: int, stop: int) -> Run:
         last = row if stop == start + 1 else self._events.rows[stop - 1].tolist()

@@ -168,7 +168,7 @@ class ClearedRun(NamedTuple):
     num_events: int = 1
 
 
-class BadEvent(NamedTuple):
+class InvalidEvent(NamedTuple):
     """An invalid event, or several adjacent ones that are invalid for the same reason."""
 
     reason: str
@@ -183,4 +183,4 @@ def hashes_of(event: MooncakeEvent) -> U64Array:
     return np.array([value & _MASK64 for value in event.seq_hashes], np.uint64)
 
 
-Run: TypeAlias = StoredRun | RemovedRun | MixedRun | ClearedRun | MooncakeEvent | BadEvent
+Run: TypeAlias = StoredRun | RemovedRun | MixedRun | ClearedRun | MooncakeEvent | InvalidEvent

@@ -79,7 +79,7 @@ LocalHashes = Callable[[int, int, int], U64Array]
 """(first stored page, number of pages, seed) -> their local hashes."""
 
 
-class HashTranslator:
+class HashMemory:
     """A bounded map from engine hash to sequence hash. Not thread-safe.
 
     Holds all pages that the worker holds, and of its former pages those that were used last.

@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.events import StoredRun
-from bridge.hashes.hash_memory import HashNamespace, HashTranslator, NamespaceSeed, TranslatedPages, single_pages
+from bridge.hashes.hash_memory import HashMemory, HashNamespace, NamespaceSeed, TranslatedPages, single_pages
 from bridge.settings import EngineDefaults
 from kv_events.hashing import U32Array, U64Array, local_hashes, namespace_seed
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
@@ -31,14 +31,14 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class PageNamer:
-    """Names the pages of one worker's stores, and remembers their names in its `HashTranslator`."""
+    """Names the pages of one worker's stores, and remembers their names in its `HashMemory`."""
 
     def __init__(
         self,
         defaults: EngineDefaults,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
-        hashes: HashTranslator,
+        hashes: HashMemory,
     ) -> None:
         self._defaults = defaults
         self._counters = counters

@@ -22,7 +22,7 @@ _NO_TIER = 128
 """Kind of an event on an unknown medium. The ledger skips it."""
 
 
-class TierMapper:
+class PagePublisher:
     """Publishes the stores and removals of one worker stream. Does nothing until `publisher` is set."""
 
     def __init__(self, counters: BridgeCounters, limited_logger: RateLimitedLogger, *, counts_copies: bool) -> None:

@@ -22,8 +22,8 @@ from bridge.stream.replay import (
     ReplayInterruptedError,
     ReplayUnreachableError,
 )
-from bridge.stream.sequence_check import RestartLimit, SequenceCheck, Verdict
-from bridge.threads import WorkerThreads
+from bridge.stream.sequence_check import BatchOrder, RestartLimit, SequenceCheck
+from bridge.threads import DecodeThreads
 from kv_events.engine_wire import Payload
 from kv_events.streams import StreamId
 
@@ -53,7 +53,7 @@ class EngineStream:
         decoder: Decoder,
         counters: BridgeCounters,
         replay: ReplayClient | None,
-        threads: WorkerThreads,
+        threads: DecodeThreads,
     ) -> None:
         """stream: as registered; batches may name other ranks. Nothing is published while it has another owner."""
         self.last_message_at = time.monotonic()
@@ -87,7 +87,7 @@ class EngineStream:
 
     async def open(self) -> None:
         """Begin to listen. When listening again, first recover what was missed in between."""
-        await self.ranks.settle()
+        await self.ranks.start_and_close_publishers()
         if not self._sequence.has_begun:
             return
         if await self._recover(may_be_new=True, attempts=1):
@@ -111,7 +111,7 @@ class EngineStream:
                 await self._apply_waiting()
                 await asyncio.sleep(0)
         self._counters.stale_batches += len(messages) - taken
-        await self.ranks.settle()
+        await self.ranks.start_and_close_publishers()
 
     def _take_in_order(self, messages: Messages, start: int) -> Generator[None, None, int]:
         """Apply batches while they are in order. Returns how many. Yields after each step, which any thread may do."""
@@ -122,10 +122,10 @@ class EngineStream:
                 number += num_next
             else:
                 seq, payload = messages.one(number)
-                verdict = self._sequence.judge(seq, payload)
-                if verdict in (Verdict.GAP, Verdict.RESTART):
+                order = self._sequence.classify(seq, payload)
+                if order in (BatchOrder.GAP, BatchOrder.RESTART):
                     break
-                self._take(seq, payload, verdict)
+                self._take(seq, payload, order)
                 number += 1
         yield from self.ranks.apply_waiting()
         return number - start
@@ -139,17 +139,17 @@ class EngineStream:
     async def _take_out_of_order(self, seq: int, payload: Payload) -> None:
         """Apply a batch that is out of order, after finding out what happened before it."""
         if (
-            await self._resolve(seq, payload, self._sequence.judge(seq, payload))
+            await self._resolve(seq, payload, self._sequence.classify(seq, payload))
             and not self._restart_limit.is_exceeded()
         ):
-            self._take(seq, payload, self._sequence.judge(seq, payload))
+            self._take(seq, payload, self._sequence.classify(seq, payload))
         else:
             self._counters.stale_batches += 1
 
-    def _take(self, seq: int, payload: Payload, verdict: Verdict) -> None:
+    def _take(self, seq: int, payload: Payload, order: BatchOrder) -> None:
         self._contradictions = 0
         self._sequence.note_live(seq, payload)
-        if verdict is Verdict.DUPLICATE:
+        if order is BatchOrder.DUPLICATE:
             self._counters.duplicate_batches += 1
         else:
             self._apply(seq, payload)
@@ -179,17 +179,17 @@ class EngineStream:
             self._restart(
                 "the connection was lost, and no replay shows whether it is the same engine", is_certain=False
             )
-        await self.ranks.settle()
+        await self.ranks.start_and_close_publishers()
 
     async def expire(self) -> None:
         """Give up the engine's pages after a long outage."""
         if self._sequence.has_begun:
             self._restart("the connection is lost for too long")
-            await self.ranks.settle()
+            await self.ranks.start_and_close_publishers()
 
     # --- missing batches --------------------------------------------------------------------------------------------
 
-    async def _resolve(self, seq: int, payload: Payload, verdict: Verdict) -> bool:
+    async def _resolve(self, seq: int, payload: Payload, order: BatchOrder) -> bool:
         """Find out why a live batch is out of order. The engine's replay, if it has one, is the authority.
 
         False: the batch is stale. An earlier incarnation sent it, and it was still on its way when the engine died.
@@ -199,10 +199,10 @@ class EngineStream:
         had_begun = self._sequence.has_begun
         if not had_begun:
             self._no_replay_before = -math.inf  # the replay socket may be open by now
-        self._counters.gaps += had_begun and verdict is Verdict.GAP
-        is_complete = await self._recover(may_be_new=verdict is Verdict.RESTART)
-        verdict = self._sequence.judge(seq, payload)
-        if verdict in (Verdict.APPLY, Verdict.DUPLICATE):
+        self._counters.gaps += had_begun and order is BatchOrder.GAP
+        is_complete = await self._recover(may_be_new=order is BatchOrder.RESTART)
+        order = self._sequence.classify(seq, payload)
+        if order in (BatchOrder.APPLY, BatchOrder.DUPLICATE):
             return True
         if is_complete:
             self._contradictions += 1
@@ -210,10 +210,10 @@ class EngineStream:
                 self._settled_until = time.monotonic() + _SETTLED_S  # the messages queued behind it are as old
                 return False
             self._no_replay_before = time.monotonic() + _DISTRUST_S  # it belongs to another engine
-        if verdict is Verdict.RESTART:
+        if order is BatchOrder.RESTART:
             self._restart("its sequence numbers went back")
         elif self._sequence.has_begun:
-            self.ranks.lose(seq - self._sequence.expected)
+            self.ranks.drop_all_pages(seq - self._sequence.expected)
         return True
 
     async def _recover(self, *, may_be_new: bool, attempts: int | None = None, live: Backlog | None = None) -> bool:
@@ -299,7 +299,7 @@ class EngineStream:
             self._restart("its replay begins after the last batch")
             return False
         if seq > sequence.expected:
-            self.ranks.lose(seq - sequence.expected)
+            self.ranks.drop_all_pages(seq - sequence.expected)
         return True
 
     async def _is_known_hole(self, seq: int) -> bool:
@@ -308,7 +308,7 @@ class EngineStream:
             self._hole_at = self._sequence.expected
             return False
         await self._apply_waiting()
-        self.ranks.lose(seq - self._sequence.expected)
+        self.ranks.drop_all_pages(seq - self._sequence.expected)
         return True
 
     def _restart(self, why: str, *, is_certain: bool = True) -> None:
@@ -324,12 +324,12 @@ class EngineStream:
     async def _apply_waiting(self) -> None:
         """Apply the waiting batches, then start and close publishers as needed."""
         await self._threads.run(self.ranks.waiting_bytes, self.ranks.apply_waiting())
-        await self.ranks.settle()
+        await self.ranks.start_and_close_publishers()
 
     def _apply(self, seq: int, payload: Payload) -> None:
         """Queue the next batch."""
         if not self._sequence.has_begun and seq > _HIGHEST_FIRST:
-            self.ranks.begin_late()
+            self.ranks.mark_incomplete()
         self._sequence.applied(seq, payload)
         self.ranks.take(seq, payload)
 

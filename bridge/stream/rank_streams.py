@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, Messages, UnreadableBatch
-from bridge.decoding.events import BadEvent, Run
+from bridge.decoding.events import InvalidEvent, Run
 from bridge.decoding.mooncake import MooncakeEvent
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults
@@ -27,8 +27,8 @@ _REPLACED_DEADLINE_S = 0.2
 class RankStreams:
     """Decodes batches together, because that costs less, and applies them in order.
 
-    Batches wait until `apply_waiting`. None may wait when `lose` and `restart` are called. Only one task at a time may
-    call it, except for `status`.
+    Batches wait until `apply_waiting`. None may wait when `drop_all_pages` and `restart` are called. Only one task at
+    a time may call it, except for `status`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RankStreams:
         except Exception as error:  # noqa: BLE001  (logged; other engines of the address go on)
             between = int(messages.seqs[0]), int(messages.seqs[-1])
             self._limited_logger.warning("batches %d to %d cannot be applied", *between, error=error)
-            self.lose(len(messages))
+            self.drop_all_pages(len(messages))
         self._counters.batches += len(messages)  # those that are applied: a step may be followed by anything
 
     def set_state(self, **changes: bool) -> None:
@@ -92,20 +92,20 @@ class RankStreams:
             for stream in self._streams.values():
                 stream.set_state(state)
 
-    def begin_late(self) -> None:
+    def mark_incomplete(self) -> None:
         """Note that the first batches of this incarnation are missing."""
         self._is_incomplete = True
         for stream in self._streams.values():
-            stream.begin_late()
+            stream.mark_incomplete()
 
-    def lose(self, num_batches: int) -> None:
+    def drop_all_pages(self, num_batches: int) -> None:
         """Note batches that are permanently lost. They may have removed pages, so all pages are dropped."""
         self._counters.lost_batches += num_batches
         self._counters.losses += 1
         self._limited_logger.warning("%d batches are lost, all its pages are dropped", num_batches)
         self._is_incomplete = True
         for stream in self._streams.values():
-            stream.lose()
+            stream.drop_all_pages()
 
     def restart(self, *, is_certain: bool) -> None:
         """Begin another incarnation. is_certain: False if it may be the same one."""
@@ -113,14 +113,14 @@ class RankStreams:
         for stream in self._streams.values():
             stream.restart(is_certain=is_certain)
 
-    async def settle(self) -> None:
+    async def start_and_close_publishers(self) -> None:
         """Start and close publishers as needed."""
         for rank, stream in list(self._streams.items()):
             if stream.is_replaced:
                 del self._streams[rank]
                 await self._close(stream, _REPLACED_DEADLINE_S, clear=False)
             else:
-                await stream.settle()
+                await stream.start_and_close_publishers()
         if self.failure is not None:  # the other owner may have left
             self._open(self._registered.dp_rank)
 
@@ -150,7 +150,7 @@ class RankStreams:
                 self._counters.undecodable += 1
                 self._limited_logger.warning("batch %d: %s", seq, batch.reason)
                 if payload:
-                    self.lose(1)  # it may have removed pages
+                    self.drop_all_pages(1)  # it may have removed pages
                 continue
             self._counters.bad_ranks += batch.num_bad_ranks
             stream = self._stream(batch.rank)
@@ -158,11 +158,11 @@ class RankStreams:
             for run, num_events in batch.runs:
                 self._counters.events += num_events
                 touched.add(self._apply_run(run, stream))
-                if isinstance(run, BadEvent):
+                if isinstance(run, InvalidEvent):
                     between = int(messages.seqs[0]), int(messages.seqs[-1])
                     self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
-                        self.lose(1)
+                        self.drop_all_pages(1)
             for each in touched:
                 if each is None or not (batch.is_complete or each.must_end_batch):
                     continue
@@ -208,5 +208,5 @@ class RankStreams:
         if stream is not None:
             self._streams[rank] = stream
             if self._is_incomplete:
-                stream.begin_late()
+                stream.mark_incomplete()
         return stream

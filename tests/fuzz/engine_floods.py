@@ -46,7 +46,7 @@ class FloodTarget:
         streams = RankStreams(stream, defaults, registry, Decoder(), BridgeCounters())
         for payload in (data, _many_times(data)):
             _apply(streams, payload)
-            await streams.settle()
+            await streams.start_and_close_publishers()
         await streams.close(0.0, clear=True)
 
 

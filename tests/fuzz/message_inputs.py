@@ -19,7 +19,7 @@ from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import Inbox
 from bridge.stream.subscriber import ConnectionState
-from bridge.threads import WorkerThreads
+from bridge.threads import DecodeThreads
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
 from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
@@ -87,7 +87,7 @@ class ReplayTarget:
     """Live batches and replay answers of one engine, by sequence number."""
 
     def __init__(self) -> None:
-        self._threads = WorkerThreads()
+        self._threads = DecodeThreads()
         self._settings = BridgeSettings.ignoring_environment(bridge_name_pages=4096)
         self._template = PublisherSettings.ignoring_environment(
             model="m", worker="w", block_size=4, ledger_pages=4096, queue_pages=4096

@@ -83,14 +83,14 @@ def _read_hash(data, at, stop):
 def _read_hashes(data, at, stop, row, hashes):
     kind, count, at = msgpack.read_head(data, at, stop)
     if kind != msgpack.ARRAY:
-        return columns.fail(row, columns.TYPE)
+        return columns.reject(row, columns.TYPE)
     if count > _MAX_PAGES:
-        return columns.fail(row, columns.RANGE)
+        return columns.reject(row, columns.RANGE)
     position = row[columns.HASH_FROM]
     for _ in range(np.int64(count)):
         is_hash, value, at = _read_hash(data, at, stop)
         if not is_hash:
-            return columns.fail(row, columns.TYPE)
+            return columns.reject(row, columns.TYPE)
         hashes[position] = value
         position += 1
     row[columns.HASH_TO] = position
@@ -105,7 +105,7 @@ def _read_parent(data, at, stop, row):
         return end
     is_hash, value, at = _read_hash(data, at, stop)
     if not is_hash:
-        return columns.fail(row, columns.TYPE)
+        return columns.reject(row, columns.TYPE)
     row[columns.HAS_PARENT] = 1
     row[columns.PARENT] = np.int64(value)
     return at
@@ -118,9 +118,9 @@ def _read_number(data, at, stop, row, column):
     if kind == msgpack.NIL:
         return at
     if kind not in (msgpack.POSITIVE, msgpack.NEGATIVE):
-        return columns.fail(row, columns.TYPE)
+        return columns.reject(row, columns.TYPE)
     if column != columns.LORA_ID and (kind == msgpack.NEGATIVE or value > _MAX_SIZE):
-        return columns.fail(row, columns.RANGE)
+        return columns.reject(row, columns.RANGE)
     row[column] = np.int64(value)
     return at
 
@@ -131,7 +131,7 @@ def _read_text(data, at, stop, row, column):
     if kind == msgpack.NIL:
         return at
     if kind != msgpack.STR:
-        return columns.fail(row, columns.TYPE)
+        return columns.reject(row, columns.TYPE)
     row[column], row[column + 1] = at, np.int64(value)
     return at + np.int64(value)
 
@@ -146,13 +146,13 @@ def _read_lora_or_map(data, at, stop, row):
     for _ in range(np.int64(count)):
         field, at = read_name(data, at, stop)
         if at < 0:
-            return columns.fail(row, columns.TRUNCATED)
+            return columns.reject(row, columns.TRUNCATED)
         if field in (_F_SALT, _F_LORA):
             at = _read_text(data, at, stop, row, columns.MEDIUM + 2 * field)
         else:
             at = msgpack.skip(data, at, stop)
         if at < 0:
-            return columns.fail(row, columns.TYPE)
+            return columns.reject(row, columns.TYPE)
     return at
 
 
@@ -162,11 +162,11 @@ def _read_extra(data, at, stop, row):
     kind, count, inside = msgpack.read_head(data, at, stop)
     end = msgpack.skip(data, at, stop)
     if end < 0:
-        return columns.fail(row, columns.TRUNCATED)
+        return columns.reject(row, columns.TRUNCATED)
     if kind == msgpack.NIL:
         return end
     if kind != msgpack.ARRAY:
-        return columns.fail(row, columns.TYPE)
+        return columns.reject(row, columns.TYPE)
     for _ in range(np.int64(count)):
         kind, value, _at = msgpack.read_head(data, inside, stop)
         if kind != msgpack.NIL and not (kind == msgpack.ARRAY and value == _ZERO):
@@ -180,7 +180,7 @@ def _read_extra(data, at, stop, row):
 def read_tag(data, at, stop, row):
     kind, value, at = msgpack.read_head(data, at, stop)
     if kind != msgpack.STR:
-        return columns.fail(row, columns.TAG)
+        return columns.reject(row, columns.TAG)
     length = np.int64(value)
     tag = msgpack.look_up(data, at, length, _TAG_TEXT, _TAG_BORDERS, _TAG_MEANINGS, columns.UNREADABLE)
     if row[columns.KIND] != columns.MOONCAKE_EVENT:
@@ -216,4 +216,4 @@ def read_field(data, at, stop, field, row, hashes, tokens):
     if field == F_EVENT_TYPE:
         row[columns.KIND] = columns.MOONCAKE_EVENT
     at = msgpack.skip(data, at, stop)
-    return at if at >= 0 else columns.fail(row, columns.TRUNCATED)
+    return at if at >= 0 else columns.reject(row, columns.TRUNCATED)

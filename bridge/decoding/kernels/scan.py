@@ -121,7 +121,7 @@ def _read_event(data, at, stop, row, hashes, tokens):
         for _ in range(count):
             field, at = fields.read_name(data, at, stop)
             if at < 0:
-                return columns.fail(row, columns.TRUNCATED)
+                return columns.reject(row, columns.TRUNCATED)
             if row[columns.KIND] == columns.MOONCAKE_EVENT:
                 field = fields.F_UNKNOWN  # msgspec decodes its other fields
             at = fields.read_field(data, at, stop, field, row, hashes, tokens)
@@ -142,9 +142,9 @@ def _read_event(data, at, stop, row, hashes, tokens):
             if at < 0:
                 return -1
     else:
-        return columns.fail(row, columns.TYPE)
+        return columns.reject(row, columns.TYPE)
     if row[columns.KIND] == columns.UNREADABLE:
-        return columns.fail(row, columns.TAG)
+        return columns.reject(row, columns.TAG)
     return at
 
 

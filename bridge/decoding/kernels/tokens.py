@@ -78,13 +78,13 @@ def _read_pairs(data, at, stop, row, tokens, count):
     for i in range(count):
         kind, value, at = read_head(data, at, stop)
         if kind != ARRAY or value != np.uint64(2):
-            return columns.fail(row, columns.TOKENS)
+            return columns.reject(row, columns.TOKENS)
         first, at = _read_token(data, at, stop)
         if at < 0 or (i > 0 and first != tokens[position]):
-            return columns.fail(row, columns.TOKENS)
+            return columns.reject(row, columns.TOKENS)
         second, at = _read_token(data, at, stop)
         if at < 0:
-            return columns.fail(row, columns.TOKENS)
+            return columns.reject(row, columns.TOKENS)
         tokens[position] = first
         tokens[position + 1] = second
         position += 1
@@ -99,7 +99,7 @@ def read_tokens(data, at, stop, row, tokens):
     if kind == NIL:
         return at
     if kind != ARRAY:
-        return columns.fail(row, columns.TYPE)
+        return columns.reject(row, columns.TYPE)
     count = np.int64(value)
     if count > 0 and read_head(data, at, stop)[0] == ARRAY:
         return _read_pairs(data, at, stop, row, tokens, count)
@@ -108,7 +108,7 @@ def read_tokens(data, at, stop, row, tokens):
     for _ in range(count - done):
         token, at = _read_token(data, at, stop)
         if at < 0:
-            return columns.fail(row, columns.TOKENS)
+            return columns.reject(row, columns.TOKENS)
         tokens[position] = token
         position += 1
     row[columns.TOKEN_TO] = position

@@ -9,7 +9,7 @@ from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
-from bridge.threads import WorkerThreads
+from bridge.threads import DecodeThreads
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId
@@ -28,7 +28,7 @@ async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_
     registry = StreamRegistry(BridgeSettings(), template, SharedSink(MemorySink(log)))
     stream = StreamId("m", "default", "w", 0)
     engine_stream = EngineStream(
-        stream, EngineDefaults(4), registry, Decoder(), BridgeCounters(), None, WorkerThreads()
+        stream, EngineDefaults(4), registry, Decoder(), BridgeCounters(), None, DecodeThreads()
     )
 
     def shown() -> tuple[object, ...]:
