@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bridge.stream.reachability import why_unreachable
+from bridge.stream.subscriber import why_unreachable
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
 from tests.support.servers.embedded_service import service
