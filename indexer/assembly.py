@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.decisions.log import DecisionLog
 from indexer.decisions.recorded import RecordedDecisions
 from indexer.namespaces import Namespaces
@@ -21,8 +20,7 @@ from indexer.snapshots.folder import FolderStore
 from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
-from indexer.tenant_gate import TenantGate
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantGate, TenantLimits
 from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.settings import KafkaSettings

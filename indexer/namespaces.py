@@ -12,11 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from indexer.errors import IndexFullError
-from indexer.index import OverlapIndex
+from indexer.index import IndexFullError, OverlapIndex
 from indexer.settings import IndexerSettings
-from indexer.view_columns import ViewColumns
-from indexer.views import View
+from indexer.views import View, ViewColumns
 from kv_events.streams import StreamId, split_group
 
 _MAX_REFUSED = 4096
@@ -47,7 +45,7 @@ class Namespace:
     groups: dict[str, Namespace] = field(default_factory=dict, repr=False)
     """Namespaces of its group streams, of the same tenant and block size."""
     group_streams: dict[str, GroupStreams] = field(default_factory=dict, repr=False)
-    """What `indexer.reuse` keeps about them."""
+    """What `indexer.scores` keeps about them."""
 
 
 class GroupStreams(NamedTuple):

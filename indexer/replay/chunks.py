@@ -38,7 +38,7 @@ _NO_SPACE = -1
 _MOST_NAMES = 65_536
 _MOST_PARTITIONS = 4096
 _MOST_SEQ = 2**62
-_PUNCTUAL_MS = 250  # well below what `indexer.lateness` takes for late
+_PUNCTUAL_MS = 250  # well below what `indexer.views` takes for late
 _NEVER, _MOST_OFFSET = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 Mask = npt.NDArray[np.bool_]

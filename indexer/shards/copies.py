@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from indexer.errors import IndexFullError
-from indexer.index import SLICE_PAGES, StreamPages
+from indexer.index import SLICE_PAGES, IndexFullError, StreamPages
 from indexer.namespaces import Namespaces
 from indexer.views import View
 from kv_events.codec import StoredPages

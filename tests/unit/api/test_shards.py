@@ -15,9 +15,8 @@ from api.queries.questions import BY_ANY, Question, decode_question
 from api.shards.local_shard import OwnViews
 from api.shards.scatter_gather import Gatherer
 from api.shards.wire import Told, decode_asked, decode_told, encode
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.shards.assignment import Assignment, Candidate, Member, share_out

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
-from indexer.questions import score_all
-from indexer.scores import WorkerScore
+from indexer.scores import WorkerScore, score_all
 from indexer.settings import IndexerSettings
 from indexer.snapshots import image
 from kv_events.records import LogRecord
