@@ -126,9 +126,10 @@ class Applier:
     def _apply(self, batch: DecodedBatch, partition: int, heard_at: float, heard_tick: float) -> Iterator[None]:
         view = self.namespaces.view(batch.stream)
         is_silent = view is not None and self.freshness is not None and self.freshness.is_silent(view, heard_tick)
-        if view is not None and self.namespaces.block_size(batch.stream) != batch.block_size:
+        if view is not None and view.block_size != batch.block_size:
             if batch.epoch <= view.epoch and not is_silent:
-                raise RecordRejectedError("block_size", _other_block_size(batch, self.namespaces))
+                detail = f"{batch.stream.key} has {view.block_size} since a later or the same epoch"
+                raise RecordRejectedError("block_size", f"block_size: got {batch.block_size}, {detail}")
             yield from self.namespaces.forget(batch.stream)  # a new incarnation with another page size
             view = self.namespaces.view(batch.stream)
             if view is not None:
@@ -152,8 +153,3 @@ class Applier:
             view.confirm(batch)
             for notify in self.on_applied:
                 notify(view, batch)
-
-
-def _other_block_size(batch: DecodedBatch, namespaces: Namespaces) -> str:
-    known = namespaces.block_size(batch.stream)
-    return f"block_size: got {batch.block_size}, {batch.stream.key} has {known} since a later or the same epoch"

@@ -166,6 +166,7 @@ class View:
     """One worker stream's radix view: its part of the namespace's index, and its state."""
 
     stream: StreamId
+    block_size: int
     index: OverlapIndex
     number: int
     """The stream's number in the index."""

@@ -218,7 +218,7 @@ class Follower:
 
     def _begin_before_log(self, view: View) -> None:
         """Begin the history of a stream with what it held before the log."""
-        block_size = self.replay.namespaces.block_size(view.stream)
+        block_size = view.block_size
         self.hashes.add_block_size(block_size)
         before = Batch(None, 0, 0, view.heard_at, view.epoch, view.next_seq - 1, 0, 0, is_before_log=True)
         history = StreamHistory(view.stream, block_size, view, before, before, before)

@@ -253,7 +253,7 @@ class ChunkApplier:
             if namespace.key in self._spaces:
                 self._tracked.spaces[self._spaces[namespace.key]] = namespace.index.pages
         view = namespaces.view(stream)
-        if view is None or number < 0 or namespaces.block_size(stream) != block_size or not _is_simple(view):
+        if view is None or number < 0 or view.block_size != block_size or not _is_simple(view):
             return
         self._number_of[stream] = number
         self._views[number] = view

@@ -108,11 +108,10 @@ class Share:
 
     async def _take_over(self, partition: int, snapshot: Snapshot) -> int:
         """Restore the views of a partition from its snapshot. Returns the offset of the first record to apply."""
-        source, views = snapshot.namespaces, snapshot.namespaces.views
-        now = time.monotonic()
+        views, now = snapshot.namespaces.views, time.monotonic()
         for view in views:  # late, but neither expired nor silent before the log was read
             view.heard_tick, view.silent_from = max(view.heard_tick, now - LATE_S), now
-        await self._slices.run(copy_views(views, source, self._applier.namespaces, partition))
+        await self._slices.run(copy_views(views, self._applier.namespaces, partition))
         logger.info("partition %d: snapshot of %d views loaded", partition, len(views))
         return snapshot.positions.get(partition, 0)
 
@@ -141,8 +140,8 @@ class Share:
     async def _copy(self, partition: int) -> SnapshotParts:
         """Copy the views of a partition in slices, between two records."""
         copies = Namespaces(self._settings)
-        source, position = self._applier.namespaces, self._progress.positions[partition]
-        await self._slices.run(copy_views(self._views(partition), source, copies, partition))
+        position = self._progress.positions[partition]
+        await self._slices.run(copy_views(self._views(partition), copies, partition))
         parts: SnapshotParts = await self._slices.run(take(copies, {partition: position}, time.time()))
         return parts
 

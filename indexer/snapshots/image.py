@@ -240,6 +240,7 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
         stream = StreamId(part.model, part.tenant, v.worker, v.dp_rank)
         view = View(
             stream,
+            part.block_size,
             namespace.index,
             v.number,
             namespace.columns,
