@@ -333,7 +333,7 @@ async def test_one_worker_shows_its_batches_as_they_arrive(browser: Browser) -> 
         await async_wait_until(is_shown, DEADLINE_S, "a batch of two pages")
         await page.get_by_role("button", name="Ask for a resync").click()
         await wait_for_text(page, "#worker", "Asked 1 stream at")
-        await async_wait_until(lambda: fed.consumer.resyncs_requested, DEADLINE_S, "the request")
+        await async_wait_until(lambda: fed.consumer.resyncs.requested, DEADLINE_S, "the request")
         assert faults == []
 
 
