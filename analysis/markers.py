@@ -15,10 +15,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
+from analysis.stream_history import StreamHistory
 from indexer.replay import Replay, Timeline
 from indexer.replay.until import Until
 from indexer.views import View
@@ -62,31 +63,12 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why the search ends here."""
 
 
-class _Seen(NamedTuple):
-    """What is known about a stream before a batch."""
-
-    epoch: int
-    next_seq: int
-    gaps: int
-    restarts: int
-    resyncs: int
-    mismatches: int
-
-    @classmethod
-    def of(cls, view: View) -> _Seen:
-        counts = view.counters
-        return cls(view.epoch, view.next_seq, counts.gaps, counts.restarts, counts.resyncs, counts.digest_mismatches)
-
-
-_NEW = _Seen(-1, 0, *[0] * 4)
-
-
 class MarkFinder:
     """Applies records to views, and finds marks."""
 
     def __init__(self, views: Replay) -> None:
         self._views = views
-        self._seen = {view.stream: _Seen.of(view) for view in views.namespaces.views}
+        self._histories = {view.stream: StreamHistory(view) for view in views.namespaces.views}
         self._doubted = {view.stream for view in views.namespaces.views if view.stale_reason}
         self._where = 0, 0.0
         self._found: list[Mark] = []
@@ -122,19 +104,19 @@ class MarkFinder:
 
     def _compare(self, view: View, batch: DecodedBatch) -> None:
         self._worker_log.note(view)
-        stream = view.stream
-        before, now = self._seen.get(stream, _NEW), _Seen.of(view)
-        self._seen[stream] = now
-        name = stream.worker
-        if now.restarts > before.restarts:
+        stream, name = view.stream, view.stream.worker
+        history = self._histories.setdefault(stream, StreamHistory())
+        is_known = history.seq >= 0
+        change = history.note(view, batch)
+        if change.is_restart:
             self._add("restart", stream.key, name, f"{name} restarted.")
-        if now.resyncs > before.resyncs:
+        if change.is_resynced:
             number = sum(view.num_pages)
             pages = f"{number:,} {'page' if number == 1 else 'pages'}"
             self._add("resync", stream.key, name, f"{name} has resent what it holds: {pages}.")
-        if now.gaps > before.gaps and before is not _NEW:  # the log may begin after the first batches of a stream
-            self._add("gap", stream.key, name, f"{name}: {_missing(before, batch)}.")
-        elif now.mismatches > before.mismatches and stream not in self._doubted:
+        if change.gap is not None and is_known:  # the log may begin after the first batches of a stream
+            self._add("gap", stream.key, name, f"{name}: {_missing(change.gap)}.")
+        elif change.is_wrong and stream not in self._doubted:
             self._add("digest", stream.key, name, f"{name}: its view differs from its cache (digest).")
         if view.stale_reason:
             self._doubted.add(stream)
@@ -151,12 +133,12 @@ def _worker(key: str) -> str:
     return (["", "", *key.split("/")])[-2]
 
 
-def _missing(before: _Seen, batch: DecodedBatch) -> str:
-    first = before.next_seq if batch.epoch == before.epoch else 0
-    number = batch.seq - first
-    if number <= 0:
-        return f"batch {batch.seq} came out of order"
-    return f"batch {first} is missing" if number == 1 else f"{number:,} batches are missing, {first} to {batch.seq - 1}"
+def _missing(gap: range) -> str:
+    if not gap:
+        return f"batch {gap.stop} came out of order"
+    if len(gap) == 1:
+        return f"batch {gap.start} is missing"
+    return f"{len(gap):,} batches are missing, {gap.start} to {gap.stop - 1}"
 
 
 def search(timeline: Timeline, start: int) -> Iterator[Found]:
