@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.sources.base import Source

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings

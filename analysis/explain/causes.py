@@ -12,7 +12,7 @@ from analysis.explain import messages
 from analysis.explain.page_history import NEVER, Leaving, Trail
 from analysis.explain.prompts import Column, Variant
 from analysis.explain.tracer import BeforeLog, Follower, StreamHistory
-from indexer.reuse import StreamReuse, stream_reuse
+from indexer.scores import StreamReuse, stream_reuse
 from indexer.views import ViewState
 from kv_events.http.explanations import BatchPosition, Evidence, Finding
 from kv_events.schema import MEDIA, NUM_MEDIA

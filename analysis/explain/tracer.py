@@ -201,7 +201,7 @@ class Follower:
 
     def _begin_before_log(self, view: View) -> None:
         """Begin the history of a stream with what it held before the log."""
-        block_size = self.replay.namespaces.block_size(view.stream)
+        block_size = view.block_size
         self.hashes.add_block_size(block_size)
         before = BeforeLog(
             partition=0,

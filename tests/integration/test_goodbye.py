@@ -35,6 +35,8 @@ from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import async_wait_until, wait_until
 
+pytestmark = pytest.mark.timing("a publisher must close within its deadline")
+
 GRACE_S = 3.0
 """Beyond its deadline, a close may stop the sink."""
 

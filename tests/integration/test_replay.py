@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from indexer.replay import Replay, log_records
 from indexer.replay.until import Until
-from indexer.sources.history import source_records
+from indexer.sources.reader import source_records
 from indexer.views import View
 from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings

@@ -15,9 +15,8 @@ from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
 from engine_cache import InsertParams, RadixCache, RadixKey
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings, RedisSettings
 from indexer.snapshots.redis import RedisStore
@@ -30,6 +29,8 @@ from simulation import Request, SimulationSettings, WorkloadSettings, generate
 from simulation.live import kafka_transport, live_fleet
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.waiting import async_wait_until
+
+pytestmark = pytest.mark.timing("a page must reach the answers within seconds")
 
 SMALL = SimulationSettings(workers=3, capacity_tokens=16_384, page_size=16)
 
@@ -170,7 +171,7 @@ async def test_an_indexer_that_restarts_continues_from_its_snapshot_in_redis(
             view = second.namespaces.view(publisher.stream)
             assert view is not None
             assert view.counters.resyncs == 1  # the one at the publisher's start, out of the snapshot's counters
-            assert second.resyncs_requested.total() == 0
+            assert second.resyncs.requested.total() == 0
 
 
 async def test_an_engine_that_restarts_empty_takes_its_old_pages_along(kafka_bootstrap: str, tmp_path: Path) -> None:
