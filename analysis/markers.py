@@ -2,20 +2,16 @@
 
 `python -m analysis.markers FOLDER START` is the process.
 
-It writes `Found` as JSON, one a line, and ends when stdin does.
+Its results are `Found`, see `kv_events.runtime.helper_process`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -28,10 +24,8 @@ from kv_events.codec import DecodedBatch
 from kv_events.errors import KvsightError
 from kv_events.http.log import Mark
 from kv_events.records import Channel, LogRecord
+from kv_events.runtime.helper_process import become_helper, write_result
 
-MARKS_COMMAND: Final = (sys.executable, "-P", "-m", "analysis.markers")
-
-_NICENESS = 10
 _REPORT_RECORDS = 2000
 _LOOK_S = 5.0
 
@@ -161,26 +155,13 @@ def search(timeline: Timeline, start: int) -> Iterator[Found]:
 def main() -> None:
     """Search the log that the command line names."""
     logging.disable()  # of records and workers, which the service that shows them does not log
-    os.nice(_NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal of the service, which ends this process itself
+    become_helper()
     folder, start = Path(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         for found in search(Timeline(folder), start):
-            _write(found)
+            write_result(found)
     except (KvsightError, OSError) as error:
-        _write(Found(next_index=start, failure=str(error)))
-
-
-def _write(found: Found) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def _end_with_stdin() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(0)
+        write_result(Found(next_index=start, failure=str(error)))
 
 
 if __name__ == "__main__":
