@@ -2,7 +2,7 @@
 
 `python -m analysis.markers FOLDER START` is the process.
 
-Its results are `Found`, see `kv_events.runtime.helper_process`.
+Its results are `MarkerReport`, see `kv_events.runtime.helper_process`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     reason: str
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MarkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of what a search has found. The next one continues it."""
 
     next_index: int
@@ -57,7 +57,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why the search ends here."""
 
 
-class MarkFinder:
+class MarkerFinder:
     """Applies records to views, and finds marks."""
 
     def __init__(self, views: Replay) -> None:
@@ -135,21 +135,21 @@ def _missing(gap: range) -> str:
     return f"{len(gap):,} batches are missing, {gap.start} to {gap.stop - 1}"
 
 
-def search(timeline: Timeline, start: int) -> Iterator[Found]:
+def search(timeline: Timeline, start: int) -> Iterator[MarkerReport]:
     """Search a log from an index to its end. Yields what is found, now and then. Raises OSError."""
     views, index = timeline.nearest(Until(offset=start))
     for at, record in timeline.records(index, start):
         views.apply(record)
         index = at + 1
-    finder = MarkFinder(views)
+    finder = MarkerFinder(views)
     for number, (index, record) in enumerate(timeline.records(start), 1):
         finder.apply(index, record)
         if number % _REPORT_RECORDS == 0:
             marks, changes = finder.take()
-            yield Found(next_index=index + 1, marks=marks, changes=changes)
+            yield MarkerReport(next_index=index + 1, marks=marks, changes=changes)
     damage = [str(error) for error in timeline.damage] + timeline.faults
     marks, changes = finder.take()
-    yield Found(next_index=timeline.next_index, marks=marks, changes=changes, damage=damage)
+    yield MarkerReport(next_index=timeline.next_index, marks=marks, changes=changes, damage=damage)
 
 
 def main() -> None:
@@ -161,7 +161,7 @@ def main() -> None:
         for found in search(Timeline(folder), start):
             write_result(found)
     except (KvsightError, OSError) as error:
-        write_result(Found(next_index=start, failure=str(error)))
+        write_result(MarkerReport(next_index=start, failure=str(error)))
 
 
 if __name__ == "__main__":

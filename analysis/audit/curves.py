@@ -30,7 +30,7 @@ outcome. Of the requests with candidates: their prompts, and what the best, the 
 """
 
 
-class Mark(NamedTuple):
+class ChartMarker(NamedTuple):
     """Something that happened to a stream."""
 
     stream: str
@@ -53,7 +53,7 @@ class _Stream:
     until_ms: int = 0
 
 
-class AuditSeries:
+class AuditCurves:
     """Takes batches and decisions in the order of the log. Times are those of the log's records."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class AuditSeries:
         """Worker -> [bins, 1] pages held, summed over its streams and the media."""
         self.requests = Sums(self.bins, MEAN + 1)
         """[bins, 10] tokens of requests, by the time of their decision."""
-        self.marks: list[Mark] = []
+        self.marks: list[ChartMarker] = []
         self.num_more_marks = 0
         """Marks for which there was no room."""
         self._streams: dict[str, _Stream] = {}
@@ -100,8 +100,7 @@ class AuditSeries:
         """Note a batch that was applied.
 
         counts: [names * media] pages so far, of all streams. change: what the batch showed, less what precedes the log.
-        is_sound: whether the view is live, or only in doubt
-        because the log begins after the first batches.
+        is_sound: whether the view is live, or incomplete only because the log begins after the first batches.
         """
         if not 0 <= ms <= _LATEST_MS:
             return
@@ -161,17 +160,17 @@ class AuditSeries:
         is_repeated = {DIGEST: stream.had_mismatch, RESYNC: is_first}
         for kind in has:
             if has[kind] and not is_repeated.get(kind):
-                self._mark(Mark(report.stream, kind, ms, ms))
+                self._mark(ChartMarker(report.stream, kind, ms, ms))
         stream.had_mismatch, stream.is_new = change.is_wrong, stream.is_new and not any(has.values())
 
     def _note_state(self, ms: int, name: str, stream: _Stream, state: ViewState) -> None:
         stream.until_ms = max(stream.until_ms, ms)
         if state is not stream.state:
             if stream.state is not ViewState.LIVE:
-                self._mark(Mark(name, stream.state.value, stream.since_ms, stream.until_ms))
+                self._mark(ChartMarker(name, stream.state.value, stream.since_ms, stream.until_ms))
             stream.state, stream.since_ms, stream.until_ms = state, ms, ms
 
-    def _mark(self, mark: Mark) -> None:
+    def _mark(self, mark: ChartMarker) -> None:
         if len(self.marks) < MOST_MARKS:
             self.marks.append(mark)
         else:

@@ -14,7 +14,7 @@ _NO_FAULTS = (NEW, NO_PAGE, NO_OUTCOME)
 """Causes in the funnel that nobody can do anything about."""
 
 
-def judge(report: AuditReport) -> None:
+def add_findings(report: AuditReport) -> None:
     """Add the findings and the verdict to a report."""
     report.findings = sorted(_findings(report), key=lambda finding: -finding.weight)
     streams = _count(len(report.streams), "stream")

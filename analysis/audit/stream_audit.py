@@ -8,9 +8,9 @@ from heapq import heappush, heappushpop
 
 import numpy as np
 
-from analysis.audit.curves import AuditSeries
+from analysis.audit.curves import AuditCurves
 from analysis.audit.report import AuditReport, HotPrefix, Rates, Resync, StreamReport
-from analysis.audit.residency import HeldBefore, Moment, PageBook, bounded, milliseconds
+from analysis.audit.residency import BatchTime, HeldBefore, ResidencyIndex, bounded, milliseconds
 from analysis.stream_history import StreamHistory
 from indexer.replay import Replay
 from indexer.settings import IndexerSettings
@@ -44,18 +44,18 @@ class _Stream:
     """The one in progress."""
     not_live_since: float | None = None
     is_partial: bool = False
-    """Whether the view is only in doubt because of what precedes the log."""
+    """Whether the view is incomplete only because of what precedes the log."""
 
 
-class EventAudit:
+class StreamAudit:
     """Applies the records of a log to views, as an indexer does, and notes what happens."""
 
-    def __init__(self, churn_s: float, views: Replay | None = None, series: AuditSeries | None = None) -> None:
+    def __init__(self, churn_s: float, views: Replay | None = None, series: AuditCurves | None = None) -> None:
         """views: before the first record of the log; they are changed. None: empty ones."""
         self.replay = views or Replay(settings_of_audits())
         self.replay.applier.on_applied.append(self._note)
         self.replay.forgets = False  # a stream that was silent for long is part of the report
-        self.book = PageBook(churn_s)
+        self.book = ResidencyIndex(churn_s)
         self.num_batches = 0
         self.num_resyncs = self.resync_pages = 0
         self._series = series
@@ -72,7 +72,7 @@ class EventAudit:
     def _begin_with_views(self) -> None:
         """Note what the streams held before the log. Nothing of before is counted."""
         self.replay.applier.dead_letters.counts.clear()
-        before = Moment(round((self.replay.now - self._report.churn_s) * 1000) - 1, 0)
+        before = BatchTime(round((self.replay.now - self._report.churn_s) * 1000) - 1, 0)
         for view in self.replay.namespaces.views:
             view.counters = ViewCounters()
             stream = self._add(view, view.block_size)
@@ -236,7 +236,7 @@ class EventAudit:
         )
 
     def _note_steps(self, stream: _Stream, batch: DecodedBatch, *, was_swept: bool) -> None:
-        at = Moment(milliseconds(batch.timestamp), self.num_batches)
+        at = BatchTime(milliseconds(batch.timestamp), self.num_batches)
         if stream.resync is not None:
             self._count_batch(stream.resync)
         for step in batch.steps:
@@ -265,7 +265,7 @@ class EventAudit:
                         self.book.sweep(stream.number, stream.mark)
                         self._end_resync(stream, bounded(batch.timestamp), is_complete=True)
 
-    def _count_pages(self, at: Moment, number: int) -> None:
+    def _count_pages(self, at: BatchTime, number: int) -> None:
         second = at.ms // 1000
         self._num_pages += number
         self._pages_by_second[second] = self._pages_by_second.get(second, 0) + number

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from analysis.markers import Change, Found
+from analysis.markers import Change, MarkerReport
 from indexer.worker_log import WorkerChange
 from kv_events.http.log import Mark
 from kv_events.runtime.helper_process import HelperEndedError, helper_results
@@ -26,7 +26,7 @@ _MOST_CHANGES: Final = 100_000
 _MOST_SHOWN: Final = 30
 """Changes of a stream."""
 
-_decoder = msgspec.json.Decoder(Found)
+_decoder = msgspec.json.Decoder(MarkerReport)
 
 
 class MarkSearch:
@@ -87,7 +87,7 @@ class MarkSearch:
             self.failure = self.failure or str(error)
             logger.warning("%s: %s", self._folder, error)
 
-    def _take(self, found: Found) -> None:
+    def _take(self, found: MarkerReport) -> None:
         for mark in found.marks:
             self.counts[mark.kind] += 1
             kept = self._by_kind.setdefault(mark.kind, [])
