@@ -6,7 +6,6 @@ service explains in a process of its own, because a replay in a thread would del
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,8 +22,7 @@ from kv_events.http.explanations import Explanation
 from kv_events.log.reader import RecordChunk
 from kv_events.log.tail import torn_tail
 from kv_events.records import Channel
-
-_NICENESS = 10
+from kv_events.runtime.helper_process import become_helper, write_result
 
 
 class _OutsideTheLogError(KvsightError):
@@ -33,8 +31,7 @@ class _OutsideTheLogError(KvsightError):
 
 def main() -> int:
     """Do one job. Returns the exit code."""
-    os.nice(_NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal of the service, which ends this process itself
+    become_helper(ends_with_stdin=False)
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
     signal.alarm(int(job.timeout_s) + 1)  # if the service has died
     try:
@@ -45,7 +42,7 @@ def main() -> int:
         answer = Refusal(field="model_name" if job.worker is None else "worker", detail=str(error))
     except (KvsightError, OSError) as error:
         answer = Refusal(field=None, detail=str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    write_result(answer)
     return EXIT_REFUSED if isinstance(answer, Refusal) else 0
 
 
