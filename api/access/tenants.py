@@ -12,7 +12,7 @@ from api.access.rate_limits import RateLimit
 from api.followed_files import following
 from api.problems import ProblemError, ProblemKind
 from api.queries.questions import Question
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantLimits
 from kv_events.errors import shorten
 
 logger = logging.getLogger(__name__)

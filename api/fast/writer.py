@@ -17,7 +17,7 @@ from api.queries.questions import Numbers, Question
 from indexer.freshness import Freshness
 from indexer.index import Matches
 from indexer.namespaces import Namespace
-from indexer.reuse import reusable
+from indexer.scores import reusable
 from kv_events.hashing import process_base
 from kv_events.kernels.bundles import Resident, resident
 from kv_events.kernels.xxh3 import long_hash_state

@@ -12,7 +12,7 @@ from api.queries.encoding import encoded_answer
 from api.queries.questions import Numbers, Question
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
-from indexer.questions import score_all
+from indexer.scores import score_all
 from kv_events.errors import InvalidValueError
 
 _MAX_NAMES = 20

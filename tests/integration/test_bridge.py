@@ -302,6 +302,7 @@ async def test_another_block_size_than_registered_is_logged_and_shown_to_routers
             assert bridge.counters()["other_block_sizes"] == 3
 
 
+@pytest.mark.timing("an engine must be read on time while others flood the bridge")
 async def test_publishers_that_share_an_address_are_left_out_for_a_while_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,6 +15,8 @@ from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port, has_ipv6
 from tests.support.waiting import async_wait_until
 
+pytestmark = pytest.mark.timing("views must be right within seconds after a link heals")
+
 SOON = {"bridge_idle_check_s": 0.1, "bridge_away_s": 0.2}
 
 

@@ -18,6 +18,8 @@ from tests.support.servers.child_process import free_port
 from tests.support.servers.embedded_service import service
 from tests.support.waiting import async_wait_until
 
+pytestmark = pytest.mark.timing("an engine must be given up within its deadline")
+
 REFUSED = (
     "connection refused; an engine listens only if its `endpoint` is tcp://*:PORT: "
     "with an address in place of * it connects"

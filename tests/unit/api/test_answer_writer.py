@@ -17,7 +17,7 @@ from api.queries.encoding import encoded_answer
 from api.queries.questions import Question
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
-from indexer.questions import score_all
+from indexer.scores import score_all
 from indexer.settings import IndexerSettings
 from indexer.views import View, ViewState
 from kv_events.codec import StoredPages
