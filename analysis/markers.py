@@ -20,12 +20,12 @@ from typing import Final, NamedTuple
 import msgspec
 
 from indexer.replay import Replay, Timeline
-from indexer.replay.until import Until
 from indexer.views import View
 from indexer.worker_log import WorkerChange, WorkerLog
 from kv_events.codec import DecodedBatch
 from kv_events.errors import KvsightError
 from kv_events.http.log import Mark
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 
 MARKS_COMMAND: Final = (sys.executable, "-P", "-m", "analysis.markers")
@@ -161,7 +161,7 @@ def _missing(before: _Seen, batch: DecodedBatch) -> str:
 
 def search(timeline: Timeline, start: int) -> Iterator[Found]:
     """Search a log from an index to its end. Yields what is found, now and then. Raises OSError."""
-    views, index = timeline.nearest(Until(offset=start))
+    views, index = timeline.nearest(LogMoment(index=start))
     for at, record in timeline.records(index, start):
         views.apply(record)
         index = at + 1

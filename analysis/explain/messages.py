@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from analysis.explain.tracer import Batch, Gap
-from indexer.replay.moments import utc_text
+from kv_events.log.moments import utc_text
 from kv_events.streams import Group
 
 _FIELDS = {
