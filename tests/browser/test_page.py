@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import httpx
+import pytest
 from playwright.async_api import Browser, Locator, Page
 
 from api.app import create_app
@@ -24,6 +25,8 @@ from tests.support.log.hand_fed import HandFed
 from tests.support.log.planted_causes import VICTIM, planted
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
+
+pytestmark = pytest.mark.timing("a browser must show a change within seconds")
 
 TOKENS = list(range(1, 65))
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'

@@ -34,6 +34,8 @@ from tests.support.servers.certificates import Certificates
 from tests.support.servers.secure_kafka import PASSWORD, USER, SecureKafka, unsecured_token
 from tests.support.waiting import async_wait_until
 
+pytestmark = pytest.mark.timing("a broker must refuse within the deadline of a connection")
+
 NO_LOGIN = {"kafka_username": None, "kafka_password_file": None}
 
 

@@ -21,7 +21,7 @@ from kv_events.records import Channel, LogRecord
 from kv_events.streams import StreamId
 from kvsight.cli.main import app
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
-from simulation.live import KafkaTransport, live_fleet
+from simulation.live import Transport, kafka_transport, live_fleet
 from tests.support.log.records import log_records
 
 Held = dict[StreamId, set[int]]
@@ -53,14 +53,14 @@ def held_by(views: list[View]) -> Held:
     return {v.stream: {h for part in v.index.stream_pages(v.number) for h in part.hashes.tolist()} for v in views}
 
 
-async def replay_of(transport: KafkaTransport, until: LogMoment) -> Replay:
+async def replay_of(transport: Transport, until: LogMoment) -> Replay:
     """Views from all that a topic holds now, up to `until`. In a thread, because it has an event loop of its own."""
     return await asyncio.to_thread(lambda: Replay().apply_all(source_records(transport.source()), until))
 
 
 async def test_a_topic_replays_to_what_the_live_views_were_then_and_are_now(kafka_bootstrap: str) -> None:
     name = uuid.uuid4().hex
-    transport = KafkaTransport(
+    transport = kafka_transport(
         KafkaSettings(kafka=kafka_bootstrap, events_topic=f"events-{name}", control_topic=f"control-{name}")
     )
     requests = generate(WorkloadSettings(num_requests=120))

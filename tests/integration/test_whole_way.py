@@ -26,9 +26,11 @@ from kv_events.kafka.settings import KafkaSettings
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
-from simulation.live import KafkaTransport, live_fleet
+from simulation.live import kafka_transport, live_fleet
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.waiting import async_wait_until
+
+pytestmark = pytest.mark.timing("a page must reach the answers within seconds")
 
 SMALL = SimulationSettings(workers=3, capacity_tokens=16_384, page_size=16)
 
@@ -100,7 +102,7 @@ async def test_what_an_engine_caches_a_router_finds_over_http(kafka_bootstrap: s
 async def test_a_broker_killed_in_mid_stream_loses_and_doubles_nothing(
     kafka_broker: KafkaBroker, requests: list[Request]
 ) -> None:
-    transport = KafkaTransport(kafka_settings(kafka_broker.bootstrap, topics()))
+    transport = kafka_transport(kafka_settings(kafka_broker.bootstrap, topics()))
     async with live_fleet(SMALL, "round-robin", transport) as fleet:
         for number, request in enumerate(requests):
             if number == 100:

@@ -25,6 +25,8 @@ from indexer.shards.assignment import Assignment, Member
 from indexer.shards.membership import Membership
 from tests.support.log.hand_fed import HandFed
 
+pytestmark = pytest.mark.timing("a member that hangs must be given up within its deadline")
+
 TOKEN = "the-token-of-this-member"
 DEADLINE_S = 5.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
