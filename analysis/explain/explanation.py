@@ -9,9 +9,9 @@ from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere
 from analysis.explain.tracer import History, PromptTracer, StreamTrace
 from indexer.replay import Replay
-from indexer.replay.until import Until
 from kv_events.errors import KvsightError, shorten
 from kv_events.http.explanations import Evidence, Explanation, Finding, WorkerExplanation
+from kv_events.log.moments import LogMoment
 from kv_events.streams import StreamId, split_group
 
 _MOST_NAMED = 5
@@ -24,7 +24,7 @@ class NothingToExplainError(KvsightError):
 def explain(
     prompt: AskedPrompt,
     records: History,
-    until: Until | None = None,
+    until: LogMoment | None = None,
     views: Replay | None = None,
 ) -> Explanation:
     """Explain why each worker holds no more of a prompt at a moment of a log.

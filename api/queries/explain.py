@@ -22,8 +22,8 @@ from api.queries.explain_requests import ExplainRequest
 from api.queries.large_bodies import is_large, slimmed
 from api.queries.questions import BY_ANY, Numbers, Question, decode_question
 from api.queries.routes import HotEndpoint, json_response
-from indexer.replay.until import Until
 from kv_events.errors import InvalidValueError
+from kv_events.log.moments import LogMoment
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ _BUSY_RETRY_S = 5
 class ExplainRoute:
     """The route. A process of its own reads the log, one at a time and for a limited time."""
 
-    def __init__(self, folder: Path | None, timeout_s: float, present: Callable[[], Until] = Until) -> None:
+    def __init__(self, folder: Path | None, timeout_s: float, present: Callable[[], LogMoment] = LogMoment) -> None:
         """folder: the event log with the records that this service applies. None: there is none.
 
-        present: the moment of a request that names none in its body. `Until()`: the end of the log.
+        present: the moment of a request that names none in its body. `LogMoment()`: the end of the log.
         """
         self._present = present
         self._folder = folder
@@ -101,7 +101,7 @@ class ExplainRoute:
         return answer
 
 
-async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: float, present: Until) -> Job:
+async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: float, present: LogMoment) -> Job:
     """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
     if is_large(body):
         request, question, numbers = await asyncio.to_thread(_decoded, body, codec)
@@ -110,7 +110,7 @@ async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: f
     if len(numbers) > MAX_NUMBERS:
         fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
         raise ProblemError.of_value(fault)
-    moment = present if request.at is None else Until(time_s=request.at)
+    moment = present if request.at is None else LogMoment(time_s=request.at)
     return Job.of(asked_prompt(question, numbers, request.worker), folder, moment, timeout_s)
 
 

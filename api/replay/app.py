@@ -31,7 +31,7 @@ from api.static_files import docs_routes
 from api.telemetry.request_log import RequestLog
 from api.workers.dump import dump_routes
 from api.workers.routes import worker_routes
-from indexer.replay.until import Until
+from kv_events.log.moments import LogMoment
 
 _WRITING = ("/register", "/unregister", "/decisions", "/workers/{worker:path}/resync")
 """Paths of the live service that change something."""
@@ -58,11 +58,11 @@ class PastApplication(DocumentedApp):
         return document
 
 
-def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage: list[str]) -> PastApplication:
+def create_past_app(folder: Path, settings: ApiSettings, default: LogMoment, damage: list[str]) -> PastApplication:
     """Create the application for the log in a folder.
 
-    default: the moment of requests that name none; `Until()`: the end of the log. damage: what of the log is known to
-    be unusable. Raises EventLogError or OSError.
+    default: the moment of requests that name none; `LogMoment()`: the end of the log. damage: what of the log is known
+    to be unusable. Raises EventLogError or OSError.
     """
     moments = Moments(folder, default)
     marks = MarkSearch(folder, moments.extent.first_index)
@@ -75,7 +75,7 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
 
     app = PastApplication(lifespan, needs_token=tokens.are_required)
     served = PastViews()
-    explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moving.moment)
+    explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moment)
     posts = {**HotRoutes(served, settings.max_body_bytes).endpoints(), **explain.endpoints()}
     for path, endpoint in posts.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))

@@ -25,7 +25,7 @@ class PastScenes:
     async def open(self, _at: str | None) -> Scene:
         """Return the scene of the moment that `AtMoment` holds open. See `OpenScene`."""
         opened = present_moment()
-        index, now = opened.moving.index, opened.views.now
+        index, now = opened.views.index, opened.views.now
 
         def history(timeline: Timeline) -> History:
             return opened.history or History(
@@ -36,7 +36,7 @@ class PastScenes:
         if found is None:
             found = opened.history = await self._moments.work(history)
         return Scene(
-            key=f"{opened.at} {self._moments.extent.next_index} {self._marks.next_index}",
+            key=f"{opened.moment.text} {self._moments.extent.next_index} {self._marks.next_index}",
             is_past=True,
             views=PastViews(),
             is_resync_requested=lambda _view: False,

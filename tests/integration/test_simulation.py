@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.replay import Replay, log_records
-from indexer.replay.until import Until
+from indexer.replay import Replay
 from indexer.scores import score
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import MEDIA, AllBlocksCleared, StorageMedium
 from kv_events.streams import DEFAULT_TENANT
@@ -37,6 +37,7 @@ from simulation import (
 from simulation.live import SimulationError, kafka_transport, live_fleet, memory_transport, run_live
 from simulation.run import DirectFleet
 from simulation.worker import divergent_pages
+from tests.support.log.records import log_records
 
 SMALL = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16)
 
@@ -178,9 +179,9 @@ def _views(replay: Replay) -> dict[str, set[int]]:
 def test_a_recorded_run_replays_to_the_same_views_at_any_offset(tmp_path: Path, requests: list[Request]) -> None:
     settings = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16, event_log_dir=tmp_path)
     simulate(requests, settings, ["kv-aware"])
-    records = list(log_records(tmp_path / "kv-aware"))
+    records = log_records(tmp_path / "kv-aware")
     for offset in (*np.linspace(1, len(records) - 1, 5).astype(int).tolist(), len(records)):
-        replay = Replay().apply_all(records, Until(offset=offset))
+        replay = Replay().apply_all(records, LogMoment(index=offset))
         assert _views(replay) == _views_by_model(records[:offset])
 
 
