@@ -30,7 +30,7 @@ MOST_MODULES = 15
 MOST_LINES = 450
 """In a file."""
 LARGER = {"publisher": 18, "kvsight.cli": 35}
-LONGER = {"engine_cache/cache.py": 538, "kv_events/kafka/connection.py": 516}
+LONGER = {"kv_events/kafka/connection.py": 516}
 TANGLED = {"api", "kvsight"}
 """What still has to be put in order: rooms, files, and packages whose rooms import each other both ways."""
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
