@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from analysis.explain.asked_prompt import AskedPrompt
-from api.queries.questions import Numbers, Question
 from kv_events.hashing import rolling_hashes
+from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 
-def asked_prompt(question: Question, numbers: Numbers, worker: str | None = None) -> AskedPrompt:
+def asked_prompt(question: ParsedQuery, numbers: PromptArray, worker: str | None = None) -> AskedPrompt:
     """Return the prompt of a query. numbers: see `question_of`. worker: the only one to explain, if given."""
     tokens = numbers if question.field == "token_ids" else None
     hashes = rolling_hashes(numbers) if question.field == "block_hashes" else numbers

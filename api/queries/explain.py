@@ -17,13 +17,14 @@ from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
 from api.daemon_threads import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
 from api.queries.asked_prompts import asked_prompt
-from api.queries.body_formats import Codec, decode_as
-from api.queries.explain_requests import ExplainRequest
+from api.queries.body_formats import BodyFormat, decode_as
 from api.queries.large_bodies import is_large, slimmed
-from api.queries.questions import BY_ANY, Numbers, Question, decode_question
-from api.queries.routes import HotEndpoint, json_response
+from api.queries.parsing import BY_ANY, decode_question
+from api.queries.routes import RawEndpoint, json_response
 from indexer.replay.until import Until
 from kv_events.errors import InvalidValueError
+from kv_events.http.explanations import ExplainRequest
+from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +49,11 @@ class ExplainRoute:
         self._is_busy = False
         self._process: Popen[bytes] | None = None
 
-    def endpoints(self) -> dict[str, HotEndpoint]:
+    def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
-        return {"/explain": HotEndpoint(self._explain, MAX_BODY_BYTES)}
+        return {"/explain": RawEndpoint(self._explain, MAX_BODY_BYTES)}
 
-    async def _explain(self, body: bytes | bytearray, codec: Codec) -> Response:
+    async def _explain(self, body: bytes | bytearray, body_format: BodyFormat) -> Response:
         if self._folder is None:
             detail = (
                 "this service keeps no log to explain from; start it with --record FOLDER (KVSIGHT_RECORD), or run "
@@ -66,7 +67,7 @@ class ExplainRoute:
             )
         self._is_busy = True
         try:
-            return await self._run(await _job(body, codec, self._folder, self._timeout_s, self._present()))
+            return await self._run(await _job(body, body_format, self._folder, self._timeout_s, self._present()))
         finally:
             self._is_busy = False
 
@@ -101,12 +102,12 @@ class ExplainRoute:
         return answer
 
 
-async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: float, present: Until) -> Job:
+async def _job(body: bytes | bytearray, body_format: BodyFormat, folder: Path, timeout_s: float, present: Until) -> Job:
     """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
     if is_large(body):
-        request, question, numbers = await asyncio.to_thread(_decoded, body, codec)
+        request, question, numbers = await asyncio.to_thread(_decoded, body, body_format)
     else:
-        request, question, numbers = _decoded(body, codec)
+        request, question, numbers = _decoded(body, body_format)
     if len(numbers) > MAX_NUMBERS:
         fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
         raise ProblemError.of_value(fault)
@@ -114,9 +115,9 @@ async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: f
     return Job.of(asked_prompt(question, numbers, request.worker), folder, moment, timeout_s)
 
 
-def _decoded(body: bytes | bytearray, codec: Codec) -> tuple[ExplainRequest, Question, Numbers]:
-    request = decode_as(ExplainRequest, slimmed(body, codec.form).rest, codec)
-    return request, *decode_question(body, codec, BY_ANY)
+def _decoded(body: bytes | bytearray, body_format: BodyFormat) -> tuple[ExplainRequest, ParsedQuery, PromptArray]:
+    request = decode_as(ExplainRequest, slimmed(body, body_format.form).rest, body_format)
+    return request, *decode_question(body, body_format, BY_ANY)
 
 
 def _refused(refusal: Refusal, job: Job) -> ProblemError:

@@ -30,7 +30,7 @@ _LONGEST_LINE: Final = 64 * 2**20
 _decoder = msgspec.json.Decoder(Found)
 
 
-class MarkSearch:
+class MarkerSearch:
     """Searches a log from its beginning, and goes on when it has grown. Belongs to one event loop."""
 
     def __init__(self, folder: Path, first_index: int) -> None:
