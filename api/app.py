@@ -136,7 +136,7 @@ def create_app(
     for path, endpoint in {**endpoints, **others}.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     app.include_router(service_routes(consumer, metrics, registrations, degraded))
-    app.include_router(worker_routes(consumer, registrations, consumer.demand_resync))
+    app.include_router(worker_routes(consumer, registrations, consumer.resyncs.demand))
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))
     app.include_router(static_routes())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
+from indexer.applier import Applier
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.views import View
@@ -22,12 +22,8 @@ class ViewSource(Protocol):
         """What tells their states."""
 
     @property
-    def num_records(self) -> int:
-        """Records of events seen so far."""
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """Reason -> records that could not be applied."""
+    def applier(self) -> Applier:
+        """What has applied the records, with their counts."""
 
     @property
     def ready(self) -> bool:

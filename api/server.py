@@ -70,8 +70,33 @@ def run_server(app: Starlette, settings: ApiSettings, bound: socket.socket | Non
     application starts.
     """
     gc.freeze()  # modules and kernels live as long as the process, so the collector can skip them
-    with bound or listen(settings) as bound, asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_Server(app, settings).serve([bound]))
+    with bound or listen(settings) as bound:
+        server = _Server(app, settings)
+        with _signals_stop(server), asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(server.serve([bound]))
+
+
+@contextmanager
+def _signals_stop(server: uvicorn.Server) -> Iterator[None]:
+    """Let SIGINT and SIGTERM stop the server, and raise them again after the block, for the handlers from before.
+
+    uvicorn does so once its loop runs. An exception that a handler raises before, while uvloop starts, leaves a loop
+    that cannot be closed.
+    """
+    caught: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+        server.should_exit = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if caught:
+            signal.raise_signal(caught[0])
 
 
 @asynccontextmanager

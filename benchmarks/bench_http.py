@@ -26,9 +26,8 @@ from api.queries.routes import QueryRoutes
 from api.server import running_server
 from api.settings import ApiSettings
 from benchmarks.report import Figure, figure, main
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.sources.memory import MemorySource

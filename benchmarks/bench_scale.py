@@ -75,7 +75,7 @@ async def catch_up(kafka: str, topics: dict[str, Any]) -> tuple[float, float]:
     """Return the seconds, and the CPU seconds, from the first record until a consumer is ready."""
     consumer = create_consumer(IndexerSettings(kafka=kafka, **topics))
     async with consumer.running():
-        while not consumer.num_records:  # noqa: ASYNC110  (a consumer has no event to wait for)
+        while not consumer.applier.records:  # noqa: ASYNC110  (a consumer has no event to wait for)
             await asyncio.sleep(_POLL_S)
         began, cpu_began = time.perf_counter(), time.process_time()
         while not consumer.ready:  # noqa: ASYNC110

@@ -6,8 +6,8 @@
               ├─ host        None, or copies on the host: backups, load-backs
               └─ store       None, or an attached storage backend: archives, prefetches
 
-The cache classes choose components, tiers and rules: `radix.py`, `hiradix.py`, `mamba.py`, `himamba.py`, `unified.py`.
-A scheduler can make the same calls with any set of tiers. Calls that concern a missing tier have no effect.
+The classes of `presets.py` choose components, tiers and rules. A scheduler can make the same calls with any set of
+tiers. Calls that concern a missing tier have no effect.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
-from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +35,6 @@ from engine_cache.base import (
 )
 from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.components.mamba import MambaComponent
-from engine_cache.components.match import MatchedPath, num_accepted
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
@@ -57,6 +54,7 @@ from engine_cache.tree.key import RadixKey
 from engine_cache.tree.node import TreeNode, compute_node_hash_values
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray, no_indices
+from engine_cache.walks import Walks
 from kv_events.errors import InvalidValueError, check_type
 from kv_events.hashing import namespace_seed
 from kv_events.schema import BlockStored
@@ -64,23 +62,6 @@ from kv_events.schema import BlockStored
 logger = logging.getLogger(__name__)
 
 _MOST_LOADED_NOTES = 4_096
-
-
-class CacheOptions(TypedDict, total=False):
-    """Options of every cache. See `TreeCache`."""
-
-    req_to_token_pool: ReqToTokenPool | None
-    enable_kv_cache_events: bool
-    emit_group_events: bool
-    is_eagle: bool
-    disable: bool
-    seed_of_extra_key: Callable[[str], int]
-
-
-class RadixOptions(CacheOptions, total=False):
-    """Options of caches with a configurable eviction policy."""
-
-    eviction_policy: str
 
 
 def salted_seed(extra_key: str) -> int:
@@ -159,21 +140,27 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self._evictor: DeviceTier | HostTier = self.device  # decides what happens to an evicted device leaf
         self._num_skipped_archives = 0  # of detached storage backends
         self._requests = Requests(self, self.device, self.states)
+        self._walks = Walks(self.device, self.states, self._requests)
         self.events.all_cleared()
 
     def _add_host_tier(self, controller: HiCacheController, write_policy: str, load_back_threshold: int) -> None:
         """Add a host tier. The cache must be empty.
 
         Raises the errors of `HostTier`, and InvalidValueError if the controller does not use the allocator of a
-        component.
+        component or has other pages on the host.
         """
         for component in self.auxiliaries:
-            entry = controller.entry(component.pool)
-            if entry.device_allocator is not component.device_allocator:
-                raise InvalidValueError("device_allocator", entry.device_allocator, f"that of {component.pool.value}")
+            entry, own, name = controller.entry(component.pool), component.device_allocator, component.pool.value
+            if entry.device_allocator is not own:
+                raise InvalidValueError(f"{name}_allocator", own, f"the controller's own for {name}")
+            if entry.host_pool.page_size != own.page_size:
+                raise InvalidValueError(
+                    f"page size of the host pool of {name}", entry.host_pool.page_size, str(own.page_size)
+                )
         assert self.allocator is not None
         host = HostTier(self.device, controller, self.allocator, write_policy, load_back_threshold)
         self.host = self._evictor = host
+        self._walks.backups = host.backups
         for component in self.auxiliaries:
             component.entry = controller.entry(component.pool)
             component.entry.host_evict_fn = partial(host.leaves.evict_component, component)
@@ -215,61 +202,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         if params.cow_mamba and params.req is None:
             raise InvalidValueError("req", None, "the request that takes the state, with cow_mamba")
-        nodes, _ = self.tree.descend(self.whole_pages(params.key))
-        if self.host is None and not self.auxiliaries:
-            self.tree.touch(nodes)
-            last = nodes[-1] if nodes else self.tree.root
-            device_rows = np.concatenate([node.value for node in nodes]) if nodes else no_indices()
-            return MatchResult(device_rows, last, last, last)
-        path = self._matched(nodes)
-        best = path.nodes[: path.num_best]
-        self.tree.touch(best)
-        rows = [node.value for node in best[: path.num_device] if node.value is not None]
-        device_node = best[path.num_device - 1] if path.num_device else self.tree.root
-        best_node = best[-1] if best else self.tree.root
-        if self.host is not None and self.rules.match_ends_on_host:
-            while best_node.host_value is None and best_node.parent is not None:
-                best_node = best_node.parent
-        units = sum(len(node.key) for node in best[path.num_device :])
-        device_rows = np.concatenate(rows) if rows else no_indices()
-        result = MatchResult(device_rows, device_node, best_node, best_node, units)
-        return self._match_states(result, path, params) if self.auxiliaries else result
-
-    def _matched(self, nodes: list[TreeNode]) -> MatchedPath:
-        """Return how far a path can be used, on any tier and on the device."""
-        if self.host is not None:
-            nodes = list(takewhile(lambda node: node.value is not None or node.host_value is not None, nodes))
-        validators = [each.create_match_validator(self.host is None) for each in self.auxiliaries]
-        num_best = num_accepted(nodes, validators) if validators else len(nodes)
-        if self.host is None:
-            return MatchedPath(nodes, num_best, num_best)
-        if self.auxiliaries and self.rules.device_match_needs_states:
-            on_device = [each.create_match_validator(match_device_only=True) for each in self.auxiliaries]
-            return MatchedPath(nodes, num_best, num_accepted(nodes, on_device))
-        num_device = num_best
-        while num_device and nodes[num_device - 1].value is None:
-            num_device -= 1
-        return MatchedPath(nodes, num_best, num_device)
-
-    def _match_states(self, result: MatchResult, path: MatchedPath, params: MatchPrefixParams) -> MatchResult:
-        if self.host is not None:
-            for component in self.auxiliaries:
-                result = component.finalize_match_result(result, path)
-        req, states = params.req, self.states
-        if states is not None:
-            is_reported = self.host is None or not self.rules.device_match_needs_states
-            if is_reported and path.num_best < len(path.nodes):
-                cached = sum(len(node.key) for node in path.nodes if node.value is not None)
-                usable = sum(len(node.key) for node in path.nodes[: path.num_best])
-                result = result._replace(mamba_branching_seqlen=states.branching_seqlen(cached, usable))
-            if params.cow_mamba and req is not None:
-                best = path.nodes[path.num_best - 1] if path.num_best else self.tree.root
-                needed = {best, result.last_device_node} if self.rules.device_match_needs_states else {best}
-                self._requests.copy_on_write(req, states.data(best).value, list(needed))
-        if req is not None:
-            req.swa_host_hit_length = result.swa_host_hit_length
-            req.mamba_host_hit_length = result.mamba_host_hit_length
-        return result
+        return self._walks.match(self.whole_pages(params.key), params)
 
     def whole_pages(self, key: RadixKey) -> RadixKey:
         """Convert the key to the cache's units and cut it to whole pages. The result is empty if the cache is disabled.
@@ -288,95 +221,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         if self.disable:
             return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
         key, value = self._whole_pages(params.key, params.value)
-        if value is None and not self.rules.frees_duplicates:
-            value = key.raw.astype(np.int64)
-        if value is None or (self.states is not None and len(value) != len(key)):
-            rows = 0 if value is None else len(value)
-            raise InvalidValueError("value", f"{rows} rows", f"one for each of {len(key)} units in whole pages")
-        if not len(key):
-            return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
-        if self.auxiliaries:
-            if params.key is not key or params.value is not value or len(value) != len(key):
-                value = value[: len(key)]
-                params = params._replace(key=key, value=value)
-            for component in self.auxiliaries:
-                component.check_insert(params)
-        return self._insert(key, value, params)
-
-    def _insert(self, key: RadixKey, value: IndexArray, params: InsertParams) -> InsertResult:
-        if self.auxiliaries:
-            path, matched = self.tree.descend(key, self._touch_on_insert)
-        else:
-            path, matched = self.tree.descend(key)
-            self.tree.touch(path)
-        self._use(path, params)  # before a component splits a node, because both parts are used
-        prefix_len = matched
-        if self.host is not None or self.rules.frees_duplicates:
-            prefix_len = self._insert_overlap(path, value, params)
-        if matched == len(key):
-            is_taken = self._finish_insert(path[-1], params)
-        elif self.auxiliaries and any(each.should_skip_leaf_creation(len(key), params) for each in self.auxiliaries):
-            self.device.free(value[max(matched, params.prev_prefix_len) :])
-            key, is_taken = key[:matched], False
-        else:
-            path.append(self._add_leaf(path, key, value, matched, params))
-            is_taken = self._finish_insert(path[-1], params)
-        if self.host is not None and path and not params.chunked:
-            # last, because a backup copies what the node has at this time
-            for node in reversed(self.tree.path_to_root(path[-1])):
-                self.host.backups.back_up_if_due(node)
-        return InsertResult(prefix_len, len(key), mamba_exist=not is_taken)
-
-    def _touch_on_insert(self, node: TreeNode) -> None:
-        self.tree.touch_kv([node])
-        for component in self.auxiliaries:
-            component.touched_on_insert(node)
-
-    def _use(self, nodes: Sequence[TreeNode], params: InsertParams) -> None:
-        """Record that an insert uses the nodes."""
-        counts_evicted = self.rules.counts_hits_of_evicted_nodes
-        is_hit = not params.chunked and (self.host is None or self.host.backups.counts_hits)
-        for node in nodes:
-            if params.priority > node.priority:
-                node.priority = params.priority
-            if is_hit and (counts_evicted or node.value is not None):
-                node.hit_count += 1
-
-    def _insert_overlap(self, path: list[TreeNode], value: IndexArray, params: InsertParams) -> int:
-        """Insert into existing nodes: nodes on the device keep their rows, the others become owners of the new ones.
-
-        Returns `prefix_len` of the insert.
-        """
-        start = prefix_len = 0
-        for node in path:
-            end = start + len(node.key)
-            if node.value is None:
-                self.device.put(node, value[start:end])
-                for component in self.auxiliaries:
-                    component.recover_after_unevict(node, start, params)
-                prefix_len += (end - start) * self.rules.counts_evicted_overlap
-            else:
-                for component in self.auxiliaries:
-                    component.update_on_overlap(node, start, params)
-                if self.rules.frees_duplicates and end > params.prev_prefix_len:
-                    self.device.free(value[max(start, params.prev_prefix_len) : end])
-                prefix_len += end - start
-            start = end
-        return prefix_len
-
-    def _add_leaf(
-        self, path: list[TreeNode], key: RadixKey, value: IndexArray, start: int, params: InsertParams
-    ) -> TreeNode:
-        parent = path[-1] if path else self.tree.root
-        leaf = self.device.add_leaf(parent, key, value, start, params.priority)
-        for component in self.auxiliaries:
-            component.recover_after_unevict(leaf, start, params)
-        self._use([leaf], params)  # a node that a component splits off above the leaf starts without hits
-        return leaf
-
-    def _finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
-        verdicts = [component.finish_insert(end, params) for component in self.auxiliaries]
-        return all(verdicts)
+        return self._walks.insert(key, value, params)
 
     # --- eviction and locks -----------------------------------------------------------------------------------------
 
@@ -400,6 +245,19 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         before = component.device_size
         self.device.evict_component(component, num_rows, self._evictor.evict_leaf)
         return before - component.device_size
+
+    def evict_mamba_host(self, mamba_num: int) -> int:
+        """Free recurrent states on the host, least recently used first. Returns their number.
+
+        A host leaf loses all its data. Other nodes lose only the state, which is not an event.
+        """
+        return (
+            0 if self.host is None or self.states is None else self.host.leaves.evict_component(self.states, mamba_num)
+        )
+
+    def evict_full(self, num_tokens: int) -> EvictResult:
+        """Evict leaves in the order of the eviction policy until `num_tokens` units of KV are free or none is left."""
+        return self.evict(EvictParams(num_tokens))
 
     def evict_mamba(self, mamba_num: int) -> EvictResult:
         """Free recurrent states on the device, least recently used first."""

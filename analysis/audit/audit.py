@@ -13,7 +13,7 @@ from analysis.audit.decision_audit import FunnelAudit
 from analysis.audit.findings import judge
 from analysis.audit.report import AuditReport
 from analysis.audit.residency import milliseconds
-from analysis.audit.sorted_decisions import Decisions
+from analysis.audit.sorted_decisions import SortedDecisions
 from analysis.audit.stream_audit import EventAudit, settings_of_audits
 from indexer.replay import open_beginning
 from kv_events.codec import batch_time
@@ -46,7 +46,7 @@ def audit_log(
     damage = [*known_damage, *filter(None, [beginning.fault])]
     events = EventAudit(churn_s, beginning.views, series)
     funnel = FunnelAudit(events, series)
-    with closing(Decisions(folder)) as decisions:
+    with closing(SortedDecisions(folder)) as decisions:
         for chunk in scan_log(folder, lambda error: damage.append(str(error))):
             for row in np.flatnonzero(chunk.channels == Channel.EVENTS).tolist():
                 index, record = chunk.first_index + row, chunk.record(row)

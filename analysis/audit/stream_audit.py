@@ -88,7 +88,7 @@ class EventAudit:
         before = Moment(round((self.replay.now - self._report.churn_s) * 1000) - 1, 0)
         for view in self.replay.namespaces.views:
             view.counters = ViewCounters()
-            stream = self._add(view, self.replay.namespaces.block_size(view.stream))
+            stream = self._add(view, view.block_size)
             stream.epoch, stream.seq, stream.report.epochs = view.epoch, view.next_seq - 1, 1
             lacks_batches = self.replay.lacks_beginning and view.state is not ViewState.LIVE
             stream.is_partial = lacks_batches or view.state is ViewState.STALE

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from analysis.explain import messages
 from analysis.explain.page_history import NEVER, Leaving, Trail
 from analysis.explain.prompts import Column, Variant
-from analysis.explain.tracer import Batch, Follower, StreamHistory
-from indexer.reuse import StreamReuse, stream_reuse
+from analysis.explain.tracer import BeforeLog, Follower, StreamHistory
+from indexer.scores import StreamReuse, stream_reuse
 from indexer.views import ViewState
 from kv_events.http.explanations import BatchPosition, Evidence, Finding
 from kv_events.schema import MEDIA, NUM_MEDIA
@@ -34,7 +34,7 @@ class Elsewhere(NamedTuple):
     tokens: int
     namespace: dict[str, str | int | bool | None]
     """See `Finding.namespace`."""
-    first: Batch
+    first: BatchPosition
     """Stored the first page."""
 
 
@@ -171,7 +171,7 @@ class Causes:
             text=messages.left(cause, page, self.num_pages, stored, left, medium, int(trail.times_stored[page])),
         )
 
-    def _doubts(self, page: int, since: Batch | None) -> Iterator[Finding]:
+    def _doubts(self, page: int, since: BatchPosition | None) -> Iterator[Finding]:
         """Yield why the view may lack a page that its worker holds. since: the last that the log shows of the page."""
         gap = next((gap for gap in self._history.gaps if since is None or gap.after.seq > since.seq), None)
         if gap is not None and gap.before is None:
@@ -238,7 +238,7 @@ class Causes:
         """Return where the worker holds most of the prompt under another namespace, or None."""
         return best_elsewhere(self._follower, self._history.stream.worker, self._history)
 
-    def _batch(self, number: int) -> Batch:
+    def _batch(self, number: int) -> BatchPosition:
         return self._follower.batches[number]
 
 
@@ -286,20 +286,6 @@ def found_elsewhere(elsewhere: Elsewhere, page: int | None) -> Finding:
     )
 
 
-def _evidence(what: str, batch: Batch, medium: str | None = None) -> list[Evidence]:
+def _evidence(what: str, batch: BatchPosition, medium: str | None = None) -> list[Evidence]:
     """Return one thing that a batch did, or nothing for what precedes the log."""
-    return [] if batch.is_before_log else [Evidence(what=what, medium=medium, batch=position(batch))]
-
-
-def position(batch: Batch) -> BatchPosition:
-    """Return a batch as an answer names it."""
-    return BatchPosition(
-        index=batch.record_index,
-        partition=batch.partition,
-        offset=batch.offset,
-        time=batch.time_s,
-        epoch=batch.epoch,
-        seq=batch.seq,
-        pages_stored=batch.num_stored,
-        pages_removed=batch.num_removed,
-    )
+    return [] if isinstance(batch, BeforeLog) else [Evidence(what=what, medium=medium, batch=batch)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from analysis.explain import messages
 from analysis.explain.asked_prompt import AskedPrompt
-from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere, position
+from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere
 from analysis.explain.tracer import Follower, History, StreamHistory
 from indexer.replay import Replay
 from indexer.replay.until import Until
@@ -73,7 +73,7 @@ def _later_workers(follower: Follower) -> Iterator[WorkerExplanation]:
     """Yield the streams of the model and tenant whose first batch comes after the moment."""
     for stream, (first, block_size) in follower.later_streams().items():
         if _is_asked(follower.prompt, stream):
-            evidence = [Evidence(what="first_batch", batch=position(first))]
+            evidence = [Evidence(what="first_batch", batch=first)]
             finding = Finding(cause="not_known_yet", evidence=evidence, text=messages.not_known_yet(first))
             yield _worker(stream, block_size, [finding], num_pages=follower.prompt.num_pages(block_size))
 

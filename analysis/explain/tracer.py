@@ -20,6 +20,7 @@ from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.hashing import U64Array
+from kv_events.http.explanations import BatchPosition
 from kv_events.kernels.batches import END_EVENT, EPOCH, FIRST_EVENT, IS_REMOVAL, NUM_PAGES, PAGES, ROW, SEQ
 from kv_events.kernels.log_records import OFFSET, PARTITION, TIMESTAMP_MS
 from kv_events.log.batch_columns import BatchColumns
@@ -32,22 +33,8 @@ History: TypeAlias = Iterable[RecordChunk] | Iterable[tuple[int | None, LogRecor
 """All records of a log, as chunks or each with its index; None for records of a topic."""
 
 
-class Batch(NamedTuple):
-    """A batch and its record in the log."""
-
-    record_index: int | None
-    """Of the record in an event log. None: a topic has none."""
-    partition: int
-    offset: int
-    time_s: float
-    """Of the record, in seconds since 1970."""
-    epoch: int
-    seq: int
-    num_stored: int
-    """Pages that the batch stores."""
-    num_removed: int
-    is_before_log: bool = False
-    """Whether it precedes the log. Then only its time, epoch and number are known, from the key frame there."""
+class BeforeLog(BatchPosition, frozen=True, kw_only=True):
+    """The last batch before the log. Only its time, epoch and number are known, from the key frame there."""
 
 
 class Gap(NamedTuple):
@@ -55,9 +42,9 @@ class Gap(NamedTuple):
 
     first_seq: int
     last_seq: int
-    before: Batch | None
+    before: BatchPosition | None
     """The last batch before the gap. None: the log begins after them."""
-    after: Batch
+    after: BatchPosition
 
 
 @dataclass
@@ -67,17 +54,15 @@ class StreamHistory:
     stream: StreamId
     block_size: int
     view: View
-    first: Batch
-    last: Batch
-    epoch_began: Batch
-    """The first batch of the present epoch."""
+    first: BatchPosition
+    last: BatchPosition
     trails: dict[int, Trail] = field(default_factory=dict)
     """Variant number -> what happened to its pages, if any was stored."""
     gaps: list[Gap] = field(default_factory=list)
     """The gaps since the view was last right."""
-    doubted: Batch | None = None
+    doubted: BatchPosition | None = None
     """The first batch after which the view was not live, since it last was. None: it is live."""
-    resync: Batch | None = None
+    resync: BatchPosition | None = None
     """The beginning of the resync in progress."""
     rules: dict[int, HashRule | None] = field(default_factory=dict)
     """Number of a variant of block hashes -> the rule under which the worker hashes its pages. None: not recognised.
@@ -97,9 +82,9 @@ class Follower:
         self.streams: dict[StreamId, StreamHistory] = {}
         self.by_worker: dict[str, dict[StreamId, StreamHistory]] = {}
         """The same by the name of the worker."""
-        self.batches: list[Batch] = []
+        self.batches: list[BatchPosition] = []
         """Batches by the numbers that trails use. Only those that did something to a page of the prompt."""
-        self.first_records: dict[StreamId, tuple[Batch, int]] = {}
+        self.first_records: dict[StreamId, tuple[BatchPosition, int]] = {}
         """The first readable record of each stream, before or after the moment, and its block size."""
         self._rule_finder = RuleFinder(self.hashes)
         self._keys: set[bytes] = set()
@@ -165,7 +150,7 @@ class Follower:
         if len(self.hashes.variants) != self._num_variants and self._columns is not None:
             self.hold_back(self._columns)
 
-    def later_streams(self) -> dict[StreamId, tuple[Batch, int]]:
+    def later_streams(self) -> dict[StreamId, tuple[BatchPosition, int]]:
         """Return the streams whose first batch comes after the moment, see `first_records`."""
         return {stream: first for stream, first in self.first_records.items() if stream not in self.streams}
 
@@ -201,27 +186,33 @@ class Follower:
             _abandon_resync(history)  # it took too long
         history.last = at
 
-    def _batch(self, batch: DecodedBatch) -> Batch:
-        stored = sum(len(step.hashes) for step in batch.steps if isinstance(step, StoredPages))
-        removed = sum(len(step.hashes) for step in batch.steps if isinstance(step, RemovedPages))
-        record = self._record
-        return Batch(
-            self._index,
-            record.partition,
-            record.offset,
-            record.timestamp_ms / 1000,
-            batch.epoch,
-            batch.seq,
-            stored,
-            removed,
+    def _batch(self, batch: DecodedBatch) -> BatchPosition:
+        record, pages = self._record, batch.pages()
+        return BatchPosition(
+            index=self._index,
+            partition=record.partition,
+            offset=record.offset,
+            time=record.timestamp_ms / 1000,
+            epoch=batch.epoch,
+            seq=batch.seq,
+            pages_stored=pages.stored.total(),
+            pages_removed=pages.removed.total(),
         )
 
     def _begin_before_log(self, view: View) -> None:
         """Begin the history of a stream with what it held before the log."""
-        block_size = self.replay.namespaces.block_size(view.stream)
+        block_size = view.block_size
         self.hashes.add_block_size(block_size)
-        before = Batch(None, 0, 0, view.heard_at, view.epoch, view.next_seq - 1, 0, 0, is_before_log=True)
-        history = StreamHistory(view.stream, block_size, view, before, before, before)
+        before = BeforeLog(
+            partition=0,
+            offset=0,
+            time=view.heard_at,
+            epoch=view.epoch,
+            seq=view.next_seq - 1,
+            pages_stored=0,
+            pages_removed=0,
+        )
+        history = StreamHistory(view.stream, block_size, view, before, before)
         history.doubted = None if view.state is ViewState.LIVE else before
         history.resync = None if view.marks is None else before
         for variant in self.hashes.variants:
@@ -235,10 +226,12 @@ class Follower:
         self.streams[history.stream] = history
         self.by_worker.setdefault(history.stream.worker, {})[history.stream] = history
 
-    def _begin_view(self, before: StreamHistory | None, view: View, batch: DecodedBatch, at: Batch) -> StreamHistory:
+    def _begin_view(
+        self, before: StreamHistory | None, view: View, batch: DecodedBatch, at: BatchPosition
+    ) -> StreamHistory:
         """Begin a history, or continue one with a new view: the worker has started again with other pages."""
         self.hashes.add_block_size(batch.block_size)
-        history = StreamHistory(batch.stream, batch.block_size, view, at, at, at)
+        history = StreamHistory(batch.stream, batch.block_size, view, at, at)
         if before is not None:
             history.first, history.trails = before.first, before.trails
             number = self._number(at)
@@ -249,7 +242,7 @@ class Follower:
         self._register(history)
         return history
 
-    def _note_steps(self, history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:
+    def _note_steps(self, history: StreamHistory, batch: DecodedBatch, at: BatchPosition) -> None:
         for step in batch.steps:
             match step:
                 case StoredPages():
@@ -296,36 +289,36 @@ class Follower:
                 trail.begin_resync()
         return trail
 
-    def _number(self, batch: Batch) -> int:
+    def _number(self, batch: BatchPosition) -> int:
         if not self.batches or self.batches[-1] is not batch:
             self.batches.append(batch)
         return len(self.batches) - 1
 
 
-def _batch_of(run: PlainRun, row: int) -> Batch:
+def _batch_of(run: PlainRun, row: int) -> BatchPosition:
     """Return a batch of a run."""
     arrays, record = run.columns.arrays, run.columns.rows[row].tolist()
     batch = arrays.batches[row].tolist()
     events = arrays.events[batch[FIRST_EVENT] : batch[END_EVENT]]
     removed = int(events[events[:, IS_REMOVAL] == 1, NUM_PAGES].sum())
-    return Batch(
-        run.first_index + row,
-        record[PARTITION],
-        record[OFFSET],
-        record[TIMESTAMP_MS] / 1000,
-        batch[EPOCH],
-        batch[SEQ],
-        int(events[:, NUM_PAGES].sum()) - removed,
-        removed,
+    return BatchPosition(
+        index=run.first_index + row,
+        partition=record[PARTITION],
+        offset=record[OFFSET],
+        time=record[TIMESTAMP_MS] / 1000,
+        epoch=batch[EPOCH],
+        seq=batch[SEQ],
+        pages_stored=int(events[:, NUM_PAGES].sum()) - removed,
+        pages_removed=removed,
     )
 
 
-def _note_position(history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:
+def _note_position(history: StreamHistory, batch: DecodedBatch, at: BatchPosition) -> None:
     """Note what the epoch and the number of a batch show."""
     last = history.last
     expected = last.seq + 1
     if batch.epoch != last.epoch:
-        history.epoch_began, expected = at, 0
+        expected = 0
         history.gaps.clear()
     if batch.epoch == last.epoch and batch.seq == expected:
         return

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from api.access.rate_limits import RateLimit
 from api.followed_files import following
 from api.problems import ProblemError, ProblemKind
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantLimits
 from kv_events.errors import shorten
 from kv_events.http.parsed_query import ParsedQuery
 

@@ -56,7 +56,7 @@ class QueryBuffers(NamedTuple):
     pages: U32Matrix
     """[streams, 4] pages of each found stream."""
     group_states: U8Vector
-    """[streams] see `indexer.reuse.Reuse`."""
+    """[streams] see `indexer.scores.Reuse`."""
     weights: F64Vector
     """[4]"""
     out: U8Vector

@@ -31,7 +31,7 @@ from api.queries.number_kernels import read_hashes
 from indexer.freshness import Freshness
 from indexer.index import Matches
 from indexer.namespaces import Namespace
-from indexer.reuse import reusable
+from indexer.scores import reusable
 from indexer.views import STATES
 from kv_events.hashing import process_base
 from kv_events.http.parsed_query import ParsedQuery, PromptArray

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from indexer.freshness import NO_HEARTBEAT
-from indexer.tenant_limits import TENANT_PAGES, TENANT_STREAMS
-from indexer.views import INDEX_FULL, ViewState
+from indexer.tenants import TENANT_STREAMS
+from indexer.views import INDEX_FULL, TENANT_PAGES, ViewState
 from kv_events.http.fleet import FleetWorker
 from kv_events.schema import CLOSED, LEDGER_FULL
 

@@ -33,7 +33,7 @@ class LivePageState:
             key="",
             is_past=False,
             views=consumer,
-            is_resync_requested=consumer.is_resync_requested,
+            is_resync_requested=consumer.resyncs.is_requested,
             engines={} if self._registrations is None else self._registrations.status(),
             watch=self.watch,
             funnel=self.funnel.report,

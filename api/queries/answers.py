@@ -10,7 +10,7 @@ from api.problems import ProblemError, ProblemKind
 from api.queries.encoding import encode_answer
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
-from indexer.questions import score_all
+from indexer.scores import score_all
 from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing

@@ -14,7 +14,7 @@ from api.decisions.window import WINDOW_S, DecisionWindow
 from api.page.worker_history import INTERVAL_S, NUM_INTERVALS, CountedRates
 from indexer.replay import Timeline
 from indexer.replay.until import Until
-from kv_events.codec import RemovedPages, StoredPages, decode_batch
+from kv_events.codec import decode_batch
 from kv_events.decisions import DECISIONS_FOLDER, DecisionRecord, decode_decision
 from kv_events.errors import RecordRejectedError
 from kv_events.http.fleet import Funnel
@@ -89,9 +89,8 @@ def _add(interval: dict[StreamId, tuple[int, int]], record: LogRecord) -> None:
     except RecordRejectedError:
         return
     stored, removed = interval.get(batch.stream, (0, 0))
-    stored += sum(len(step.hashes) for step in batch.steps if isinstance(step, StoredPages))
-    removed += sum(len(step.hashes) for step in batch.steps if isinstance(step, RemovedPages))
-    interval[batch.stream] = stored, removed
+    pages = batch.pages()
+    interval[batch.stream] = stored + pages.stored.total(), removed + pages.removed.total()
 
 
 class DecisionHistory:

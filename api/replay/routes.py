@@ -20,7 +20,7 @@ from api.replay.service import ReplayViews
 from api.telemetry.service_metrics import ViewMetrics, metrics_text
 from indexer.replay import Timeline
 from indexer.replay.until import Until
-from kv_events.codec import RemovedPages, StoredPages, decode_batch
+from kv_events.codec import decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.http.log import BatchOfMoment, MomentOfLog, Span, StreamDiff
 from kv_events.http.service import Status
@@ -138,13 +138,7 @@ def _batch(index: int, record: LogRecord) -> BatchOfMoment | None:
         batch = decode_batch(record.payload)
     except RecordRejectedError:
         return None
-    stored = dict.fromkeys((medium.value for medium in MEDIA), 0)
-    removed = dict(stored)
-    for step in batch.steps:
-        if isinstance(step, StoredPages):
-            stored[MEDIA[step.medium].value] += len(step.hashes)
-        elif isinstance(step, RemovedPages):
-            removed[MEDIA[step.medium].value] += len(step.hashes)
+    none, pages = dict.fromkeys((medium.value for medium in MEDIA), 0), batch.pages()
     return BatchOfMoment(
         index=index,
         time=record.timestamp_ms / 1000,
@@ -152,6 +146,6 @@ def _batch(index: int, record: LogRecord) -> BatchOfMoment | None:
         worker=batch.stream.worker,
         epoch=batch.epoch,
         seq=batch.seq,
-        stored=stored,
-        removed=removed,
+        stored=none | pages.stored,
+        removed=none | pages.removed,
     )

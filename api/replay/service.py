@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from urllib.parse import parse_qsl
 
@@ -12,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.problems import ProblemError, ProblemKind
 from api.queries.routes import ClientDisconnectedError, read_body
 from api.replay.moments import OpenMoment, OpenMoments
+from indexer.applier import Applier
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.views import View
@@ -105,14 +105,9 @@ class ReplayViews:
         return present_moment().views.freshness
 
     @property
-    def num_records(self) -> int:
-        """Records of events applied."""
-        return present_moment().views.applier.records
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """Reason -> records that could not be applied."""
-        return present_moment().views.applier.dead_letters.counts
+    def applier(self) -> Applier:
+        """What has applied the records of the moment, with their counts."""
+        return present_moment().views.applier
 
     def why_not_ready(self) -> str:
         """Return "": everything that belongs to a moment has been applied."""

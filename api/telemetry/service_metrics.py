@@ -137,9 +137,11 @@ class ConsumerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
         consumer = self._consumer
-        yield _by_reason("kvsight_resync_requests", "Resyncs requested", consumer.resyncs_requested)
-        yield _counter("kvsight_snapshots_written", "Snapshots written", consumer.snapshots_written)
-        yield _counter("kvsight_snapshot_failures", "Snapshots that could not be written", consumer.snapshot_failures)
+        yield _by_reason("kvsight_resync_requests", "Resyncs requested", consumer.resyncs.requested)
+        yield _counter("kvsight_snapshots_written", "Snapshots written", consumer.snapshot_counts.written)
+        yield _counter(
+            "kvsight_snapshot_failures", "Snapshots that could not be written", consumer.snapshot_counts.failures
+        )
         yield _gauge(
             "kvsight_ready", "1 after the service has caught up with the log", float(not consumer.why_not_ready())
         )
@@ -167,8 +169,8 @@ class ViewMetrics(Collector):
         yield from self._index_families()
 
     def _record_families(self) -> Iterator[Metric]:
-        yield _counter("kvsight_records", "Records read from the log", self._served.num_records)
-        yield _by_reason("kvsight_records_rejected", "Dead letters", self._served.rejected)
+        yield _counter("kvsight_records", "Records read from the log", self._served.applier.records)
+        yield _by_reason("kvsight_records_rejected", "Dead letters", self._served.applier.dead_letters.counts)
 
     def _stream_counters(self) -> Iterator[Metric]:
         """Yield sums over all streams, which never decrease, then those of each worker."""

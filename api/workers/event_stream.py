@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from api.problems import ProblemError, ProblemKind
 from indexer.consumer import Consumer
 from indexer.views import View
-from kv_events.codec import DecodedBatch, RemovedPages, StoredPages
+from kv_events.codec import DecodedBatch
 from kv_events.http.events import EVENT_NAMES, PING_S, BatchApplied, ClientDropped, FeedEvent, StateChanged
 from kv_events.schema import MEDIA, AllBlocksCleared
 from kv_events.streams import StreamId
@@ -247,13 +247,7 @@ def _event(event: FeedEvent) -> bytes:
 
 
 def _batch_applied(view: View, batch: DecodedBatch, state: str) -> BatchApplied:
-    stored: Counter[str] = Counter()
-    removed: Counter[str] = Counter()
-    for step in batch.steps:
-        if isinstance(step, StoredPages):
-            stored[MEDIA[step.medium].value] += len(step.hashes)
-        elif isinstance(step, RemovedPages):
-            removed[MEDIA[step.medium].value] += len(step.hashes)
+    stored, removed = batch.pages()
     return BatchApplied(
         **_names(view.stream),
         epoch=batch.epoch,

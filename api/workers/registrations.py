@@ -24,7 +24,7 @@ from api.workers.saved_registrations import SavedRegistrations
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.metrics import BridgeMetrics
 from indexer.consumer import Consumer
-from indexer.errors import IndexFullError
+from indexer.index import IndexFullError
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from kv_events.errors import KvsightError
 from kv_events.log.memory import MemoryLog

@@ -151,7 +151,7 @@ def _listed(streams: list[StreamId]) -> str:
 
 async def _radix_view(served: ViewSource, view: View, limit: int, cursor: int) -> RadixView:
     """Return up to `limit` pages from `cursor` on. Raises ProblemError (404) if the stream is forgotten."""
-    block_size = served.namespaces.block_size(view.stream)
+    block_size = view.block_size
     groups = served.namespaces.group_views(view.stream)
     pages: list[ViewPage] = []
     next_cursor = None

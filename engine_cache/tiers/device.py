@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine_cache.base import DecLockRefResult, IncLockRefResult
-from engine_cache.components.component import NODE_LOCK, AuxiliaryComponent, oldest_first
+from engine_cache.components.component import NODE_LOCK, AuxiliaryComponent, least_recent_first
 from engine_cache.errors import CacheStateError
 from engine_cache.pools.entry import RowAllocator
 from engine_cache.rules import Rules
@@ -107,7 +107,7 @@ class DeviceTier:
         used without it, which is not an event.
         """
         before = component.device_size
-        for node in oldest_first(component.device_lru_list):  # no other node loses this kind
+        for node in least_recent_first(component.device_lru_list):  # no other node loses this kind
             if before - component.device_size >= num_rows:
                 break
             if node in self.tree.device_leaves and not (node.children and self.rules.keeps_kv_above_host_children):

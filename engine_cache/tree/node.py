@@ -33,7 +33,7 @@ class ComponentType(IntEnum):
 class ComponentData:
     """The data of a node of one kind of state besides Full KV."""
 
-    __slots__ = ("host_lock_ref", "host_value", "lock_ends", "lock_gaps", "lock_ref", "pending_id", "value")
+    __slots__ = ("host_lock_ref", "host_value", "lock_ref", "pending_id", "value")
 
     def __init__(self) -> None:
         self.value: IndexArray | None = None
@@ -46,10 +46,6 @@ class ComponentData:
         """Transfers that need the host rows. Above 0 the rows cannot be evicted."""
         self.pending_id: int | None = None
         """Backup that has not filled the host rows yet."""
-        self.lock_ends: frozenset[int] = frozenset()
-        """Tickets of the window locks that begin below and end at this node."""
-        self.lock_gaps: frozenset[int] = frozenset()
-        """Tickets of the window locks that continue above this node but found no rows here."""
 
 
 _NUM_AUXILIARIES = len(ComponentType) - 1

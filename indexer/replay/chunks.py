@@ -38,7 +38,7 @@ _NO_SPACE = -1
 _MOST_NAMES = 65_536
 _MOST_PARTITIONS = 4096
 _MOST_SEQ = 2**62
-_PUNCTUAL_MS = 250  # well below what `indexer.lateness` takes for late
+_PUNCTUAL_MS = 250  # well below what `indexer.views` takes for late
 _NEVER, _MOST_OFFSET = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 Mask = npt.NDArray[np.bool_]
@@ -253,7 +253,7 @@ class ChunkApplier:
             if namespace.key in self._spaces:
                 self._tracked.spaces[self._spaces[namespace.key]] = namespace.index.pages
         view = namespaces.view(stream)
-        if view is None or number < 0 or namespaces.block_size(stream) != block_size or not _is_simple(view):
+        if view is None or number < 0 or view.block_size != block_size or not _is_simple(view):
             return
         self._number_of[stream] = number
         self._views[number] = view

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.replay.until import Until

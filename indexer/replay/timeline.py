@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from indexer.replay.beginning import begins_late
 from indexer.replay.chunks import ChunkApplier
 from indexer.replay.frames import (
     FRAME_SUFFIX,
     Frame,
     KeyFrameError,
     OtherSettingsError,
+    begins_late,
     checksum,
     load_frame,
     read_head,

@@ -104,7 +104,7 @@ async def _run_live(
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
     from kv_events.log.memory import MemoryLog
-    from simulation.live import MemoryTransport, publishing_fleet
+    from simulation.live import memory_transport, publishing_fleet
 
     stop = stop_signals()
     log = MemoryLog()
@@ -112,7 +112,7 @@ async def _run_live(
     app = create_app(consumer, settings)
     async with (
         running_server(app, settings, bound) as url,
-        publishing_fleet(fleet_settings, "kv-aware", MemoryTransport(log), consumer) as fleet,
+        publishing_fleet(fleet_settings, "kv-aware", memory_transport(log), consumer) as fleet,
     ):
         serve = partial(_serve, fleet.trial, app.state.scene.funnel, count())
         shown = await _warm_up(fleet, serve, workload, num_tiers=3 if fleet_settings.has_tiers else 1)

@@ -50,8 +50,8 @@ def open_history(log: Path | None, kafka: str | None, connection: dict[str, Any]
 
 
 def _topic(kafka: str | None, connection: dict[str, Any], moment: Moment) -> History:
-    from indexer.sources.history import source_records
     from indexer.sources.kafka import KafkaSource
+    from indexer.sources.reader import source_records
     from kv_events.kafka.connection import KafkaConnection
     from kv_events.kafka.settings import KafkaSettings
 

@@ -36,7 +36,7 @@ def serve_past(
     log, moment = LogInput(folder), parse_moment(at)
     log.find_torn_tail()
     # each moment that is opened would repeat them; the page shows them as marks
-    logging.getLogger("indexer.dead_letters").setLevel(logging.ERROR)
+    logging.getLogger("indexer.applier").setLevel(logging.ERROR)
     keep_freed_memory()
     allow_open_files(settings.max_connections)
     compile_kernels("api.replay.app")

@@ -175,7 +175,7 @@ def _rows(replayed: Replay) -> Iterator[StreamRow]:
         yield StreamRow(
             model,
             view.stream.tenant,
-            replayed.namespaces.block_size(view.stream),
+            view.block_size,
             view.stream.worker,
             view.stream.dp_rank,
             group or "",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from playwright.async_api import Browser, Page
 
 from api.replay.app import create_past_app
@@ -20,6 +21,8 @@ from kv_events.log.event_log import EventLogWriter
 from tests.support.browser.chromium import DEADLINE_S, new_page
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
+
+pytestmark = pytest.mark.timing("a browser must show a moment within seconds")
 
 HOSTILE = '<img src=x onerror="document.title=1">'
 NUM_SECONDS = 120

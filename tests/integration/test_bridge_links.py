@@ -17,6 +17,8 @@ from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port, has_ipv6
 from tests.support.waiting import async_wait_until
 
+pytestmark = pytest.mark.timing("views must be right within seconds after a link heals")
+
 IDLE = {"bridge_idle_check_s": 30.0}
 SOON = {"bridge_idle_check_s": 0.1, "bridge_away_s": 0.2}
 

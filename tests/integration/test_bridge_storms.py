@@ -11,6 +11,8 @@ from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 
+pytestmark = pytest.mark.timing("an engine must be read on time while others flood the bridge")
+
 OTHER = 100_000
 
 

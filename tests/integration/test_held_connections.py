@@ -26,6 +26,8 @@ from tests.support.servers.lines import QUERY, a_service, prompts, request, run
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.waiting import async_wait_until, wait_until
 
+pytestmark = pytest.mark.timing("silent connections must be closed after ten seconds, and others answered meanwhile")
+
 NUM_HELD = 2000
 HELD_BODIES = 40
 HEALTH = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from indexer.replay import Replay, log_records
 from indexer.replay.until import Until
-from indexer.sources.history import source_records
+from indexer.sources.reader import source_records
 from indexer.views import View
 from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
@@ -21,7 +21,7 @@ from kv_events.records import Channel, LogRecord
 from kv_events.streams import StreamId
 from kvsight.cli.main import app
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
-from simulation.live import KafkaTransport, live_fleet
+from simulation.live import Transport, kafka_transport, live_fleet
 
 Held = dict[StreamId, set[int]]
 
@@ -52,14 +52,14 @@ def held_by(views: list[View]) -> Held:
     return {v.stream: {h for part in v.index.stream_pages(v.number) for h in part.hashes.tolist()} for v in views}
 
 
-async def replay_of(transport: KafkaTransport, until: Until) -> Replay:
+async def replay_of(transport: Transport, until: Until) -> Replay:
     """Views from all that a topic holds now, up to `until`. In a thread, because it has an event loop of its own."""
     return await asyncio.to_thread(lambda: Replay().apply_all(source_records(transport.source()), until))
 
 
 async def test_a_topic_replays_to_what_the_live_views_were_then_and_are_now(kafka_bootstrap: str) -> None:
     name = uuid.uuid4().hex
-    transport = KafkaTransport(
+    transport = kafka_transport(
         KafkaSettings(kafka=kafka_bootstrap, events_topic=f"events-{name}", control_topic=f"control-{name}")
     )
     requests = generate(WorkloadSettings(num_requests=120))

@@ -18,12 +18,15 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
+import pytest
 
 from api.shards.wire import ShardPrompt, ShardReply, ShardRequest, decode_reply, encode
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.lines import Line, body_of, every_kind, request, run
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.timing("members must take over partitions within seconds")
 
 WORKERS = [f"w{number}" for number in range(4)]
 

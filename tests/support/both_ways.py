@@ -20,7 +20,7 @@ from api.queries.body_formats import format_of
 from api.queries.encoding import encode_answer
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
-from indexer.questions import score_all
+from indexer.scores import score_all
 from kv_events.hashing import sequence_hashes
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored

@@ -41,17 +41,13 @@ class _Stream:
     _epochs: set[int] = field(default_factory=set)
 
     def note(self, record: LogRecord, batch: DecodedBatch) -> None:
-        from kv_events.codec import RemovedPages, StoredPages
-
         self.records += 1
         self._epochs.add(batch.epoch)
         self.epochs = len(self._epochs)
         self.first_ms, self.last_ms = min(self.first_ms, record.timestamp_ms), max(self.last_ms, record.timestamp_ms)
-        for step in batch.steps:
-            if isinstance(step, StoredPages):
-                self.pages_stored += len(step.hashes)
-            elif isinstance(step, RemovedPages):
-                self.pages_removed += len(step.hashes)
+        pages = batch.pages()
+        self.pages_stored += pages.stored.total()
+        self.pages_removed += pages.removed.total()
 
     def facts(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "_epochs"}

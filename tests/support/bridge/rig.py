@@ -13,13 +13,13 @@ from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
 from bridge.hashes.event_translator import EventTranslator
-from bridge.hashes.identity import EngineRules, StreamIdentity
+from bridge.settings import EngineDefaults
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.endpoints import Locate, as_given
 from kv_events.log.memory import MemoryLog
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
-from kv_events.streams import StreamId, group_model, split_group
+from kv_events.streams import StreamId, split_group
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
 from publisher.sinks import MemorySink
@@ -28,7 +28,6 @@ from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 
 NOW = 1_700_000_000.0
-_NO_RULES = EngineRules()
 GPU, CPU, DISK, EXTERNAL = range(4)
 
 Pages = set[tuple[int, int]]
@@ -124,26 +123,24 @@ class Rig:
     def __init__(
         self,
         *,
-        block_size: int | None = None,
         name_pages: int = 10_000,
         ledger_pages: int = 10_000,
-        model: str = "m",
-        rules: EngineRules = _NO_RULES,
         failures: Iterable[Exception] = (),
+        **defaults: Any,
     ) -> None:
-        """failures: errors of the first attempts to create a publisher."""
+        """failures: errors of the first attempts to create a publisher. defaults: fields of `EngineDefaults`."""
         self._failures = list(failures)
         self._ledger_pages = ledger_pages
         self.counters = BridgeCounters()
         self._views: defaultdict[str, View] = defaultdict(View)
         self._decoder = Decoder()
         self.translator = EventTranslator(
-            StreamIdentity(model, "default", rules=rules),
+            StreamId("m", "default", "w", 0),
+            EngineDefaults(**defaults),
             self.counters,
             RateLimitedLogger(logging.getLogger("tests"), "engine w"),
             self._publisher,
             lambda publisher: None,
-            block_size=block_size,
             ledger_pages=ledger_pages,
             name_pages=name_pages,
         )
@@ -174,11 +171,12 @@ class Rig:
         names = [split_group(publisher.stream.model)[1] or "" for publisher in self.translator.publishers]
         return {name: self._views[name].pages for name in names}
 
-    def _publisher(self, block_size: int, group: str, blocks: BlockTable | None) -> EventPublisher:
+    def _publisher(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
         if self._failures:
             raise self._failures.pop(0)
-        model = group_model("m", group) if group else "m"
-        settings = PublisherSettings(model=model, worker="w", block_size=block_size, ledger_pages=self._ledger_pages)
+        settings = PublisherSettings(
+            model=stream.model, worker="w", block_size=block_size, ledger_pages=self._ledger_pages
+        )
         return EventPublisher(settings, MemorySink(MemoryLog()), blocks)
 
 

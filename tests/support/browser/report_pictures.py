@@ -15,7 +15,7 @@ from analysis.html.audit_page import write_audit_page
 from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
-from simulation.direct import DirectFleet
+from simulation.run import DirectFleet
 from tests.support.browser.visit import Visit, open_browser
 
 _FOLDER = Path(__file__).resolve().parents[3] / "docs" / "images"

@@ -16,7 +16,7 @@ from api.fast.writer import AnswerWriter
 from api.queries.encoding import encode_answer
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
-from indexer.questions import score_all
+from indexer.scores import score_all
 from indexer.settings import IndexerSettings
 from indexer.views import View, ViewState
 from kv_events.codec import StoredPages

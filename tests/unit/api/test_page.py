@@ -84,7 +84,7 @@ async def test_a_worker_that_lost_batches_comes_first_and_is_named(serving: Any)
         broken.batch(removed(hashes[:1]))
         broken.batch(removed(hashes[1:2]))
         await fed.feed(broken.batch(removed(hashes[2:3])))
-        await async_wait_until(lambda: fed.consumer.is_resync_requested(fed.consumer.namespaces.view(broken.id)))
+        await async_wait_until(lambda: fed.consumer.resyncs.is_requested(fed.consumer.namespaces.view(broken.id)))
 
         async def is_shown() -> bool:
             return "resync asked for" in sentence(await fleet_of(client))

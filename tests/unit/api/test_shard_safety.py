@@ -24,6 +24,8 @@ from api.shards.wire import ShardReply, encode
 from indexer.shards.assignment import Assignment, Member
 from indexer.shards.membership import Membership
 
+pytestmark = pytest.mark.timing("a member that hangs must be given up within its deadline")
+
 TOKEN = "the-token-of-this-member"
 DEADLINE_S = 5.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -15,9 +15,8 @@ from api.queries.parsing import BY_ANY, decode_question
 from api.shards.local_shard import LocalShard
 from api.shards.scatter_gather import ScatterGather
 from api.shards.wire import ShardReply, decode_reply, decode_request, encode
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.shards.assignment import Assignment, Candidate, Member, share_out
@@ -192,12 +191,12 @@ def test_a_snapshot_of_a_partition_restores_its_views_and_no_others(
     for partition in range(NUM_PARTITIONS):
         own = [view for view in source.views if view.partition == partition]
         copies = Namespaces(SETTINGS)
-        run(copy_views(own, source, copies, partition))
+        run(copy_views(own, copies, partition))
         loaded = unpack(b"".join(run(take(copies, {partition: 7}, NOW)).pack()), SETTINGS)
         for view in loaded.namespaces.views:
             view.heard_tick = 5.0
         target = Namespaces(SETTINGS)
-        run(copy_views(loaded.namespaces.views, loaded.namespaces, target, partition))
+        run(copy_views(loaded.namespaces.views, target, partition))
         assert loaded.positions == {partition: 7}
         assert {facts(view) for view in target.views} == {facts(view) for view in own}
         assert all(view.heard_tick == 5.0 and view.partition == partition for view in target.views)

@@ -21,7 +21,7 @@ from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
 from bridge.settings import parse_engine, read_engines
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantLimits
 from kvsight.cli.main import app
 from kvsight.plugins import PUBLISHER
 from tests.support.log.hand_fed import HandFed

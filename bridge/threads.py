@@ -26,7 +26,7 @@ _NICENESS = 10
 """Added to the process's own. Everything that the threads produce waits for the event loop, so the loop goes first."""
 
 
-class WorkerThreads:
+class DecodeThreads:
     """A thread pool of at most four threads, which start on demand."""
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class WorkerThreads:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bridge", initializer=_lower_priority)
 
     async def run(self, num_bytes: int, work: Generator[None, None, _T]) -> _T:
-        """Do work, which yields after each step, and return its result. `num_bytes` tells how much it is.
+        """Do work, which yields after each step, and return its result. num_bytes: how much it is.
 
         Little work is done at once, as far as it takes little time. Steps may run on several threads. If
-        this task is cancelled, the current turn of some steps still ends; the rest is left out.
+        this task is cancelled, its current steps still end; the rest is left out.
         """
         if num_bytes <= _SMALL_BYTES and (result := _some_steps(work, _TURN_AT_ONCE_S)):
             return result[0]
@@ -57,7 +57,7 @@ class WorkerThreads:
 
 
 def _some_steps(work: Generator[None, None, _T], turn_s: float) -> tuple[_T] | None:
-    """Do a step, and more for the duration of a turn. Returns the result in a tuple, or None if work is left."""
+    """Do a step, and more until `turn_s` has passed. Returns the result in a tuple, or None if work is left."""
     until = time.monotonic() + turn_s
     try:
         next(work)

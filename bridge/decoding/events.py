@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from bridge.decoding.mooncake_events import MooncakeEvent
+from bridge.decoding.mooncake import MooncakeEvent
 from kv_events.hashing import U32Array, U64Array
 from kv_events.kernels.bundles import I64Vector, U8Vector, U64Input, U64Vector
 
@@ -168,7 +168,7 @@ class ClearedRun(NamedTuple):
     num_events: int = 1
 
 
-class BadEvent(NamedTuple):
+class InvalidEvent(NamedTuple):
     """An invalid event, or several adjacent ones that are invalid for the same reason."""
 
     reason: str
@@ -183,4 +183,4 @@ def hashes_of(event: MooncakeEvent) -> U64Array:
     return np.array([value & _MASK64 for value in event.seq_hashes], np.uint64)
 
 
-Run: TypeAlias = StoredRun | RemovedRun | MixedRun | ClearedRun | MooncakeEvent | BadEvent
+Run: TypeAlias = StoredRun | RemovedRun | MixedRun | ClearedRun | MooncakeEvent | InvalidEvent

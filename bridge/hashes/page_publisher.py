@@ -7,14 +7,12 @@ from itertools import pairwise
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.runs import Location, MixedRun
-from bridge.hashes.hash_collisions import HashCollisions
-from bridge.hashes.hash_translator import AmbiguousPage, HashNamespace, TranslatedPages, single_pages
-from bridge.hashes.media import tier_of
+from bridge.decoding.events import Location, MixedRun
+from bridge.hashes.hash_memory import AmbiguousPage, HashNamespace, TranslatedPages, single_pages
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
-from kv_events.schema import NUM_MEDIA, AllBlocksCleared
+from kv_events.schema import MEDIUM_INDEX, NUM_MEDIA, AllBlocksCleared, StorageMedium
 from publisher.event_columns import EventColumns, StoredColumns
 from publisher.kernels.changes import COPY_REMOVAL, REMOVAL
 from publisher.publisher import EventPublisher
@@ -24,7 +22,7 @@ _NO_TIER = 128
 """Kind of an event on an unknown medium. The ledger skips it."""
 
 
-class TierMapper:
+class PagePublisher:
     """Publishes the stores and removals of one worker stream. Does nothing until `publisher` is set."""
 
     def __init__(self, counters: BridgeCounters, limited_logger: RateLimitedLogger, *, counts_copies: bool) -> None:
@@ -166,3 +164,76 @@ class TierMapper:
     def _count_unknown(self, run: MixedRun, columns: StoredColumns) -> None:
         for number, location in enumerate(run.locations):
             self._tier(location, int(columns.lengths @ (run.location_indices == number)))
+
+
+_GPU, _CPU, _DISK, _EXTERNAL = (MEDIUM_INDEX[medium.value] for medium in StorageMedium)
+
+_TIERS = {
+    "": _GPU,  # absent
+    "GPU": _GPU,
+    "CPU": _CPU,  # vLLM's offload, LMCache, Mooncake
+    "CPU_PINNED": _CPU,  # SGLang
+    "CPU_TIER1": _CPU,  # Dynamo's block manager; also the next two
+    "CPU_TIER2": _DISK,
+    "NVME": _DISK,
+    "DISK": _DISK,
+    "FS": _DISK,  # vLLM's offload; also the next two
+    "OBJ": _DISK,
+    "STORAGE": _DISK,
+    "EXTERNAL": _EXTERNAL,  # SGLang's third level
+    "REMOTE": _EXTERNAL,  # ATOM
+}
+_CUDA_DEVICE = "DEVICE(TYPE='CUDA'"  # one LMCache version writes this for GPU
+
+
+def is_device(medium: str, locality: str = "") -> bool:
+    """Whether the medium is the accelerator's own memory."""
+    return tier_of(medium, locality) == _GPU
+
+
+def tier_of(medium: str, locality: str = "") -> int | None:
+    """Tier index of a medium's name, in any case. None if the name is unknown.
+
+    locality: vLLM's `LOCAL` or `REMOTE`. Pages on another machine are external, whatever their medium there.
+    """
+    name = medium.upper()
+    tier = _GPU if name.startswith(_CUDA_DEVICE) else _TIERS.get(name)
+    if tier is not None and locality.upper() == "REMOTE":
+        return _EXTERNAL
+    return tier
+
+
+_MOST = 65_536
+"""Engine hashes that are kept. Beyond, the pages of the oldest one are dropped."""
+
+
+class HashCollisions:
+    """Engine hash -> the other hashes under which the ledger may hold its pages. True if there are any."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[tuple[str | None, int], set[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._hashes)
+
+    def add(self, page: AmbiguousPage, namespace: HashNamespace) -> tuple[str | None, U64Array] | None:
+        """Add a page. If another hash had to make room, returns the namespace and hashes to remove from all media."""
+        self._hashes.setdefault((namespace.label, page.engine_hash), set()).add(page.block_hash)
+        if len(self._hashes) <= _MOST:
+            return None
+        oldest = next(iter(self._hashes))
+        return oldest[0], np.array(sorted(self._hashes.pop(oldest)), np.uint64)
+
+    def all_of(self, block_hashes: U64Array, namespace: HashNamespace) -> U64Array:
+        """Ledger hashes of all pages with these engine hashes.
+
+        A removal does not say which it means, so it means all.
+        """
+        if not self._hashes:
+            return block_hashes
+        others = [other for known in block_hashes.tolist() for other in self._hashes.get((namespace.label, known), ())]
+        return np.concatenate((block_hashes, np.array(others, np.uint64))) if others else block_hashes
+
+    def clear(self) -> None:
+        """Forget all collisions."""
+        self._hashes.clear()

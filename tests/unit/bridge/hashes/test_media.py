@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.hashes.media import tier_of
+from bridge.hashes.page_publisher import tier_of
 
 GPU, CPU, DISK, EXTERNAL = range(4)
 SEEN = {

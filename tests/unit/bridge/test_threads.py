@@ -8,14 +8,14 @@ from collections.abc import Generator
 
 import pytest
 
-from bridge.worker_threads import WorkerThreads
+from bridge.threads import DecodeThreads
 
 LARGE = 1 << 20
 
 
 async def run(num_bytes: int) -> tuple[int, int]:
     """Return the native id and the niceness of the thread that does the work."""
-    workers = WorkerThreads()
+    workers = DecodeThreads()
     try:
         return await workers.run(num_bytes, _my_step())
     finally:
@@ -56,7 +56,7 @@ def test_where_a_mocked_system_refuses_another_niceness_work_is_done_all_the_sam
 
 async def test_a_cancelled_caller_waits_for_the_current_step_and_leaves_out_the_rest() -> None:
     begun, may_end = threading.Event(), threading.Event()
-    workers = WorkerThreads()
+    workers = DecodeThreads()
 
     def work() -> Generator[None, None, None]:
         begun.set()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -13,23 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 import zmq
+import zmq.asyncio
 
-from bridge.decoding.payloads import I64Array, Payloads
-from bridge.stream.kernels.receive import (
-    BAD_SHAPE,
-    MAX_TOPIC_BYTES,
-    NO_ROOM,
-    NUM_BAD,
-    NUM_BYTES,
-    NUM_COUNTS,
-    NUM_MESSAGES,
-    NUM_SENDER_COLUMNS,
-    NUM_SENDERS,
-    SHAPE_SIZE,
-    InboxArrays,
-    receive_messages,
-)
-from bridge.stream.live_batches import LiveBatches
+from bridge.counters import BridgeCounters
+from bridge.decoding.decoder import I64Array, Messages
+from bridge.stream.kernels import receive
 from kv_events.hashing import U64Array
 from kv_events.kernels.bundles import resident
 
@@ -38,32 +28,32 @@ _BYTES = 2**20
 """A pass ends with the message that fills this."""
 _ROOM_BYTES = 2 * _BYTES
 """More are only kept until the pass after."""
-_TOPIC_BYTES = 16 * MAX_TOPIC_BYTES
+_TOPIC_BYTES = 16 * receive.MAX_TOPIC_BYTES
 _FRAME_WORDS = 8  # zmq_msg_t has 64 bytes
 
 
-class Sent(NamedTuple):
+class SenderMessages(NamedTuple):
     """Consecutive messages of one sender."""
 
     topic: str
     """Empty unless topics tell senders apart."""
     connection: int
     """File descriptor of the connection that they arrived over; -1 if they were sent within the process."""
-    batches: LiveBatches
+    messages: Messages
 
 
 class Inbox:
     """Room for the messages of one pass. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._arrays = InboxArrays(
+        self._arrays = receive.InboxArrays(
             _functions(),
             np.zeros(_FRAME_WORDS, np.uint64),
-            np.zeros(NUM_COUNTS, np.int64),
+            np.zeros(receive.NUM_COUNTS, np.int64),
             np.empty(_ROOM_BYTES, np.uint8),
             np.zeros(_MESSAGES + 1, np.int64),
             np.empty(_MESSAGES, np.uint64),
-            np.empty((_MESSAGES, NUM_SENDER_COLUMNS), np.int64),
+            np.empty((_MESSAGES, receive.NUM_SENDER_COLUMNS), np.int64),
             np.empty(_TOPIC_BYTES, np.uint8),
         )
         self._counts = self._arrays.counts
@@ -82,10 +72,10 @@ class Inbox:
         library.zmq_msg_init(self._frame)
         try:
             while True:
-                error = receive_messages(self._resident, socket.underlying, with_topics, _BYTES)
-                if error != NO_ROOM:
+                error = receive.receive_messages(self._resident, socket.underlying, with_topics, _BYTES)
+                if error != receive.NO_ROOM:
                     break
-                num_bytes = int(self._counts[NUM_BYTES])
+                num_bytes = int(self._counts[receive.NUM_BYTES])
                 self._make_room(num_bytes + int(library.zmq_msg_size(self._frame)), num_bytes)
         finally:
             library.zmq_msg_close(self._frame)
@@ -96,37 +86,37 @@ class Inbox:
     @property
     def num_bad(self) -> int:
         """Messages that are not of the protocol."""
-        return int(self._counts[NUM_BAD])
+        return int(self._counts[receive.NUM_BAD])
 
     @property
     def bad_sizes(self) -> tuple[int, list[int]]:
         """Number of frames of the last message that is not of the protocol, and the sizes of the first four."""
-        num_frames, *sizes = self._counts[BAD_SHAPE : BAD_SHAPE + SHAPE_SIZE].tolist()
+        num_frames, *sizes = self._counts[receive.BAD_SHAPE : receive.BAD_SHAPE + receive.SHAPE_SIZE].tolist()
         return num_frames, sizes[:num_frames]
 
     def __len__(self) -> int:
-        return int(self._counts[NUM_MESSAGES])
+        return int(self._counts[receive.NUM_MESSAGES])
 
-    def __iter__(self) -> Iterator[Sent]:
+    def __iter__(self) -> Iterator[SenderMessages]:
         """Yield the messages by sender, in order. They are valid until the next call of `receive`."""
         return self._sent(self._arrays.data.data, self._arrays.borders[: len(self) + 1])
 
-    def copied(self) -> tuple[list[Sent], int]:
+    def copied(self) -> tuple[list[SenderMessages], int]:
         """Return copies of the messages, and their size in bytes."""
-        num_bytes = int(self._counts[NUM_BYTES])
+        num_bytes = int(self._counts[receive.NUM_BYTES])
         data = memoryview(self._arrays.data[:num_bytes].tobytes())
         return list(self._sent(data, self._arrays.borders[: len(self) + 1].copy())), num_bytes
 
-    def _sent(self, data: memoryview, borders: I64Array) -> Iterator[Sent]:
+    def _sent(self, data: memoryview, borders: I64Array) -> Iterator[SenderMessages]:
         arrays, num_messages = self._arrays, len(self)
         seqs = arrays.seqs[:num_messages].view(">u8").astype(np.uint64)
-        batches = LiveBatches(seqs, Payloads(data, borders))
-        senders = arrays.senders[: int(self._counts[NUM_SENDERS])].tolist()
+        messages = Messages(seqs, data, borders)
+        senders = arrays.senders[: int(self._counts[receive.NUM_SENDERS])].tolist()
         parts = pairwise([*(first for first, *_ in senders), num_messages])
         for (_, connection, at, length), (start, stop) in zip(senders, parts, strict=True):
             if start < stop:
                 topic = arrays.topics[at : at + length].tobytes().decode(errors="replace")
-                yield Sent(topic, connection, batches.part(start, stop))
+                yield SenderMessages(topic, connection, messages.part(start, stop))
 
     def _make_room(self, num_bytes: int, num_kept: int) -> None:
         """Replace the buffer of the payloads, whose first bytes are kept."""
@@ -179,3 +169,75 @@ def _functions() -> U64Array:
         ctypes.CDLL(None).memcpy,
     ]
     return np.array([ctypes.cast(function, ctypes.c_void_p).value for function in functions], np.uint64)
+
+
+MAX_MESSAGES = 2**20
+"""Most messages of a backlog."""
+
+_PERIOD_S = 0.005
+_MAX_BYTES = 64 * 2**20
+_MAX_FLEET_BYTES = 256 * 2**20
+_BYTES_A_MESSAGE = _MAX_BYTES // MAX_MESSAGES
+"""Counted for a message besides its payload."""
+
+
+class Backlog:
+    """Live messages of one socket, oldest first. True if there are any.
+
+    Beyond the bounds the oldest are dropped: the newest show which numbers are missing.
+    """
+
+    def __init__(self, inboxes: Inboxes, socket: zmq.asyncio.Socket, counters: BridgeCounters) -> None:
+        """inboxes: those of the fleet, which sum up its backlogs."""
+        self.socket = socket
+        """Where further messages may wait."""
+        self._inboxes = inboxes
+        self._counters = counters
+        self._num_bytes = 0
+        self._passes: deque[tuple[int, list[SenderMessages]]] = deque()  # with what each takes
+
+    def __bool__(self) -> bool:
+        return bool(self._passes)
+
+    def add(self, inbox: Inbox) -> None:
+        """Add a copy of the messages in an inbox."""
+        sent, num_bytes = inbox.copied()
+        self._passes.append((num_bytes + _BYTES_A_MESSAGE * len(inbox), sent))
+        self._grow(self._passes[-1][0])
+        while len(self._passes) > 1 and (
+            self._num_bytes > _MAX_BYTES or self._inboxes.backlog_bytes > _MAX_FLEET_BYTES
+        ):
+            self._counters.dropped_batches += sum(len(each.messages) for each in self.take())
+
+    def take(self) -> list[SenderMessages]:
+        """Remove and return the oldest messages."""
+        num_bytes, sent = self._passes.popleft()
+        self._grow(-num_bytes)
+        return sent
+
+    def clear(self) -> None:
+        """Drop all messages."""
+        self._passes.clear()
+        self._grow(-self._num_bytes)
+
+    def _grow(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._inboxes.backlog_bytes += num_bytes
+
+
+@contextmanager
+def receiving(receive: Callable[[], None]) -> Iterator[None]:
+    """Call `receive` every few milliseconds for as long as the block waits for something."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def again() -> None:
+        nonlocal timer
+        timer = loop.call_later(_PERIOD_S, again)
+        receive()
+
+    timer = loop.call_later(_PERIOD_S, again)
+    try:
+        yield
+    finally:
+        timer.cancel()

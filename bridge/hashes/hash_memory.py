@@ -8,24 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bridge.decoding.runs import PageEvents
-from bridge.hashes.kernels.hashes import (
-    COLLIDING,
-    HAND,
-    HAS_COLLISIONS,
-    LOCAL_IN,
-    NUM_AMBIGUOUS,
-    NUM_CURSORS,
-    NUM_UNKNOWN,
-    PAGE_OUT,
-    REASSIGNED,
-    UNIQUE,
-    HashArrays,
-    TranslatedColumns,
-    look_up_pages,
-    remember_pages,
-    translate_pages,
-)
+from bridge.decoding.events import PageEvents
+from bridge.hashes.kernels import hashes as kernels
 from kv_events.errors import KvsightError
 from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array
@@ -95,7 +79,7 @@ LocalHashes = Callable[[int, int, int], U64Array]
 """(first stored page, number of pages, seed) -> their local hashes."""
 
 
-class HashTranslator:
+class HashMemory:
     """A bounded map from engine hash to sequence hash. Not thread-safe.
 
     Holds all pages that the worker holds, and of its former pages those that were used last.
@@ -109,7 +93,7 @@ class HashTranslator:
         capacity = min(held_pages + idle_pages + min(held_pages, _UNAPPLIED_PAGES), MAX_CAPACITY)
         self.blocks = SharedBlocks(capacity)
         """For the ledger, which marks the pages that are held."""
-        self._arrays = HashArrays(
+        self._arrays = kernels.HashArrays(
             self.blocks.arrays,
             zeros(capacity + 1, np.uint64),
             zeros(capacity + 1, np.uint64),
@@ -118,7 +102,7 @@ class HashTranslator:
         )
         self._resident = resident(self._arrays)
         self._base = np.uint64(process_seed())
-        self._cursor = np.zeros(NUM_CURSORS, np.int64)
+        self._cursor = np.zeros(kernels.NUM_CURSORS, np.int64)
         self._translated = _empty_columns(0, 0)
         self._seeds = np.empty(0, np.uint64)
 
@@ -139,15 +123,15 @@ class HashTranslator:
         cursor[:] = 0
         seeds[:] = seed.seed
         while True:
-            event = translate_pages(
+            event = kernels.translate_pages(
                 self._resident, out, pages, local, seeds, cursor, np.uint64(seed.seed), self._base, seed.is_stated,
                 namespace.salt, namespace.number,
             )  # fmt: skip
             if event == num_events:
                 break
-            first, num_pages = int(cursor[LOCAL_IN]), int(pages.lengths[event])
+            first, num_pages = int(cursor[kernels.LOCAL_IN]), int(pages.lengths[event])
             local[first : first + num_pages] = local_of(first, num_pages, int(seeds[event]))
-        end = int(cursor[PAGE_OUT])
+        end = int(cursor[kernels.PAGE_OUT])
         columns = StoredColumns(
             out.block_hashes[:end],
             out.sequence_hashes[:end],
@@ -155,18 +139,18 @@ class HashTranslator:
             out.parents[:num_events],
             out.has_parent[:num_events],
         )
-        is_clear = cursor[NUM_AMBIGUOUS] == 0
+        is_clear = cursor[kernels.NUM_AMBIGUOUS] == 0
         ambiguous = [] if is_clear else _ambiguous(out.engine_hashes[:end], columns.block_hashes, out.flags[:end])
-        return TranslatedPages(columns, ambiguous, int(cursor[NUM_UNKNOWN]), int(seeds[-1]))
+        return TranslatedPages(columns, ambiguous, int(cursor[kernels.NUM_UNKNOWN]), int(seeds[-1]))
 
     def look_up(self, block_hashes: U64Array, seed: NamespaceSeed, namespace: HashNamespace) -> TranslatedPages:
         """Find pages by engine hash alone. Those that are not remembered are left out."""
         found = np.empty((3, len(block_hashes)), np.uint64)
-        num_known = look_up_pages(
+        num_known = kernels.look_up_pages(
             self._resident, block_hashes, found, np.uint64(seed.seed), seed.is_stated, namespace.salt
         )
         engine_hashes, known_as, sequence_hashes = found[:, :num_known]
-        flags = np.where(engine_hashes == known_as, UNIQUE, COLLIDING)
+        flags = np.where(engine_hashes == known_as, kernels.UNIQUE, kernels.COLLIDING)
         return TranslatedPages(single_pages(known_as, sequence_hashes), _ambiguous(engine_hashes, known_as, flags), 0)
 
     def remember(
@@ -174,7 +158,7 @@ class HashTranslator:
     ) -> TranslatedPages:
         """Remember pages whose sequence hashes the engine itself sent."""
         known_as, flags = np.empty(len(block_hashes), np.uint64), np.empty(len(block_hashes), np.uint8)
-        remember_pages(
+        kernels.remember_pages(
             self._resident, block_hashes, sequence_hashes, known_as, flags, np.uint64(seed.seed), namespace.salt,
             namespace.number,
         )  # fmt: skip
@@ -190,9 +174,9 @@ class HashTranslator:
     def clear(self) -> None:
         """Forget all pages."""
         self.blocks.clear()
-        self._arrays.clock[HAND], self._arrays.clock[HAS_COLLISIONS] = -1, 0
+        self._arrays.clock[kernels.HAND], self._arrays.clock[kernels.HAS_COLLISIONS] = -1, 0
 
-    def _room(self, num_pages: int, num_events: int) -> tuple[TranslatedColumns, U64Array]:
+    def _room(self, num_pages: int, num_events: int) -> tuple[kernels.TranslatedColumns, U64Array]:
         """Buffers for the columns and for the events' seeds."""
         if num_pages > len(self._translated.sequence_hashes) or num_events > len(self._translated.lengths):
             self._translated = _empty_columns(2 * num_pages, 2 * num_events)
@@ -208,9 +192,9 @@ def single_pages(block_hashes: U64Array, sequence_hashes: U64Array) -> StoredCol
     return StoredColumns(block_hashes, sequence_hashes, ones, zeros, is_child)
 
 
-def _empty_columns(num_pages: int, num_events: int) -> TranslatedColumns:
+def _empty_columns(num_pages: int, num_events: int) -> kernels.TranslatedColumns:
     hashes = np.empty((3, num_pages), np.uint64)
-    return TranslatedColumns(
+    return kernels.TranslatedColumns(
         hashes[0],
         hashes[1],
         hashes[2],
@@ -227,6 +211,6 @@ def _ambiguous(engine_hashes: U64Array, known_as: U64Array, flags: npt.NDArray[n
         raise AmbiguityError(
             f"{len(pages)} adjacent pages whose hashes mean other pages, too, at most {_MAX_AMBIGUOUS}"
         )
-    is_reassigned = (flags[pages] & REASSIGNED).astype(np.bool_)
+    is_reassigned = (flags[pages] & kernels.REASSIGNED).astype(np.bool_)
     columns = pages.tolist(), engine_hashes[pages].tolist(), known_as[pages].tolist(), is_reassigned.tolist()
     return [AmbiguousPage(*page) for page in zip(*columns, strict=True)]

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from bridge.hashes.identity import EngineRules
 from tests.support.bridge.rig import CPU, DISK, EXTERNAL, GPU, Rig, on
 from tests.support.engines.event_payloads import cleared, names_of, removed, stored
 
@@ -168,7 +167,7 @@ def test_engines_without_groups_repeat_stores_behind_the_device(medium: str) -> 
 
 
 def test_copies_are_not_counted_if_the_registration_says_so() -> None:
-    rig = Rig(rules=EngineRules(count_copies=False)).take(stored(HASHES, TOKENS), stored(HASHES, TOKENS))
+    rig = Rig(count_copies=False).take(stored(HASHES, TOKENS), stored(HASHES, TOKENS))
     assert rig.take(removed([14])).pages == on(GPU, NAMES[:3])
 
 
@@ -292,7 +291,7 @@ def test_a_group_with_smaller_blocks_changes_the_pages_at_once() -> None:
 def test_chunks_need_the_size_that_the_registration_names() -> None:
     stores = [stored(HASHES, TOKENS, **of_group(n, kind)) for n, kind in ((0, ""), (1, "chunked_local_attention"))]
     assert "attention_chunk_size" in Rig().take(*stores).translator.problem
-    rig = Rig(rules=EngineRules(attention_chunk_size=8)).take(*stores)
+    rig = Rig(attention_chunk_size=8).take(*stores)
     assert rig.groups == {"": on(GPU, NAMES), "chunk:8": on(GPU, NAMES)}
 
 
@@ -321,7 +320,7 @@ def test_an_engine_without_full_attention_says_so_and_takes_it_back() -> None:
 
 
 def test_an_engine_with_eagle_has_a_stream_that_says_so() -> None:
-    rig = Rig(rules=EngineRules(eagle=True)).take(stored(HASHES, TOKENS))
+    rig = Rig(eagle=True).take(stored(HASHES, TOKENS))
     assert rig.groups == {"": on(GPU, NAMES), "eagle": set()}
 
 

@@ -13,18 +13,17 @@ import msgspec
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.decoding.runs import BadEvent, ClearedRun
-from bridge.hashes.event_translator import EventTranslator
-from bridge.hashes.identity import StreamIdentity
-from bridge.settings import BridgeSettings
+from bridge.decoding.events import InvalidEvent
+from bridge.settings import BridgeSettings, EngineDefaults
+from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
-from kv_events.schema import BATCHES_LOST
-from kv_events.streams import group_model
+from kv_events.streams import StreamId
 from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
 from publisher.sinks import create_sink
+from publisher.sinks.base import Sink
 
 logger = logging.getLogger(__name__)
 
@@ -51,24 +50,22 @@ class EnginePublisher:
         if self._settings.with_tokens:
             raise InvalidValueError("KVSIGHT_WITH_TOKENS", True, "false: the plug-in does not forward tokens")
         self.counters = BridgeCounters()
-        self._sink = create_sink(self._settings)
-        self._publisher: EventPublisher | None = None
+        self._sink: Sink | None = create_sink(self._settings)  # until the first publisher takes it
         self._replacing: threading.Thread | None = None
         self._limited_logger = RateLimitedLogger(logger, f"engine {self._settings.stream.key}")
-        self._translator = EventTranslator(
-            StreamIdentity(self._settings.model, self._settings.tenant),
+        self._stream = WorkerStream(
+            self._settings.stream,
+            EngineDefaults(),
             self.counters,
             self._limited_logger,
-            self._start_publisher,
-            self._drop_publisher,
-            block_size=None,
+            self._new_publisher,
+            EngineState(is_receiving=True),
             ledger_pages=self._settings.ledger_pages,
             name_pages=BridgeSettings().bridge_name_pages,
         )
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = Decoder()
         self._is_closed = False
-        self._degraded_reason = ""
         atexit.register(self.shutdown)  # SGLang does not call it
         self._end_metrics: Callable[[], None] = lambda: None
         if self._settings.metrics_port is not None:
@@ -87,8 +84,7 @@ class EnginePublisher:
             self._take(self._encoder.encode(events))
         except Exception:
             logger.exception("a batch of events is lost; all pages of %s are dropped", self._settings.stream.key)
-            self._translator.clear()
-            self._set_degraded_reason(BATCHES_LOST)
+            self._stream.drop_all_pages()
 
     def shutdown(self) -> None:
         """Publish that the engine holds no pages, for at most two seconds. A second call does nothing."""
@@ -97,11 +93,11 @@ class EnginePublisher:
         self._is_closed = True
         atexit.unregister(self.shutdown)
         try:
-            self._translator.clear()
+            self._stream.clear()
             if self._replacing is not None:
                 self._replacing.join(_CLOSE_S)
             deadline = time.monotonic() + _CLOSE_S
-            for publisher in self._translator.publishers:
+            for publisher in self._stream.publishers:
                 publisher.close(max(0.0, deadline - time.monotonic()))
             self._end_metrics()
         except Exception:  # at interpreter exit a sink may be unable to start threads
@@ -117,56 +113,50 @@ class EnginePublisher:
         self.counters.batches += 1
         for run, num_events in self._decoder.decode(payload).runs:
             self.counters.events += num_events
-            self._translator.apply(run)
-            if isinstance(run, ClearedRun):
-                self._set_degraded_reason("")
-            elif isinstance(run, BadEvent):
+            self._stream.apply(run)
+            if isinstance(run, InvalidEvent):
                 self._limited_logger.warning("an event is left out: %s", run.reason)
-                if run.may_remove:
-                    self._set_degraded_reason(BATCHES_LOST)
-        self._translator.end_batch()
-        self._set_degraded_reason(self._degraded_reason)
-
-    def _set_degraded_reason(self, degraded_reason: str) -> None:
-        self._degraded_reason = degraded_reason
-        for publisher in self._translator.publishers:
-            publisher.set_degraded_reason(degraded_reason or self._translator.problem)
+        for _ in self._stream.end_batch():
+            pass
+        self._start_and_close_publishers()
 
     def _serve_metrics(self, port: int) -> None:
         """Serve the publisher's metrics. An engine runs without them if the port is taken."""
         from publisher.metrics import PublisherMetrics, serve_metrics
 
-        metrics = PublisherMetrics(lambda: [] if self._publisher is None else [self._publisher])
+        metrics = PublisherMetrics(lambda: self._stream.publishers[:1])
         try:
             self._end_metrics = serve_metrics(port, metrics)
         except OSError as error:
             logger.warning("no metrics of %s on port %d: %s", self._settings.stream.key, port, error)
 
-    def _start_publisher(self, block_size: int, group: str, blocks: BlockTable | None) -> EventPublisher:
-        settings = PublisherSettings(**{**self._settings.model_dump(), "block_size": block_size})
-        if group:
-            settings = settings.model_copy(update={"model": group_model(settings.model, group)})
-            publisher = EventPublisher(settings, create_sink(settings), blocks)
-            publisher.start_in_thread()
-            return publisher
-        old, sink = self._publisher, self._sink if self._publisher is None else create_sink(settings)
-        self._publisher = publisher = EventPublisher(settings, sink, blocks)
-        if old is None:
-            publisher.start_in_thread()
-        else:
-            self._replacing = threading.Thread(target=_replace, args=(old, publisher), daemon=True)
+    def _new_publisher(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
+        settings = self._settings.model_copy(update={**stream._asdict(), "block_size": block_size})
+        sink, self._sink = self._sink or create_sink(settings), None
+        return EventPublisher(settings, sink, blocks)
+
+    def _start_and_close_publishers(self) -> None:
+        """Start new publishers: at once, or if they have predecessors, on another thread after these are closed."""
+        (unstarted, retired), before = self._stream.take_publishers(), self._replacing
+        if retired or (unstarted and before is not None and before.is_alive()):
+            arguments = (self._settings.stream, retired, unstarted, before)
+            self._replacing = threading.Thread(target=_replace, args=arguments, daemon=True)
             self._replacing.start()
-        return publisher
-
-    def _drop_publisher(self, publisher: EventPublisher) -> None:
-        if publisher.stream != self._settings.stream:  # its successor closes the worker's own
-            threading.Thread(target=publisher.close, args=(_CLOSE_S,), daemon=True).start()
+        else:
+            for publisher in unstarted:
+                publisher.start_in_thread()
 
 
-def _replace(old: EventPublisher, new: EventPublisher) -> None:
-    """Start a publisher once the old one has closed its sink. Runs on a thread of its own."""
+def _replace(
+    stream: StreamId, retired: list[EventPublisher], unstarted: list[EventPublisher], before: threading.Thread | None
+) -> None:
+    """Close publishers, then start others. before: a thread that may still start what this one closes."""
     try:
-        old.close(_CLOSE_S, goodbye=False)
-        new.start_in_thread()
+        if before is not None:
+            before.join()
+        for publisher in retired:
+            publisher.close(_CLOSE_S, goodbye=publisher.stream != stream)
+        for publisher in unstarted:
+            publisher.start_in_thread()
     except Exception:
-        logger.exception("a publisher of %s could not take over", new.stream.key)
+        logger.exception("a publisher of %s could not take over", stream.key)

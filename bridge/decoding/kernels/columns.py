@@ -48,6 +48,6 @@ class ScannedEvents(NamedTuple):
 
 
 @array_helper
-def fail(row, reason):
+def reject(row, reason):
     row[REASON] = reason
     return -1
