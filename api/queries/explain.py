@@ -13,10 +13,10 @@ from subprocess import PIPE, Popen, TimeoutExpired
 import msgspec
 from starlette.responses import Response
 
+from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
 from api.daemon_threads import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
-from api.queries.asked_prompts import asked_prompt
 from api.queries.body_formats import BodyFormat, decode_as
 from api.queries.large_bodies import is_large, slimmed
 from api.queries.parsing import BY_ANY, decode_question
@@ -112,7 +112,7 @@ async def _job(body: bytes | bytearray, body_format: BodyFormat, folder: Path, t
         fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
         raise ProblemError.of_value(fault)
     moment = present if request.at is None else Until(time_s=request.at)
-    return Job.of(asked_prompt(question, numbers, request.worker), folder, moment, timeout_s)
+    return Job.of(AskedPrompt(question, numbers, request.worker), folder, moment, timeout_s)
 
 
 def _decoded(body: bytes | bytearray, body_format: BodyFormat) -> tuple[ExplainRequest, ParsedQuery, PromptArray]:
@@ -124,10 +124,12 @@ def _refused(refusal: Refusal, job: Job) -> ProblemError:
     match refusal.field:
         case "model_name":
             return ProblemError(
-                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_MODEL, refusal.detail, "model_name", job.model
+                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_MODEL, refusal.detail, "model_name", job.query.model
             )
         case "worker":
-            return ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_WORKER, refusal.detail, "worker", job.worker)
+            return ProblemError(
+                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_WORKER, refusal.detail, "worker", job.prompt().worker
+            )
         case "at":
             return ProblemError(
                 HTTPStatus.UNPROCESSABLE_ENTITY, ProblemKind.INVALID_VALUE, refusal.detail, "at", job.at

@@ -108,9 +108,6 @@ def _question(
         cache_salt=salt,
         is_bigram=bool(query.is_eagle),
         weights=weights,
-        is_peer=True,
-        block_size=None,
-        instance=None,
     )
     return question, numbers
 

@@ -23,17 +23,17 @@ class ParsedQuery:
     tenant: str
     field: str
     """Key of `_KINDS`: what the numbers are."""
-    lora_name: str | None
-    cache_salt: str | None
-    is_bigram: bool
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    is_bigram: bool = False
     """Whether pages consist of token pairs."""
-    weights: Weights | None
+    weights: Weights | None = None
     """[4], fastest tier first."""
-    is_peer: bool
+    is_peer: bool = True
     """Whether the query uses Dynamo's dialect."""
-    block_size: int | None
+    block_size: int | None = None
     """Tokens a page, given in the RFC's dialect."""
-    instance: str | None
+    instance: str | None = None
     """The only worker in the answer, or None for all."""
     is_detailed: bool = False
     """Whether ranks are described by objects, see `RfcQuery.hit_detail`."""
