@@ -15,16 +15,11 @@ import msgspec
 from msgspec import UNSET, Struct, structs
 
 from api.access.auth import OPEN_PATHS
-from api.decisions.decision_requests import CandidateRequest, DecisionRequest, OutcomeRequest
-from api.page.tokenize import TokenizeRequest
 from api.problems import MEDIA_TYPE
 from api.queries.body_formats import CONTENT_TYPES
-from api.queries.explain_requests import ExplainRequest
-from api.queries.query_requests import IntList, PeerQuery, RfcQuery
-from api.workers.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from indexer.views import ViewCounters
-from kv_events.http.decisions import DecisionsAccepted
-from kv_events.http.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
+from kv_events.http.decisions import CandidateRequest, DecisionRequest, DecisionsAccepted, OutcomeRequest
+from kv_events.http.explanations import BatchPosition, Evidence, ExplainRequest, Explanation, Finding, WorkerExplanation
 from kv_events.http.fleet import (
     Fleet,
     FleetRank,
@@ -38,11 +33,29 @@ from kv_events.http.fleet import (
     ResidencyRow,
     StateChange,
     Tokenized,
+    TokenizeRequest,
 )
 from kv_events.http.log import BatchOfMoment, Mark, MomentOfLog, MovedPage, Span, StreamDiff
 from kv_events.http.problems import ProblemDocument
-from kv_events.http.queries import Missing, PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
-from kv_events.http.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
+from kv_events.http.queries import (
+    IntList,
+    Missing,
+    PeerAnswer,
+    PeerInstance,
+    PeerQuery,
+    RfcAnswer,
+    RfcInstance,
+    RfcQuery,
+)
+from kv_events.http.registrations import (
+    PeerRegistered,
+    PeerRegistration,
+    PeerUnregistration,
+    RfcRegistered,
+    RfcRegistration,
+    RfcUnregistered,
+    RfcUnregistration,
+)
 from kv_events.http.service import Status
 from kv_events.http.shards import ShardMember, Shards
 from kv_events.http.workers import Listener, RadixView, ResyncAccepted, ViewPage, Worker

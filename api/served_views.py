@@ -10,7 +10,7 @@ from indexer.namespaces import Namespaces
 from indexer.views import View
 
 
-class ServedViews(Protocol):
+class ViewSource(Protocol):
     """The views that a service answers from. A `Consumer` follows a log; a replay shows one moment of it."""
 
     @property

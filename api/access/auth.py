@@ -8,13 +8,12 @@ from collections.abc import Set
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.access.rate_limits import OF_REQUEST
-from api.access.tokens import Tokens
-from api.page.site import SITE_PATHS
+from api.access.tokens import TokenRegistry
 from api.problems import ProblemError, ProblemKind
-from api.static_files import DOCS_PATHS
+from api.static_files import STATIC_PATHS
 
-OPEN_PATHS = DOCS_PATHS | SITE_PATHS | {"/health", "/ready", "/metrics"}
-"""Paths of probes, scrapers, the documentation and the files of the page. Their answers contain no secrets."""
+OPEN_PATHS = STATIC_PATHS | {"/health", "/ready", "/metrics"}
+"""Paths of probes, scrapers and files. Their answers contain no secrets."""
 
 _READING_POSTS = frozenset({"/query", "/query_by_hash", "/query/batch", "/explain", "/tokenize", "/shards/query"})
 _SCOPES = {"/decisions": "decisions", "/register": "register", "/unregister": "register", "/dump": "dump"}
@@ -32,7 +31,7 @@ def scope_of(method: str, path: str) -> str:
 class BearerToken:
     """Middleware that accepts requests whose token permits them, and all requests for `open_paths`."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, open_paths: Set[str] = OPEN_PATHS) -> None:
+    def __init__(self, app: ASGIApp, tokens: TokenRegistry, open_paths: Set[str] = OPEN_PATHS) -> None:
         self._app = app
         self._tokens = tokens
         self._open_paths = open_paths

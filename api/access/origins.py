@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.access.auth import scope_of
-from api.fast.request_heads import refusal_of
+from api.access.request_heads import refusal_of
 from api.problems import ProblemError, ProblemKind
 
 _OWN = (b"same-origin", b"none")
@@ -23,7 +23,7 @@ IsAllowedHost = Callable[[str], bool]
 class BrowserGuard:
     """Middleware that refuses faulty heads, requests for other hosts, and changes that pages of other sites ask for.
 
-    `HotLane` answers without middleware. It takes only good heads with an allowed host, and changes nothing.
+    `FastPath` answers without middleware. It takes only good heads with an allowed host, and changes nothing.
     """
 
     def __init__(self, app: ASGIApp, is_allowed_host: IsAllowedHost) -> None:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from api.page.health import Verdict, trouble, verdict
-from api.page.state import Scene
-from api.page.worker_history import INTERVAL_S, FleetWatch
+from api.page.health import FleetHealth, severity, verdict
+from api.page.state import PageState
+from api.page.worker_history import INTERVAL_S, WorkerHistory
 from api.workers.description import unheard_ranks
 from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View, ViewState, least_trusted
@@ -52,7 +52,7 @@ class FleetAnswer(NamedTuple):
         return _encoder.encode({**fields, "num_selected": len(found), "workers": found[:limit]})
 
 
-def describe_fleet(scene: Scene) -> Generator[None, None, FleetAnswer]:
+def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
     """Describe all workers, one in each step."""
     now = scene.views.now()
     workers = []
@@ -64,7 +64,7 @@ def describe_fleet(scene: Scene) -> Generator[None, None, FleetAnswer]:
     for worker in workers:
         encoded.append(msgspec.Raw(_encoder.encode(worker)))
         yield
-    found: Verdict = verdict(workers, now, scene.views.why_not_ready())
+    found: FleetHealth = verdict(workers, now, scene.views.why_not_ready())
     fleet = Fleet(
         time=now,
         is_past=scene.is_past,
@@ -82,10 +82,10 @@ def describe_fleet(scene: Scene) -> Generator[None, None, FleetAnswer]:
 def _order(worker: FleetWorker) -> tuple[object, ...]:
     """Worse ones first, then by name, in which numbers count as numbers."""
     name = [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", worker.worker)]
-    return trouble(worker), -worker.missing_batches, name, worker.model, worker.tenant, worker.block_size
+    return severity(worker), -worker.missing_batches, name, worker.model, worker.tenant, worker.block_size
 
 
-def _workers(scene: Scene) -> Iterator[FleetWorker]:
+def _workers(scene: PageState) -> Iterator[FleetWorker]:
     unheard = unheard_ranks(scene.views.namespaces, scene.engines, scene.views.now())
     for namespace in list(scene.views.namespaces):
         if scene.views.namespaces.is_group(namespace):
@@ -106,7 +106,7 @@ def _workers(scene: Scene) -> Iterator[FleetWorker]:
 
 
 def _worker(
-    scene: Scene, home: Namespace | NamespaceKey, name: str, views: list[View], silent: dict[int, Listener]
+    scene: PageState, home: Namespace | NamespaceKey, name: str, views: list[View], silent: dict[int, Listener]
 ) -> FleetWorker:
     """silent: ranks that have no view yet."""
     key = home.key if isinstance(home, Namespace) else home
@@ -143,7 +143,7 @@ def _worker(
     )
 
 
-def _rates(watch: FleetWatch, views: list[View]) -> tuple[list[float], list[float]]:
+def _rates(watch: WorkerHistory, views: list[View]) -> tuple[list[float], list[float]]:
     """Return the pages stored and removed per second, interval by interval."""
     if not views:
         return [], []
@@ -151,7 +151,7 @@ def _rates(watch: FleetWatch, views: list[View]) -> tuple[list[float], list[floa
     return total[:, 0].tolist(), total[:, 1].tolist()
 
 
-def _changes(watch: FleetWatch, views: list[View]) -> list[StateChange]:
+def _changes(watch: WorkerHistory, views: list[View]) -> list[StateChange]:
     changes = [
         StateChange(time=at, dp_rank=view.stream.dp_rank, event=change.verb, reason=change.reason)
         for view in views
@@ -160,7 +160,7 @@ def _changes(watch: FleetWatch, views: list[View]) -> list[StateChange]:
     return sorted(changes, key=lambda each: -each.time)[:_MAX_CHANGES]
 
 
-def _group_ranks(scene: Scene, namespace: Namespace, views: list[View]) -> list[FleetRank]:
+def _group_ranks(scene: PageState, namespace: Namespace, views: list[View]) -> list[FleetRank]:
     found = []
     for name, group in sorted(namespace.groups.items()):
         for view in views:
@@ -170,7 +170,7 @@ def _group_ranks(scene: Scene, namespace: Namespace, views: list[View]) -> list[
     return found
 
 
-def _rank(scene: Scene, view: View, group: str) -> FleetRank:
+def _rank(scene: PageState, view: View, group: str) -> FleetRank:
     changes = scene.watch.changes(view.stream)
     return FleetRank(
         dp_rank=view.stream.dp_rank,

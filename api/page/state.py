@@ -6,28 +6,28 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from api.page.worker_history import FleetWatch
-from api.served_views import ServedViews
+from api.page.worker_history import WorkerHistory
+from api.served_views import ViewSource
 from api.workers.description import Engines
 from indexer.views import View
 from kv_events.http.fleet import Funnel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class PageState:
     """The views and their history. Everything is read in the event loop that changes them."""
 
     key: str
     """Answers about scenes with equal keys are shared. The live scene has the key ""."""
     is_past: bool
-    views: ServedViews
+    views: ViewSource
     is_resync_requested: Callable[[View], bool]
     engines: Engines
     """Registered engines, which have no view until they are heard."""
-    watch: FleetWatch
+    watch: WorkerHistory
     funnel: Callable[[float], Funnel]
     """Returns the funnel of the hour before a time, in seconds since 1970."""
 
 
-OpenScene: TypeAlias = Callable[[str | None], Awaitable[Scene]]
+PageStateAt: TypeAlias = Callable[[str | None], Awaitable[PageState]]
 """Returns the scene of a moment, the text of `?at=`, or of None, which is now. Raises ProblemError for a bad moment."""

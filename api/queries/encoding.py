@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import UNSET, UnsetType, structs
 
-from api.queries.questions import Question, Weights
 from indexer.scores import WorkerScore
+from kv_events.http.parsed_query import ParsedQuery, Weights
 from kv_events.http.queries import Missing, PeerAnswer, PeerInstance, RankBlocks, RfcInstance
 
 _encoder = msgspec.json.Encoder()
 
 
-def encoded_answer(
-    question: Question, scores: list[WorkerScore], now: float, missing: list[Missing] | UnsetType = UNSET
+def encode_answer(
+    question: ParsedQuery, scores: list[WorkerScore], now: float, missing: list[Missing] | UnsetType = UNSET
 ) -> bytes:
     """Return the answer as JSON. now: seconds since 1970. missing: what the answer of a group lacks."""
     if question.is_peer:

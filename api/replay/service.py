@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.problems import ProblemError, ProblemKind
 from api.queries.routes import ClientDisconnectedError, read_body
-from api.replay.moments import Moments, OpenMoment
+from api.replay.moments import OpenMoment, OpenMoments
 from indexer.applier import Applier
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
@@ -36,13 +36,13 @@ def shows_moment(path: str) -> bool:
     return path in _PATHS or path.startswith("/workers/")
 
 
-class AtMoment:
+class MomentMiddleware:
     """Middleware that answers some paths as of a moment, which stays in memory until the answer is sent.
 
     Bodies are read before, so that clients that send them slowly hold no moment.
     """
 
-    def __init__(self, app: ASGIApp, moments: Moments, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, moments: OpenMoments, max_body_bytes: int) -> None:
         self._app = app
         self._moments = moments
         self._max_body_bytes = max_body_bytes
@@ -89,8 +89,8 @@ def asked_moment(scope: Scope) -> str | None:
     return found[0] if found else None
 
 
-class PastViews:
-    """The views as of the moment of the request. See `api.served_views.ServedViews`."""
+class ReplayViews:
+    """The views as of the moment of the request. See `api.served_views.ViewSource`."""
 
     ready = True
 

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.problems import MEDIA_TYPE as PROBLEM_TYPE
 from api.problems import ProblemError, ProblemKind
-from api.shards.members import PeerAnswer, PeerError, Peers
+from api.queries.answers import MISSING_HEADER
+from api.shards.members import MemberAnswer, MemberError, Members
 from api.shards.scatter_gather import not_joined
-from api.shards.wire import MISSING_HEADER
 from indexer.shards.assignment import Member
 from indexer.shards.membership import Membership
 from indexer.views import STATES
@@ -57,14 +57,14 @@ _split_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_listed = msgspec.json.Decoder(_Listed).decode
 
 
-class AskOthers:
+class ForwardToMembers:
     """Middleware: `GET /workers` lists the workers of all members; a route of one worker finds the member that has it.
 
     A request that another member has forwarded is never forwarded again. A forwarded request has the rights of its
     caller, never those of this member.
     """
 
-    def __init__(self, app: ASGIApp, membership: Membership, peers: Peers) -> None:
+    def __init__(self, app: ASGIApp, membership: Membership, peers: Members) -> None:
         self._app = app
         self._membership = membership
         self._peers = peers
@@ -88,7 +88,7 @@ class AskOthers:
         lists, missing = [_listed(bytes(own.body))], []
         for member, answer in await self._ask(scope, target):
             try:
-                if isinstance(answer, PeerError) or answer.status != HTTPStatus.OK:
+                if isinstance(answer, MemberError) or answer.status != HTTPStatus.OK:
                     missing.append(member)
                 else:
                     lists.append(_listed(answer.body))
@@ -101,7 +101,7 @@ class AskOthers:
         """Return the answer of the member that has the worker. A 404 says that no member has it."""
         silent: list[tuple[Member, str]] = []
         for member, answer in await self._ask(scope, target):
-            if isinstance(answer, PeerError):
+            if isinstance(answer, MemberError):
                 silent.append((member, str(answer)))
             elif answer.status in _DEFINITE:
                 media_type = _JSON if answer.status < HTTPStatus.BAD_REQUEST else PROBLEM_TYPE
@@ -115,7 +115,7 @@ class AskOthers:
         response.headers.update(_missing_header(member for member, _ in silent))
         return response
 
-    async def _ask(self, scope: Scope, target: str) -> list[tuple[Member, PeerAnswer | PeerError]]:
+    async def _ask(self, scope: Scope, target: str) -> list[tuple[Member, MemberAnswer | MemberError]]:
         authorization = _header(scope, "authorization")
         headers = {_FORWARDED: "1"} | ({} if authorization is None else {"Authorization": authorization})
         peers = self._peers.of(self._membership.assignment.members)

@@ -17,9 +17,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.served_views import ServedViews
+from api.served_views import ViewSource
 from api.telemetry.view_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
-from api.workers.event_stream import EventFeed
+from api.workers.event_stream import EventStream
 from indexer.consumer import Consumer
 from indexer.views import ViewState
 from kv_events.schema import MEDIA
@@ -34,7 +34,7 @@ _STREAM_COUNTERS = {
 class HttpMetrics:
     """Metrics of one application, in their own registry."""
 
-    def __init__(self, consumer: Consumer, timed_paths: Collection[str], feed: EventFeed, max_workers: int) -> None:
+    def __init__(self, consumer: Consumer, timed_paths: Collection[str], feed: EventStream, max_workers: int) -> None:
         """max_workers: workers that have series of their own."""
         self.registry = CollectorRegistry()
         listening = Gauge("kvsight_event_clients", "Callers of GET /events", registry=self.registry)
@@ -89,7 +89,7 @@ class QueryMetrics(Collector):
         self._counts[path][bisect_left(_BUCKETS_S, seconds)] += 1
         self._seconds[path] += seconds
 
-    def note_alike(self, path: str, seconds: float, count: int) -> None:
+    def record_many(self, path: str, seconds: float, count: int) -> None:
         """Count queries that took the same time, each `seconds`."""
         self._counts[path][bisect_left(_BUCKETS_S, seconds)] += count
         self._seconds[path] += count * seconds
@@ -154,7 +154,7 @@ class ConsumerMetrics(Collector):
 class ViewMetrics(Collector):
     """Metrics of the views, read at each scrape."""
 
-    def __init__(self, served: ServedViews, max_workers: int) -> None:
+    def __init__(self, served: ViewSource, max_workers: int) -> None:
         """max_workers: workers that have series of their own."""
         self._served = served
         self._growth = CounterGrowth()

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from api.access.tenants import TenantQueries
-from api.served_views import ServedViews
+from api.access.tenants import TenantRates
+from api.served_views import ViewSource
 
 _LABELS = ("tenant",)
 _MAX_TENANTS = 200
@@ -20,7 +20,7 @@ _OTHER = "other"
 class TenantMetrics(Collector):
     """What each tenant uses and what was refused, read at each scrape."""
 
-    def __init__(self, served: ServedViews, queries: TenantQueries) -> None:
+    def __init__(self, served: ViewSource, queries: TenantRates) -> None:
         self._served = served
         self._queries = queries
 

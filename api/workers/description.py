@@ -11,7 +11,7 @@ import msgspec
 from msgspec import to_builtins
 
 from api.queries.encoding import age_ms
-from api.served_views import ServedViews
+from api.served_views import ViewSource
 from api.workers.stream_pages import is_known
 from indexer.namespaces import Namespace, NamespaceKey, Namespaces
 from indexer.views import View, ViewCounters, ViewState, least_trusted
@@ -35,7 +35,7 @@ Engines = Mapping[StreamId, "EngineStatus"]
 
 
 async def list_workers(
-    served: ServedViews, engines: Engines, model: str | None, tenant: str | None
+    served: ViewSource, engines: Engines, model: str | None, tenant: str | None
 ) -> AsyncIterator[bytes]:
     """Yield each `Worker` as JSON. Other tasks run about once a millisecond. model, tenant: None selects all."""
     unheard = unheard_ranks(served.namespaces, engines, served.now())
@@ -112,7 +112,7 @@ def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
     return by_worker
 
 
-def _groups(served: ServedViews, namespace: Namespace, views: list[View], now: float) -> dict[str, dict[int, Listener]]:
+def _groups(served: ViewSource, namespace: Namespace, views: list[View], now: float) -> dict[str, dict[int, Listener]]:
     """Return the group streams of the worker to which the views belong."""
     groups: dict[str, dict[int, Listener]] = {}
     for name, group in sorted(namespace.groups.items()):
@@ -143,7 +143,7 @@ def _worker(
     )
 
 
-def _listener(served: ServedViews, view: View, readers: Engines, now: float) -> Listener:
+def _listener(served: ViewSource, view: View, readers: Engines, now: float) -> Listener:
     state, engine = served.freshness.state(view), readers.get(view.stream)
     return Listener(
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,

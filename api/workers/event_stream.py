@@ -84,7 +84,7 @@ class _Client:
         return events
 
 
-class EventFeed:
+class EventStream:
     """Sends events to clients. Does no work without clients. Belongs to the consumer's event loop."""
 
     def __init__(self, consumer: Consumer, max_clients: int) -> None:
@@ -208,7 +208,7 @@ class EventFeed:
 class _FeedResponse(StreamingResponse):
     """An answer that keeps its client connected while it is sent, and disconnects it in all cases at the end."""
 
-    def __init__(self, feed: EventFeed, stream_filter: StreamFilter) -> None:
+    def __init__(self, feed: EventStream, stream_filter: StreamFilter) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__((), headers=headers, media_type=_MEDIA_TYPE)
         self._feed = feed
@@ -220,7 +220,7 @@ class _FeedResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def feed_routes(feed: EventFeed) -> APIRouter:
+def feed_routes(feed: EventStream) -> APIRouter:
     """Return the route of this module."""
     router = APIRouter(tags=["workers"])
     example = {"content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}}}
