@@ -16,11 +16,11 @@ from api.access.origins import check_origin
 from api.access.tenants import TenantRates
 from api.access.tokens import TokenRegistry
 from api.decisions.routes import DecisionRoute
-from api.documented import DocumentedApp
 from api.fast.fast_path import FastPath
 from api.fast.local_answers import LocalAnswers
-from api.page.live import LivePageState
+from api.openapi import DocumentedApp
 from api.page.routes import page_routes
+from api.page.state import LivePageState
 from api.page.tokenize import TokenizeRoute
 from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes

@@ -15,8 +15,8 @@ from starlette.routing import Route
 from api.access.guard import OPEN_PATHS, Guard, check_tokens
 from api.access.origins import check_origin
 from api.access.tokens import TokenRegistry
-from api.documented import DocumentedApp
 from api.fast.local_answers import LocalAnswers
+from api.openapi import DocumentedApp
 from api.page.routes import page_routes
 from api.problems import ProblemError, ProblemKind
 from api.queries.explain import ExplainRoute
@@ -24,8 +24,7 @@ from api.queries.routes import QueryRoutes
 from api.replay.markers import MarkerSearch
 from api.replay.moments import OpenMoments
 from api.replay.routes import AT_TEXT, metrics_routes, past_routes
-from api.replay.scene import PageStates
-from api.replay.service import MomentMiddleware, ReplayViews, present_moment, shows_moment
+from api.replay.service import MomentMiddleware, PageStates, ReplayViews, present_moment, shows_moment
 from api.settings import ApiSettings
 from api.static_files import static_routes
 from api.telemetry.requests import ObserveRequests

@@ -16,9 +16,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from api.access.tenants import TenantRates
-from api.served_views import ViewSource
 from api.telemetry.families import Collected, counter, counter_by, gauge, gauge_by
 from api.telemetry.view_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
+from api.view_source import ViewSource
 from api.workers.event_stream import EventStream
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
