@@ -11,26 +11,25 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from api.access.auth import BearerToken
-from api.access.origins import BrowserGuard
+from api.access.guard import Guard, check_tokens
+from api.access.origins import check_origin
 from api.access.tenants import TenantRates
 from api.access.tokens import TokenRegistry
-from api.decisions.routes import DecisionMetrics, DecisionRoute
-from api.documented import DocumentedApp
+from api.decisions.routes import DecisionRoute
 from api.fast.fast_path import FastPath
 from api.fast.local_answers import LocalAnswers
-from api.page.live import LivePageState
+from api.openapi import DocumentedApp
 from api.page.routes import page_routes
+from api.page.state import LivePageState
 from api.page.tokenize import TokenizeRoute
 from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes
 from api.service import service_routes
 from api.settings import ApiSettings
 from api.static_files import static_routes
-from api.telemetry.recording import RecordingMetrics
-from api.telemetry.request_log import RequestLog
-from api.telemetry.service_metrics import HttpMetrics, MeasureRequests
-from api.telemetry.tenant_metrics import TenantMetrics
+from api.telemetry.families import recording_families
+from api.telemetry.requests import ObserveRequests
+from api.telemetry.service_metrics import HttpMetrics, decision_families, tenant_families
 from api.telemetry.traced_requests import TraceRequests
 from api.workers.dump import dump_routes
 from api.workers.event_stream import EventStream, feed_routes
@@ -120,12 +119,12 @@ def create_app(
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
     app.state.lane = lane = FastPath(consumer, settings, tokens, metrics, local, fast)
     if tenants is not None:
-        metrics.registry.register(TenantMetrics(consumer, tenants))
+        metrics.add(lambda: tenant_families(consumer, tenants))
     if registrations is not None:
         metrics.registry.register(registrations.metrics())
-    metrics.registry.register(DecisionMetrics(decisions))
+    metrics.add(lambda: decision_families(decisions))
     if recording is not None:
-        metrics.registry.register(RecordingMetrics(recording.recorder))
+        metrics.add(lambda: recording_families(recording.recorder))
     rare = (
         RegisterRoutes(registrations),
         DecisionRoute(consumer, decisions, scene.funnel.take),
@@ -145,12 +144,9 @@ def create_app(
     # the last middleware added is the outermost one, so that refused requests are counted, too
     if group is not None:
         group.add_to(app)
-        metrics.registry.register(group.metrics())
+        metrics.add(group.families)
     if spans is not None:
         app.add_middleware(TraceRequests, spans=spans, paths=endpoints)
-    if tokens.are_required:
-        app.add_middleware(BearerToken, tokens=tokens)
-    app.add_middleware(BrowserGuard, is_allowed_host=settings.is_allowed_host)
-    app.add_middleware(MeasureRequests, metrics=metrics)
-    app.add_middleware(RequestLog)
+    app.add_middleware(Guard, checks=[check_origin(settings.is_allowed_host), check_tokens(tokens)])
+    app.add_middleware(ObserveRequests, metrics=metrics)
     return app

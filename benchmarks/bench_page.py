@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from api.page.fleet import describe_fleet
-from api.page.live import LivePageState
 from api.page.residency import Wanted, describe_residency
+from api.page.state import LivePageState
 from benchmarks.bench_hostile import ordinary
 from benchmarks.bench_http import Caller, filled_consumer, server_process
 from benchmarks.report import Figure, figure, main

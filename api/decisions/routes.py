@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from api.problems import ProblemError
@@ -146,26 +144,6 @@ class DecisionRoute:
         if question.field == "token_ids" and not block_size:
             numbers = numbers[:0]  # nothing to hash them by
         return block_size, question.hashes(numbers, max(1, block_size))
-
-
-class DecisionMetrics(Collector):
-    """Counts of decisions, read at each scrape."""
-
-    def __init__(self, log: DecisionLog) -> None:
-        self._log = log
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metric families."""
-        accepted = CounterMetricFamily("kvsight_decisions", "Records of routers accepted", labels=["kind"])
-        for kind, count in self._log.accepted.items():
-            accepted.add_metric([kind], count)
-        dropped = CounterMetricFamily("kvsight_decisions_dropped", "Records of routers dropped", labels=["reason"])
-        for reason, count in self._log.dropped.items():
-            dropped.add_metric([reason.replace(" ", "_")], count)
-        yield from (accepted, dropped)
-        yield CounterMetricFamily("kvsight_decisions_written", "Records of routers written", value=self._log.written)
-        waiting = self._log.num_queued
-        yield GaugeMetricFamily("kvsight_decisions_queued", "Records of routers that wait to be written", value=waiting)
 
 
 def _outcome(request: OutcomeRequest, now: float) -> Outcome:

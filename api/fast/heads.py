@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import httptools
 
+from api.access.origins import refusal_of
 from api.access.rate_limits import RateLimit
-from api.access.request_heads import refusal_of
 from api.access.tokens import TokenRegistry
 from api.queries.body_formats import CONTENT_TYPES
 from kv_events.records import Headers

@@ -12,7 +12,7 @@ from api.access.tenants import TenantRates
 from api.fast.writer import AnswerWriter, Plan
 from api.problems import ProblemError
 from api.queries.answers import Answered, general_answer, namespaces_of
-from api.served_views import ViewSource
+from api.view_source import ViewSource
 from indexer.namespaces import Namespace
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api.access.auth import OPEN_PATHS, BearerToken
-from api.access.origins import BrowserGuard
+from api.access.guard import OPEN_PATHS, Guard, check_tokens
+from api.access.origins import check_origin
 from api.access.tokens import TokenRegistry
-from api.documented import DocumentedApp
 from api.fast.local_answers import LocalAnswers
+from api.openapi import DocumentedApp
 from api.page.routes import page_routes
 from api.problems import ProblemError, ProblemKind
 from api.queries.explain import ExplainRoute
@@ -24,11 +24,10 @@ from api.queries.routes import QueryRoutes
 from api.replay.markers import MarkerSearch
 from api.replay.moments import OpenMoments
 from api.replay.routes import AT_TEXT, metrics_routes, past_routes
-from api.replay.scene import PageStates
-from api.replay.service import MomentMiddleware, ReplayViews, present_moment, shows_moment
+from api.replay.service import MomentMiddleware, PageStates, ReplayViews, present_moment, shows_moment
 from api.settings import ApiSettings
 from api.static_files import static_routes
-from api.telemetry.request_log import RequestLog
+from api.telemetry.requests import ObserveRequests
 from api.workers.dump import dump_routes
 from api.workers.routes import worker_routes
 from kv_events.log.moments import LogMoment
@@ -92,10 +91,8 @@ def create_past_app(folder: Path, settings: ApiSettings, default: LogMoment, dam
     app.include_router(static_routes())
     app.add_middleware(MomentMiddleware, moments=moments, max_body_bytes=settings.max_body_bytes)
     # the last middleware added is the outermost one: callers without the token open no moments
-    if tokens.are_required:
-        app.add_middleware(BearerToken, tokens=tokens, open_paths=_OPEN_PATHS)
-    app.add_middleware(BrowserGuard, is_allowed_host=settings.is_allowed_host)
-    app.add_middleware(RequestLog)
+    app.add_middleware(Guard, checks=[check_origin(settings.is_allowed_host), check_tokens(tokens, _OPEN_PATHS)])
+    app.add_middleware(ObserveRequests)
     return app
 
 

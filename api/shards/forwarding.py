@@ -14,6 +14,7 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.access.guard import header
 from api.problems import MEDIA_TYPE as PROBLEM_TYPE
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import MISSING_HEADER
@@ -116,8 +117,10 @@ class ForwardToMembers:
         return response
 
     async def _ask(self, scope: Scope, target: str) -> list[tuple[Member, MemberAnswer | MemberError]]:
-        authorization = _header(scope, "authorization")
-        headers = {_FORWARDED: "1"} | ({} if authorization is None else {"Authorization": authorization})
+        authorization = header(scope, b"authorization")
+        headers = {_FORWARDED: "1"} | (
+            {} if authorization is None else {"Authorization": authorization.decode("latin-1")}
+        )
         peers = self._peers.of(self._membership.assignment.members)
         answers = await asyncio.gather(*(peer.forward(scope["method"], target, headers) for peer in peers))
         return [(peer.member, answer) for peer, answer in zip(peers, answers, strict=True)]
@@ -130,7 +133,7 @@ def _target(scope: Scope) -> str | None:
     token does not permit.
     """
     path, action = scope["path"], ""
-    if _header(scope, _FORWARDED) is not None:
+    if header(scope, _FORWARDED.encode()) is not None:
         return None
     if path != _ALL:
         found = _ONE.fullmatch(path)
@@ -143,11 +146,6 @@ def _target(scope: Scope) -> str | None:
     given = QueryParams(scope["query_string"]).multi_items()
     query = urlencode([each for each in given if each[0] in _PARAMETERS[action]], quote_via=quote, errors="replace")
     return f"{path}?{query}" if query else str(path)
-
-
-def _header(scope: Scope, name: str) -> str | None:
-    value = next((value for each, value in scope["headers"] if each == name.encode()), None)
-    return None if value is None else value.decode("latin-1")
 
 
 def _missing_header(members: Iterable[Member]) -> dict[str, str]:

@@ -9,8 +9,7 @@ from functools import partial
 
 import msgspec
 from fastapi import APIRouter, FastAPI
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 from starlette.responses import Response
 
 from api.fast.fast_path import GroupAnswers
@@ -26,6 +25,7 @@ from api.shards.local_shard import LocalShard
 from api.shards.members import Connections, Members
 from api.shards.scatter_gather import ScatterGather
 from api.shards.wire import PATH, ShardRequest, decode_request, encode
+from api.telemetry.families import counter, gauge
 from indexer.consumer import Consumer
 from indexer.shards.membership import Membership
 from indexer.shards.settings import GroupSettings
@@ -68,9 +68,14 @@ class ShardGroup:
         app.include_router(_shards_routes(self.gatherer))
         app.add_middleware(ForwardToMembers, membership=self.membership, peers=self._peers)
 
-    def metrics(self) -> Collector:
-        """Return what `GET /metrics` says about the group."""
-        return ShardMetrics(self.gatherer)
+    def families(self) -> Iterator[Metric]:
+        """Yield the metric families."""
+        shards = self.gatherer.shards()
+        missing = sum(len(each.partitions) for each in shards.missing)
+        yield gauge("kvsight_group_members", "Members of the shard group", len(shards.members))
+        yield gauge("kvsight_group_partitions", "Partitions of this member", len(shards.claims))
+        yield gauge("kvsight_group_missing_partitions", "Partitions that answers lack", missing)
+        yield counter("kvsight_group_given_up", "Answers of members that did not come", self.gatherer.given_up)
 
     def endpoints(self, max_body_bytes: int) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST: what members ask each other."""
@@ -102,23 +107,6 @@ class ShardGroup:
             return None
         asked = _decoded(body)
         return encode(self._own.reply_inline(asked)) if len(asked.prompts) <= 1 else None
-
-
-class ShardMetrics(Collector):
-    """The group as this member sees it, read at each scrape."""
-
-    def __init__(self, gatherer: ScatterGather) -> None:
-        self._gatherer = gatherer
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metric families."""
-        shards = self._gatherer.shards()
-        missing = sum(len(each.partitions) for each in shards.missing)
-        yield GaugeMetricFamily("kvsight_group_members", "Members of the shard group", value=len(shards.members))
-        yield GaugeMetricFamily("kvsight_group_partitions", "Partitions of this member", value=len(shards.claims))
-        yield GaugeMetricFamily("kvsight_group_missing_partitions", "Partitions that answers lack", value=missing)
-        given_up = self._gatherer.given_up
-        yield CounterMetricFamily("kvsight_group_given_up", "Answers of members that did not come", value=given_up)
 
 
 def _shards_routes(gatherer: ScatterGather) -> APIRouter:

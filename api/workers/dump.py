@@ -11,8 +11,7 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
-from api.served_views import ViewSource
-from api.workers.stream_pages import stream_pages
+from api.view_source import ViewSource, stream_pages
 from indexer.index import StreamPages
 from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View

@@ -16,6 +16,7 @@ from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from api.access.guard import header
 from api.problems import ProblemError, ProblemKind
 from indexer.consumer import Consumer
 from indexer.views import View
@@ -215,7 +216,7 @@ class _FeedResponse(StreamingResponse):
         self._filter = stream_filter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        authorization = header(scope, b"authorization") or b""
         async with self._feed.listening(self._filter, authorization) as self.body_iterator:
             await super().__call__(scope, receive, send)
 

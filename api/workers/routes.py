@@ -17,9 +17,8 @@ from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.encoding import age_ms
 from api.queries.routes import json_response
-from api.served_views import ViewSource
+from api.view_source import ViewSource, is_known, stream_pages
 from api.workers.description import list_workers
-from api.workers.stream_pages import is_known, stream_pages
 from indexer.views import View
 from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker
 from kv_events.limits import MAX_DP_RANK

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.replay import Replay, log_records
+from indexer.replay import Replay
 from indexer.scores import score
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.kafka.settings import KafkaSettings

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 from indexer.applier import Applier
 from indexer.freshness import Freshness
+from indexer.index import StreamPages
 from indexer.namespaces import Namespaces
 from indexer.views import View
 
@@ -37,3 +40,19 @@ class ViewSource(Protocol):
 
     def now(self) -> float:
         """Return the time at which the views are shown, in seconds since 1970."""
+
+
+async def stream_pages(served: ViewSource, view: View) -> AsyncIterator[StreamPages]:
+    """Yield the pages of a stream in slices. Other tasks run after each slice. Ends if the stream is forgotten."""
+    if not is_known(served, view):
+        return
+    for held in view.index.stream_pages(view.number):
+        yield held
+        await asyncio.sleep(0)
+        if not is_known(served, view):
+            return
+
+
+def is_known(served: ViewSource, view: View) -> bool:
+    """Return whether a view is still in use. It may have been forgotten while other tasks were running."""
+    return served.namespaces.view(view.stream) is view

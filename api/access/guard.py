@@ -1,9 +1,10 @@
-"""Authentication by bearer token, and what each token permits."""
+"""Who may ask: a middleware of checks, and the one of bearer tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
+from typing import TypeAlias
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,6 +20,10 @@ _READING_POSTS = frozenset({"/query", "/query_by_hash", "/query/batch", "/explai
 _SCOPES = {"/decisions": "decisions", "/register": "register", "/unregister": "register", "/dump": "dump"}
 
 
+Check: TypeAlias = Callable[[Scope], ProblemError | None]
+"""Returns why a request is refused, or None."""
+
+
 def scope_of(method: str, path: str) -> str:
     """Return the scope that a request needs. What is not known to read needs `admin`."""
     if path in _SCOPES:
@@ -28,28 +33,32 @@ def scope_of(method: str, path: str) -> str:
     return "resync" if path.startswith("/workers/") and path.endswith("/resync") else "admin"
 
 
-class BearerToken:
-    """Middleware that accepts requests whose token permits them, and all requests for `open_paths`."""
+class Guard:
+    """Middleware that refuses what any of its checks refuses."""
 
-    def __init__(self, app: ASGIApp, tokens: TokenRegistry, open_paths: Set[str] = OPEN_PATHS) -> None:
+    def __init__(self, app: ASGIApp, checks: Sequence[Check]) -> None:
         self._app = app
-        self._tokens = tokens
-        self._open_paths = open_paths
+        self._checks = checks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in self._open_paths else None
-        if problem is None:
-            await self._app(scope, receive, send)
-        else:
-            await problem.response()(scope, receive, send)
+        for check in self._checks if scope["type"] == "http" else ():
+            problem = check(scope)
+            if problem is not None:
+                await problem.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ProblemError | None:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        caller = self._tokens.caller(given)
+
+def check_tokens(tokens: TokenRegistry, open_paths: Set[str] = OPEN_PATHS) -> Check:
+    """Return the check that a token permits a request, unless its path is among `open_paths`."""
+
+    def check(scope: Scope) -> ProblemError | None:
+        if scope["path"] in open_paths:
+            return None
+        caller = tokens.caller(header(scope, b"authorization") or b"")
         if caller is None:
-            return ProblemError(
-                401, ProblemKind.UNAUTHORIZED, "Authorization: expected a Bearer token that this server knows"
-            )
+            detail = "Authorization: expected a Bearer token that this server knows"
+            return ProblemError(401, ProblemKind.UNAUTHORIZED, detail)
         needed = scope_of(scope["method"], scope["path"])
         if needed not in caller.scopes:
             return ProblemError(403, ProblemKind.FORBIDDEN, f"Authorization: the token lacks the scope {needed}")
@@ -60,3 +69,10 @@ class BearerToken:
             caller.limit.note()
             OF_REQUEST.set(caller.limit)
         return None
+
+    return check
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """Return the first value of a header, or None."""
+    return next((value for each, value in scope["headers"] if each == name), None)
