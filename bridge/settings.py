@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -42,6 +43,17 @@ class BridgeSettings(KvsightSettings):
     """Silence after which an engine with a replay socket is asked for its newest batch."""
     bridge_max_workers: int = argument(1024, ge=1)
     """Bound on workers that may name themselves by their topics on one address."""
+
+
+class EngineDefaults(NamedTuple):
+    """What is known of an engine besides its events. See `EngineSettings`."""
+
+    block_size: int | None = None
+    lora_name: str = ""
+    cache_salt: str = ""
+    eagle: bool = False
+    count_copies: bool = True
+    attention_chunk_size: int | None = None
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +101,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 endpoint_of_rank(address, self.num_ranks - 1, field)
         if self.replay_endpoint is not None and has_wildcard(self.replay_endpoint):
             raise InvalidValueError("replay_endpoint", self.replay_endpoint, "the engine's address, without a wildcard")
+
+    @property
+    def defaults(self) -> EngineDefaults:
+        """What its events leave out."""
+        return EngineDefaults(*(getattr(self, field) for field in EngineDefaults._fields))
 
     @property
     def binds(self) -> bool:

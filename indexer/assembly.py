@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.decisions.log import DecisionLog
-from indexer.decisions.recorded import RecordedDecisions
 from indexer.namespaces import Namespaces
 from indexer.recording.feed import Feed
 from indexer.recording.recorder import Recorder, segment_bytes_within
@@ -21,13 +20,12 @@ from indexer.snapshots.folder import FolderStore
 from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
-from indexer.tenant_gate import TenantGate
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantGate, TenantLimits
 from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
-from kv_events.records import Channel
+from kv_events.records import Channel, LogRecord
 from kv_events.runtime.variables import variable
 
 if TYPE_CHECKING:
@@ -135,12 +133,21 @@ def create_decision_log(settings: IndexerSettings, recording: RecordingThread | 
     if settings.kafka is not None:
         from indexer.decisions.kafka import KafkaDecisions
 
-        return DecisionLog(KafkaDecisions(settings))
+        topic = KafkaDecisions(settings)
+        return DecisionLog(topic.write, topic.stop)
     if settings.event_log_dir is not None:
         from indexer.decisions.file import FileDecisions
 
-        return DecisionLog(FileDecisions(settings.event_log_dir / DECISIONS_FOLDER))
-    return DecisionLog(None if recording is None else RecordedDecisions(recording.recorder.offer))
+        folder = FileDecisions(settings.event_log_dir / DECISIONS_FOLDER)
+        return DecisionLog(folder.write, folder.stop)
+    if recording is None:
+        return DecisionLog(None)
+
+    async def offer(records: Sequence[LogRecord]) -> None:
+        for record in records:
+            recording.recorder.offer(record)
+
+    return DecisionLog(offer)
 
 
 def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:

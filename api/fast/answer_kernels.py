@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from indexer.view_columns import FAULT_CLOSED, FAULT_NONE
-from indexer.views import STATES, ViewState
+from indexer.views import FAULT_CLOSED, FAULT_NONE, STATES, ViewState
 from kv_events.kernels.bundles import BoolVector, F64Vector, I32Vector, I64Vector, U8Vector
 from kv_events.kernels.declare import array_function, array_helper
 from kv_events.kernels.instructions import copy_sixteen, lowest_bit, put_eight
@@ -59,7 +58,7 @@ class Texts(NamedTuple):
     """[pieces + 1] piece i is `data[ends[i]:ends[i + 1]]`."""
 
 
-class Roster(NamedTuple):
+class StreamTable(NamedTuple):
     """The streams of a namespace by number, and the names of their workers."""
 
     states: U8Vector
@@ -380,7 +379,7 @@ def put_answer(out, start, roster, layout, times, streams, pages, group_states, 
     out: uint8[n], which has room for twice the names of all workers, `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each
     one. start: index in `out` after the beginning of the answer. times: seconds since 1970, and `expired_before`,
     `syncing_before` and `late_before` of `Freshness`. streams: int32[n], pages: uint32[streams, 4]: from `find`.
-    Expired streams are left out. group_states: uint8[streams], see `indexer.reuse`; or [0] if there are no groups.
+    Expired streams are left out. group_states: uint8[streams], see `indexer.scores`; or [0] if there are no groups.
     weights: float64[4], or [0] without weights. Returns the length of the answer, or -1 if a weighted number needs
     another form.
     """

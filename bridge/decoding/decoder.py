@@ -7,24 +7,18 @@ signed, unsigned or as bytes, tokens or pairs of tokens, missing and unknown fie
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from itertools import chain, pairwise
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from bridge.decoding.kernels import batches as batches
-from bridge.decoding.kernels import rows as columns
-from bridge.decoding.kernels.rows import ScannedEvents
-from bridge.decoding.kernels.runs import begin_run
-from bridge.decoding.kernels.scan import scan_batches
-from bridge.decoding.mooncake_events import decode_any, decode_mooncake_event, may_remove
-from bridge.decoding.payloads import Payloads
-from bridge.decoding.runs import (
+from bridge.decoding.events import (
     AttentionSpec,
-    BadEvent,
     ClearedRun,
+    InvalidEvent,
     Location,
     MixedRun,
     PageEvents,
@@ -32,9 +26,12 @@ from bridge.decoding.runs import (
     Run,
     StoredRun,
 )
+from bridge.decoding.kernels import columns, scan
+from bridge.decoding.kernels.runs import begin_run
+from bridge.decoding.mooncake import decode_any, decode_mooncake_event, may_remove
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
-from kv_events.hashing import U32Array
+from kv_events.hashing import U32Array, U64Array
 from kv_events.kernels.bundles import resident
 from kv_events.limits import MAX_ENGINE_EVENTS, MAX_PAGES_PER_BATCH
 
@@ -49,10 +46,48 @@ _KEPT_BYTES = 2**22
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _Row: TypeAlias = list[int]
+I64Array: TypeAlias = npt.NDArray[np.int64]
 
 
 class UndecodableError(KvsightError):
     """A payload is not a batch of events."""
+
+
+class Messages:
+    """n encoded batches in the order of their arrival, one after the other in one buffer."""
+
+    __slots__ = ("borders", "data", "seqs")
+
+    def __init__(self, seqs: U64Array, data: memoryview, borders: I64Array) -> None:
+        """seqs: uint64[n], sequence numbers. borders: int64[n + 1], ascending positions of the payloads in `data`."""
+        self.seqs = seqs
+        self.data = data
+        self.borders = borders
+
+    @classmethod
+    def of(cls, batches: Iterable[tuple[int, Payload]]) -> Messages:
+        """Join batches that are given as (sequence number, payload). A single payload of bytes is not copied."""
+        numbered = list(batches)
+        data = b"".join(payload for _, payload in numbered)
+        borders = np.array([0, *accumulate(len(payload) for _, payload in numbered)], np.int64)
+        return cls(np.array([seq for seq, _ in numbered], np.uint64), memoryview(data), borders)
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def one(self, number: int) -> tuple[int, memoryview]:
+        """Sequence number and payload of one batch."""
+        start, stop = self.borders[number : number + 2].tolist()
+        return int(self.seqs[number]), self.data[start:stop]
+
+    def part(self, start: int, stop: int) -> Messages:
+        """Batches start:stop, in the same buffer."""
+        return Messages(self.seqs[start:stop], self.data, self.borders[start : stop + 1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of the payloads."""
+        return int(self.borders[-1] - self.borders[0])
 
 
 class Batch(NamedTuple):
@@ -73,7 +108,7 @@ class UnreadableBatch(NamedTuple):
     """A payload that is not a batch of events."""
 
     number: int
-    """Position among the payloads."""
+    """Position among the messages."""
     reason: str
 
 
@@ -88,24 +123,25 @@ class Decoder(threading.local):
 
     def decode(self, payload: Payload) -> Batch:
         """Decode one payload. Raises UndecodableError."""
-        parts = self.decode_all(Payloads.of([payload]))
+        parts = self.decode_all(Messages.of([(0, payload)]))
         first = next(parts)
         if isinstance(first, UnreadableBatch):
             raise UndecodableError(first.reason)
         more = (part.runs for part in parts if isinstance(part, Batch))
         return first._replace(runs=chain(first.runs, chain.from_iterable(more)), is_complete=True)
 
-    def decode_all(self, payloads: Payloads) -> Iterator[Batch | UnreadableBatch]:
+    def decode_all(self, messages: Messages) -> Iterator[Batch | UnreadableBatch]:
         """Decode consecutive payloads, with those of one rank in one batch."""
-        readable = payloads
-        if payloads.longest > MAX_PAYLOAD_BYTES:
-            readable = Payloads.of([payload if len(payload) <= MAX_PAYLOAD_BYTES else b"" for payload in payloads])
-        return self._batches(payloads, readable)
+        readable = messages
+        if np.diff(messages.borders).max(initial=0) > MAX_PAYLOAD_BYTES:
+            every = map(messages.one, range(len(messages)))
+            readable = Messages.of((seq, each if len(each) <= MAX_PAYLOAD_BYTES else b"") for seq, each in every)
+        return self._batches(messages, readable)
 
     def _make_room(self, num_bytes: int) -> None:
         """Make buffers for the events of payloads with this total size."""
         self._room = num_bytes
-        self._events = ScannedEvents(
+        self._events = columns.ScannedEvents(
             np.empty((_ROWS, columns.NUM_COLUMNS), np.int64),
             np.empty(_ROWS, np.int64),
             np.empty(_ROWS, np.uint64),
@@ -117,20 +153,20 @@ class Decoder(threading.local):
         )
         self._resident = resident(self._events)
 
-    def _batches(self, payloads: Payloads, readable: Payloads) -> Iterator[Batch | UnreadableBatch]:
-        """readable: the payloads, empty where one is too large."""
-        data, header = np.frombuffer(readable.data, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
+    def _batches(self, messages: Messages, readable: Messages) -> Iterator[Batch | UnreadableBatch]:
+        """readable: the messages, empty where one is too large."""
+        data, header = np.frombuffer(readable.data, np.uint8), np.zeros(scan.NUM_HEADER, np.int64)
         number = 0
-        while number < len(payloads):
+        while number < len(messages):
             if not readable.num_bytes <= self._room <= max(readable.num_bytes, _KEPT_BYTES):
                 self._make_room(readable.num_bytes)
-            is_read = scan_batches(data, readable.borders, header, self._resident)
+            is_read = scan.scan_batches(data, readable.borders, header, self._resident)
             number, *_, rank, num_bad_ranks, num_rows, _hashes, _tokens, _run = header.tolist()
             if is_read:
-                runs, is_complete = self._runs(readable.data, num_rows), not header[batches.IS_OPEN]
+                runs, is_complete = self._runs(readable.data, num_rows), not header[scan.IS_OPEN]
                 yield Batch(None if rank < 0 else rank, num_bad_ranks, runs, is_complete)
             else:
-                yield UnreadableBatch(number - 1, _why_unreadable(len(payloads[number - 1]), header[batches.LEFT]))
+                yield UnreadableBatch(number - 1, _why_unreadable(len(messages.one(number - 1)[1]), header[scan.LEFT]))
 
     def _runs(self, data: memoryview, num_rows: int) -> Iterator[tuple[Run, int]]:
         begins = np.flatnonzero(self._events.rows[:num_rows, columns.CONTINUES] == 0).tolist()
@@ -152,7 +188,7 @@ class Decoder(threading.local):
             case columns.MOONCAKE_EVENT:
                 return decode_mooncake_event(data[row[columns.START] : row[columns.STOP]])
             case kind:
-                return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE, stop - start)
+                return InvalidEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE, stop - start)
 
     def _single(self, data: memoryview, number: int) -> Run:
         """One event of a run that cannot be read as a whole."""
@@ -162,9 +198,10 @@ class Decoder(threading.local):
         try:
             return self._run(data, row, number, number + 1)
         except _UNREADABLE:
-            is_mooncake_event = row[columns.KIND] == columns.MOONCAKE_EVENT
-            event = data[row[columns.START] : row[columns.STOP]]
-            return BadEvent("field", may_remove(event) if is_mooncake_event else row[columns.KIND] != columns.STORED)
+            may_be_removal = row[columns.KIND] != columns.STORED
+            if row[columns.KIND] == columns.MOONCAKE_EVENT:
+                may_be_removal = may_remove(data[row[columns.START] : row[columns.STOP]])
+            return InvalidEvent("field", may_be_removal)
 
     def _pages(self, data: memoryview, row: _Row, start: int, stop: int) -> Run:
         last = row if stop == start + 1 else self._events.rows[stop - 1].tolist()

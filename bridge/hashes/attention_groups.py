@@ -10,10 +10,10 @@ from collections import Counter
 from math import gcd, lcm
 from typing import NamedTuple, TypeAlias
 
-from bridge.decoding.runs import AttentionSpec, MixedRun, RemovedRun, StoredRun
-from bridge.hashes.hash_translator import HashNamespace
-from bridge.hashes.identity import EngineRules
-from bridge.hashes.media import is_device
+from bridge.decoding.events import AttentionSpec, MixedRun, RemovedRun, StoredRun
+from bridge.hashes.hash_memory import HashNamespace
+from bridge.hashes.page_publisher import is_device
+from bridge.settings import EngineDefaults
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.streams import MAMBA_GROUP, MAX_GROUP_SIZE, Group
@@ -46,10 +46,10 @@ class _Known(NamedTuple):
 class AttentionGroups:
     """Learns groups from stores. Also hands out hash namespaces: one for each group, and for each owner of a pool."""
 
-    def __init__(self, rules: EngineRules) -> None:
+    def __init__(self, defaults: EngineDefaults) -> None:
         self.streams: dict[str, int] = {}
         """Streams that the groups need, by name -> number of groups that must all hold a page."""
-        self._rules = rules
+        self._defaults = defaults
         self._namespaces: dict[str | GroupIndex, HashNamespace] = {}
         self._known: dict[GroupIndex, _Known] = {}
         self._stream_of: dict[GroupIndex, str | None] = {}
@@ -199,7 +199,7 @@ class AttentionGroups:
             self.streams[Group("step", min(step, MAX_GROUP_SIZE)).name] = 1
         if self.streams and OWN_STREAM not in self.streams:
             self.streams["nofull"] = 1
-        if self._rules.eagle:
+        if self._defaults.eagle:
             self.streams["eagle"] = 1
 
     def _name(self, group: GroupIndex, known: _Known) -> str | None:
@@ -212,8 +212,8 @@ class AttentionGroups:
                 return Group("swa", window - 1, block).name if window > 1 else None
             if kind == "mamba":
                 return MAMBA_GROUP
-            if kind == "chunked_local_attention" and self._rules.attention_chunk_size and not block:
-                return Group("chunk", self._rules.attention_chunk_size).name
+            if kind == "chunked_local_attention" and self._defaults.attention_chunk_size and not block:
+                return Group("chunk", self._defaults.attention_chunk_size).name
         except InvalidValueError:
             pass
         if kind not in _IGNORED_KINDS:

@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from indexer.index import IndexImage
-from indexer.lateness import Lateness
 from indexer.namespaces import Namespace, Namespaces
 from indexer.position import Position
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import Piece, SnapshotDamagedError
-from indexer.views import RESYNC_CUT_OFF, View, ViewCounters, ViewState
+from indexer.views import RESYNC_CUT_OFF, Lateness, View, ViewCounters, ViewState
 from kv_events.digest import DIGEST_WORDS, digest_bytes
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.limits import MAX_NAME_BYTES
@@ -241,6 +240,7 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
         stream = StreamId(part.model, part.tenant, v.worker, v.dp_rank)
         view = View(
             stream,
+            part.block_size,
             namespace.index,
             v.number,
             namespace.columns,

@@ -23,6 +23,7 @@ _TIMEOUT_S = 30.0  # people wait longer than routers
 
 def query(
     prompt: Annotated[Path | None, typer.Argument(help='JSON file with the query. "-" reads stdin.')] = None,
+    *,
     model: Annotated[str | None, typer.Option(help="Model, with --tokens or --text.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Token ids: 1,2,3 or @FILE.")] = None,
     text: Annotated[str | None, typer.Option(help="Text of the prompt, or @FILE.")] = None,

@@ -23,7 +23,11 @@ MODEL = "demo-model"
 TTL_S = 10.0  # the default time-to-live
 REDIS_PASSWORD = "a-secret-of-redis"
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.timing("each step of a first day must end within its time"),
+    pytest.mark.soak,
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture

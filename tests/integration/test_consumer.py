@@ -10,25 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.freshness import NO_HEARTBEAT
-from indexer.lateness import LATE_S
 from indexer.namespaces import Namespaces
-from indexer.replay import Replay, log_records
+from indexer.replay import Replay
 from indexer.scores import score
 from indexer.settings import IndexerSettings
 from indexer.snapshots.folder import FolderStore
 from indexer.snapshots.image import take, unpack
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
-from indexer.views import ViewState
+from indexer.views import LATE_S, ViewState
 from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import ResyncRequest, SnapshotBegin
-from tests.support.log.records import Stream, removed, stored
+from tests.support.log.records import Stream, log_records, removed, stored
 from tests.support.waiting import async_wait_until
 
 SETTINGS = IndexerSettings(max_pages=100_000, resync_retry_s=0.2)
@@ -369,8 +367,8 @@ async def test_snapshots_taken_during_a_backlog_hold_whole_records_only(tmp_path
     async with consumer.running():
         while not consumer.ready:
             await asyncio.sleep(0)
-            if consumer.snapshots_written not in seen and (tmp_path / "views.kvsnap").is_file():
-                seen.add(consumer.snapshots_written)
+            if consumer.snapshot_counts.written not in seen and (tmp_path / "views.kvsnap").is_file():
+                seen.add(consumer.snapshot_counts.written)
                 saved = unpack((tmp_path / "views.kvsnap").read_bytes(), settings)
                 for view in saved.namespaces.views:
                     assert view.num_pages[0] == 30_000 * saved.positions[0]
@@ -418,7 +416,7 @@ async def test_an_operators_resync_reaches_a_busy_stream() -> None:
         await caught_up(consumer, log)
         view = consumer.namespaces.view(stream.id)
         assert view is not None
-        consumer.demand_resync(view)
+        consumer.resyncs.demand(view)
         assert view.state is ViewState.LIVE
 
         def is_asked() -> bool:

@@ -26,6 +26,8 @@ from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 from tests.unit.docs.test_code_blocks import blocks, commands
 
+pytestmark = pytest.mark.timing("documented commands must come up within their time")
+
 NOT_HERE = {
     "docker": "needs Docker; tests/unit/deploy checks the files, and test_compose_services.py runs the services",
     "COMPOSE_PROFILES=group,record": "needs Docker; CI runs it",

@@ -23,7 +23,7 @@ from kv_events.streams import MAMBA_GROUP, group_model
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from simulation import Request, SimulationSettings
-from simulation.direct import DirectFleet
+from simulation.run import DirectFleet
 from tests.support.bridge.rig import GPU, Rig, on
 from tests.support.caches.mamba_rig import Rig as HybridRig
 from tests.support.engines.event_payloads import names_of, stored

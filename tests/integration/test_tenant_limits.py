@@ -16,7 +16,7 @@ from api.server import running_server
 from api.settings import ApiSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantLimits
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium

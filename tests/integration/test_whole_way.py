@@ -15,9 +15,8 @@ from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
 from engine_cache import InsertParams, RadixCache, RadixKey
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings, RedisSettings
 from indexer.snapshots.redis import RedisStore
@@ -27,9 +26,11 @@ from kv_events.kafka.settings import KafkaSettings
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
-from simulation.live import KafkaTransport, live_fleet
+from simulation.live import kafka_transport, live_fleet
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.waiting import async_wait_until
+
+pytestmark = pytest.mark.timing("a page must reach the answers within seconds")
 
 SMALL = SimulationSettings(workers=3, capacity_tokens=16_384, page_size=16)
 
@@ -101,7 +102,7 @@ async def test_what_an_engine_caches_a_router_finds_over_http(kafka_bootstrap: s
 async def test_a_broker_killed_in_mid_stream_loses_and_doubles_nothing(
     kafka_broker: KafkaBroker, requests: list[Request]
 ) -> None:
-    transport = KafkaTransport(kafka_settings(kafka_broker.bootstrap, topics()))
+    transport = kafka_transport(kafka_settings(kafka_broker.bootstrap, topics()))
     async with live_fleet(SMALL, "round-robin", transport) as fleet:
         for number, request in enumerate(requests):
             if number == 100:
@@ -170,7 +171,7 @@ async def test_an_indexer_that_restarts_continues_from_its_snapshot_in_redis(
             view = second.namespaces.view(publisher.stream)
             assert view is not None
             assert view.counters.resyncs == 1  # the one at the publisher's start, out of the snapshot's counters
-            assert second.resyncs_requested.total() == 0
+            assert second.resyncs.requested.total() == 0
 
 
 async def test_an_engine_that_restarts_empty_takes_its_old_pages_along(kafka_bootstrap: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from bridge.decoding.runs import PageEvents
+from bridge.decoding.events import PageEvents
 from kv_events.digest import mix
 from kv_events.kernels.bundles import I64Vector, U8Vector, U16Vector, U64Input, U64Matrix, U64Vector, spread
 from kv_events.kernels.declare import array_function, array_helper, array_kernel

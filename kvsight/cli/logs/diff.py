@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvsight.cli.logs.moments import local_time, parse_moment
+from kvsight.cli.logs.moments import extent_text, local_time, moment_fault, parse_moment
 from kvsight.cli.logs.reading import LogInput, exit_if_any_damaged
 from kvsight.cli.shared.console import UsageError, err, out, print_result
 from kvsight.cli.shared.process import compile_kernels
@@ -15,8 +15,8 @@ from kvsight.cli.shared.tables import Column, count, natural_order, table_lines
 
 if TYPE_CHECKING:
     from analysis.diff import Holdings
-    from indexer.replay.moments import Moment
     from kv_events.http.log import MovedPage, StreamDiff
+    from kv_events.log.moments import LogMoment
 
 
 def show_diff(folder: Path, at: str | None, other: str, to: str | None, api_token: str | None, as_json: bool) -> None:
@@ -39,15 +39,15 @@ def show_diff(folder: Path, at: str | None, other: str, to: str | None, api_toke
     exit_if_any_damaged(sources)
 
 
-def _of_log(source: LogInput, moment: Moment, flag: str) -> Holdings:
+def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
     """What the workers hold at a moment of a log. Raises UsageError if the moment is outside."""
     from analysis.diff import holdings_of
 
-    views, span = source.views_at(moment)
-    if fault := span.fault(moment):
-        raise UsageError(fault.replace("--at", flag))
+    views, extent = source.views_at(moment)
+    if fault := moment_fault(extent, moment, flag):
+        raise UsageError(fault)
     if not views.applier.records:
-        raise UsageError(f"{flag} {moment.text}: no record is before this moment: {span}")
+        raise UsageError(f"{flag} {moment.typed}: no record is before this moment: {extent_text(extent)}")
     err.print(
         f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}",
         markup=False,

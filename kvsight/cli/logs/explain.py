@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from kvsight.cli.logs.moments import LogSpan, local_time, parse_moment
+from kv_events.log.moments import LogExtent, LogMoment
+from kvsight.cli.logs.moments import extent_text, local_time, moment_fault, parse_moment
 from kvsight.cli.logs.reading import LogSource, open_source
 from kvsight.cli.shared.console import UsageError, err, out, print_result, read_json_object
 from kvsight.cli.shared.flags import KAFKA, AsJson, with_flags
@@ -22,7 +23,6 @@ from kvsight.extras import require_serve
 if TYPE_CHECKING:
     from analysis.explain.asked_prompt import AskedPrompt
     from analysis.explain.tracer import History as Records
-    from indexer.replay.moments import Moment
     from kv_events.http.explanations import Explanation, Finding, WorkerExplanation
 
 
@@ -49,39 +49,40 @@ def explain(
     moment = parse_moment(at)
     body = read_json_object(prompt)
     source = open_source(log, kafka, flags, moment)
-    compile_kernels("analysis.explain.explanation", "api.queries.asked_prompts")
-    from api.queries.asked_prompts import asked_prompt
+    compile_kernels("analysis.explain.explanation", "api.queries.parsing")
+    from analysis.explain.asked_prompt import AskedPrompt
 
-    asked = asked_prompt(*decode_query(body), worker)
-    found, span = _explain(asked, source, moment)
+    asked = AskedPrompt(*decode_query(body), worker)
+    found, extent = _explain(asked, source, moment)
     print_result(found, _lines(found, asked, out.width), as_json=as_json)
-    err.print(f"{span}\nas of {local_time(found.time)}, after {count(found.records, 'record')}", markup=False)
+    as_of = f"as of {local_time(found.time)}, after {count(found.records, 'record')}"
+    err.print(f"{extent_text(extent)}\n{as_of}", markup=False)
     source.exit_if_damaged()
 
 
-def _explain(asked: AskedPrompt, source: LogSource, moment: Moment) -> tuple[Explanation, LogSpan]:
+def _explain(asked: AskedPrompt, source: LogSource, moment: LogMoment) -> tuple[Explanation, LogExtent]:
     """Raises UsageError if the moment is outside the log."""
     from analysis.explain.explanation import NothingToExplainError
     from analysis.explain.explanation import explain as explain_records
 
-    span = LogSpan(source.name) if source.log is None else source.log.span
+    extent = LogExtent(source.name) if source.log is None else source.log.extent
     views = None if source.log is None else source.log.views_before()
     try:
-        found = explain_records(asked, _records(source, span), moment.until, views)
+        found = explain_records(asked, _records(source, extent), moment, views)
     except NothingToExplainError as error:
-        raise UsageError(span.fault(moment) or f"{source.name}: {error}") from error
-    fault = span.fault(moment)
+        raise UsageError(moment_fault(extent, moment) or f"{source.name}: {error}") from error
+    fault = moment_fault(extent, moment)
     if fault:
         raise UsageError(fault)
     damage = [] if source.log is None else source.log.damage_lines
-    return msgspec.structs.replace(found, damage=damage), span
+    return msgspec.structs.replace(found, damage=damage), extent
 
 
-def _records(source: LogSource, span: LogSpan) -> Records:
+def _records(source: LogSource, extent: LogExtent) -> Records:
     """Return the records to follow. A topic has no indices."""
     if source.log is not None:
         return source.log.chunks("replaying")
-    return ((None, record) for _, record in source.records(span))
+    return ((None, record) for _, record in source.records(extent))
 
 
 def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:

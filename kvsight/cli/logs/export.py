@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvsight.cli.logs.moments import parse_moment
+from kvsight.cli.logs.moments import moment_fault, parse_moment
 from kvsight.cli.logs.reading import LogFolder, LogInput, damage_facts
 from kvsight.cli.shared.console import UsageError, err, print_json
 from kvsight.cli.shared.flags import AsJson
@@ -37,8 +37,8 @@ def export(
     from analysis.parquet import write_events, write_views
 
     replayed = LogInput(log)
-    views, span = replayed.views_at(moment)
-    fault = span.fault(moment)
+    views, extent = replayed.views_at(moment)
+    fault = moment_fault(extent, moment)
     if fault:
         raise UsageError(fault)
     source.faults, source.warnings = replayed.faults, replayed.warnings

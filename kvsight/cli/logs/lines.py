@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +17,7 @@ from kvsight.cli.shared.streams import MEDIA
 from kvsight.cli.shared.tables import printable
 
 if TYPE_CHECKING:
-    from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
+    from kv_events.codec import DecodedBatch, Step
     from kv_events.records import LogRecord
 
 _TIERS = tuple(MEDIA.values())
@@ -116,11 +115,9 @@ def of_record(record: LogRecord) -> RecordLine:
 
 def of_batch(record: LogRecord, batch: DecodedBatch) -> RecordLine:
     """A record of a log, which holds this batch."""
-    from kv_events.codec import RemovedPages, StoredPages
     from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 
-    stored = _pages(step for step in batch.steps if isinstance(step, StoredPages))
-    removed = _pages(step for step in batch.steps if isinstance(step, RemovedPages))
+    stored, removed = batch.pages()
     others = {
         "cleared": any(isinstance(step, AllBlocksCleared) for step in batch.steps),
         "resync": any(isinstance(step, SnapshotBegin | SnapshotEnd) for step in batch.steps),
@@ -146,14 +143,6 @@ def _kinds(stored: Mapping[str, int], removed: Mapping[str, int], others: Mappin
     """The kinds of a batch. One that changes nothing is a heartbeat."""
     has = {**others, "stored": any(stored.values()), "removed": any(removed.values())}
     return tuple(kind for kind in KINDS if has.get(kind)) or ("heartbeat",)
-
-
-def _pages(steps: Iterable[StoredPages | RemovedPages]) -> dict[str, int]:
-    """Medium -> pages of several steps."""
-    total: Counter[str] = Counter()
-    for step in steps:
-        total[list(MEDIA)[step.medium]] += len(step.hashes)
-    return dict(total)
 
 
 def _by_tier(pages: Mapping[str, int]) -> str:

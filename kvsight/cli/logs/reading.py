@@ -13,16 +13,17 @@ import typer
 
 from kv_events.log.event_log import EventLogCorruptedError, EventLogError
 from kv_events.log.format import list_segments
+from kv_events.log.moments import LogExtent
 from kv_events.log.tail import TornTail, torn_tail
-from kvsight.cli.logs.moments import LogSpan
-from kvsight.cli.shared.console import UsageError, at_most_one, err, progress_bar
+from kvsight.cli.logs.moments import extent_text
+from kvsight.cli.shared.console import UsageError, at_most_one, err, progress_bar, waiting
 from kvsight.cli.shared.process import interrupting_loops, run_until_interrupted
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from indexer.replay import Replay
-    from indexer.replay.moments import Moment
+    from kv_events.log.moments import LogMoment
     from kv_events.log.reader import RecordChunk
     from kv_events.records import LogRecord
 
@@ -55,7 +56,7 @@ class LogInput:
             raise EventLogError(f"{self.folder}: no such folder")
         if not list_segments(self.folder):
             raise EventLogError(f"{self.folder}: not an event log: it has no files *.kvlog")
-        self.span = LogSpan(str(self.folder))
+        self.extent = LogExtent(str(self.folder))
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +75,7 @@ class LogInput:
             done, last = 0, None
             for chunk in scan_log(self.folder, self.damage.append):
                 done += chunk.end - chunk.position
-                self.span.note_chunk(chunk)
+                chunk.note_in(self.extent)
                 yield chunk
                 bar.update(task, completed=done // _MIB)
                 last = chunk
@@ -85,22 +86,20 @@ class LogInput:
         for chunk in self.chunks(what, shared):
             yield from chunk.records()
 
-    def views_at(self, moment: Moment) -> tuple[Replay, LogSpan]:
+    def views_at(self, moment: LogMoment) -> tuple[Replay, LogExtent]:
         """The views at a moment, and the extent of the log. Damage and warnings are noted. Raises OSError."""
         from indexer.replay import Timeline
 
         self.write_missing_frames()
         timeline = Timeline(self.folder)
-        views = timeline.at(moment.until)
-        if moment.until.positions is not None or timeline.span_s is None:
-            for _ in self.chunks("reading"):  # which offsets the log has
-                pass
-            span = self.span
-        else:
-            span = LogSpan.of(str(self.folder), timeline.first_index, timeline.next_index, timeline.span_s)
+        views, extent = timeline.at(moment), timeline.extent
+        extent.name = self.extent.name
+        if moment.offsets is not None:
+            with waiting("reading"):
+                extent.offsets = timeline.offsets()
         self.damage, self.faults, self.warnings = timeline.damage, timeline.faults, timeline.warnings
         self.find_torn_tail()
-        return views, span
+        return views, extent
 
     def views_before(self) -> Replay:
         """Return the views before the first record. Notes it if they are unknown, and why. Raises OSError."""
@@ -138,8 +137,9 @@ class LogInput:
 
     def fail_outside(self, what: str) -> NoReturn:
         """End because a range has no record. Raises UsageError with the extent of the log."""
-        indices = f", indices {self.span.first_index} to {self.span.next_index - 1}" if self.span.records else ""
-        raise UsageError(f"{what} is outside the log: {self.span}{indices}")
+        extent = self.extent
+        indices = f", indices {extent.first_index} to {extent.next_index - 1}" if extent.num_records else ""
+        raise UsageError(f"{what} is outside the log: {extent_text(extent)}{indices}")
 
 
 def write_key_frames(log: Path) -> None:
@@ -197,11 +197,11 @@ class LogSource(NamedTuple):
     log: LogInput | None = None
     """None: a topic."""
 
-    def records(self, span: LogSpan) -> Iterator[tuple[int, LogRecord]]:
-        """Yield each record with its index, noted in a span, and show the progress on stderr."""
+    def records(self, extent: LogExtent) -> Iterator[tuple[int, LogRecord]]:
+        """Yield each record with its index, noted in an extent, and show the progress on stderr."""
         with progress_bar() as bar:
             for index, record in self.read(bar):
-                span.note(index, record)
+                extent.note(index, record)
                 yield index, record
 
     def exit_if_damaged(self) -> None:
@@ -210,7 +210,7 @@ class LogSource(NamedTuple):
             self.log.exit_if_damaged()
 
 
-def open_source(log: Path | None, kafka: str | None, connection: dict[str, Any], moment: Moment) -> LogSource:
+def open_source(log: Path | None, kafka: str | None, connection: dict[str, Any], moment: LogMoment) -> LogSource:
     """Open the log that was asked for. connection: further settings of Kafka. Raises KvsightError."""
     if at_most_one({"LOG": log, "--kafka": kafka}) is None:
         raise UsageError("give the folder of an event log, or --kafka HOST:PORT")
@@ -220,14 +220,14 @@ def open_source(log: Path | None, kafka: str | None, connection: dict[str, Any],
     return LogSource(str(log), lambda bar: source.records("replaying", bar), source)
 
 
-def _topic(kafka: str | None, connection: dict[str, Any], moment: Moment) -> LogSource:
-    from indexer.sources.history import source_records
+def _topic(kafka: str | None, connection: dict[str, Any], moment: LogMoment) -> LogSource:
     from indexer.sources.kafka import KafkaSource
+    from indexer.sources.reader import source_records
     from kv_events.kafka.connection import KafkaConnection
     from kv_events.kafka.settings import KafkaSettings
 
-    if moment.until.offset is not None:
-        raise UsageError(f"--at {moment.text}: a topic has no index; give a time or PARTITION:OFFSET,...")
+    if moment.index is not None:
+        raise UsageError(f"--at {moment.typed}: a topic has no index; give a time or PARTITION:OFFSET,...")
     settings = KafkaSettings.from_flags(kafka=kafka, **connection)
     run_until_interrupted(KafkaConnection(settings).check)  # before kernels are compiled
     name = f"topic {settings.events_topic}"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from kv_events.log.moments import LogExtent, LogMoment
 from kvsight.cli.logs.diff import show_diff
-from kvsight.cli.logs.moments import LogSpan, local_time, parse_moment
+from kvsight.cli.logs.moments import extent_text, local_time, moment_fault, parse_moment
 from kvsight.cli.logs.reading import LogInput, LogSource, open_source
 from kvsight.cli.shared.answers import Asked, answer_lines
 from kvsight.cli.shared.console import (
@@ -34,9 +35,8 @@ from kvsight.cli.shared.tables import count
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from api.queries.questions import Numbers, Question
     from indexer.replay import Replay
-    from indexer.replay.moments import Moment
+    from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 
 @with_flags(KAFKA)
@@ -89,18 +89,18 @@ def replay(
     compile_kernels(
         "indexer.replay",
         "api.queries.encoding",
-        *(["api.queries.answers", "api.queries.questions"] if query is not None else []),
+        *(["api.fast.local_answers", "api.queries.parsing"] if query is not None else []),
     )
     asked = None if body is None else decode_query(body)
-    replayed, span = _replay(source, moment)
-    fault = span.fault(moment)
+    replayed, extent = _replay(source, moment)
+    fault = moment_fault(extent, moment)
     if not replayed.applier.records:
-        raise UsageError(fault or f"--at {moment.text}: no record is before this moment: {span}")
+        raise UsageError(fault or f"--at {moment.typed}: no record is before this moment: {extent_text(extent)}")
     if body is None or asked is None:
         _show_views(replayed, as_json)
     else:
         _show_answer(body, *asked, replayed, as_json)
-    err.print(f"{span}\n{_used(moment, replayed)}", markup=False)
+    err.print(f"{extent_text(extent)}\n{_used(moment, replayed)}", markup=False)
     if fault:
         err.print(f"warning: {fault}", markup=False)
         raise typer.Exit(EXIT_USAGE)
@@ -125,7 +125,7 @@ def _serve(folder: Path, at: str | None, host: str | None, port: int | None) -> 
     log, moment = LogInput(folder), parse_moment(at)
     log.find_torn_tail()
     # each moment that is opened would repeat them; the page shows them as marks
-    logging.getLogger("indexer.dead_letters").setLevel(logging.ERROR)
+    logging.getLogger("indexer.applier").setLevel(logging.ERROR)
     keep_freed_memory()
     allow_open_files(settings.max_connections)
     compile_kernels("api.replay.app")
@@ -135,7 +135,7 @@ def _serve(folder: Path, at: str | None, host: str | None, port: int | None) -> 
 
     log.write_missing_frames()
     try:
-        app = create_past_app(folder, settings, moment.until, log.damage_lines)
+        app = create_past_app(folder, settings, moment, log.damage_lines)
     except OutsideTheLogError as error:
         raise UsageError(f"--at {error}") from None
     bound = listen(settings)
@@ -145,20 +145,20 @@ def _serve(folder: Path, at: str | None, host: str | None, port: int | None) -> 
     run_server(app, settings, bound)
 
 
-def _replay(source: LogSource, moment: Moment) -> tuple[Replay, LogSpan]:
+def _replay(source: LogSource, moment: LogMoment) -> tuple[Replay, LogExtent]:
     from indexer.replay import Replay
 
     if source.log is not None:
         with waiting("replaying"):
             return source.log.views_at(moment)
-    span = LogSpan(source.name)
-    return Replay().apply_all((record for _, record in source.records(span)), moment.until), span
+    extent = LogExtent(source.name)
+    return Replay().apply_all((record for _, record in source.records(extent)), moment), extent
 
 
-def _used(moment: Moment, replayed: Replay) -> str:
+def _used(moment: LogMoment, replayed: Replay) -> str:
     """The moment that was used, in words."""
     zone = " (the local zone)" if moment.is_naive else ""
-    asked = "" if moment.until.time_s is None else f"; asked for {local_time(moment.until.time_s)}{zone}"
+    asked = "" if moment.time_s is None else f"; asked for {local_time(moment.time_s)}{zone}"
     return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"
 
 
@@ -167,11 +167,12 @@ def _show_views(replayed: Replay, as_json: bool) -> None:
 
 
 def _show_answer(
-    body: dict[str, msgspec.Raw], question: Question, numbers: Numbers, replayed: Replay, as_json: bool
+    body: dict[str, msgspec.Raw], question: ParsedQuery, numbers: PromptArray, replayed: Replay, as_json: bool
 ) -> None:
-    from api.queries.answers import Answers
+    from api.queries.answers import general_answer, namespaces_of
 
-    encoded = Answers().answer(question, numbers, replayed.namespaces, replayed.freshness, replayed.now)
+    asked_of = namespaces_of(question, replayed.namespaces)
+    encoded = general_answer(question, numbers, asked_of, replayed.freshness, replayed.now)
     found = msgspec.json.decode(encoded, type=dict[str, Any])
     if as_json:
         print_json(found)
@@ -205,7 +206,7 @@ def _rows(replayed: Replay) -> Iterator[StreamRow]:
         yield StreamRow(
             model,
             view.stream.tenant,
-            replayed.namespaces.block_size(view.stream),
+            view.block_size,
             view.stream.worker,
             view.stream.dp_rank,
             group or "",

@@ -41,6 +41,7 @@ _CHANNELS_OF_BATCHES = (Channel.EVENTS, Channel.DEAD_LETTERS)
 
 @with_flags(KAFKA)
 def tail(
+    *,
     url: Annotated[
         str | None, typer.Option(help="Address of the API.", envvar="KVSIGHT_URL", show_default=DEFAULT_URL)
     ] = None,
@@ -64,7 +65,6 @@ def tail(
     seq: Annotated[str | None, typer.Option(help="Only these numbers: NUMBER or FIRST-LAST.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", "-n", help="Stop after this many events.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
-    *,
     flags: dict[str, Any],
 ) -> None:
     """Show events as they come, until Ctrl-C, or those of an event log.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from bridge.decoding.decoder import Decoder
-from bridge.decoding.mooncake_events import MooncakeEvent
-from bridge.decoding.runs import BadEvent, ClearedRun, MixedRun, RemovedRun, StoredRun
+from bridge.decoding.events import ClearedRun, InvalidEvent, MixedRun, RemovedRun, StoredRun
+from bridge.decoding.mooncake import MooncakeEvent
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS
 
 MASK64 = 2**64 - 1
@@ -118,7 +118,7 @@ def reference(event: Any) -> Any:
 def flat(run: Any) -> Iterator[Any]:
     """Split a stored run into events. The removals of a run stay one event."""
     match run:
-        case BadEvent():
+        case InvalidEvent():
             yield from ["bad"] * run.num_events
         case ClearedRun():
             yield from ["cleared"] * run.num_events

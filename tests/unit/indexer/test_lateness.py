@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
-from indexer.lateness import LATE_S, Lateness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
-from indexer.views import ViewState
+from indexer.views import LATE_S, Lateness, ViewState
 from tests.support.log.records import Stream, stored
 
 

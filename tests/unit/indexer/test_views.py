@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
-from indexer.lateness import LATE_S
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
-from indexer.views import View, ViewState
+from indexer.views import LATE_S, View, ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from tests.support.effort import num_examples

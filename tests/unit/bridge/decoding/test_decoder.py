@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES, Decoder, UndecodableError
-from bridge.decoding.runs import StoredRun
+from bridge.decoding.events import StoredRun
 from tests.support.bridge.reference_decoder import decoded, joined, reference
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS, cleared, payload, removed, stored
 

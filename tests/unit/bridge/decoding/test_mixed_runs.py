@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.decoding.decoder import Batch, Decoder, UnreadableBatch
-from bridge.decoding.payloads import Payloads
-from bridge.decoding.runs import MixedRun, RemovedRun, StoredRun
+from bridge.decoding.decoder import Batch, Decoder, Messages, UnreadableBatch
+from bridge.decoding.events import MixedRun, RemovedRun, StoredRun
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.schema import SnapshotBegin, SnapshotEnd
 from tests.support.bridge.reference_decoder import flat
@@ -185,7 +184,7 @@ def test_batches_read_together_are_what_they_are_alone(some: list[Any]) -> None:
     payloads = [each if isinstance(each, bytes) else payload(*each[0], rank=each[1], batch=each[2]) for each in some]
     together: list[Any] = []
     num_bad_ranks = 0
-    for batch in Decoder().decode_all(Payloads.of(payloads)):
+    for batch in Decoder().decode_all(Messages.of(enumerate(payloads))):
         if isinstance(batch, UnreadableBatch):
             together.append(("unreadable", batch.number))
         else:
@@ -193,7 +192,7 @@ def test_batches_read_together_are_what_they_are_alone(some: list[Any]) -> None:
             together += [(batch.rank, event) for event in flat_batch(batch)]
     alone: list[Any] = []
     for number, data in enumerate(payloads):
-        batch = next(Decoder().decode_all(Payloads.of([data])))
+        batch = next(Decoder().decode_all(Messages.of(enumerate([data]))))
         if isinstance(batch, UnreadableBatch):
             alone.append(("unreadable", number))
         else:
@@ -208,14 +207,15 @@ def test_a_batch_of_another_rank_is_no_part_of_the_run_before_it() -> None:
         payload(stored([i], TOKENS[:4]), removed([i], "CPU" if i == 2 else "GPU"), rank=rank)
         for i, rank in enumerate([0, 0, 1, 1, 0])
     ]
-    found = [(batch.rank, num) for batch in Decoder().decode_all(Payloads.of(batches)) for _, num in batch.runs]  # type: ignore[union-attr]
+    decoded: Any = Decoder().decode_all(Messages.of(enumerate(batches)))
+    found = [(batch.rank, num) for batch in decoded for _, num in batch.runs]
     assert found == [(0, 4), (1, 4), (0, 2)]
 
 
 def test_more_events_than_fit_the_buffer_continue_in_the_next_turn_whatever_their_rank() -> None:
     many = [payload(*(removed([i]) for i in range(3000)), rank=rank) for rank in (0, 0, 1)]
     found: dict[int | None, int] = {}
-    for batch in Decoder().decode_all(Payloads.of(many)):
+    for batch in Decoder().decode_all(Messages.of(enumerate(many))):
         assert isinstance(batch, Batch)
         found[batch.rank] = found.get(batch.rank, 0) + sum(num for _, num in batch.runs)
     assert found == {0: 6000, 1: 3000}
@@ -224,5 +224,5 @@ def test_more_events_than_fit_the_buffer_continue_in_the_next_turn_whatever_thei
 def test_a_payload_beyond_the_bound_takes_no_other_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.decoding.decoder.MAX_PAYLOAD_BYTES", 1000)
     small, large = payload(removed([1])), msgspec.msgpack.encode([1.0, [["BlockRemoved", list(range(2000))]], 0])
-    found = [type(batch) for batch in Decoder().decode_all(Payloads.of([small, large, small]))]
+    found = [type(batch) for batch in Decoder().decode_all(Messages.of(enumerate([small, large, small])))]
     assert found == [Batch, UnreadableBatch, Batch]
