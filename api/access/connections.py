@@ -80,7 +80,7 @@ class ConnectionLimit:
             if scope["type"] != "http" or scope["path"] in _PROBES:
                 await app(scope, receive, send)
                 return
-            detail = f"more than {self._most} connections are open (KVSIGHT_MAX_CONNECTIONS)"
+            detail = f"more than {self._most} connections are open (--max-connections)"
             await ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1).response()(scope, receive, send)
 
         return answer
@@ -96,7 +96,7 @@ class ConnectionLimit:
         if len(losers) < self._batch:
             self._pause_until = time.monotonic() + _PAUSE_S
         self._limited_logger.warning(
-            "%d connections are open, as many as may be (KVSIGHT_MAX_CONNECTIONS): %d idle ones are closed",
+            "%d connections are open, as many as may be (--max-connections): %d idle ones are closed",
             *(self._most, len(losers)),
         )
 
