@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsight.cli.shared.console import UsageError, at_most_one, err
-from kvsight.cli.shared.flags import BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
+from kvsight.cli.shared.flags import AWAY, BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
 from kvsight.cli.shared.process import allow_open_files, import_without_kernels, keep_freed_memory, stop_signals
 from kvsight.extras import require_serve
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from publisher import PublisherSettings
 
 
-_FLAGS = {"kafka": BROKER, "event_log_dir": Flag(Path, "Write an event log in this folder."), **METRICS_PORT}
+_FLAGS = {"kafka": BROKER, "event_log_dir": Flag(Path, "Write an event log in this folder."), **METRICS_PORT, **AWAY}
 
 
 @with_flags(_FLAGS, KAFKA, LOG_LINES)
@@ -58,7 +58,8 @@ def bridge(
     template = PublisherSettings.from_flags(model="bridge", worker="bridge", dp_rank=0, block_size=1, **flags)
     load_kernels()
     gc.freeze()  # as `kvsight serve` does
-    uvloop.run(_serve(engines, BridgeSettings(), template, metrics_port), loop_factory=new_event_loop)
+    settings = BridgeSettings.from_flags(**flags)
+    uvloop.run(_serve(engines, settings, template, metrics_port), loop_factory=new_event_loop)
 
 
 async def _serve(

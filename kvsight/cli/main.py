@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kv_events.errors import KvsightError
-from kv_events.runtime.variables import report_unknown_variables
+from kv_events.runtime.variables import check_variables
 from kvsight.cli import bridge, demo, query, serve, simulate, top
 from kvsight.cli.app import App, print_versions
 from kvsight.cli.doctor.command import doctor
@@ -74,7 +74,7 @@ def _settings(
     if ctx.invoked_subcommand is None or as_json:
         ctx.fail("--json needs --version" if as_json else "Missing command.")
     configure_logs(Level.INFO if verbose else Level.WARNING)
-    report_unknown_variables()
+    check_variables()
 
 
 def run() -> None:

@@ -9,37 +9,50 @@ from kv_events.errors import InvalidValueError
 from kv_events.limits import SOCKET_FILES
 from kv_events.runtime.variables import variable
 from kvsight.cli.shared.console import at_most_one, err
-from kvsight.cli.shared.flags import BROKER, KAFKA, LOG_LINES, REDIS, Flag, with_flags
+from kvsight.cli.shared.flags import AWAY, BROKER, HTTP, KAFKA, LOG_LINES, REDIS, Flag, with_flags
 from kvsight.cli.shared.process import allow_open_files, compile_kernels, keep_freed_memory, report_compilation
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from api.app import Application
-    from api.settings import ApiSettings
+    from api.settings import ApiSettings, RegistrationSettings
+    from bridge.settings import BridgeSettings
     from indexer.recording.thread import RecordingThread
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 
 
+_SERVICE = "Service"
 _FLAGS = {
     "host": Flag(str, "Address to listen on."),
     "port": Flag(int, "Port to listen on."),
     "kafka": BROKER,
     "event_log_dir": Flag(Path, "Follow an event log in this folder."),
     "redis": Flag(str, "Save snapshots: redis://HOST:PORT/DB"),
-    "snapshot_dir": Flag(Path, "Save snapshots in a folder."),
-    "record": Flag(Path, "Record into an event log in this folder."),
-    "record_keep": Flag(str, "Age of records that are deleted: 24h, 7d."),
-    "record_max_bytes": Flag(str, "Bound on the size of the log: 20GiB."),
     "group": Flag(str, "Share partitions with this group."),
     "advertise_url": Flag(str, "Address of this member for the others."),
-    "api_tokens_file": Flag(Path, "TOML file of tokens with scopes."),
-    "tls_cert_file": Flag(Path, "Serve HTTPS.", spellings=("--tls-cert-file", "--tls-cert")),
-    "tls_key_file": Flag(Path, "Key, if in another file.", spellings=("--tls-key-file", "--tls-key")),
+}
+_FURTHER_FLAGS = {
+    "snapshot_dir": Flag(Path, "Save snapshots in a folder.", _SERVICE),
+    "record": Flag(Path, "Record into an event log in this folder.", _SERVICE),
+    "record_keep": Flag(str, "Age of records that are deleted: 24h, 7d.", _SERVICE),
+    "record_max_bytes": Flag(str, "Bound on the size of the log: 20GiB.", _SERVICE),
+    "dead_letter_dir": Flag(Path, "Folder for records that cannot be decoded.", _SERVICE),
+    "tenant_limits_file": Flag(Path, "TOML file of limits by tenant.", _SERVICE),
+    "register_allow": Flag(str, "Where engines may be: 10.0.0.0/16:5557,...", _SERVICE),
+    "max_registrations": Flag(int, "Registered engine ranks at most.", _SERVICE),
+    **AWAY,
+    "reuse_port": Flag(bool, "Share the port with other services.", _SERVICE),
+    "answer_before_ready": Flag(bool, "Answer queries before the log is applied.", _SERVICE),
+    "tokenize_url": Flag(str, "Engine that tokenizes text for the page.", _SERVICE),
+    "group_deadline_s": Flag(float, "Seconds to wait for another member.", _SERVICE),
+    "group_session_s": Flag(float, "Seconds until a silent member is out.", _SERVICE),
+    "group_token_file": Flag(Path, "File with the token for other members.", _SERVICE),
+    "group_ca_file": Flag(Path, "CAs trusted for other members.", _SERVICE),
 }
 
 
-@with_flags(_FLAGS, KAFKA, REDIS, LOG_LINES)
+@with_flags(_FLAGS, KAFKA, REDIS, HTTP, _FURTHER_FLAGS, LOG_LINES)
 def serve(*, flags: dict[str, Any]) -> None:
     """Run the indexer and its HTTP API.
 
@@ -47,8 +60,8 @@ def serve(*, flags: dict[str, Any]) -> None:
     a radix view of each worker and answers POST /query and /query_by_hash. Snapshots and registrations survive a
     restart if they are saved in Redis or in a folder. With --record, everything that routers and engines report is
     also written to an event log, for kvsight replay and explain. With --group, several services share the partitions
-    of the topic, and any of them answers for all. All other settings are KVSIGHT_ variables;
-    see docs/settings.md.
+    of the topic, and any of them answers for all. Settings without a flag are
+    KVSIGHT_ variables; see docs/settings.md.
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
     """
@@ -56,25 +69,28 @@ def serve(*, flags: dict[str, Any]) -> None:
     at_most_one({"--redis": flags["redis"], "--snapshot-dir": flags["snapshot_dir"]})
     require_serve("kvsight serve")
     from api.settings import ApiSettings, RegistrationSettings
+    from bridge.settings import BridgeSettings
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 
     indexer = IndexerSettings.from_flags(**flags)
     settings = ApiSettings.from_flags(**flags)
     shards = GroupSettings.from_flags(**flags)
+    registration = RegistrationSettings.from_flags(**flags)
+    bridge = BridgeSettings.from_flags(**flags)
     shards.check(indexer.kafka, reuse_port=settings.reuse_port)
     if settings.reuse_port and indexer.is_embedded:
         expected = "false without --kafka and --event-log-dir: services with engines of their own answer differently"
         raise InvalidValueError(variable("reuse_port"), settings.reuse_port, expected)
     keep_freed_memory()
-    engines = RegistrationSettings().max_registrations if indexer.is_embedded else 0
+    engines = registration.max_registrations if indexer.is_embedded else 0
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
     compile_kernels("api.app", *(["indexer.replay"] if settings.record is not None else []))
     from api.server import listen, run_server, url_of
 
     if indexer.is_embedded:
         bound = listen(settings)
-        app = _embedded(indexer, settings, bound.getsockname()[1], max_files)
+        app = _embedded(indexer, settings, registration, bridge, bound.getsockname()[1], max_files)
     elif shards.group is not None:
         bound = listen(settings)
         app = _member(indexer, settings, shards, url_of(bound, settings))
@@ -125,7 +141,14 @@ def _member(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettin
     return create_app(consumer, settings, decisions=create_decision_log(indexer), recording=recording, group=group)
 
 
-def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int, max_files: int) -> Application:
+def _embedded(
+    indexer: IndexerSettings,
+    settings: ApiSettings,
+    registration: RegistrationSettings,
+    bridge: BridgeSettings,
+    port: int,
+    max_files: int,
+) -> Application:
     """The application that reads engines itself: their events pass through a log in memory. port: of its socket.
     max_files: file descriptors that engines may use.
 
@@ -135,9 +158,7 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int, max_fi
 
     load = import_without_kernels("bridge")
     from api.app import create_app
-    from api.settings import RegistrationSettings
     from api.workers.registrations import Registrations
-    from bridge import BridgeSettings
     from indexer.assembly import create_consumer, create_decision_log, create_store
     from kv_events.log.memory import MemoryLog
 
@@ -145,6 +166,6 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int, max_fi
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations")
-    parts = consumer, log, RegistrationSettings(), BridgeSettings(), store, lambda: report_compilation(load)
+    parts = consumer, log, registration, bridge, store, lambda: report_compilation(load)
     registrations = Registrations(*parts, own_port=port, max_files=max_files)
     return create_app(consumer, settings, registrations, create_decision_log(indexer, recording), recording)

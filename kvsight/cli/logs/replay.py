@@ -27,7 +27,7 @@ from kvsight.cli.shared.console import (
     read_json_object,
     waiting,
 )
-from kvsight.cli.shared.flags import KAFKA, ApiToken, AsJson, with_flags
+from kvsight.cli.shared.flags import HTTP, KAFKA, ApiToken, AsJson, with_flags
 from kvsight.cli.shared.process import allow_open_files, compile_kernels, keep_freed_memory
 from kvsight.cli.shared.prompts import decode_query
 from kvsight.cli.shared.streams import StreamRow, streams_lines
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 
-@with_flags(KAFKA)
+@with_flags(KAFKA, HTTP)
 def replay(
     log: Annotated[Path | None, typer.Argument(help="Folder of an event log, from `kvsight record`.")] = None,
     kafka: Annotated[str | None, typer.Option(help="Read a Kafka topic instead: HOST:PORT,...")] = None,
@@ -50,7 +50,7 @@ def replay(
     to: Annotated[str | None, typer.Option(help="Moment of that log. Default: its end.")] = None,
     api_token: ApiToken = None,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page and the HTTP API over the past.")] = False,
-    host: Annotated[str | None, typer.Option(help="Address to listen on, with --serve.", envvar="KVSIGHT_HOST")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, with --serve.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on, with --serve.", envvar="KVSIGHT_PORT")] = None,
     *,
     flags: dict[str, Any],
@@ -74,7 +74,13 @@ def replay(
     """
     others = {"--kafka": kafka, "--query": query}
     if serve:
-        _serve(_only(log, "--serve", others | {"--diff": diff, "--json": as_json or None}), at, host, port)
+        _serve(
+            _only(log, "--serve", others | {"--diff": diff, "--json": as_json or None}),
+            at,
+            host=host,
+            port=port,
+            **flags,
+        )
         return
     if diff is not None:
         show_diff(_only(log, "--diff", others), at, diff, to, api_token, as_json)
@@ -116,12 +122,12 @@ def _only(log: Path | None, flag: str, others: Mapping[str, object]) -> Path:
     return log
 
 
-def _serve(folder: Path, at: str | None, host: str | None, port: int | None) -> None:
+def _serve(folder: Path, at: str | None, **flags: Any) -> None:
     """Serve the past of an event log until SIGINT or SIGTERM. Raises UsageError, and the errors of `listen`."""
     require_serve("kvsight replay --serve")
     from api.settings import ApiSettings
 
-    settings = ApiSettings.from_flags(host=host, port=port)
+    settings = ApiSettings.from_flags(**flags)
     log, moment = LogInput(folder), parse_moment(at)
     log.find_torn_tail()
     # each moment that is opened would repeat them; the page shows them as marks

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 
-from kv_events.runtime.variables import variable
+from kv_events.runtime.variables import PREFIX, SETTINGS
 from kvsight.cli.shared.log_lines import Format, Level, configure_logs
 
 Url: TypeAlias = Annotated[str, typer.Option(help="Address of the API.", envvar="KVSIGHT_URL")]
@@ -29,10 +29,10 @@ class Flag(NamedTuple):
     default: Any = None
     """None: the settings have it. Ellipsis: the flag or the variable is required."""
     bounds: tuple[float, float] | tuple[None, None] = (None, None)
-    spellings: tuple[str, ...] = ()
+    shorter: tuple[str, ...] = ()
 
 
-_KAFKA, _REDIS = "Kafka connection and topics", "Redis connection"
+_KAFKA, _REDIS, _HTTP, _SERVICE = "Kafka connection and topics", "Redis connection", "HTTP", "Service"
 BROKER = Flag(str, "Kafka bootstrap servers: HOST:PORT,...")
 METRICS_PORT = {"metrics_port": Flag(int, "Serve Prometheus metrics on this port.", bounds=(1, 65_535))}
 KAFKA = {
@@ -60,6 +60,18 @@ REDIS = {
     "redis_key_password_file": Flag(Path, "File with the password of that key.", _REDIS),
 }
 """Of `RedisSettings`."""
+AWAY = {"bridge_away_s": Flag(float, "Seconds until a lost engine's pages go.", _SERVICE)}
+HTTP = {
+    "api_tokens_file": Flag(Path, "TOML file of tokens with scopes.", _HTTP),
+    "tls_cert_file": Flag(Path, "Serve HTTPS with this certificate.", _HTTP, shorter=("--tls-cert",)),
+    "tls_key_file": Flag(Path, "Its key, if that is in another file.", _HTTP, shorter=("--tls-key",)),
+    "tls_key_password_file": Flag(Path, "File with the password of that key.", _HTTP),
+    "allowed_hosts": Flag(str, "Names of this service for callers.", _HTTP),
+    "max_connections": Flag(int, "Open connections at most.", _HTTP),
+    "metrics_max_workers": Flag(int, "Workers with series of their own.", _HTTP),
+    "explain_timeout_s": Flag(float, "Seconds until POST /explain gives up.", _HTTP),
+}
+"""Of `ApiSettings`."""
 LOG_LINES = {
     "log_level": Flag(Level, "Least severe log lines to write.", default=Level.INFO),
     "log_format": Flag(Format, "Form of the log lines on stderr.", default=Format.TEXT),
@@ -99,12 +111,15 @@ def set_parameters(command: Callable[..., Any], parameters: Sequence[inspect.Par
 
 
 def _parameter(field: str, flag: Flag) -> inspect.Parameter:
-    names = flag.spellings or ("--" + field.replace("_", "-"),)
+    name = field.replace("_", "-")
+    spelled = f"--{name}/--no-{name}" if flag.kind is bool else f"--{name}"
+    has_variable = field in SETTINGS or field in LOG_LINES
     option = typer.Option(
-        *names,
+        spelled,
+        *flag.shorter,
         help=flag.help,
-        envvar=variable(field),
-        show_envvar=field not in KAFKA | REDIS | LOG_LINES,
+        envvar=f"{PREFIX}{field.upper()}" if has_variable else None,
+        show_envvar=flag.panel is None and field not in LOG_LINES,
         case_sensitive=False,
         min=flag.bounds[0],
         max=flag.bounds[1],
