@@ -11,13 +11,10 @@ from engine_cache.types import IndexArray
 
 
 class SWATokenToKVPoolAllocator:
-    """Allocates rows of the full-attention layers, each with a row of the sliding-window layers (SWA).
-
-    The SWA row may be freed earlier. The full row identifies a token.
-
-    size, swa_size: number of rows of either kind, multiples of page_size. With `KVSIGHT_DEBUG_POOLS`, freeing a page
-    twice or mapping a row twice raises PoolError; without it, such errors are not detected.
-    """
+    """Allocates rows of the full-attention layers, each with a row of the sliding-window layers (SWA). The SWA row may
+    be freed earlier. The full row identifies a token. size, swa_size: number of rows of either kind, multiples of
+    page_size. With `KVSIGHT_DEBUG_POOLS`, freeing a page twice or mapping a row twice raises PoolError; without it,
+    such errors are not detected."""
 
     def __init__(self, size: int, swa_size: int, page_size: int) -> None:
         self.full = PagedTokenToKVPoolAllocator(size, page_size)
@@ -30,7 +27,6 @@ class SWATokenToKVPoolAllocator:
         self._debug = debug_pools()
 
     def clear(self) -> None:
-        """Free all pages."""
         self.full.clear()
         self.swa.clear()
         self.full_to_swa_index_mapping[:] = 0
@@ -41,9 +37,7 @@ class SWATokenToKVPoolAllocator:
 
     def alloc(self, need_size: int) -> IndexArray | None:
         """Allocate full rows, page by page, each with an SWA row. Returns None if too few rows of either kind are free.
-
-        Raises InvalidValueError unless the number is a multiple of the page size.
-        """
+        Raises InvalidValueError unless the number is a multiple of the page size."""
         full_indices = self.full.alloc(need_size)
         if full_indices is None:
             return None
