@@ -107,7 +107,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.disable = disable
         self.variant = variant
         self.auxiliaries = tuple(components)
-        """The kinds of state besides Full KV."""
         self.event_groups = tuple(component.event_group for component in components)
         groups = self.event_groups if emit_group_events else ()
         self.events = EventRecorder(
@@ -192,6 +191,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         full, before = self.tree.evictable_size, {each.pool: each.device_size for each in self.auxiliaries}
         self._evictor.evict_leaves(params.num_tokens)
+        if not self.auxiliaries:
+            return EvictResult(full - self.tree.evictable_size)
         for each in self.auxiliaries:
             requested = params.mamba_num if each.pool is PoolName.MAMBA else params.swa_num_tokens
             num_freed = (before[each.pool] - each.device_size) * self.variant.shares_eviction

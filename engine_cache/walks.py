@@ -121,7 +121,7 @@ class Walks:
             prefix_len = self._insert_overlap(path, value, params)
         if matched == len(key):
             is_taken = self._finish(path[-1], params)
-        elif any(each.should_skip_leaf_creation(len(key), params) for each in self._components):
+        elif self._components and any(each.should_skip_leaf_creation(len(key), params) for each in self._components):
             self._device.free(value[max(matched, params.prev_prefix_len) :])
             key, is_taken = key[:matched], False
         else:
