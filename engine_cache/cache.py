@@ -38,7 +38,6 @@ from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.requests import Requests
-from engine_cache.rules import Rules
 from engine_cache.sanity import check_tree
 from engine_cache.storage.base import HiCacheStorage, PoolName
 from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation, StoragePolicy
@@ -53,6 +52,7 @@ from engine_cache.tree.key import RadixKey
 from engine_cache.tree.node import TreeNode
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray, no_indices
+from engine_cache.variants import CacheVariant
 from engine_cache.walks import Walks
 from kv_events.errors import InvalidValueError, check_type
 from kv_events.hashing import namespace_seed
@@ -69,14 +69,12 @@ def salted_seed(extra_key: str) -> int:
 
 
 class TreeCache(KVCacheEventMixin, BasePrefixCache):
-    """Common implementation of all caches.
-
-    page_size: units per page. allocator: frees the rows of evicted and duplicate pages; None leaves them to the caller.
-    components: the kinds of state besides Full KV, for this cache alone. req_to_token_pool: rows of running requests.
-    eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys are converted to bigrams. disable: nothing is cached
-    and every result is empty. seed_of_extra_key: returns the seed of a namespace's local hashes.
-    enable_kv_cache_events, emit_group_events: record what `take_events` and `take_group_events` return.
-    """
+    """Common implementation of all caches. page_size: units per page. allocator: frees the rows of evicted and
+    duplicate pages; None leaves them to the caller. components: the kinds of state besides Full KV, for this cache
+    alone. req_to_token_pool: rows of running requests. eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys
+    are converted to bigrams. disable: nothing is cached and every result is empty. seed_of_extra_key: returns the seed
+    of a namespace's local hashes. enable_kv_cache_events, emit_group_events: record what `take_events` and
+    `take_group_events` return."""
 
     def __init__(
         self,
@@ -84,7 +82,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         page_size: int,
         allocator: PagedTokenToKVPoolAllocator | SWATokenToKVPoolAllocator | None,
         components: Sequence[AuxiliaryComponent] = (),
-        rules: Rules,
+        variant: CacheVariant,
         req_to_token_pool: ReqToTokenPool | None = None,
         eviction_policy: str = "lru",
         enable_kv_cache_events: bool = False,
@@ -107,21 +105,20 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.req_to_token_pool = req_to_token_pool
         self.is_eagle = is_eagle
         self.disable = disable
-        self.rules = rules
+        self.variant = variant
         self.auxiliaries = tuple(components)
-        """The kinds of state besides Full KV."""
         self.event_groups = tuple(component.event_group for component in components)
         groups = self.event_groups if emit_group_events else ()
         self.events = EventRecorder(
             page_size, enabled=enable_kv_cache_events, groups=groups, seed_of_extra_key=seed_of_extra_key
         )
-        policy, copies_hits = find_policy(eviction_policy), rules.split_copies_hits
+        policy, copies_hits = find_policy(eviction_policy), variant.split_copies_hits
         self.tree = RadixTree(
             page_size, policy, is_eagle=is_eagle, has_states=bool(components), split_copies_hits=copies_hits
         )
         for component in components:
             component.attach(self.tree, self.events)
-        self.device = DeviceTier(self.tree, self.events, allocator, self.auxiliaries, rules)
+        self.device = DeviceTier(self.tree, self.events, allocator, self.auxiliaries, variant)
         self.host: HostTier | None = None
         """None if the device is the only tier."""
         self.store: StorageTier | None = None
@@ -187,16 +184,18 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     def insert(self, params: InsertParams) -> InsertResult:
         if self.disable:
-            return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
+            return InsertResult(0, mamba_exist=self.variant.frees_duplicates)
         key, value = self._whole_pages(params.key, params.value)
         return self._walks.insert(key, value, params)
 
     def evict(self, params: EvictParams) -> EvictResult:
         full, before = self.tree.evictable_size, {each.pool: each.device_size for each in self.auxiliaries}
         self._evictor.evict_leaves(params.num_tokens)
+        if not self.auxiliaries:
+            return EvictResult(full - self.tree.evictable_size)
         for each in self.auxiliaries:
             requested = params.mamba_num if each.pool is PoolName.MAMBA else params.swa_num_tokens
-            num_freed = (before[each.pool] - each.device_size) * self.rules.shares_eviction
+            num_freed = (before[each.pool] - each.device_size) * self.variant.shares_eviction
             self._evictor.evict_component(each, requested - num_freed)
         freed = {each.pool: before[each.pool] - each.device_size for each in self.auxiliaries}
         return EvictResult(full - self.tree.evictable_size, freed.get(PoolName.MAMBA, 0), freed.get(PoolName.SWA, 0))
@@ -296,15 +295,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return None if self.host is None else self.host.loads.load(node, mem_quota, req)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
-        """Load back a match if it is large enough.
-
-        Returns the rows that KV received, and the deepest node from which the request can continue now, in what remains
-        of the match. With recurrent states, `device_indices` may extend beyond that node; the request keeps the rows up
-        to it.
-
-        Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there is no
-        slot for the state that the request starts from.
-        """
+        """Load back a match if it is large enough. Returns the rows that KV received, and the deepest node from which
+        the request can continue now, in what remains of the match. With recurrent states, `device_indices` may extend
+        beyond that node; the request keeps the rows up to it. Raises CacheStateError for a node of another tree or from
+        before a reset, and PoolExhaustedError if there is no slot for the state that the request starts from."""
         node, states = params.best_match_node, self.states
         lacking = node if states is None else states.data(node)
         if lacking.value is None and lacking.host_value is not None:
@@ -405,14 +399,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         extra_key: str | None = None,
     ) -> None:
         """Start to fetch the pages of `new_input_tokens`, which continue the prefix of `last_host_node`.
-
         last_host_node: from the result of a match. extra_key: the namespace, if the node is the root. last_hash: the
-        node's last block hash, computed by default.
-
-        Does nothing without a backend, for too few units, above the rate limit, without room on the host, or if the
-        node has lost its host copy. Raises InvalidValueError for a second prefetch of a request, and if extra_key or
-        last_hash does not fit the node.
-        """
+        node's last block hash, computed by default. Does nothing without a backend, for too few units, above the rate
+        limit, without room on the host, or if the node has lost its host copy. Raises InvalidValueError for a second
+        prefetch of a request, and if extra_key or last_hash does not fit the node."""
         if req_id in self.ongoing_prefetch:
             raise InvalidValueError("req_id", req_id, "a request without a prefetch in flight")
         is_root = last_host_node is self.tree.root

@@ -27,8 +27,6 @@ from kv_events.errors import InvalidValueError
 
 
 class RequestCache(Protocol):
-    """The parts of a cache that requests use."""
-
     disable: bool
     req_to_token_pool: ReqToTokenPool | None
 
@@ -49,12 +47,9 @@ class Requests:
         self._states = states
 
     def unfinished(self, req: Request, *, chunked: bool) -> None:
-        """Share the pages that a running request has computed.
-
-        With recurrent states, the shared part ends at a state of the request, and the tree receives a copy of that
-        state. Nothing is shared if there is no slot for the copy, or if the request's sliding window has moved beyond
-        these rows.
-        """
+        """Share the pages that a running request has computed. With recurrent states, the shared part ends at a state
+        of the request, and the tree receives a copy of that state. Nothing is shared if there is no slot for the copy,
+        or if the request's sliding window has moved beyond these rows."""
         rows = self._rows(req)
         req.prefix_indices = rows
         key, slot = self._shareable(req)
@@ -74,10 +69,8 @@ class Requests:
         req.mamba_last_track_seqlen = None
 
     def finished(self, req: Request, *, is_insert: bool) -> None:
-        """End a request: insert its whole pages, free its other rows and release its lock.
-
-        With recurrent states, the inserted part ends at a state of the request, which is inserted as well.
-        """
+        """End a request: insert its whole pages, free its other rows and release its lock. With recurrent states, the
+        inserted part ends at a state of the request, which is inserted as well."""
         rows = self._rows(req)
         own_from, given = req.cache_protected_len, None
         key, slot = self._shareable(req) if is_insert else (None, None)
@@ -92,11 +85,8 @@ class Requests:
 
     def copy_on_write(self, req: Request, state: IndexArray | None, needed: Sequence[TreeNode]) -> None:
         """Set the state that the request starts from (None if there is none) and the request's own slot for a copy of
-        it.
-
-        needed: nodes that must not be evicted to make room for the slot. Raises PoolExhaustedError if no slot can be
-        freed.
-        """
+        it. needed: nodes that must not be evicted to make room for the slot. Raises PoolExhaustedError if no slot can
+        be freed."""
         assert self._states is not None
         req.mamba_cow_src_index = None
         if state is None:
@@ -128,12 +118,11 @@ class Requests:
         own_from, evicted = req.cache_protected_len, min(req.swa_evicted_seqlen, len(key))
         params = InsertParams(key, rows[: len(key)], chunked, req.priority, slot, own_from, evicted)
         result = self._cache.insert(params)
-        if not self._device.rules.frees_duplicates:
+        if not self._device.variant.frees_duplicates:
             self._device.free(rows[own_from : result.prefix_len])
         return result
 
     def _share_rows(self, req: Request, key: RadixKey, rows: IndexArray) -> None:
-        """Let the request use the tree's rows of `key`, which was just inserted, and lock their last node for it."""
         path, length = self._tree.descend(key)
         own_from = req.cache_protected_len
         shared = np.concatenate([rows[:0], *(node.value for node in path if node.value is not None)])
@@ -151,11 +140,9 @@ class Requests:
             req.last_node, req.lock_params = lock.node, lock.to_dec_params()
 
     def _shareable(self, req: Request) -> tuple[RadixKey, IndexArray | None]:
-        """Return the longest prefix that the tree can use, in whole pages.
-
-        With recurrent states, the prefix ends at a state of the request, whose slot is returned. The prefix is empty if
-        there is no such state, or if its end cannot be hashed yet because the last token pair is incomplete.
-        """
+        """Return the longest prefix that the tree can use, in whole pages. With recurrent states, the prefix ends at a
+        state of the request, whose slot is returned. The prefix is empty if there is no such state, or if its end
+        cannot be hashed yet because the last token pair is incomplete."""
         if self._states is None:
             return self._cache.whole_pages(RadixKey(req.token_ids, req.extra_key)), None
         field, length, slot = "mamba_pool_idx", len(req.token_ids), req.mamba_pool_idx

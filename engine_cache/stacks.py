@@ -33,10 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class TieredCache(Protocol):
-    """What a builder requires of a cache."""
-
-    def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
-        """Attach a storage backend to a cache without one. Raises if that fails."""
+    def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None: ...
 
 
 CacheT = TypeVar("CacheT", bound=TieredCache)
@@ -57,8 +54,6 @@ class HostTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Description of one kind of state. Its `PoolEntry` is built from it."""
-
     name: PoolName
     make_host_pool: Callable[..., Any]
     """Class of the host pool. Called with the device pool, the anchor's host pool if rows are shared, and options."""
@@ -70,8 +65,6 @@ class PoolSpec:
 
 
 class StackOptions(TypedDict, total=False):
-    """Further parts of a stack."""
-
     config: HostTierConfig
     make_engine: Callable[[], CopyEngine]
     """Defaults to CUDA streams, or threads for other devices."""
@@ -184,11 +177,8 @@ def build_hybrid_stack(
     specs: Sequence[PoolSpec], make_cache: Callable[[HybridCacheController], CacheT], **options: Unpack[StackOptions]
 ) -> HybridStack[CacheT]:
     """Build the host pools of all specs (the first is the anchor's), a copy engine, a controller and the cache, and
-    attach a storage backend.
-
-    The memory of all pools is checked together before any is allocated. Raises StackError with the name of the failed
-    step and its cause; nothing stays open or allocated then.
-    """
+    attach a storage backend. The memory of all pools is checked together before any is allocated. Raises StackError
+    with the name of the failed step and its cause; nothing stays open or allocated then."""
     config = options.get("config", HostTierConfig())
     step = "host pools"
     with ExitStack() as opened:
@@ -236,7 +226,6 @@ def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitS
 
 
 def _planned_host_pool(spec: PoolSpec, anchor: PoolEntry | None, config: HostTierConfig) -> HostPool:
-    """Create a host pool without allocating its tensors."""
     size: dict[str, Any] = {"ratio": config.ratio}
     if anchor is None:
         size["host_size_gb"] = config.host_size_gb

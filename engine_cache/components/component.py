@@ -64,11 +64,8 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
-        """Create a validator for one match.
-
-        The validator is called with every node of the path, root side first, and returns whether a match can end there.
-        match_device_only: ignore data on the host.
-        """
+        """Create a validator for one match. The validator is called with every node of the path, root side first, and
+        returns whether a match can end there. match_device_only: ignore data on the host."""
 
 
 class FullComponent(TreeComponent):
@@ -81,11 +78,8 @@ class FullComponent(TreeComponent):
 
 
 class AuxiliaryComponent(TreeComponent):
-    """A kind whose data is stored beside Full KV.
-
-    Each tier has a list of nodes in order of use: nodes with data on the device, and nodes whose data can be evicted
-    from the host.
-    """
+    """A kind whose data is stored beside Full KV. Each tier has a list of nodes in order of use: nodes with data on the
+    device, and nodes whose data can be evicted from the host."""
 
     pool: ClassVar[PoolName]
     eviction_priority: ClassVar[int]
@@ -107,14 +101,12 @@ class AuxiliaryComponent(TreeComponent):
     """The pools of this kind. Set only with a host tier."""
 
     def attach(self, tree: RadixTree, events: EventRecorder) -> None:
-        """Join an empty tree."""
         self.tree = tree
         self.events = events
         self.clear()
         tree.observe(self)
 
     def clear(self) -> None:
-        """Drop all nodes."""
         self.device_lru_list: LruOrder = OrderedDict()
         self.host_lru_list: LruOrder = OrderedDict()
         self.evictable_size = 0
@@ -124,7 +116,6 @@ class AuxiliaryComponent(TreeComponent):
 
     @property
     def device_size(self) -> int:
-        """Device rows in the tree."""
         return self.evictable_size + self.protected_size
 
     def data(self, node: TreeNode) -> ComponentData:
@@ -203,20 +194,17 @@ class AuxiliaryComponent(TreeComponent):
         return data.host_value is not None and data.pending_id is None
 
     def is_on_host_list(self, node: TreeNode) -> bool:
-        """Return whether the node belongs in `host_lru_list`."""
         data = self.data(node)
         is_free = data.host_value is not None and data.host_lock_ref == 0
         return is_free and (data.value is None or self.lists_host_copies)
 
     def update_host_list(self, node: TreeNode) -> None:
-        """Update `host_lru_list` after a change of the node."""
         if self.is_on_host_list(node):
             self.host_lru_list.setdefault(node)
         else:
             self.host_lru_list.pop(node, None)
 
     def touched(self, path: Sequence[TreeNode]) -> None:
-        """Mark nodes, parents first, as used."""
         for listed in (self.device_lru_list, self.host_lru_list):
             if listed:
                 for node in path:
@@ -237,7 +225,6 @@ class AuxiliaryComponent(TreeComponent):
         return NODE_LOCK
 
     def release(self, node: TreeNode, ticket: LockTicket) -> None:
-        """Undo one `acquire` of the node."""
         self.unlock(node)
 
     def acquire_host(self, node: TreeNode) -> LockTicket | None:
@@ -248,7 +235,6 @@ class AuxiliaryComponent(TreeComponent):
         return NODE_LOCK
 
     def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
-        """Undo one `acquire_host` of the node."""
         self.unlock_host(node)
 
     def lock(self, node: TreeNode) -> None:
@@ -260,7 +246,6 @@ class AuxiliaryComponent(TreeComponent):
             self.protected_size += len(data.value)
 
     def unlock(self, node: TreeNode) -> None:
-        """Undo one `lock` of the node."""
         data = self.data(node)
         assert data.lock_ref > 0, f"node {node.id} unlocked with lock_ref 0 of {self.kind.name}"
         data.lock_ref -= 1
@@ -274,7 +259,6 @@ class AuxiliaryComponent(TreeComponent):
         self.update_host_list(node)
 
     def unlock_host(self, node: TreeNode) -> None:
-        """Undo one `lock_host` of the node."""
         data = self.data(node)
         assert data.host_lock_ref > 0, f"node {node.id} unlocked with host_lock_ref 0 of {self.kind.name}"
         data.host_lock_ref -= 1
@@ -294,10 +278,8 @@ class AuxiliaryComponent(TreeComponent):
         return False
 
     def update_on_overlap(self, node: TreeNode, start: int, params: InsertParams) -> None:
-        """Handle an insert over a node that is on the device.
-
-        start: units of the key before the node. The Full rows of `params` for the node are freed afterwards.
-        """
+        """Handle an insert over a node that is on the device. start: units of the key before the node. The Full rows of
+        `params` for the node are freed afterwards."""
 
     def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:
         """Handle a node that received Full rows from the caller: a new leaf, or a node that was evicted."""
@@ -330,9 +312,7 @@ class AuxiliaryComponent(TreeComponent):
     @abstractmethod
     def prefetch_transfer(self, start_node: TreeNode, num_pages: int) -> PoolTransfer | None:
         """Return the transfer that accompanies a prefetch of `num_pages` pages below the start node, without host rows.
-
-        It has one key for each page of this kind. Returns None if no match could use the fetched pages.
-        """
+        It has one key for each page of this kind. Returns None if no match could use the fetched pages."""
 
     @abstractmethod
     def commit_prefetch(self, end: TreeNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
@@ -348,11 +328,8 @@ def least_recent_first(listed: LruOrder) -> Iterator[TreeNode]:
 
 
 def num_accepted(nodes: Sequence[TreeNode], validators: Sequence[MatchValidator]) -> int:
-    """Return the number of leading nodes up to the deepest one that all validators accept.
-
-    Every validator is called with every node, even after another validator has refused it, because validators may
-    count.
-    """
+    """Return the number of leading nodes up to the deepest one that all validators accept. Every validator is called
+    with every node, even after another validator has refused it, because validators may count."""
     deepest = 0
     for position, node in enumerate(nodes, 1):
         verdicts = [accepts(node) for accepts in validators]

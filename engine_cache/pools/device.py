@@ -18,8 +18,6 @@ INDEX_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The common properties of all device pools."""
-
     size: int
     """Rows that can be allocated; the tensors have `size + page_size`."""
     page_size: int
@@ -38,7 +36,6 @@ class PoolShape:
         return [torch.zeros((rows, *row_shape), dtype=self.dtype, device=self.device) for _ in range(self.layer_num)]
 
     def rows(self, indices: IndexArray) -> torch.Tensor:
-        """Return the index array as a tensor on the pool's device."""
         return torch.from_numpy(indices).to(self.device)
 
 
@@ -51,11 +48,12 @@ class MHATokenToKVPool:
         self.v_buffer = shape.buffers(head_num, head_dim)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's tensors, without a copy."""
         return self.k_buffer[layer_id], self.v_buffer[layer_id]
 
-    def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write one row per token. k, v: `(len(indices), head_num, head_dim)`."""
+    def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
+        """Write one row per token. k, v: `(len(indices), head_num, head_dim)`, both required."""
+        if v is None:
+            raise InvalidValueError("v", None, "a tensor beside k")
         rows = self.shape.rows(indices)
         self.k_buffer[layer_id][rows] = k.to(self.shape.dtype)
         self.v_buffer[layer_id][rows] = v.to(self.shape.dtype)
@@ -70,21 +68,22 @@ class MLATokenToKVPool:
         self.kv_buffer = shape.buffers(1, self.kv_cache_dim)
 
     def get_kv_buffer(self, layer_id: int) -> torch.Tensor:
-        """Return the layer's tensor, without a copy."""
         return self.kv_buffer[layer_id]
 
-    def set_kv_buffer(self, layer_id: int, indices: IndexArray, kv: torch.Tensor) -> None:
-        """Write one row per token. kv: `(len(indices), 1, kv_cache_dim)`."""
+    def set_kv_buffer(
+        self, layer_id: int, indices: IndexArray, kv: torch.Tensor, v: torch.Tensor | None = None
+    ) -> None:
+        """Write one row per token. kv: `(len(indices), 1, kv_cache_dim)`. v: None, there are no values beside it."""
+        if v is not None:
+            raise InvalidValueError("v", type(v).__name__, "None")
         self.kv_buffer[layer_id][self.shape.rows(indices)] = kv.to(self.shape.dtype)
 
 
 class NSATokenToKVPool(MLATokenToKVPool):
     """The MLA pool of a model with sparse attention, in which each layer also has an index of its tokens.
-
     `index_k_with_scale_buffer`: uint8 `((size + page_size + 1) // page_size, page_size * (index_head_dim + 4 *
     index_head_dim // 128))` for each layer. A page contains the keys of all its tokens, then their scales, one float32
-    for 128 values of a key. index_head_dim: bytes of a key, a multiple of 128.
-    """
+    for 128 values of a key. index_head_dim: bytes of a key, a multiple of 128."""
 
     def __init__(
         self, shape: PoolShape, kv_lora_rank: int, qk_rope_head_dim: int, *, index_head_dim: int = INDEX_BLOCK
@@ -100,16 +99,13 @@ class NSATokenToKVPool(MLATokenToKVPool):
         ]
 
     def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
-        """Return the layer's tensor, without a copy."""
         return self.index_k_with_scale_buffer[layer_id]
 
     def set_index_k_with_scale(
         self, layer_id: int, indices: IndexArray, keys: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """Write one key and its scales for each token.
-
-        keys: one-byte dtype `(len(indices), index_head_dim)`. scales: float32 `(len(indices), index_head_dim // 128)`.
-        """
+        """Write one key and its scales for each token. keys: one-byte dtype `(len(indices), index_head_dim)`. scales:
+        float32 `(len(indices), index_head_dim // 128)`."""
         held, keys_end = self.index_k_with_scale_buffer[layer_id], self.shape.page_size * self.index_head_dim
         rows = self.shape.rows(indices)
         page, row = rows // self.shape.page_size, rows % self.shape.page_size
@@ -121,24 +117,3 @@ class NSATokenToKVPool(MLATokenToKVPool):
 def index_pages(size: int, page_size: int) -> int:
     """Return the number of pages of an index over `size` rows, at least one more than the rows need."""
     return (size + page_size + 1) // page_size
-
-
-def write_rows(
-    pool: MHATokenToKVPool | MLATokenToKVPool,
-    layer_id: int,
-    indices: IndexArray,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-) -> None:
-    """Call `set_kv_buffer` of a pool of either kind.
-
-    v: None exactly for an MLA pool, where `k` is the compressed KV. Raises InvalidValueError otherwise.
-    """
-    match pool, v:
-        case MLATokenToKVPool(), None:
-            pool.set_kv_buffer(layer_id, indices, k)
-        case MHATokenToKVPool(), torch.Tensor():
-            pool.set_kv_buffer(layer_id, indices, k, v)
-        case _:
-            wanted = "None" if isinstance(pool, MLATokenToKVPool) else "a tensor beside k"
-            raise InvalidValueError("v", type(v).__name__, wanted)

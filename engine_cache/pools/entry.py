@@ -65,7 +65,6 @@ class PoolEntry:
     """Whether the pool uses the anchor's rows, which are allocated and freed with the anchor's pages."""
 
     def local_layer(self, layer: int) -> int | None:
-        """Return the pool's layer for a layer of the model."""
         return layer if self.layer_mapper is None else self.layer_mapper(layer)
 
     def alloc_host(self, num_rows: int) -> IndexArray | None:
@@ -73,16 +72,13 @@ class PoolEntry:
         return _alloc_or_evict(self.host_pool, self.host_evict_fn, num_rows)
 
     def alloc_device(self, num_rows: int) -> IndexArray | None:
-        """Allocate device rows, after an eviction if necessary. None if there is no room."""
         return _alloc_or_evict(self.device_allocator, self.device_evict_fn, num_rows)
 
 
 class HostPoolGroup:
     """The pools of one model. `size`, `page_size`, `layout`, `alloc`, `free` and `available_size` are the anchor's.
-
     Raises InvalidValueError unless there is exactly one anchor and each name occurs once, and for a pool that shares
-    the anchor's rows but has other pages.
-    """
+    the anchor's rows but has other pages."""
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:
         listed = list(entries)
@@ -109,7 +105,6 @@ class HostPoolGroup:
         return cls((anchor, *sidecars))
 
     def clear(self) -> None:
-        """Free all rows of all pools."""
         for entry in self.entries.values():
             entry.host_pool.clear()
 

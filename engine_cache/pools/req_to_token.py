@@ -9,10 +9,8 @@ from kv_events.errors import InvalidValueError
 
 
 class ReqToTokenPool:
-    """One line of row numbers for each request in progress.
-
-    size: maximum number of concurrent requests. max_context_len: maximum number of tokens of a request.
-    """
+    """One line of row numbers for each request in progress. size: maximum number of concurrent requests.
+    max_context_len: maximum number of tokens of a request."""
 
     def __init__(self, size: int, max_context_len: int) -> None:
         self.max_context_len = max_context_len
@@ -20,7 +18,6 @@ class ReqToTokenPool:
         self._free = list(range(size - 1, -1, -1))
 
     def available_size(self) -> int:
-        """Number of further requests that can be accepted."""
         return len(self._free)
 
     def alloc(self) -> int | None:
@@ -28,7 +25,6 @@ class ReqToTokenPool:
         return self._free.pop() if self._free else None
 
     def free(self, req_pool_idx: int) -> None:
-        """Free a line."""
         self._free.append(req_pool_idx)
 
     def read(self, req_pool_idx: int, length: int) -> IndexArray:

@@ -30,7 +30,6 @@ class SWATokenToKVPoolAllocator:
         self._debug = settings.CHECK_FREES
 
     def clear(self) -> None:
-        """Free all pages."""
         self.full.clear()
         self.swa.clear()
         self.full_to_swa_index_mapping[:] = 0
@@ -41,9 +40,7 @@ class SWATokenToKVPoolAllocator:
 
     def alloc(self, need_size: int) -> IndexArray | None:
         """Allocate full rows, page by page, each with an SWA row. Returns None if too few rows of either kind are free.
-
-        Raises InvalidValueError unless the number is a multiple of the page size.
-        """
+        Raises InvalidValueError unless the number is a multiple of the page size."""
         full_indices = self.full.alloc(need_size)
         if full_indices is None:
             return None

@@ -120,11 +120,9 @@ class ZeroCopyHostPool(PagedHostPool, Protocol):
 
 
 class HiCacheStorage(abc.ABC):
-    """Storage of pages behind the host tier.
-
-    Methods may be called from several threads at once. They raise InvalidValueError for a pool that is not registered
-    and for invalid keys or keys that do not match the indices, and StorageClosedError after `close()`.
-    """
+    """Storage of pages behind the host tier. Methods may be called from several threads at once. They raise
+    InvalidValueError for a pool that is not registered and for invalid keys or keys that do not match the indices, and
+    StorageClosedError after `close()`."""
 
     medium: ClassVar[StorageMedium]
     """Medium of the pages in events."""
@@ -184,9 +182,7 @@ class HiCacheStorage(abc.ABC):
 
     def batch_exists_v2(self, keys: Sequence[str], transfers: Iterable[PoolTransfer]) -> PoolTransferResult:
         """Return how much of the prefix `keys` is usable with the sidecar pools of `transfers`, by their hit policies.
-
-        Of a transfer, only name, policy and number of keys are used: its pages are those of `keys`.
-        """
+        Of a transfer, only name, policy and number of keys are used: its pages are those of `keys`."""
         usable = self.batch_exists(keys)
         found = []
         for transfer in transfers:
@@ -203,9 +199,7 @@ class HiCacheStorage(abc.ABC):
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: IndexArray) -> list[bool]:
         """Read KV pages into the host pool. Return whether each was read; the content of other pages is undefined.
-
-        host_indices: int64[len(keys) * page_size], rows page by page.
-        """
+        host_indices: int64[len(keys) * page_size], rows page by page."""
         pool, rows = self._pages(PoolName.KV, keys, host_indices)
         return self._read(PoolName.KV, pool, keys, rows)
 
@@ -223,12 +217,10 @@ class HiCacheStorage(abc.ABC):
         return self._by_pool(self._write, transfers)
 
     def is_held(self, key: str) -> bool:
-        """Return whether the backend holds this KV page, according to its own records, without a lookup.
-
-        Storage events are derived from this and `take_removed`, on the tree's thread: an acknowledged page is announced
-        if it is held and was not announced before; announced pages in `take_removed()` are withdrawn. The announced
-        pages therefore converge to the held ones, however writes, evictions and acknowledgements interleave.
-        """
+        """Return whether the backend holds this KV page, according to its own records, without a lookup. Storage events
+        are derived from this and `take_removed`, on the tree's thread: an acknowledged page is announced if it is held
+        and was not announced before; announced pages in `take_removed()` are withdrawn. The announced pages therefore
+        converge to the held ones, however writes, evictions and acknowledgements interleave."""
         self._check_open()
         return key in self._held
 

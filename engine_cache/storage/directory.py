@@ -38,13 +38,10 @@ _MAX_FAILED_EVICTIONS = 4  # per page; a file that cannot be removed is retried 
 
 class DirectoryStorage(HiCacheStorage):
     """Keeps at most `capacity_bytes` of pages in `folder`, which is created if missing, and evicts the least recently
-    used ones.
-
-    Files of the same identity that are there already are taken over, oldest first. Several storages may share a folder:
-    they read each other's pages, and each counts the files it found when it was opened, wrote or read since. Raises
-    InvalidValueError, and OSError if the folder cannot be created or listed. Later disk errors are logged, and the
-    pages concerned are False.
-    """
+    used ones. Files of the same identity that are there already are taken over, oldest first. Several storages may
+    share a folder: they read each other's pages, and each counts the files it found when it was opened, wrote or read
+    since. Raises InvalidValueError, and OSError if the folder cannot be created or listed. Later disk errors are
+    logged, and the pages concerned are False."""
 
     medium: ClassVar[StorageMedium] = StorageMedium.DISK
 
@@ -96,8 +93,6 @@ class DirectoryStorage(HiCacheStorage):
         super()._register(name, pool)
         self._file_bytes[name] = needed
 
-    # --- pages -------------------------------------------------------------------------------------------------------
-
     def _present(self, name: PoolName, keys: Sequence[str]) -> Iterator[bool]:
         return (self._is_there(self._file_name(name, key), self._file_bytes[name]) for key in keys)
 
@@ -147,7 +142,6 @@ class DirectoryStorage(HiCacheStorage):
         return True
 
     def _load(self, file_name: str, data: memoryview) -> bool:
-        """Read the file's page into `data`. False if the file is missing or damaged."""
         checksum = bytearray(_CHECKSUM_BYTES)
         file_bytes = len(data) + _CHECKSUM_BYTES
         try:
@@ -192,8 +186,6 @@ class DirectoryStorage(HiCacheStorage):
                 unfinished.unlink(missing_ok=True)
             return False
         return True
-
-    # --- what is held ------------------------------------------------------------------------------------------------
 
     def _reserve(self, num_bytes: int, keep: Collection[str] = ()) -> bool:
         with self._lock:

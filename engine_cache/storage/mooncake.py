@@ -47,8 +47,6 @@ class _Objects:
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """A registered pool."""
-
     pool: ZeroCopyHostPool
     buffers: list[torch.Tensor]
     name_ends: list[str]
@@ -57,12 +55,10 @@ class _Registered:
 
 
 class MooncakeStorage(HiCacheStorage):
-    """One rank's view of a Mooncake store. Host pools must not have the layout `layer_first`.
-
-    client: closed together with the storage. Raises what `MooncakeClient` raises. While the store is unreachable, reads
-    and writes return False and its pages are withdrawn; it is used again when it is back. A call returns within the
-    client's time limit, or within a minute if a machine that lends memory hangs.
-    """
+    """One rank's view of a Mooncake store. Host pools must not have the layout `layer_first`. client: closed together
+    with the storage. Raises what `MooncakeClient` raises. While the store is unreachable, reads and writes return False
+    and its pages are withdrawn; it is used again when it is back. A call returns within the client's time limit, or
+    within a minute if a machine that lends memory hangs."""
 
     medium: ClassVar[StorageMedium] = StorageMedium.EXTERNAL
 
@@ -142,8 +138,6 @@ class MooncakeStorage(HiCacheStorage):
             if buffer.data_ptr() not in kept:
                 self._client.unregister(buffer.data_ptr())
 
-    # --- pages -------------------------------------------------------------------------------------------------------
-
     def _present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
         return [bool(there) for there in self._look(name, keys)]
 
@@ -183,18 +177,13 @@ class MooncakeStorage(HiCacheStorage):
             self._held.hold(compress(keys, before), moment)
             self._hold_seen([key for key, was, now in zip(keys, before, done, strict=True) if now and not was])
         self._count(
-            num_already_stored=sum(before),
-            num_written=sum(done) - sum(before),
-            num_failed_writes=len(done) - sum(done),
+            num_already_stored=sum(before), num_written=sum(done) - sum(before), num_failed_writes=len(done) - sum(done)
         )
         return done
 
     def _hold_seen(self, keys: Sequence[str]) -> None:
-        """Hold the pages that a lookup finds.
-
-        A put also succeeds for a page that another engine is still writing and may never finish, so its success is not
-        sufficient. The lookup is repeated if everything was lost during it.
-        """
+        """Hold the pages that a lookup finds. A put also succeeds for a page that another engine is still writing and
+        may never finish, so its success is not sufficient. The lookup is repeated if everything was lost during it."""
         for _ in range(_MOST_LOOKS):
             moment = self._held.moment
             seen = self._whole_pages(PoolName.KV, self._client.exist(self._names(PoolName.KV, keys)))
@@ -207,8 +196,6 @@ class MooncakeStorage(HiCacheStorage):
         if unclear:
             text = f"the Mooncake store of master {self._client.address} gave no answer for {unclear} pages"
             raise StorageUnreachableError(text)
-
-    # --- objects -----------------------------------------------------------------------------------------------------
 
     def _names(self, name: PoolName, keys: Sequence[str]) -> list[str]:
         prefix, ends = self._identity.prefix, self._known(name).name_ends

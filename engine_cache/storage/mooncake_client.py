@@ -69,13 +69,10 @@ class MasterState(Enum):
 
 
 class MooncakeClient:
-    """Connects in its constructor. Any thread.
-
-    tp_size: ranks that share the memory of the settings. Raises StorageUnreachableError if the store cannot be reached
-    or accepts no object, InvalidValueError for a segment size that it rejects, and StorageClosedError after `close()`.
-
-    While the master is unreachable, calls write nothing and report every object as unknown. `probe` reconnects.
-    """
+    """Connects in its constructor. Any thread. tp_size: ranks that share the memory of the settings. Raises
+    StorageUnreachableError if the store cannot be reached or accepts no object, InvalidValueError for a segment size
+    that it rejects, and StorageClosedError after `close()`. While the master is unreachable, calls write nothing and
+    report every object as unknown. `probe` reconnects."""
 
     def __init__(self, settings: MooncakeSettings, *, tp_size: int = 1) -> None:
         self.address = settings.mooncake_master
@@ -115,7 +112,6 @@ class MooncakeClient:
         return [_was_read(*each) for each in zip(codes, sizes, odd, strict=True)], odd
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove objects, even leased ones."""
         self._run(names, lambda: self._native.batch_remove(list(names), True))
 
     def remove_matching(self, pattern: str | None) -> None:
@@ -136,7 +132,6 @@ class MooncakeClient:
             self._registered.add(address)
 
     def unregister(self, address: int) -> None:
-        """Unregister memory."""
         with self._in_flight():
             self._native.unregister_buffer(address)
         with self._idle:
@@ -182,8 +177,6 @@ class MooncakeClient:
         self._ended = True
         return True
 
-    # --- the native client ------------------------------------------------------------------------------------------
-
     def _run(self, names: Sequence[str], call: Callable[[], list[int]]) -> list[int]:
         """Return one code per name. While the master is unreachable, no call is made and all codes are `_NO_MASTER`."""
         with self._in_flight():
@@ -201,10 +194,8 @@ class MooncakeClient:
         return codes
 
     def _is_odd(self, name: str, code: int, size: int) -> bool:
-        """Return whether an object whose read returned `code` has another length than requested.
-
-        The code for a longer object is also that of many other faults, so the store is queried for the length.
-        """
+        """Return whether an object whose read returned `code` has another length than requested. The code for a longer
+        object is also that of many other faults, so the store is queried for the length."""
         if code == size or (code < 0 and code != _BAD_ARGUMENTS):
             return False
         (length,) = self._run([name], lambda: [self._native.get_size(name)])
@@ -281,7 +272,6 @@ class MooncakeClient:
 
 
 def _was_read(code: int, size: int, is_odd: bool) -> bool | None:
-    """Convert a code to the result of `MooncakeClient.get`."""
     if code == size:
         return True
     return False if is_odd or code == _NOT_FOUND else None

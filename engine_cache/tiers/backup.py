@@ -90,8 +90,6 @@ class Backups:
         """Whether hits trigger backups. Hits are not counted with write-back."""
         return self.write_policy in _HITS_TO_BACK_UP
 
-    # --- begin ------------------------------------------------------------------------------------------------------
-
     def back_up_if_due(self, node: TreeNode) -> None:
         """Back up the data that a node has on the device only, if the node has enough hits."""
         if not self._is_due(node):
@@ -103,7 +101,7 @@ class Backups:
         if node.host_value is None:
             self.write(node)
         is_pending = node.write_through_pending_id is not None
-        if node.host_value is not None and not (is_pending and self._device.rules.late_states_wait):
+        if node.host_value is not None and not (is_pending and self._device.variant.late_states_wait):
             self.write_late(node)
 
     def _is_due(self, node: TreeNode) -> bool:
@@ -111,25 +109,20 @@ class Backups:
         return threshold is not None and node.hit_count >= threshold
 
     def write(self, node: TreeNode, write_back: bool = False) -> int:
-        """Start to copy a device node to the host. Returns its units, or 0 if the backup is refused.
-
-        A backup is refused if the host has no room or, except in a write-back, if the parent has no host copy. The node
-        stays locked until `writing_check`, except in a write-back.
-        """
+        """Start to copy a device node to the host. Returns its units, or 0 if the backup is refused. A backup is
+        refused if the host has no room or, except in a write-back, if the parent has no host copy. The node stays
+        locked until `writing_check`, except in a write-back."""
         parent = node.parent
         assert parent is not None
         if not write_back and parent.host_value is None and parent is not self._tree.root:
             above = [step for step in self._tree.path_to_root(node)[:0:-1] if step.host_value is None]
-            if not self._device.rules.backs_up_parents or not all(self._copy(step) for step in above):
+            if not self._device.variant.backs_up_parents or not all(self._copy(step) for step in above):
                 return 0
         return len(node.key) if self._copy(node, write_back=write_back) else 0
 
     def write_late(self, node: TreeNode) -> bool:
-        """Start to copy the data that arrived at a node after its KV was copied to the host.
-
-        Returns False if there is no such data or the host has no room. The node stays locked until `writing_check`. No
-        KV event is recorded.
-        """
+        """Start to copy the data that arrived at a node after its KV was copied to the host. Returns False if there is
+        no such data or the host has no room. The node stays locked until `writing_check`. No KV event is recorded."""
         return node.host_value is not None and bool(self._not_on_host(node)) and self._copy(node)
 
     def _not_on_host(self, node: TreeNode) -> list[AuxiliaryComponent]:
@@ -161,14 +154,11 @@ class Backups:
         self.ongoing[ack_id] = BackupOperation(node, lock, publish, [(each, node) for each in parts])
         return True
 
-    # --- end --------------------------------------------------------------------------------------------------------
-
     def writing_check(self, write_back: bool = False) -> None:
         """Process finished backups, oldest first. write_back: wait for all of them."""
         self._end_all(self._controller.finished_writes(wait=write_back))
 
     def wait_for(self, ack_id: int) -> None:
-        """Wait for a backup, and process it and the older ones."""
         self._end_all(self._controller.finished_writes(wait_for=ack_id))
 
     def _end_all(self, finished: list[Ack]) -> None:
@@ -207,11 +197,9 @@ class Backups:
             self.archiver.archive_node(node)
 
     def _drop_failed(self, failed: BackupOperation) -> None:
-        """Remove the host rows of a failed backup from its nodes, deepest first.
-
-        In write-through modes, the copies of all nodes below are removed as well. They cannot have been acknowledged
-        before the failed one, so no event has reported any of these copies.
-        """
+        """Remove the host rows of a failed backup from its nodes, deepest first. In write-through modes, the copies of
+        all nodes below are removed as well. They cannot have been acknowledged before the failed one, so no event has
+        reported any of these copies."""
         for component, node in failed.parts if not failed.publish else ():
             self._discard_part(component, node, failed)
         dropped = failed.publish
@@ -245,8 +233,6 @@ class Backups:
         component.data(node).pending_id = None
         component.unlock_host(node)
 
-    # --- changes of the tree ----------------------------------------------------------------------------------------
-
     def touched(self, path: Sequence[TreeNode]) -> None:
         """Do nothing: backups do not depend on the order of use."""
 
@@ -263,10 +249,8 @@ class Backups:
 
 
 def for_each(calls: Sequence[tuple[Any, ...]], action: Callable[..., None]) -> None:
-    """Call `action` with each of the argument lists, in order.
-
-    An exception does not stop the other calls. All exceptions are logged, and the first is raised at the end.
-    """
+    """Call `action` with each of the argument lists, in order. An exception does not stop the other calls. All
+    exceptions are logged, and the first is raised at the end."""
     failed: Exception | None = None
     for arguments in calls:
         try:

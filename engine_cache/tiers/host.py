@@ -33,12 +33,9 @@ _DRAIN_TIMEOUT_S = 30.0
 
 
 class HostTier:
-    """The host tier of one cache.
-
-    controller: moves the data. Its device allocators must be `allocator` and those of the components. Raises
-    InvalidValueError for others, a policy that is not in `WRITE_POLICIES`, a negative threshold, or a page size that
-    differs from a host pool's.
-    """
+    """The host tier of one cache. controller: moves the data. Its device allocators must be `allocator` and those of
+    the components. Raises InvalidValueError for others, a policy that is not in `WRITE_POLICIES`, a negative threshold,
+    or a page size that differs from a host pool's."""
 
     def __init__(
         self,
@@ -83,11 +80,8 @@ class HostTier:
         self.loads.clear()
 
     def evict_leaves(self, num_units: int) -> None:
-        """Evict device leaves in the order of the eviction policy until `num_units` are free or no leaf is left.
-
-        Nodes with a host copy stay on the host. Other nodes are backed up first (write-back) or deleted
-        (write-through).
-        """
+        """Evict device leaves in the order of the eviction policy until `num_units` are free or no leaf is left. Nodes
+        with a host copy stay on the host. Other nodes are backed up first (write-back) or deleted (write-through)."""
         tree, leaves, promised = self._tree, self._tree.device_leaves, 0
         before = tree.evictable_size
         looked_at: dict[TreeNode, None] = {}
@@ -113,11 +107,10 @@ class HostTier:
             self._restore_leaves(looked_at)
 
     def _make_room(self, num_units: int) -> None:
-        is_short = self.device.rules.evicts_shortage_only
+        is_short = self.device.variant.evicts_shortage_only
         self.evict_leaves(num_units - self._allocator.available_size() if is_short else num_units)
 
     def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
-        """Free device rows of one kind, least recently used first. Returns their number."""
         return self.device.evict_component(component, num_rows, self.evict_leaf)
 
     def evict_leaf(self, leaf: TreeNode) -> None:
@@ -134,10 +127,8 @@ class HostTier:
                 self._tree.update_leaf(node.parent)
 
     def _evict_or_wait(self, leaf: TreeNode, waiting: dict[TreeNode, None]) -> TreeNode | None:
-        """Evict the leaf, or add it to `waiting`. Returns the remaining node above it.
-
-        Returns None if the leaf stays because the host has no room.
-        """
+        """Evict the leaf, or add it to `waiting`. Returns the remaining node above it. Returns None if the leaf stays
+        because the host has no room."""
         parent = leaf.parent
         if leaf.host_value is None and self.backups.write_policy != "write_back":
             parent = self.device.delete_leaf(leaf)
@@ -160,11 +151,8 @@ class HostTier:
 
 
 class LoadBacks:
-    """The load-backs of one cache.
-
-    threshold: minimum number of KV units of a load. make_room: evicts until the given number of device units is free,
-    if possible. ids: supplies the numbers of transfers.
-    """
+    """The load-backs of one cache. threshold: minimum number of KV units of a load. make_room: evicts until the given
+    number of device units is free, if possible. ids: supplies the numbers of transfers."""
 
     def __init__(
         self,
@@ -188,17 +176,13 @@ class LoadBacks:
         self._ids = ids
 
     def clear(self) -> None:
-        """Drop all loads."""
         self.ongoing.clear()
         self._locks.clear()
 
     def load(self, node: TreeNode, mem_quota: int | None, req: Request | None) -> IndexArray | None:
         """Allocate device rows for an evicted node, its evicted ancestors and the states that a match at the node
-        needs.
-
-        The controller's `start_loading` fills them. Returns the KV rows, root side first. Returns None, and loads
-        nothing, if the load is too small, exceeds `mem_quota` units, or the device has no room.
-        """
+        needs. The controller's `start_loading` fills them. Returns the KV rows, root side first. Returns None, and
+        loads nothing, if the load is too small, exceeds `mem_quota` units, or the device has no room."""
         nodes = path_down(node, lambda step: step.value is None)
         extras = [transfer for each in self._components for transfer in each.load_transfers(node, req)]
         ancestor = nodes[0].parent if nodes else node
@@ -220,7 +204,7 @@ class LoadBacks:
     def _is_worth_loading(self, num_units: int, quota: int | None, extras: list[PoolTransfer]) -> bool:
         if not extras and num_units < self.threshold:
             return False
-        is_unlimited = bool(extras) and not self._device.rules.quota_covers_states
+        is_unlimited = bool(extras) and not self._device.variant.quota_covers_states
         return quota is None or num_units <= quota or is_unlimited
 
     def _load_or_evict(
@@ -268,7 +252,6 @@ class LoadBacks:
         self._locks[ack_id] = self._device.lock(node)
 
     def loading_check(self) -> None:
-        """Unlock the nodes whose load has finished. Raises TransferError after a failed load: reset the cache then."""
         finished = self._controller.finished_loads()
         for_each([(ack_id,) for ack in finished for ack_id in ack.ids], self._end)
 

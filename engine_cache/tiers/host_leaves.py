@@ -28,14 +28,12 @@ class HostLeaves:
         self._tree.host_leaves.discard(node)
 
     def release(self, node: TreeNode) -> None:
-        """Undo one `hold`."""
         assert node.host_ref_counter > 0, f"node {node.id} released with host_ref_counter 0"
         node.host_ref_counter -= 1
         self._tree.update_host_leaf(node)
 
     @contextmanager
     def held(self, node: TreeNode) -> Iterator[None]:
-        """Call `hold`, and `release` at the end of the block."""
         self.hold(node)
         try:
             yield
@@ -43,13 +41,12 @@ class HostLeaves:
             self.release(node)
 
     def free(self, rows: IndexArray) -> None:
-        """Return host rows to their pool."""
         if len(rows):
             self.pool.free(rows)
 
     def units_to_evict(self, num_units: int) -> int:
         """Return the number of units to evict to make room for `num_units`."""
-        return num_units - self.pool.available_size() if self._device.rules.evicts_shortage_only else num_units
+        return num_units - self.pool.available_size() if self._device.variant.evicts_shortage_only else num_units
 
     def evict(self, num_units: int) -> int:
         """Delete nodes that are on the host only, in the order of the eviction policy, until `num_units` rows are free
@@ -91,11 +88,8 @@ class HostLeaves:
         return self._tree.unlink(leaf)
 
     def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
-        """Free host rows of one kind, least recently used first. Returns their number.
-
-        A host leaf loses all its data. Any other node loses this kind and the kinds that cannot be used without it,
-        which is not an event.
-        """
+        """Free host rows of one kind, least recently used first. Returns their number. A host leaf loses all its data.
+        Any other node loses this kind and the kinds that cannot be used without it, which is not an event."""
         pool = component.entry.host_pool
         before = pool.available_size()
         for node in least_recent_first(component.host_lru_list):  # no other node loses this kind, as on the device

@@ -32,22 +32,16 @@ _RATE_LIMIT_SHARE = 0.8  # of the number of rows by which the host exceeds the d
 
 
 class StorageTier:
-    """A storage backend behind the host tier of a cache.
-
-    Raises InvalidValueError for pools without bytes and for a backend that another cache uses, and the errors of the
-    backend if it refuses the pools. In these cases no pool is registered.
-    """
+    """A storage backend behind the host tier of a cache. Raises InvalidValueError for pools without bytes and for a
+    backend that another cache uses, and the errors of the backend if it refuses the pools. In these cases no pool is
+    registered."""
 
     def __init__(self, host: HostTier, backend: HiCacheStorage, policy: StoragePolicy) -> None:
         self.ongoing_archives: dict[ArchiveOperation, TreeNode] = {}
         self.ongoing_prefetches: dict[str, PrefetchOperation] = {}
-        """Prefetches by request."""
         self.archive_tokens_occupied = 0
-        """Units on the host that must stay there until they are archived."""
         self.prefetch_tokens_occupied = 0
-        """Units on the host that belong to prefetches."""
         self.num_skipped_archives = 0
-        """Number of nodes that were not archived because too many host rows were waiting for it."""
         self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that the backend holds
         self._host = host
         self._leaves = host.leaves
@@ -71,10 +65,8 @@ class StorageTier:
         self.io.reset()
 
     def detach(self) -> str | None:
-        """Abort the operations of the backend, wait for them and release the backend, which stays open.
-
-        Returns the reason if that failed, otherwise None.
-        """
+        """Abort the operations of the backend, wait for them and release the backend, which stays open. Returns the
+        reason if that failed, otherwise None."""
         for req_id in list(self.ongoing_prefetches):
             self.abort_prefetch(req_id)
         if not self._controller.engine.drain(_DETACH_TIMEOUT_S):
@@ -116,7 +108,6 @@ class StorageTier:
         self._archive(operation)
 
     def archive_parts(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> None:
-        """Archive data of these kinds that arrived on the host after the node's KV."""
         keys = self._page_keys(node)
         extras = [component.archive_transfer(node, keys) for component in parts]
         self._archive(ArchiveOperation(node, [], no_indices(), extras))
@@ -159,11 +150,9 @@ class StorageTier:
     # --- stored pages -----------------------------------------------------------------------------------------------
 
     def announced(self) -> Iterator[tuple[str, BlockStored]]:
-        """Yield storage key and event of every page that events report in storage."""
         yield from self._announced.items()
 
     def clear_store(self) -> None:
-        """Remove every page of this model and rank from the backend."""
         self.io.backend.clear()
         self._withdraw(list(self._announced))
 
@@ -174,10 +163,8 @@ class StorageTier:
             return False
 
     def _lost_keys(self) -> list[str]:
-        """Return the pages that the backend lost. If the backend is closed, all announced pages are lost.
-
-        The backend is called even if no page is announced, because it keeps its list of lost pages until this call.
-        """
+        """Return the pages that the backend lost. If the backend is closed, all announced pages are lost. The backend
+        is called even if no page is announced, because it keeps its list of lost pages until this call."""
         try:
             return self.io.backend.take_removed()
         except StorageClosedError:
@@ -194,10 +181,8 @@ class StorageTier:
 
     def prefetch(self, req_id: str, start_node: TreeNode, key: RadixKey, last_hash: str | None) -> None:
         """Start to fetch the pages of `key`, which continue the prefix of `start_node`. last_hash: as in the cache.
-
         Does nothing for too few units, above the rate limit, without room on the host, or if no match could use the
-        pages.
-        """
+        pages."""
         if len(key) < self.io.prefetch_threshold or self.prefetch_tokens_occupied >= self._prefetch_capacity():
             return
         hashes = compute_node_hash_values(start_node, self._tree.page_size) if start_node.parent is not None else []
@@ -222,16 +207,12 @@ class StorageTier:
         self.prefetch_tokens_occupied += len(operation.key)
 
     def _prefetch_capacity(self) -> int:
-        """Return the number of units that prefetches may occupy on the host."""
         kv = self._controller.kv
         return int(_RATE_LIMIT_SHARE * (kv.host_pool.size - kv.device_allocator.size))
 
     def _alloc(self, length: int) -> IndexArray | None:
-        """Allocate host rows for `length` units, after an eviction if necessary.
-
-        If there is less room, allocates all free pages, provided that they reach the prefetch threshold. Otherwise
-        returns None.
-        """
+        """Allocate host rows for `length` units, after an eviction if necessary. If there is less room, allocates all
+        free pages, provided that they reach the prefetch threshold. Otherwise returns None."""
         pool = self._controller.kv.host_pool
         rows = pool.alloc(length)
         if rows is None:
@@ -245,10 +226,8 @@ class StorageTier:
         return rows
 
     def _prefetch_extras(self, start_node: TreeNode, num_units: int) -> list[PoolTransfer] | None:
-        """Return the transfers that accompany the KV of a prefetch, with host rows.
-
-        Returns None if there is no room or no match could use the pages.
-        """
+        """Return the transfers that accompany the KV of a prefetch, with host rows. Returns None if there is no room or
+        no match could use the pages."""
         extras: list[PoolTransfer] = []
         with ExitStack() as held, ExitStack() as undo:
             for component in self._components:
@@ -276,10 +255,8 @@ class StorageTier:
     # --- end a prefetch ---------------------------------------------------------------------------------------------
 
     def finish_prefetch(self, req_id: str) -> int | None:
-        """Insert the pages that a prefetch has fetched. Returns the units that are new to the tree.
-
-        Returns None if the request has to wait.
-        """
+        """Insert the pages that a prefetch has fetched. Returns the units that are new to the tree. Returns None if the
+        request has to wait."""
         operation = self.ongoing_prefetches[req_id]
         if not operation.may_finish(self.io.policy):
             return None
@@ -291,7 +268,6 @@ class StorageTier:
         return len(rows) - matched
 
     def abort_prefetch(self, req_id: str) -> None:
-        """Abort the prefetch of a request, if it has one."""
         operation = self.ongoing_prefetches.get(req_id)
         if operation is not None:
             self._leaves.free(operation.take())
@@ -304,11 +280,9 @@ class StorageTier:
         operation.held.close()
 
     def _insert(self, operation: PrefetchOperation, rows: IndexArray) -> int:
-        """Insert fetched pages below the start node. Returns the units that were in the tree before.
-
-        Rows of pages that have a host copy are freed. Rows of pages in other existing nodes become their host copy. The
-        remaining pages become one new node on the host. After an error, rows that the tree does not own are freed.
-        """
+        """Insert fetched pages below the start node. Returns the units that were in the tree before. Rows of pages that
+        have a host copy are freed. Rows of pages in other existing nodes become their host copy. The remaining pages
+        become one new node on the host. After an error, rows that the tree does not own are freed."""
         if not len(rows):
             return 0
         tree = self._tree

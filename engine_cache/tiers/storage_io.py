@@ -54,17 +54,12 @@ class StorageIO:
         return max(self.policy.prefetch_threshold, self._page_size)
 
     def reset(self) -> None:
-        """Drop all operations. The engine must have been drained."""
         for queue in (self.release_queue, self.revoked, self.archived, self.prefetches):
             queue.clear()
 
-    # --- storage to host --------------------------------------------------------------------------------------------
-
     def prefetch(self, operation: PrefetchOperation) -> None:
-        """Start a prefetch. When it ends, rows of pages that did not arrive are in the release queue.
-
-        If the engine raises an error, the error is passed on and nothing is started.
-        """
+        """Start a prefetch. When it ends, rows of pages that did not arrive are in the release queue. If the engine
+        raises an error, the error is passed on and nothing is started."""
         self._submit(Lane.PREFETCH, self._fetch(operation), partial(self._end_prefetch, operation))
         self.prefetches.append(operation)
 
@@ -115,13 +110,9 @@ class StorageIO:
         if operation.hit_units is None:
             self.revoked.append(operation)
 
-    # --- host to storage --------------------------------------------------------------------------------------------
-
     def archive(self, operation: ArchiveOperation) -> None:
-        """Start an archive. It appears in `archived` when it ends.
-
-        If the engine raises an error, the error is passed on and nothing is started.
-        """
+        """Start an archive. It appears in `archived` when it ends. If the engine raises an error, the error is passed
+        on and nothing is started."""
         self._submit(Lane.ARCHIVE, self._store(operation), partial(self.archived.append, operation))
 
     def _store(self, operation: ArchiveOperation) -> Iterator[None]:
@@ -153,8 +144,6 @@ class StorageIO:
     def _shared(self, keys: list[str], host_indices: IndexArray) -> list[PoolTransfer]:
         """Return the transfers of the sidecars on KV's rows that accompany these pages of KV."""
         return [PoolTransfer(entry.name, host_indices, keys=keys) for entry in self._group.sharing if keys]
-
-    # --- jobs -------------------------------------------------------------------------------------------------------
 
     def _batches(self, name: PoolName, keys: list[str], rows: IndexArray | None) -> Iterator[tuple[int, PoolTransfer]]:
         """Yield the pages of a pool in batches, each with the position of its first page."""

@@ -25,7 +25,6 @@ class ResidentPage(NamedTuple):
 
     node: TreeNode
     page_index: int
-    """Position of the page inside its node."""
     block_hash: int
     parent_block_hash: int | None
     token_ids: TokenIds
@@ -34,19 +33,12 @@ class ResidentPage(NamedTuple):
 
 
 class EventRecorder:
-    """The event queues of one cache. Belongs to the thread of the cache.
-
-    While `enabled` is false, nothing is recorded and no hash is computed. groups: names of the groups besides full KV
-    that have a queue of their own; see `kv_events.streams`.
-    """
+    """The event queues of one cache. Belongs to the thread of the cache. While `enabled` is false, nothing is recorded
+    and no hash is computed. groups: names of the groups besides full KV that have a queue of their own; see
+    `kv_events.streams`."""
 
     def __init__(
-        self,
-        page_size: int,
-        *,
-        enabled: bool,
-        groups: Sequence[str],
-        seed_of_extra_key: Callable[[str], int],
+        self, page_size: int, *, enabled: bool, groups: Sequence[str], seed_of_extra_key: Callable[[str], int]
     ) -> None:
         self.enabled = enabled
         self.queue: list[EngineEvent] = []
@@ -89,7 +81,6 @@ class EventRecorder:
         )
 
     def remove(self, node: TreeNode, medium: StorageMedium | None = None) -> None:
-        """Record one `BlockRemoved` per page, in page order. medium: GPU by default."""
         if self.enabled:
             self.queue.extend(self._remove_events(node, medium or StorageMedium.GPU))
 
@@ -98,7 +89,6 @@ class EventRecorder:
         return map(BlockRemoved, hashes, repeat(medium), repeat(node.key.extra_key))
 
     def all_cleared(self) -> None:
-        """Record that the cache is empty, in every queue."""
         if self.enabled:
             self.queue.append(AllBlocksCleared())
         for queue in self.group_queues.values():
@@ -112,12 +102,10 @@ class EventRecorder:
             self.group_queues[group].extend(self._stores(node, medium, hashes, repeat(None), repeat([]), pages))
 
     def group_remove(self, group: str, node: TreeNode, medium: StorageMedium, pages: slice) -> None:
-        """Record that these pages of the node have lost their data of the group on `medium`."""
         if group in self.group_queues:
             self.group_queues[group].extend(self._remove_events(node, medium, pages))
 
     def resident(self, root: TreeNode, medium: StorageMedium) -> Iterator[ResidentPage]:
-        """Yield every page below the root that is resident on the device or the host."""
         for node in iter_nodes(root):
             if not _is_resident(node, medium):
                 continue
@@ -146,7 +134,6 @@ class KVCacheEventMixin:
 
     @property
     def root_node(self) -> TreeNode:
-        """The root of the tree, which has an empty key."""
         return self.tree.root
 
     @property
@@ -159,13 +146,7 @@ class KVCacheEventMixin:
 
     @property
     def kv_event_queue(self) -> list[EngineEvent]:
-        """Events that have not been returned by `take_events`."""
         return self.events.queue
-
-    @property
-    def group_event_queues(self) -> dict[str, list[EngineEvent]]:
-        """Events of each group that have not been returned by `take_group_events`."""
-        return self.events.group_queues
 
     def take_events(self) -> list[EngineEvent]:
         """Return all events since the last call, oldest first."""
@@ -175,21 +156,17 @@ class KVCacheEventMixin:
         return events
 
     def take_group_events(self) -> dict[str, list[EngineEvent]]:
-        """Return all events since the last call for each of `event_groups`. Empty without `emit_group_events`.
-
-        Events of recurrent states report the pages at whose ends there is a state. Events of sliding windows report the
-        pages that have window KV.
-        """
+        """Return all events since the last call for each of `event_groups`. Empty without `emit_group_events`. Events
+        of recurrent states report the pages at whose ends there is a state. Events of sliding windows report the pages
+        that have window KV."""
         taken = self.events.group_queues
         self.events.group_queues = {group: [] for group in taken}
         return taken
 
     def iter_resident(self, medium: StorageMedium) -> Iterator[ResidentPage]:
-        """Yield every page resident on `medium`, the device or the host, parents before children.
-
-        The tree must not change during the iteration. Missing hashes are computed and stored. Raises InvalidValueError
-        for another medium.
-        """
+        """Yield every page resident on `medium`, the device or the host, parents before children. The tree must not
+        change during the iteration. Missing hashes are computed and stored. Raises InvalidValueError for another
+        medium."""
         if medium not in (StorageMedium.GPU, StorageMedium.CPU):
             raise InvalidValueError("medium", medium, "GPU or CPU_PINNED; pages of a store are in iter_announced()")
         return self.events.resident(self.root_node, medium)

@@ -23,8 +23,6 @@ _MOST_ENTRIES_A_NODE, _SPARE_ENTRIES = 2, 64
 
 
 class EvictionPolicy(NamedTuple):
-    """An order of eviction."""
-
     key: Callable[[TreeNode], SortKey]
     falls_when_used: bool = False
     """Whether use makes a node's key smaller. In other policies a key can only grow, which need not be reported."""
@@ -50,14 +48,12 @@ def find_policy(name: str) -> EvictionPolicy:
 
 
 class EvictionQueue:
-    """A set of nodes that returns the next node to evict in logarithmic time.
-
-    It is a heap with lazy repair. A new node is sorted in at the next eviction, or together with a batch of others, so
-    that nodes that are removed earlier cost nothing. The entry of a node that was removed, or whose key has grown,
-    stays in place until it reaches the top, where it is dropped or sorted in again. A node can therefore be used any
-    number of times between two evictions at the cost of one repair. `pop` is O(log n), amortised over additions and
-    uses. Stale entries are removed before they outnumber the others.
-    """
+    """A set of nodes that returns the next node to evict in logarithmic time. It is a heap with lazy repair. A new node
+    is sorted in at the next eviction, or together with a batch of others, so that nodes that are removed earlier cost
+    nothing. The entry of a node that was removed, or whose key has grown, stays in place until it reaches the top,
+    where it is dropped or sorted in again. A node can therefore be used any number of times between two evictions at
+    the cost of one repair. `pop` is O(log n), amortised over additions and uses. Stale entries are removed before they
+    outnumber the others."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._key = policy.key
@@ -74,16 +70,13 @@ class EvictionQueue:
         return node in self._entries
 
     def __iter__(self) -> Iterator[TreeNode]:
-        """Iterate over the nodes in no particular order."""
         return iter(self._entries)
 
     def add(self, node: TreeNode) -> None:
-        """Add a node. Does nothing if it is in the queue."""
         if node not in self._entries:
             self._sort_later(node)
 
     def discard(self, node: TreeNode) -> None:
-        """Remove a node. Does nothing if it is not in the queue."""
         self._entries.pop(node, None)
 
     def used(self, nodes: Iterable[TreeNode]) -> None:

@@ -40,9 +40,7 @@ class ComponentData:
     host_value: IndexArray | None = None
     """Host rows, set when a backup is enqueued."""
     lock_ref: int = 0
-    """Users that need the device rows. Above 0 the rows cannot be evicted."""
     host_lock_ref: int = 0
-    """Transfers that need the host rows. Above 0 the rows cannot be evicted."""
     pending_id: int | None = None
     """Backup that has not filled the host rows yet."""
 
@@ -116,12 +114,10 @@ class TreeNode:
 
     @property
     def mamba_value(self) -> IndexArray | None:
-        """[1] device slot of the recurrent state."""
         return self.auxiliary(ComponentType.MAMBA).value
 
     @property
     def mamba_host_value(self) -> IndexArray | None:
-        """[1] host slot of the recurrent state."""
         return self.auxiliary(ComponentType.MAMBA).host_value
 
     @property
