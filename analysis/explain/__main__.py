@@ -6,7 +6,6 @@ service explains in a process of its own, because a replay in a thread would del
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.explanation import NothingToExplainError, explain
 from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
 from indexer.replay import Timeline, open_beginning
@@ -24,8 +24,7 @@ from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.log.tail import torn_tail
 from kv_events.records import Channel
-
-_NICENESS = 10
+from kv_events.runtime.helper_process import become_helper, write_result
 
 
 class _OutsideTheLogError(KvsightError):
@@ -34,23 +33,23 @@ class _OutsideTheLogError(KvsightError):
 
 def main() -> int:
     """Do one job. Returns the exit code."""
-    os.nice(_NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal of the service, which ends this process itself
+    become_helper(ends_with_stdin=False)
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
     signal.alarm(int(job.timeout_s) + 1)  # if the service has died
+    prompt = job.prompt()
     try:
-        answer: Explanation | Refusal = _explain(job)
+        answer: Explanation | Refusal = _explain(job, prompt)
     except _OutsideTheLogError as error:
         answer = Refusal(field="at", detail=str(error))
     except NothingToExplainError as error:
-        answer = Refusal(field="model_name" if job.worker is None else "worker", detail=str(error))
+        answer = Refusal(field="model_name" if prompt.worker is None else "worker", detail=str(error))
     except (KvsightError, OSError) as error:
         answer = Refusal(field=None, detail=str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    write_result(answer)
     return EXIT_REFUSED if isinstance(answer, Refusal) else 0
 
 
-def _explain(job: Job) -> Explanation:
+def _explain(job: Job, prompt: AskedPrompt) -> Explanation:
     log = Timeline(Path(job.folder))
     beginning = open_beginning(Path(job.folder), IndexerSettings())
     extent = LogExtent()  # of the events
@@ -66,7 +65,7 @@ def _explain(job: Job) -> Explanation:
             yield chunk
 
     try:
-        found = explain(job.prompt(), chunks(), job.moment(), beginning.views)
+        found = explain(prompt, chunks(), job.moment(), beginning.views)
     except NothingToExplainError as error:
         _check_moment(job.at, extent, error)
         raise

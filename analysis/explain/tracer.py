@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from analysis.explain.asked_prompt import AskedPrompt
-from analysis.explain.page_history import Trail
+from analysis.explain.page_history import PageHistory
 from analysis.explain.prompts import Column, HashRule, PromptHashes, Variant
 from analysis.explain.rule_finder import RuleFinder
 from indexer.replay import Replay
@@ -48,7 +48,7 @@ class Gap(NamedTuple):
 
 
 @dataclass
-class StreamHistory:
+class StreamTrace:
     """What the log shows about one worker stream."""
 
     stream: StreamId
@@ -56,11 +56,11 @@ class StreamHistory:
     view: View
     first: BatchPosition
     last: BatchPosition
-    trails: dict[int, Trail] = field(default_factory=dict)
+    page_histories: dict[int, PageHistory] = field(default_factory=dict)
     """Variant number -> what happened to its pages, if any was stored."""
     gaps: list[Gap] = field(default_factory=list)
     """The gaps since the view was last right."""
-    doubted: BatchPosition | None = None
+    degraded_since: BatchPosition | None = None
     """The first batch after which the view was not live, since it last was. None: it is live."""
     resync: BatchPosition | None = None
     """The beginning of the resync in progress."""
@@ -69,7 +69,7 @@ class StreamHistory:
     Variants whose pages have the hashes that were asked for are absent."""
 
 
-class Follower(ApplyObserver):
+class PromptTracer(ApplyObserver):
     """Follows the pages of one prompt through all streams of a log."""
 
     def __init__(self, prompt: AskedPrompt, views: Replay | None = None) -> None:
@@ -79,11 +79,11 @@ class Follower(ApplyObserver):
         self.replay = views or Replay()
         self.replay.applier.on_applied.append(self._note)
         self.replay.forgets = False  # a worker that was silent for long is explained as expired
-        self.streams: dict[StreamId, StreamHistory] = {}
-        self.by_worker: dict[str, dict[StreamId, StreamHistory]] = {}
+        self.streams: dict[StreamId, StreamTrace] = {}
+        self.by_worker: dict[str, dict[StreamId, StreamTrace]] = {}
         """The same by the name of the worker."""
         self.batches: list[BatchPosition] = []
-        """Batches by the numbers that trails use. Only those that did something to a page of the prompt."""
+        """Batches by the numbers that page_histories use. Only those that did something to a page of the prompt."""
         self.first_records: dict[StreamId, tuple[BatchPosition, int]] = {}
         """The first readable record of each stream, before or after the moment, and its block size."""
         self._rule_finder = RuleFinder(self.hashes)
@@ -179,9 +179,9 @@ class Follower(ApplyObserver):
         self._note_steps(history, batch, at)
         if view.state is ViewState.LIVE:
             history.gaps.clear()
-            history.doubted = None
-        elif history.doubted is None:
-            history.doubted = at
+            history.degraded_since = None
+        elif history.degraded_since is None:
+            history.degraded_since = at
         if history.resync is not None and view.state is not ViewState.SYNCING:
             _abandon_resync(history)  # it took too long
         history.last = at
@@ -212,82 +212,82 @@ class Follower(ApplyObserver):
             pages_stored=0,
             pages_removed=0,
         )
-        history = StreamHistory(view.stream, block_size, view, before, before)
-        history.doubted = None if view.state is ViewState.LIVE else before
+        history = StreamTrace(view.stream, block_size, view, before, before)
+        history.degraded_since = None if view.state is ViewState.LIVE else before
         history.resync = None if view.marks is None else before
         for variant in self.hashes.variants:
             held = view.index.tiers_held(variant.hashes, view.number)
             if variant.column is Column.SEQUENCE and held.any():
                 resent = None if view.marks is None else view.index.tiers_marked(variant.hashes, view.marks)
-                self._trail(history, variant).begin_with(held, self._number(before), resent)
+                self._past(history, variant).begin_with(held, self._number(before), resent)
         self._register(history)
 
-    def _register(self, history: StreamHistory) -> None:
+    def _register(self, history: StreamTrace) -> None:
         self.streams[history.stream] = history
         self.by_worker.setdefault(history.stream.worker, {})[history.stream] = history
 
     def _begin_view(
-        self, before: StreamHistory | None, view: View, batch: DecodedBatch, at: BatchPosition
-    ) -> StreamHistory:
+        self, before: StreamTrace | None, view: View, batch: DecodedBatch, at: BatchPosition
+    ) -> StreamTrace:
         """Begin a history, or continue one with a new view: the worker has started again with other pages."""
         self.hashes.add_block_size(batch.block_size)
-        history = StreamHistory(batch.stream, batch.block_size, view, at, at)
+        history = StreamTrace(batch.stream, batch.block_size, view, at, at)
         if before is not None:
-            history.first, history.trails = before.first, before.trails
+            history.first, history.page_histories = before.first, before.page_histories
             number = self._number(at)
-            for trail in history.trails.values():
-                trail.clear(number)
+            for past in history.page_histories.values():
+                past.clear(number)
         if batch.seq:
             history.gaps.append(Gap(0, batch.seq - 1, None if before is None else before.last, at))
         self._register(history)
         return history
 
-    def _note_steps(self, history: StreamHistory, batch: DecodedBatch, at: BatchPosition) -> None:
+    def _note_steps(self, history: StreamTrace, batch: DecodedBatch, at: BatchPosition) -> None:
         for step in batch.steps:
             match step:
                 case StoredPages():
-                    for trail, pages in self._found(history, batch, step):
-                        trail.store(pages, step.medium, self._number(at))
+                    for past, pages in self._found(history, batch, step):
+                        past.store(pages, step.medium, self._number(at))
                 case RemovedPages():
-                    for trail, pages in self._found(history, batch, step):
-                        trail.remove(pages, step.medium, self._number(at))
+                    for past, pages in self._found(history, batch, step):
+                        past.remove(pages, step.medium, self._number(at))
                 case AllBlocksCleared():
-                    for trail in history.trails.values():
-                        trail.clear(self._number(at))
+                    for past in history.page_histories.values():
+                        past.clear(self._number(at))
                 case SnapshotBegin():
                     history.resync = at
-                    for trail in history.trails.values():
-                        trail.begin_resync()
+                    for past in history.page_histories.values():
+                        past.begin_resync()
                 case SnapshotEnd():
                     history.resync = None
-                    for trail in history.trails.values():
-                        trail.end_resync(self._number(at))
+                    for past in history.page_histories.values():
+                        past.end_resync(self._number(at))
 
     def _found(
-        self, history: StreamHistory, batch: DecodedBatch, step: StoredPages | RemovedPages
-    ) -> Iterator[tuple[Trail, np.ndarray]]:
-        """Yield the trails that an event touches, with the pages of the prompt in it."""
+        self, history: StreamTrace, batch: DecodedBatch, step: StoredPages | RemovedPages
+    ) -> Iterator[tuple[PageHistory, np.ndarray]]:
+        """Yield the page_histories that an event touches, with the pages of the prompt in it."""
         for variant, _, pages in self.hashes.find(Column.SEQUENCE, step.hashes):
-            yield self._trail(history, variant), pages
+            yield self._past(history, variant), pages
         for variant, positions, pages in self.hashes.find(Column.BLOCK, step.block_hashes):
             if isinstance(step, StoredPages) and history.rules.get(variant.number) is None:
                 self._recognise(history, variant, step.hashes[positions], pages)
             if variant.number in history.rules:
-                yield self._trail(history, variant), pages
+                yield self._past(history, variant), pages
 
-    def _recognise(self, history: StreamHistory, variant: Variant, hashes: U64Array, pages: np.ndarray) -> None:
+    def _recognise(self, history: StreamTrace, variant: Variant, hashes: U64Array, pages: np.ndarray) -> None:
         """Find out how the worker hashes pages that it stores under the engine's names of the prompt's pages."""
         if not self.hashes.is_known(hashes):
             asked = self.hashes.asked_rule(variant.rule.block_size)._replace(is_bigram=variant.rule.is_bigram)
             history.rules[variant.number] = self._rule_finder.find(self._record, asked, hashes, pages)
 
-    def _trail(self, history: StreamHistory, variant: Variant) -> Trail:
-        trail = history.trails.get(variant.number)
-        if trail is None:
-            trail = history.trails[variant.number] = Trail(len(variant.hashes))
+    def _past(self, history: StreamTrace, variant: Variant) -> PageHistory:
+        past = history.page_histories.get(variant.number)
+        if past is None:
+            past = history.page_histories[variant.number] = PageHistory(len(variant.hashes))
             if history.resync is not None:
-                trail.begin_resync()
-        return trail
+                past.begin_resync()
+        return past
 
     def _number(self, batch: BatchPosition) -> int:
         if not self.batches or self.batches[-1] is not batch:
@@ -313,7 +313,7 @@ def _batch_of(run: PlainRun, row: int) -> BatchPosition:
     )
 
 
-def _note_position(history: StreamHistory, batch: DecodedBatch, at: BatchPosition) -> None:
+def _note_position(history: StreamTrace, batch: DecodedBatch, at: BatchPosition) -> None:
     """Note what the epoch and the number of a batch show."""
     last = history.last
     expected = last.seq + 1
@@ -327,7 +327,7 @@ def _note_position(history: StreamHistory, batch: DecodedBatch, at: BatchPositio
         history.gaps.append(Gap(expected, batch.seq - 1, last, at))
 
 
-def _abandon_resync(history: StreamHistory) -> None:
+def _abandon_resync(history: StreamTrace) -> None:
     history.resync = None
-    for trail in history.trails.values():
-        trail.abandon_resync()
+    for past in history.page_histories.values():
+        past.abandon_resync()

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from api.decisions.window import WINDOW_S, FunnelWindow
+from api.decisions.window import WINDOW_S, DecisionWindow
 from api.page.worker_history import INTERVAL_S, NUM_INTERVALS, CountedRates
 from indexer.replay import Timeline
 from kv_events.codec import decode_batch
@@ -100,7 +100,7 @@ class DecisionHistory:
     def __init__(self, folder: Path) -> None:
         self._folder_beside = folder / DECISIONS_FOLDER  # of a service that follows an event log
         self._timeline_beside: Timeline | None = None
-        self._window = FunnelWindow()
+        self._window = DecisionWindow()
         self._read: list[int] = []  # index up to which each log has been read
         self._ahead: deque[DecisionRecord] = deque(maxlen=_MOST_AHEAD)  # read already, of later moments
 
@@ -112,7 +112,7 @@ class DecisionHistory:
         if len(self._read) != len(logs) or not all(
             start <= read <= stop for read, (_, start, stop, _) in zip(self._read, logs, strict=True)
         ):
-            self._window = FunnelWindow()
+            self._window = DecisionWindow()
             self._read = [start for _, start, _, _ in logs]
             self._ahead.clear()
         read, self._read = self._read, []  # begin anew if a log cannot be read

@@ -19,7 +19,7 @@ from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.records import LogRecord
 
 _MOST_KEPT: Final = 4
-"""Moments in memory, including those that are being opened."""
+"""OpenMoments in memory, including those that are being opened."""
 _MOST_WAITING: Final = 64
 """Requests that wait for a moment."""
 _LONGEST_WAIT_S: Final = 30.0
@@ -54,7 +54,7 @@ class OpenMoment:
         """Requests that read it."""
 
 
-class Moments:
+class OpenMoments:
     """The moments of one log. Belongs to one event loop; a thread opens and moves them, one at a time.
 
     A moment that nobody reads is moved forward to a later one near by, which is quicker than to open it.

@@ -14,9 +14,9 @@ from analysis.diff import diff, holdings_of
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.routes import json_response
-from api.replay.markers import MarkSearch
-from api.replay.moments import Moments
-from api.replay.service import PastViews
+from api.replay.markers import MarkerSearch
+from api.replay.moments import OpenMoments
+from api.replay.service import ReplayViews
 from api.telemetry.service_metrics import ViewMetrics, metrics_text
 from indexer.replay import Timeline
 from kv_events.codec import decode_batch
@@ -36,7 +36,7 @@ AT_TEXT: Final = "The moment: a time (ISO 8601, or @SECONDS since 1970), an inde
 At = Annotated[str | None, Query(description=AT_TEXT)]
 
 
-def past_routes(moments: Moments, marks: MarkSearch, name: str, damage: list[str]) -> APIRouter:
+def past_routes(moments: OpenMoments, marks: MarkerSearch, name: str, damage: list[str]) -> APIRouter:
     """Return the routes. name: of the log. damage: what is known to be unusable besides what the search finds."""
     router = APIRouter(tags=["past"])
 
@@ -109,7 +109,7 @@ def past_routes(moments: Moments, marks: MarkSearch, name: str, damage: list[str
     return router
 
 
-def metrics_routes(served: PastViews, max_workers: int) -> APIRouter:
+def metrics_routes(served: ReplayViews, max_workers: int) -> APIRouter:
     """Return the route of the metrics, which are those of the views at the moment."""
     router = APIRouter(tags=["service"])
 

@@ -192,15 +192,18 @@ class StorageTier:
 
     # --- begin a prefetch -------------------------------------------------------------------------------------------
 
-    def can_prefetch(self, num_units: int) -> bool:
-        """Return whether a prefetch of `num_units` units is large enough and within the rate limit."""
-        return num_units >= self.io.prefetch_threshold and self.prefetch_tokens_occupied < self._prefetch_capacity()
-
     def prefetch(self, req_id: str, start_node: TreeNode, key: RadixKey, last_hash: str | None) -> None:
-        """Start to fetch the pages of `key`, which continue the prefix of `start_node`.
+        """Start to fetch the pages of `key`, which continue the prefix of `start_node`. last_hash: as in the cache.
 
-        Does nothing without room on the host, or if no match could use the pages.
+        Does nothing for too few units, above the rate limit, without room on the host, or if no match could use the
+        pages.
         """
+        if len(key) < self.io.prefetch_threshold or self.prefetch_tokens_occupied >= self._prefetch_capacity():
+            return
+        hashes = compute_node_hash_values(start_node, self._tree.page_size) if start_node.parent is not None else []
+        own_hash = hashes[-1] if hashes else None
+        if last_hash not in (None, own_hash):
+            raise InvalidValueError("last_hash", last_hash, f"that of node {start_node.id}, {own_hash}")
         with self._leaves.held(start_node), ExitStack() as undo:
             rows = self._alloc(len(key))
             if rows is None:
@@ -210,7 +213,7 @@ class StorageTier:
             if extras is None:
                 return
             undo.callback(self._free_extras, extras)
-            operation = PrefetchOperation(req_id, start_node, key[: len(rows)], last_hash, rows, extras)
+            operation = PrefetchOperation(req_id, start_node, key[: len(rows)], own_hash, rows, extras)
             held = undo.enter_context(self._hold(start_node))
             self.io.prefetch(operation)
             operation.held = held.pop_all()

@@ -49,10 +49,10 @@ def explain(
     moment = parse_moment(at)
     body = read_json_object(prompt)
     history = open_history(log, kafka, connection, moment)
-    compile_kernels("analysis.explain.explanation", "api.queries.asked_prompts")
-    from api.queries.asked_prompts import asked_prompt
+    compile_kernels("analysis.explain.explanation", "api.queries.parsing")
+    from analysis.explain.asked_prompt import AskedPrompt
 
-    asked = asked_prompt(*decode_query(body), worker)
+    asked = AskedPrompt(*decode_query(body), worker)
     found, extent = _explain(asked, history, moment)
     if as_json:
         print_json(found)

@@ -134,10 +134,10 @@ async def _record(
 
 
 def _serve_metrics(recorder: Recorder, port: int) -> None:
-    from api.telemetry.recording import RecordingMetrics
+    from api.telemetry.families import Collected, recording_families
     from publisher.metrics import serve_metrics
 
-    serve_metrics(port, RecordingMetrics(recorder), lambda: recorder.obstacle)
+    serve_metrics(port, Collected(lambda: recording_families(recorder)), lambda: recorder.obstacle)
 
 
 async def _run(recorder: Recorder, feeds: list[Feed], stop: asyncio.Event, *, once: bool) -> None:

@@ -34,8 +34,8 @@ from kvsight.cli.tables import count
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from api.queries.questions import Numbers, Question
     from indexer.replay import Replay
+    from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 
 @with_kafka_flags
@@ -76,7 +76,7 @@ def replay(
     compile_kernels(
         "indexer.replay",
         "api.queries.encoding",
-        *(["api.queries.answers", "api.queries.questions"] if query is not None else []),
+        *(["api.fast.local_answers", "api.queries.parsing"] if query is not None else []),
     )
     asked = None if body is None else decode_query(body)
     replayed, extent = _replay(history, moment)
@@ -134,11 +134,12 @@ def _show_views(replayed: Replay, as_json: bool) -> None:
 
 
 def _show_answer(
-    body: dict[str, msgspec.Raw], question: Question, numbers: Numbers, replayed: Replay, as_json: bool
+    body: dict[str, msgspec.Raw], question: ParsedQuery, numbers: PromptArray, replayed: Replay, as_json: bool
 ) -> None:
-    from api.queries.answers import Answers
+    from api.queries.answers import general_answer, namespaces_of
 
-    encoded = Answers().answer(question, numbers, replayed.namespaces, replayed.freshness, replayed.now)
+    asked_of = namespaces_of(question, replayed.namespaces)
+    encoded = general_answer(question, numbers, asked_of, replayed.freshness, replayed.now)
     found = msgspec.json.decode(encoded, type=dict[str, Any])
     if as_json:
         print_json(found)

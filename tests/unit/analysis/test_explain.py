@@ -9,7 +9,6 @@ import pytest
 
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.explanation import explain
-from api.queries.asked_prompts import asked_prompt
 from indexer.replay import Replay, Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from kv_events.http.explanations import CAUSES, Explanation, Finding, WorkerExplanation
@@ -40,7 +39,7 @@ def explanation_of(scene: Scene) -> WorkerExplanation:
 
 def prompt_of(scene: Scene) -> AskedPrompt:
     body = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in scene.body.items()}
-    return asked_prompt(*decode_query(body))
+    return AskedPrompt(*decode_query(body))
 
 
 def victim(found: Explanation) -> WorkerExplanation:
@@ -94,7 +93,7 @@ def test_a_prompt_of_hashes_is_explained() -> None:
 def test_other_workers_are_not_changed_by_what_is_planted() -> None:
     scene, _ = planted("held", 330)
     body = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in scene.body.items()}
-    found = explain(asked_prompt(*decode_query(body)), enumerate(scene.records))
+    found = explain(AskedPrompt(*decode_query(body)), enumerate(scene.records))
     held = Replay().apply_all(scene.records)
     for worker in found.workers:
         view = held.namespaces.view(StreamId(MODEL, "default", worker.instance_id, worker.dp_rank))
