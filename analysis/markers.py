@@ -17,12 +17,12 @@ import msgspec
 
 from analysis.stream_history import StreamHistory
 from indexer.replay import Replay, Timeline
-from indexer.replay.until import Until
 from indexer.views import View
 from indexer.worker_log import WorkerChange, WorkerLog
 from kv_events.codec import DecodedBatch
 from kv_events.errors import KvsightError
 from kv_events.http.log import Mark
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.helper_process import become_helper, write_result
 
@@ -137,7 +137,7 @@ def _missing(gap: range) -> str:
 
 def search(timeline: Timeline, start: int) -> Iterator[MarkerReport]:
     """Search a log from an index to its end. Yields what is found, now and then. Raises OSError."""
-    views, index = timeline.nearest(Until(offset=start))
+    views, index = timeline.nearest(LogMoment(index=start))
     for at, record in timeline.records(index, start):
         views.apply(record)
         index = at + 1

@@ -21,14 +21,14 @@ from starlette.applications import Starlette
 
 from api.access.bodies import BodyLimit
 from api.access.connections import RESERVED, ConnectionLimit
-from api.access.tls_handshakes import TlsHandshake
 from api.app import Application
-from api.errors import CannotListenError, PortInUseError
-from api.fast.connection import HotProtocol
-from api.fast.fast_path import HotLane
-from api.fast.http_limits import BoundedProtocol
+from api.fast.connection import FastConnection
+from api.fast.fast_path import FastPath
+from api.fast.http_limits import LimitedHttpProtocol
+from api.fast.tls_handshakes import TlsHandshake
 from api.followed_files import following
 from api.settings import ApiSettings
+from kv_events.errors import KvsightError
 from kv_events.runtime.event_loops import new_event_loop
 
 logger = logging.getLogger(__name__)
@@ -123,10 +123,10 @@ class _Server(uvicorn.Server):
         self._app = app
         self._tls = settings.tls
         self._tls_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        http: Any = BoundedProtocol
+        http: Any = LimitedHttpProtocol
         if isinstance(app, Application):
-            lane: HotLane = app.state.lane
-            http = partial(HotProtocol, lane=lane)
+            lane: FastPath = app.state.lane
+            http = partial(FastConnection, lane=lane)
         limits = ConnectionLimit(_most_connections(settings)), BodyLimit(settings.max_body_bytes)
         http = partial(http, connection_limit=limits[0], body_limit=limits[1])
         if self._tls is not None:
@@ -191,3 +191,19 @@ class _EmbeddedServer(_Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class CannotListenError(KvsightError):
+    """The server cannot listen on its address."""
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        super().__init__(f"cannot listen on {host} port {port}: {reason}")
+        self.host = host
+        self.port = port
+
+
+class PortInUseError(CannotListenError):
+    """Another process listens on the port."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(host, port, "the port is in use")

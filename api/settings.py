@@ -30,7 +30,7 @@ class ApiSettings(KvsightSettings):
     reuse_port: bool = False
     """Whether several services of this machine may listen on the port. The kernel spreads connections over them."""
     api_token: SecretStr | None = Field(None, min_length=1)
-    """Token that callers must send as `Authorization: Bearer`, except to `api.access.auth.OPEN_PATHS`. If None, no
+    """Token that callers must send as `Authorization: Bearer`, except to `api.access.guard.OPEN_PATHS`. If None, no
     token is required.
     """
     tls_cert_file: Path | None = None

@@ -159,7 +159,7 @@ class Requests:
         if self._states is None:
             return self._cache.whole_pages(RadixKey(req.token_ids, req.extra_key)), None
         field, length, slot = "mamba_pool_idx", len(req.token_ids), req.mamba_pool_idx
-        if self._states.enable_extra_buffer:
+        if self._states.has_extra_buffer:
             field, length, slot = "mamba_track_idx", req.mamba_last_track_seqlen or 0, req.mamba_track_idx
         if length % self._tree.page_size or length > len(req.token_ids):
             expected = f"whole pages of {self._tree.page_size} among {len(req.token_ids)} tokens"
@@ -174,8 +174,8 @@ class Requests:
     def _fork_state(self, slot: IndexArray) -> IndexArray | None:
         assert self._states is not None
         copy = self._alloc_slot()
-        if copy is not None and self._states.state_pool is not None:
-            self._states.state_pool.copy_from(slot, copy)
+        if copy is not None and self._states.mamba_pool is not None:
+            self._states.mamba_pool.copy_from(slot, copy)
         return copy
 
     def _alloc_slot(self) -> IndexArray | None:

@@ -124,8 +124,7 @@ def build_mamba_hybrid_stack(
 
 def nsa_pools(kv_pool: NSATokenToKVPool, allocator: RowAllocator) -> list[PoolSpec]:
     """Compressed KV and INDEXER on the same rows, in every layer."""
-    from engine_cache.pools.host import MLATokenToKVPoolHost
-    from engine_cache.pools.host_indexer import NSAIndexerPoolHost
+    from engine_cache.pools.host import MLATokenToKVPoolHost, NSAIndexerPoolHost
 
     layers = {layer: layer for layer in range(kv_pool.shape.layer_num)}
     return [
@@ -136,7 +135,7 @@ def nsa_pools(kv_pool: NSATokenToKVPool, allocator: RowAllocator) -> list[PoolSp
 
 def mamba_pools(kv_pool: HybridLinearKVPool, req_pool: HybridReqToTokenPool, allocator: RowAllocator) -> list[PoolSpec]:
     """KV of the attention layers, and MAMBA."""
-    from engine_cache.pools.mamba_host import MambaPoolHost
+    from engine_cache.pools.host import MambaPoolHost
 
     full_layers = kv_pool.full_attention_layer_id_mapping
     return [
@@ -219,7 +218,7 @@ def build_hybrid_stack(
 
 def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitStack) -> HostPoolGroup:
     """Allocate the host pools, all or none; `opened` releases them."""
-    from engine_cache.pools.host_tensors import allocate_host_pools
+    from engine_cache.pools.host import allocate_host_pools
 
     entries: list[PoolEntry] = []
     for spec in specs:

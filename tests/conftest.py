@@ -89,7 +89,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     _RECORD.mkdir(parents=True, exist_ok=True)
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     stats = terminal.stats if terminal is not None else {}
-    failed = {report.nodeid: report.keywords for kind in ("failed", "error") for report in stats.get(kind, ())}
+    reports = [report for kind in ("failed", "error") for report in stats.get(kind, ())]
+    failed = {report.nodeid: getattr(report, "keywords", {}) for report in reports}  # none if modules fail to load
     for name, is_timing in (("late", True), ("wrong", False)):
         lines = [f"{test}\n" for test, marks in failed.items() if ("timing" in marks) == is_timing]
         (_RECORD / name).write_text("".join(lines))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from analysis.audit.decision_audit import NEW, NO_OUTCOME, NO_PAGE
 from analysis.audit.report import AuditReport, Finding, StreamReport
-from indexer.replay.moments import utc_text
 from kv_events.http.explanations import BatchPosition
+from kv_events.log.moments import utc_text
 
 _LEAST_WEIGHT = 0.001
 _NO_FAULTS = (NEW, NO_PAGE, NO_OUTCOME)

@@ -97,7 +97,7 @@ class Causes:
     # --- the whole worker ---
 
     def _of_the_worker(self) -> Iterator[Finding]:
-        history, block_size = self._history, self._tracer.prompt.block_size
+        history, block_size = self._history, self._tracer.prompt.query.block_size
         if self.state is ViewState.EXPIRED:
             text = messages.expired(
                 history.last, self._tracer.replay.now, history.view.is_closed, self.prefixes.longest, self.num_pages
@@ -117,7 +117,7 @@ class Causes:
         stream, prompt = self._history.stream, self._tracer.prompt
         namespaces = self._tracer.replay.namespaces.find(stream.model, stream.tenant)
         namespace = next(each for each in namespaces if each.key.block_size == self._history.block_size)
-        positions = None if prompt.tokens is None else max(0, len(prompt.tokens) - prompt.is_bigram)
+        positions = None if prompt.tokens is None else max(0, len(prompt.tokens) - prompt.query.is_bigram)
         return stream_reuse(namespace, self._history.view, self._asked.hashes, self._freshness, positions)
 
     def _of_groups(self) -> Iterator[Finding]:
@@ -255,11 +255,11 @@ def best_elsewhere(tracer: PromptTracer, worker: str, asked: StreamTrace | None)
 
 def _places(tracer: PromptTracer, history: StreamTrace, asked: StreamTrace | None) -> Iterator[Elsewhere]:
     prompt, hashes = tracer.prompt, tracer.hashes
-    is_asked = (history.stream.model, history.stream.tenant) == (prompt.model, prompt.tenant)
+    is_asked = (history.stream.model, history.stream.tenant) == (prompt.query.model, prompt.query.tenant)
     names: dict[str, str | int | bool | None] = {}
-    if history.stream.model != prompt.model:
+    if history.stream.model != prompt.query.model:
         names["model"] = history.stream.model
-    if history.stream.tenant != prompt.tenant:
+    if history.stream.tenant != prompt.query.tenant:
         names["tenant"] = history.stream.tenant
     asked_rule = hashes.asked((asked or history).block_size).rule
     own = hashes.asked(history.block_size)

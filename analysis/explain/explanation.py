@@ -9,9 +9,9 @@ from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere
 from analysis.explain.tracer import History, PromptTracer, StreamTrace
 from indexer.replay import Replay
-from indexer.replay.until import Until
 from kv_events.errors import KvsightError, shorten
 from kv_events.http.explanations import Evidence, Explanation, Finding, WorkerExplanation
+from kv_events.log.moments import LogMoment
 from kv_events.streams import StreamId, split_group
 
 _MOST_NAMED = 5
@@ -24,7 +24,7 @@ class NothingToExplainError(KvsightError):
 def explain(
     prompt: AskedPrompt,
     records: History,
-    until: Until | None = None,
+    until: LogMoment | None = None,
     views: Replay | None = None,
 ) -> Explanation:
     """Explain why each worker holds no more of a prompt at a moment of a log.
@@ -43,8 +43,8 @@ def explain(
         raise NothingToExplainError(_why_nothing(tracer))
     workers.sort(key=lambda each: (-each.held["external"], -each.held["gpu"], each.instance_id, each.dp_rank))
     return Explanation(
-        model_name=prompt.model,
-        routing_group=prompt.tenant,
+        model_name=prompt.query.model,
+        routing_group=prompt.query.tenant,
         time=tracer.replay.now,
         records=tracer.replay.applier.records,
         num_tokens=None if prompt.tokens is None else len(prompt.tokens),
@@ -121,16 +121,16 @@ def _worker(
 
 def _is_asked(prompt: AskedPrompt, stream: StreamId) -> bool:
     is_wanted = prompt.worker is None or prompt.worker == stream.worker
-    return is_wanted and (stream.model, stream.tenant) == (prompt.model, prompt.tenant)
+    return is_wanted and (stream.model, stream.tenant) == (prompt.query.model, prompt.query.tenant)
 
 
 def _why_nothing(tracer: PromptTracer) -> str:
     prompt, streams = tracer.prompt, list({**tracer.streams, **tracer.first_records})
-    here = [stream for stream in streams if (stream.model, stream.tenant) == (prompt.model, prompt.tenant)]
+    here = [stream for stream in streams if (stream.model, stream.tenant) == (prompt.query.model, prompt.query.tenant)]
     if here and prompt.worker is not None:
         known = _listed(sorted(shorten(stream.worker) for stream in here), ", ")
         return f"worker {shorten(prompt.worker)} is not in the log; {_namespace(here[0])} has {known}"
-    asked = f"no worker of the log serves model {shorten(prompt.model)}, tenant {shorten(prompt.tenant)}"
+    asked = f"no worker of the log serves model {shorten(prompt.query.model)}, tenant {shorten(prompt.query.tenant)}"
     known = _listed((_namespace(stream) for stream in streams if split_group(stream.model)[1] is None), "; ")
     return f"{asked}; it has {known or 'no readable record'}"
 

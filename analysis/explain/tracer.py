@@ -14,8 +14,7 @@ from analysis.explain.page_history import PageHistory
 from analysis.explain.prompts import Column, HashRule, PromptHashes, Variant
 from analysis.explain.rule_finder import RuleFinder
 from indexer.replay import Replay
-from indexer.replay.chunks import ChunkApplier, PlainRun, rows_before
-from indexer.replay.until import Until
+from indexer.replay.chunks import ChunkApplier, PlainRun
 from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
 from kv_events.errors import RecordRejectedError
@@ -24,6 +23,7 @@ from kv_events.http.explanations import BatchPosition
 from kv_events.kernels.batches import END_EVENT, EPOCH, FIRST_EVENT, IS_REMOVAL, NUM_PAGES, PAGES, ROW, SEQ
 from kv_events.kernels.log_records import OFFSET, PARTITION, TIMESTAMP_MS
 from kv_events.log.batch_columns import BatchColumns
+from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -98,9 +98,9 @@ class PromptTracer:
             if split_group(view.stream.model)[1] is None:
                 self._begin_before_log(view)
 
-    def follow(self, records: History, until: Until | None = None) -> None:
+    def follow(self, records: History, until: LogMoment | None = None) -> None:
         """Read a log and apply its records before a moment."""
-        until = until or Until()
+        until = until or LogMoment()
         newest = 0.0
         for each in records:
             if isinstance(each, RecordChunk):
@@ -111,17 +111,17 @@ class PromptTracer:
         if until.time_s is not None and self.replay.applier.records:
             self.replay.pass_time(min(until.time_s, newest))
 
-    def _follow_record(self, index: int | None, record: LogRecord, until: Until) -> None:
+    def _follow_record(self, index: int | None, record: LogRecord, until: LogMoment) -> None:
         """Apply a record if it is before the moment."""
-        if until.takes(record if until.offset is None else record._replace(offset=index or 0)):
+        if until.takes(record if until.index is None else record._replace(offset=index or 0)):
             self.take_one(index, record, partial(self.replay.apply, record))
         else:
             self._note_first(index, record)
 
-    def _follow_chunk(self, chunk: RecordChunk, until: Until) -> float:
+    def _follow_chunk(self, chunk: RecordChunk, until: LogMoment) -> float:
         """Apply the records of a chunk that are before the moment. Returns the latest time of an event."""
         is_event = chunk.channels == Channel.EVENTS
-        wanted = is_event & rows_before(chunk, until)
+        wanted = is_event & chunk.before(until)
         self._applier.apply(chunk, 0, len(wanted), wanted)
         for row in np.flatnonzero(is_event & ~wanted).tolist():
             self._note_first(chunk.first_index + row, chunk.record(row))

@@ -58,7 +58,7 @@ class Texts(NamedTuple):
     """[pieces + 1] piece i is `data[ends[i]:ends[i + 1]]`."""
 
 
-class Roster(NamedTuple):
+class StreamTable(NamedTuple):
     """The streams of a namespace by number, and the names of their workers."""
 
     states: U8Vector

@@ -2,7 +2,7 @@
 
 Connections whose requests repeat become direct: see `api.fast.kernel_connections`.
 
-A request enters the hot lane if its head is one that `Heads` accepts and no other request of the connection is in
+A request enters the hot lane if its head is one that `HeadCache` accepts and no other request of the connection is in
 progress. All its bytes are held until it is complete. If the lane does not answer it, the bytes are passed to
 the ordinary protocol, as if they had arrived just now.
 """
@@ -13,10 +13,10 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from api.fast.fast_path import HotLane
+from api.fast.fast_path import FastPath
 from api.fast.heads import MAX_BYTES, Head
-from api.fast.http_limits import HEAD, BoundedProtocol
-from api.fast.kernel_connections import Repeated
+from api.fast.http_limits import HEAD, LimitedHttpProtocol
+from api.fast.kernel_connections import RequestTemplate
 from api.problems import ProblemError
 
 _ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 1, 16
@@ -25,10 +25,10 @@ _LARGE_ANSWER = 2**15  # a copy takes longer than another call
 _END_OF_HEAD = b"\r\n\r\n"
 
 
-class HotProtocol(BoundedProtocol):
+class FastConnection(LimitedHttpProtocol):
     """One connection."""
 
-    def __init__(self, *, lane: HotLane, **options: Any) -> None:
+    def __init__(self, *, lane: FastPath, **options: Any) -> None:
         super().__init__(**options)
         self._lane = lane
         self._held = bytearray()  # the part of a request in the lane that has arrived
@@ -38,7 +38,7 @@ class HotProtocol(BoundedProtocol):
         self._direct = lane.direct
         self._direct_as: int | None = None  # the file descriptor, while this connection is direct
         self._until_direct = _ANSWERS_BEFORE_DIRECT
-        self._repeated: Repeated | None = None
+        self._repeated: RequestTemplate | None = None
 
     def take(self, data: bytes) -> None:
         """Answer a request in the lane, or pass it on."""
@@ -97,7 +97,7 @@ class HotProtocol(BoundedProtocol):
             self.feed(data)
             return True
         if self.rest:
-            self.loop.call_soon(self.go_on)
+            self.loop.call_soon(self.resume_held)
         self._respond(body, self._lane.media_type(head))
         self._until_direct -= 1
         if self._until_direct <= 0:
@@ -117,7 +117,7 @@ class HotProtocol(BoundedProtocol):
         if self._is_ending:
             super().shutdown()
         elif body is not None:
-            self.go_on()
+            self.resume_held()
 
     def is_answering(self) -> bool:
         """Return whether the answer to a request of the lane comes later."""

@@ -13,18 +13,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
-from api.access.tenants import TenantQueries
-from api.access.tokens import Tokens
-from api.fast.heads import Head, Heads
+from api.access.tokens import TokenRegistry
+from api.fast.heads import Head, HeadCache
 from api.fast.kernel_connection_kernels import MAX_REQUEST_BYTES
-from api.fast.kernel_connections import DirectConnections, Repeated
-from api.fast.templates import Envelope, Envelopes
+from api.fast.kernel_connections import KernelConnections, RequestTemplate
+from api.fast.local_answers import LocalAnswers
+from api.fast.templates import BodyTemplate, TemplateCache
 from api.fast.writer import Plan, Times
 from api.problems import ProblemError
-from api.queries.answers import Answers
-from api.queries.body_formats import codec_of
+from api.queries.body_formats import format_of
 from api.queries.large_bodies import is_large
-from api.queries.questions import BY_HASH, BY_TOKENS, decode_question
+from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from api.telemetry.service_metrics import HttpMetrics
 from api.telemetry.traced_requests import end_request, start_request
@@ -47,24 +46,24 @@ class GroupAnswers(NamedTuple):
     """Queries: body and its media type -> JSON."""
 
 
-class HotLane:
+class FastPath:
     """Answers usual queries of one application."""
 
     def __init__(
         self,
         consumer: Consumer,
         settings: ApiSettings,
-        tokens: Tokens,
+        tokens: TokenRegistry,
         metrics: HttpMetrics,
-        tenants: TenantQueries | None = None,
+        answers: LocalAnswers,
         group: GroupAnswers | None = None,
     ) -> None:
-        """tenants: bounds on their queries, if any. group: how a member of a group answers. None: it is in no group."""
+        """group: how a member of a group answers. None: it is in no group, and `answers` does."""
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if group is None else {}
         self._group = group
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
-        self.heads = Heads(
+        self.heads = HeadCache(
             fields if group is None else [*group.tells, *group.asks],
             tokens,
             max_body_bytes,
@@ -72,18 +71,17 @@ class HotLane:
             is_allowed_host=settings.is_allowed_host,
         )
         self._consumer = consumer
-        self._tenants = tenants
-        self._answers = Answers(tenants)
+        self._answers = answers
         self._must_be_ready = not settings.answer_before_ready
         self._metrics = metrics
         self._limited_logger = RateLimitedLogger(logger, "hot lane")
         self._headers: list[tuple[bytes, bytes]] = []
         self._encoded_headers = b""
-        self._envelopes = {path: Envelopes(names) for path, names in fields.items()}
+        self._envelopes = {path: TemplateCache(names) for path, names in fields.items()}
         self._fields = fields
         # each request may be sampled, which the kernels of direct connections cannot decide
         can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
-        self.direct = DirectConnections(self._plan, self._times, metrics.queries.note_alike) if can_be_direct else None
+        self.direct = KernelConnections(self._plan, self._times, metrics.queries.record_many) if can_be_direct else None
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         """Return the answer to the body data[start:], or None if the request must take the usual way."""
@@ -143,7 +141,7 @@ class HotLane:
             return self._answer_json(self._envelopes[head.path], data, start)
         return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
 
-    def _answer_json(self, envelopes: Envelopes, data: bytes, start: int) -> bytes | None:
+    def _answer_json(self, envelopes: TemplateCache, data: bytes, start: int) -> bytes | None:
         expected = envelopes.expected(data, start)
         body = None if expected is None else self._answer_enveloped(expected, data, start)
         if body is None:
@@ -151,38 +149,34 @@ class HotLane:
             body = None if read is None or read == expected else self._answer_enveloped(read, data, start)
         return body
 
-    def _answer_enveloped(self, envelope: Envelope, data: bytes, start: int) -> bytes | None:
+    def _answer_enveloped(self, envelope: BodyTemplate, data: bytes, start: int) -> bytes | None:
         question, num_before, after = envelope
-        consumer = self._consumer
-        answered = self._answers.answer_text(
-            question, data, start + num_before, consumer.namespaces, consumer.freshness, time.time()
-        )
+        answered = self._answers.answer_text(question, data, start + num_before)
         return answered[0] if answered is not None and data[answered[1] :] == after else None
 
     def _answer_packed(self, head: Head, body: bytes) -> bytes | None:
         if is_large(body):
             return None
-        question, numbers = decode_question(body, codec_of(head.content_type), self._fields[head.path])
+        question, numbers = decode_question(body, format_of(head.content_type), self._fields[head.path])
         if question.is_detailed:
             return None  # the answer is not JSON
-        consumer = self._consumer
-        return self._answers.answer(question, numbers, consumer.namespaces, consumer.freshness, time.time())
+        return self._answers.answer_within_rate(question, numbers)
 
-    def repeated(self, head: Head, data: bytes, start: int) -> Repeated | None:
+    def repeated(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
         """Return what is alike in requests like this one, which the lane has answered. None: they cannot be direct."""
         if head.content_type != "application/json" or head.limit is not None:
             return None
         envelope = self._envelopes[head.path].read(data, start)
-        if envelope is None or (self._tenants is not None and self._tenants.rate(envelope[0].tenant) is not None):
+        if envelope is None or self._answers.has_rate(envelope.question):
             return None
-        return Repeated.of(head.path, data, start, envelope, self.heads.generation)
+        return RequestTemplate.of(head.path, data, start, envelope, self.heads.generation)
 
-    def _plan(self, repeated: Repeated) -> Plan | None:
+    def _plan(self, repeated: RequestTemplate) -> Plan | None:
         """Return how requests of a direct connection are answered now, or None if they must take another way."""
         if repeated.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
             return None
         try:
-            return self._answers.direct_plan(repeated.question, self._consumer.namespaces)
+            return self._answers.direct_plan(repeated.question)
         except ProblemError:
             return None
         except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)

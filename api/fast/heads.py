@@ -1,4 +1,4 @@
-"""Heads of query requests, recognised by their bytes.
+"""HeadCache of query requests, recognised by their bytes.
 
 Clients send the same few heads again and again. httptools parses a head once; what it says is then kept by its bytes.
 """
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import httptools
 
+from api.access.origins import refusal_of
 from api.access.rate_limits import RateLimit
-from api.access.tokens import Tokens
-from api.fast.request_heads import refusal_of
+from api.access.tokens import TokenRegistry
 from api.queries.body_formats import CONTENT_TYPES
 from kv_events.records import Headers
 from kv_events.runtime.tracing import trace_headers
@@ -38,13 +38,13 @@ class Head(NamedTuple):
     """Context of the caller's trace, if the process sends traces."""
 
 
-class Heads:
+class HeadCache:
     """The heads of POST requests to some paths."""
 
     def __init__(
         self,
         paths: Collection[str],
-        tokens: Tokens,
+        tokens: TokenRegistry,
         max_body_bytes: int,
         *,
         with_traces: bool = False,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from api.fast.answer_kernels import Layout, Roster, Texts, put_number, put_piece
-from api.fast.query_kernel import TEXT, UNKNOWN, Desk, answer
+from api.fast.answer_kernels import Layout, StreamTable, Texts, put_number, put_piece
+from api.fast.query_kernel import TEXT, UNKNOWN, QueryBuffers, answer
 from indexer.kernels.find import PageLookup
 from kv_events.kernels.bundles import I32Vector, I64Matrix, I64Vector, U8Vector, U64Vector
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
@@ -41,7 +41,7 @@ _ZERO, _NINE = np.uint8(ord("0")), np.uint8(ord("9"))
 _FAILED = -1
 
 
-class Pattern(NamedTuple):
+class TemplatePieces(NamedTuple):
     """What is alike in all requests that repeat."""
 
     pieces: Texts
@@ -50,7 +50,7 @@ class Pattern(NamedTuple):
     """[1] bytes of `between` that belong to the head."""
 
 
-class Exchange(NamedTuple):
+class SocketBuffers(NamedTuple):
     """Requests and answers of one pass over some connections."""
 
     functions: U64Vector
@@ -135,14 +135,14 @@ def _keep_rest(exchange, number, at, body, num_bytes, head_bytes, sent):
 
 @array_kernel(
     types.int64,
-    Exchange,
-    Pattern,
+    SocketBuffers,
+    TemplatePieces,
     types.UniTuple(types.int64, 3),
     types.UniTuple(types.int64, 4),
     types.UniTuple(types.uint64, 2),
     PageLookup,
-    Desk,
-    Roster,
+    QueryBuffers,
+    StreamTable,
     Layout,
     types.UniTuple(types.float64, 4),
 )

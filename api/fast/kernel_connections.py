@@ -28,13 +28,12 @@ from api.fast.kernel_connection_kernels import (
     NUM_FUNCTIONS,
     RETURNED,
     ROOM_BYTES,
-    Exchange,
-    Pattern,
+    SocketBuffers,
+    TemplatePieces,
 )
-from api.fast.templates import Envelope
-from api.fast.writer import Plan, Times
-from api.queries.answer_layouts import texts
-from api.queries.questions import Question
+from api.fast.templates import BodyTemplate
+from api.fast.writer import Plan, Times, texts
+from kv_events.http.parsed_query import ParsedQuery
 from kv_events.kernels.bundles import Resident, resident
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
@@ -52,11 +51,11 @@ _HEAD_END = b"\r\ncontent-type: application/json\r\n\r\n"
 _IS_ANSWERED, _IS_RETURNED = (np.isin(np.arange(4), outcomes) for outcomes in ((ANSWERED, CUT), (RETURNED, CUT)))
 
 
-class Repeated(NamedTuple):
+class RequestTemplate(NamedTuple):
     """What is alike in all requests of a direct connection."""
 
     path: str
-    question: Question
+    question: ParsedQuery
     before: bytes
     """The head up to the digits of Content-Length."""
     between: bytes
@@ -66,13 +65,13 @@ class Repeated(NamedTuple):
     head_bytes_between: int
     """Bytes of `between` that belong to the head."""
     generation: int
-    """`Heads.generation` when the head was accepted."""
+    """`HeadCache.generation` when the head was accepted."""
 
     @classmethod
-    def of(cls, path: str, data: bytes, body: int, envelope: Envelope, generation: int) -> Repeated | None:
+    def of(cls, path: str, data: bytes, body: int, envelope: BodyTemplate, generation: int) -> RequestTemplate | None:
         """Return what is alike in requests like this one, or None if a kernel cannot read them.
 
-        data: a request. body: index of its body. generation: `Heads.generation`.
+        data: a request. body: index of its body. generation: `HeadCache.generation`.
         """
         length = _LENGTH.search(data, 0, body)
         if length is None or len(data) > MAX_REQUEST_BYTES or envelope.question.field != "token_ids":
@@ -81,9 +80,9 @@ class Repeated(NamedTuple):
         between = data[end : body + envelope.num_before]
         return cls(path, envelope.question, data[:first], between, envelope.after, body - end, generation)
 
-    def pattern(self) -> Pattern:
+    def pattern(self) -> TemplatePieces:
         """Return the same for the kernel."""
-        return Pattern(texts((self.before, self.between, self.after)), np.array([self.head_bytes_between]))
+        return TemplatePieces(texts((self.before, self.between, self.after)), np.array([self.head_bytes_between]))
 
 
 class Owner(Protocol):
@@ -101,7 +100,7 @@ class Owner(Protocol):
 
 class _Member(NamedTuple):
     owner: Owner
-    repeated: Repeated
+    repeated: RequestTemplate
     pattern: Resident
 
 
@@ -113,12 +112,12 @@ class _Returned(NamedTuple):
     rest: bytes = b""
 
 
-class DirectConnections:
+class KernelConnections:
     """The direct connections of one server. The event loop's thread calls it."""
 
     def __init__(
         self,
-        plan: Callable[[Repeated], Plan | None],
+        plan: Callable[[RequestTemplate], Plan | None],
         times: Callable[[], Times],
         note: Callable[[str, float, int], None],
     ) -> None:
@@ -138,7 +137,7 @@ class DirectConnections:
         self._headers: bytes | None = None  # that are written in the head of answers
         self._head_size = 0
 
-    def join(self, connection: int, owner: Owner, repeated: Repeated) -> None:
+    def join(self, connection: int, owner: Owner, repeated: RequestTemplate) -> None:
         """Serve a connection, whose transport must not read or write. Raises OSError.
 
         connection: its file descriptor.
@@ -174,7 +173,7 @@ class DirectConnections:
         """Return the time of the last answer, by the clock of the loop."""
         return float(self._answered_at[connection])
 
-    def _pattern_of(self, repeated: Repeated) -> Resident:
+    def _pattern_of(self, repeated: RequestTemplate) -> Resident:
         key = (repeated.path, repeated.before, repeated.between, repeated.after)
         if key not in self._patterns:
             if len(self._patterns) == _MOST_PATTERNS:
@@ -261,12 +260,12 @@ class DirectConnections:
             self._use(self._exchange._replace(head=head))
             self._headers, self._head_size = headers, len(begin)
 
-    def _use(self, exchange: Exchange) -> None:
+    def _use(self, exchange: SocketBuffers) -> None:
         self._exchange, self._resident = exchange, resident(exchange)
 
 
-def _empty_exchange() -> Exchange:
-    return Exchange(
+def _empty_exchange() -> SocketBuffers:
+    return SocketBuffers(
         _functions(),
         np.zeros(_MOST, np.int32),
         np.zeros(_MOST, np.int32),

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from api.fast.answer_kernels import Layout, Roster, put_answer
-from api.fast.number_kernels import read_tokens
+from api.fast.answer_kernels import Layout, StreamTable, put_answer
+from api.queries.number_kernels import read_tokens
 from indexer.kernels.find import PageLookup, find_prefixes
 from kv_events.kernels.bundles import (
     BYTES,
@@ -38,7 +38,7 @@ UNKNOWN = -1
 _NO_PARENT = np.uint64(0)
 
 
-class Desk(NamedTuple):
+class QueryBuffers(NamedTuple):
     """The memory in which one thread answers queries."""
 
     read: U32Vector
@@ -153,8 +153,8 @@ def answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, l
     types.UniTuple(types.int64, 7),
     types.UniTuple(types.uint64, 2),
     PageLookup,
-    Desk,
-    Roster,
+    QueryBuffers,
+    StreamTable,
     Layout,
     types.UniTuple(types.float64, 4),
 )

@@ -1,4 +1,4 @@
-"""Envelopes: the part of a JSON query around its numbers.
+"""TemplateCache: the part of a JSON query around its numbers.
 
     {"model_name":"m","token_ids":[1,2,3]}      body
     {"model_name":"m","token_ids":[     ]}      envelope
@@ -16,10 +16,11 @@ from collections.abc import Collection
 from typing import NamedTuple, TypeVar
 
 from api.problems import ProblemError
-from api.queries.body_formats import codec_of
-from api.queries.questions import Question, decode_question
+from api.queries.body_formats import format_of
+from api.queries.parsing import decode_question
+from kv_events.http.parsed_query import ParsedQuery
 
-_JSON = codec_of("application/json")
+_JSON = format_of("application/json")
 _MAX_KEPT = 1024
 MAX_BYTES = 4096
 """Longer envelopes are left to the ordinary decoder."""
@@ -29,32 +30,32 @@ _NUM_SENTINELS = 3
 _Value = TypeVar("_Value")
 
 
-class Envelope(NamedTuple):
+class BodyTemplate(NamedTuple):
     """What an envelope asks, and where the numbers of a body begin."""
 
-    question: Question
+    question: ParsedQuery
     num_before: int
     """Bytes before the numbers."""
     after: bytes
     """What must follow the numbers, from the "]" on."""
 
 
-class Envelopes:
+class TemplateCache:
     """Recognises the JSON queries of one route."""
 
     def __init__(self, fields: tuple[str, ...]) -> None:
         """fields: names of the arrays that the route accepts as a prompt."""
         self._fields = fields
         self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
-        self._last: dict[bytes, Envelope] = {}  # by the text before the numbers, the newest one
-        self._kept: dict[bytes, Question | None] = {}
+        self._last: dict[bytes, BodyTemplate] = {}  # by the text before the numbers, the newest one
+        self._kept: dict[bytes, ParsedQuery | None] = {}
 
-    def expected(self, data: bytes, start: int) -> Envelope | None:
+    def expected(self, data: bytes, start: int) -> BodyTemplate | None:
         """Return the envelope that the body data[start:] is likely to have, judged by its beginning and its end."""
         last = self._last.get(data[start : data.find(b"[", start) + 1])
         return last if last is not None and data.endswith(last.after) else None
 
-    def read(self, data: bytes, start: int) -> Envelope | None:
+    def read(self, data: bytes, start: int) -> BodyTemplate | None:
         """Return the envelope of the body data[start:], or None if the ordinary decoder must read it."""
         found = self._array.search(data, start)
         if found is None:
@@ -66,20 +67,20 @@ class Envelopes:
         question = self._decoded(before, after)
         if question is None:
             return None
-        envelope = Envelope(question, len(before), after)
+        envelope = BodyTemplate(question, len(before), after)
         if before.index(b"[") == len(before) - 1:
             _keep(self._last, before, envelope)
         return envelope
 
-    def _decoded(self, before: bytes, after: bytes) -> Question | None:
+    def _decoded(self, before: bytes, after: bytes) -> ParsedQuery | None:
         """Return the question of an envelope. before: up to the "["; after: from the "]" on."""
         envelope = before + after
         if envelope not in self._kept:
-            _keep(self._kept, envelope, question_of_envelope(before, after, self._fields))
+            _keep(self._kept, envelope, query_of_template(before, after, self._fields))
         return self._kept[envelope]
 
 
-def question_of_envelope(before: bytes, after: bytes, fields: Collection[str]) -> Question | None:
+def query_of_template(before: bytes, after: bytes, fields: Collection[str]) -> ParsedQuery | None:
     """Return the question of a new envelope, or None if the ordinary decoder must read bodies that have it.
 
     before: up to the "["; after: from the "]" on. fields: names of the arrays that the route accepts as a prompt.

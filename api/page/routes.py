@@ -9,10 +9,10 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from api.openapi import answers, problem
-from api.page.answer_cache import SharedAnswers
+from api.page.answer_cache import AnswerCache
 from api.page.fleet import describe_fleet
 from api.page.residency import MAX_ROWS, Wanted, describe_residency
-from api.page.state import OpenScene
+from api.page.state import PageStateAt
 from api.queries.routes import json_response
 from kv_events.http.fleet import Fleet, Funnel, Residency
 
@@ -24,10 +24,10 @@ _BAD_PARAMETER = problem(422, "A parameter is invalid")
 At = Annotated[str | None, Query(description="A moment of the log, in `kvsight replay --serve`. Default: the newest.")]
 
 
-def page_routes(open_scene: OpenScene) -> APIRouter:
+def page_routes(open_scene: PageStateAt) -> APIRouter:
     """Return the routes. Viewers of the same scene share its descriptions."""
     router = APIRouter(tags=["page"])
-    shared = SharedAnswers()
+    shared = AnswerCache()
 
     @router.get("/fleet", response_class=Response, responses={**answers(Fleet, "The fleet"), **_BAD_PARAMETER})
     async def fleet(

@@ -29,7 +29,7 @@ _MOST_SHOWN: Final = 30
 _decoder = msgspec.json.Decoder(MarkerReport)
 
 
-class MarkSearch:
+class MarkerSearch:
     """Searches a log from its beginning, and goes on when it has grown. Belongs to one event loop."""
 
     def __init__(self, folder: Path, first_index: int) -> None:

@@ -17,9 +17,8 @@ from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.encoding import age_ms
 from api.queries.routes import json_response
-from api.served_views import ServedViews
+from api.view_source import ViewSource, is_known, stream_pages
 from api.workers.description import list_workers
-from api.workers.stream_pages import is_known, stream_pages
 from indexer.views import View
 from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker
 from kv_events.limits import MAX_DP_RANK
@@ -41,7 +40,7 @@ RankFilter = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK)]
 
 
 def worker_routes(
-    served: ServedViews,
+    served: ViewSource,
     registrations: Registrations | None = None,
     demand_resync: Callable[[View], None] | None = None,
 ) -> APIRouter:
@@ -115,9 +114,7 @@ def worker_routes(
     return router
 
 
-def _streams(
-    served: ServedViews, worker: str, dp_rank: int | None, model: str | None, tenant: str | None
-) -> list[View]:
+def _streams(served: ViewSource, worker: str, dp_rank: int | None, model: str | None, tenant: str | None) -> list[View]:
     """Return the views that a caller selects, including group streams. Raises ProblemError (404) if there is none."""
     found = [
         view
@@ -151,7 +148,7 @@ def _listed(streams: list[StreamId]) -> str:
     return (", ".join(stream.key for stream in nsmallest(_MAX_NAMES, streams)) or "none") + more
 
 
-async def _radix_view(served: ServedViews, view: View, limit: int, cursor: int) -> RadixView:
+async def _radix_view(served: ViewSource, view: View, limit: int, cursor: int) -> RadixView:
     """Return up to `limit` pages from `cursor` on. Raises ProblemError (404) if the stream is forgotten."""
     block_size = view.block_size
     groups = served.namespaces.group_views(view.stream)

@@ -7,6 +7,8 @@ bytes. A batch returns one bool per page: a page that cannot be read or written 
 from __future__ import annotations
 
 import abc
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checka
 
 import numpy as np
 
+from engine_cache.storage.tracked_pages import TrackedPages
 from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError, KvsightError
@@ -60,8 +63,6 @@ class PoolTransfer:
     keys: list[str] | None = None
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     nodes_to_load: list[TreeNode] | None = None
-    indices_from_pool: PoolName | None = None
-    """Pool whose indices (and keys, unless set) this one shares. None if it has its own."""
 
 
 class PoolTransferResult(NamedTuple):
@@ -133,9 +134,13 @@ class HiCacheStorage(abc.ABC):
     """True if an object holds some of a page's heads, for ranks with fewer heads. States and indexes have no heads, so
     such a backend accepts the KV pool only."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tracked_pages: int | None = None) -> None:
         self._pools: dict[PoolName, PagedHostPool] = {}
         self._closed = False
+        self._held = TrackedPages(max_tracked_pages)
+        """Keys of the KV pages that the backend holds, according to its own records."""
+        self._counts_lock = threading.Lock()  # guards _counts
+        self._counts: Counter[str] = Counter()
 
     def register_host_pools(self, pools: Mapping[PoolName, PagedHostPool]) -> None:
         """Register all pools of a cache, which has the backend to itself until `unregister_host_pools`. If one pool is
@@ -217,7 +222,6 @@ class HiCacheStorage(abc.ABC):
         """`batch_set_v1` for several pools, with the `keys` and `host_indices` of the transfers."""
         return self._by_pool(self._write, transfers)
 
-    @abc.abstractmethod
     def is_held(self, key: str) -> bool:
         """Return whether the backend holds this KV page, according to its own records, without a lookup.
 
@@ -225,24 +229,34 @@ class HiCacheStorage(abc.ABC):
         if it is held and was not announced before; announced pages in `take_removed()` are withdrawn. The announced
         pages therefore converge to the held ones, however writes, evictions and acknowledgements interleave.
         """
+        self._check_open()
+        return key in self._held
 
-    @abc.abstractmethod
     def take_removed(self) -> list[str]:
         """Return the keys of KV pages that were evicted, damaged or lost since the last call and are not held again.
         Pages removed by `clear()` are not included."""
+        self._check_open()
+        return self._held.take_lost()
 
     @abc.abstractmethod
     def clear(self) -> None:
         """Remove all pages of this model and rank, and no others."""
 
-    @abc.abstractmethod
     def get_stats(self) -> StorageStats:
         """Return figures for metrics and tests. Allowed after `close()`."""
+        num_held, held_bytes = self._size()
+        with self._counts_lock:
+            counts = {name: self._counts[name] for name in StorageStats._fields}
+        return StorageStats(**counts | {"num_held": num_held, "held_bytes": held_bytes})
 
     def close(self) -> None:
         """Close the backend and release the memory of the pools. Stored pages stay. Closing twice is harmless."""
         self._closed = True
         self._pools.clear()
+
+    @abc.abstractmethod
+    def _size(self) -> tuple[int, int]:
+        """Return the number of pages that the backend holds, and their bytes."""
 
     @abc.abstractmethod
     def _present(self, name: PoolName, keys: Sequence[str]) -> Iterable[bool]:
@@ -255,6 +269,10 @@ class HiCacheStorage(abc.ABC):
     @abc.abstractmethod
     def _write(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
         """Write pages from the pool."""
+
+    def _count(self, **counts: int) -> None:
+        with self._counts_lock:
+            self._counts.update(counts)
 
     def _register(self, name: PoolName, pool: PagedHostPool) -> None:
         self._check_open()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -18,18 +16,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from engine_cache.settings import MooncakeSettings
-from engine_cache.storage.base import (
-    HiCacheStorage,
-    PagedHostPool,
-    PoolName,
-    StorageClosedError,
-    StorageStats,
-    ZeroCopyHostPool,
-)
+from engine_cache.storage.base import HiCacheStorage, PagedHostPool, PoolName, StorageClosedError, ZeroCopyHostPool
 from engine_cache.storage.mooncake_client import MooncakeClient, StorageUnreachableError
 from engine_cache.storage.mooncake_watch import MooncakeWatch
 from engine_cache.storage.object_names import PAGE_KEY_PATTERN, StorageIdentity
-from engine_cache.storage.tracked_pages import TrackedPages
 from engine_cache.types import no_indices
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
@@ -77,14 +67,11 @@ class MooncakeStorage(HiCacheStorage):
     medium: ClassVar[StorageMedium] = StorageMedium.EXTERNAL
 
     def __init__(self, client: MooncakeClient, identity: StorageIdentity, settings: MooncakeSettings) -> None:
-        super().__init__()
+        super().__init__(settings.mooncake_max_tracked_pages)
         self._client = client
         self._identity = identity
         self._owns_store = settings.mooncake_owns_store
-        self._held = TrackedPages(settings.mooncake_max_tracked_pages)
         self._registered: dict[PoolName, _Registered] = {}
-        self._counts_lock = threading.Lock()  # guards _counts
-        self._counts: Counter[str] = Counter()
         client.on_away = self._held.lose_all
         self._watch = MooncakeWatch(client, settings.mooncake_watch_interval_s, self._look_again)
         client.on_transfer_failed = self._watch.suspect
@@ -95,14 +82,6 @@ class MooncakeStorage(HiCacheStorage):
         settings = settings or MooncakeSettings()
         return cls(MooncakeClient(settings, tp_size=identity.tp_size), identity, settings)
 
-    def is_held(self, key: str) -> bool:
-        self._check_open()
-        return key in self._held
-
-    def take_removed(self) -> list[str]:
-        self._check_open()
-        return self._held.take_lost()
-
     def clear(self) -> None:
         """See `HiCacheStorage`. With `mooncake_owns_store` the whole store is emptied. Raises StorageUnreachableError
         if the master does not answer."""
@@ -111,13 +90,10 @@ class MooncakeStorage(HiCacheStorage):
         for keys in _batches(self._held.forget_all()):
             self._hold_seen(keys)  # written during the call
 
-    def get_stats(self) -> StorageStats:
-        """See `HiCacheStorage`. `num_held` counts KV pages that were seen in the store and not missed since."""
-        kv = self._registered.get(PoolName.KV)
-        with self._counts_lock:
-            counts = {name: self._counts[name] for name in StorageStats._fields}
-        held = len(self._held)
-        return StorageStats(**counts | {"num_held": held, "held_bytes": held * kv.page_bytes if kv else 0})
+    def _size(self) -> tuple[int, int]:
+        """Count the KV pages that were seen in the store and not missed since."""
+        kv, num_held = self._registered.get(PoolName.KV), len(self._held)
+        return num_held, num_held * kv.page_bytes if kv else 0
 
     def close(self) -> None:
         """Leave the store. Pages in the memory that this client lends are lost to all engines; others stay."""
@@ -264,10 +240,6 @@ class MooncakeStorage(HiCacheStorage):
             self._check_open()
             raise InvalidValueError("pool", name.value, "a registered pool")
         return registered
-
-    def _count(self, **counts: int) -> None:
-        with self._counts_lock:
-            self._counts.update(counts)
 
 
 def _batches(keys: list[str]) -> Iterator[list[str]]:

@@ -7,10 +7,11 @@ transfer ownership under the operation's lock.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TypeAlias
 
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.tree.key import RadixKey
@@ -77,18 +78,19 @@ class PrefetchOperation:
         self.extras = list(extras)
         """Transfers of sidecars, with host rows. They belong to the tree again once `is_over`. Setting `host_indices`
         to None keeps the rows from being freed."""
-        self.extra_pool_hit_pages: dict[PoolName, int] = {}
+        self.extra_pool_hit_pages: Counter[PoolName] = Counter()
         """Pages of each sidecar that were read."""
-        self.extra_pages = 0
-        """Sidecar pages requested so far, found or not. Used by the I/O side only."""
         self.hashes: list[str] = []
         """Block hashes, one per page."""
         self.keys: list[str] = []
         """Storage keys, one per page."""
+        self.hit_units: int | None = None
+        """Units that the backend holds. None before the lookup, or if there are too few."""
+        self.held = ExitStack()
+        """Protects the data that the operation needs at the start node. Closed by the tree."""
         self._began = time.monotonic()
         self._lock = Lock()  # guards the fields below
         self._rows = host_indices  # owned by the operation
-        self._hit_units: int | None = None
         self._completed_units = 0
         self._terminated = False
         self._ended = False
@@ -99,18 +101,17 @@ class PrefetchOperation:
     def cut_to_hit(self, hit_units: int) -> IndexArray:
         """Shorten the operation to the units that the backend holds. Return the other rows to the caller."""
         with self._lock:
-            self._hit_units = hit_units
+            self.hit_units = hit_units
             if self._taken:  # the remaining rows are returned by end()
                 return no_indices()
             self._rows, beyond = self._rows[:hit_units], self._rows[hit_units:]
             return beyond
 
-    def next_batch(self, max_units: int) -> tuple[int, IndexArray]:
-        """Return the position of the next batch and its rows, which are empty if no KV is left to fetch."""
+    def next_batch(self, max_units: int) -> IndexArray:
+        """Return the rows of the next batch, which are empty if no KV is left to fetch."""
         with self._lock:
-            if self._terminated:
-                return self._completed_units, no_indices()
-            return self._completed_units, self._rows[self._completed_units : self._completed_units + max_units]
+            end = 0 if self._terminated else self._completed_units + max_units
+            return self._rows[self._completed_units : end]
 
     def advance(self, units: int) -> bool:
         """Count units that have arrived. False, without counting them, if the operation was terminated."""
@@ -134,10 +135,10 @@ class PrefetchOperation:
         with self._lock:
             if self._terminated:
                 return True
-            if self._completed_units == self._hit_units:
+            if self._completed_units == self.hit_units:
                 return False  # sidecars are still being read into their rows
             if policy.stop == "timeout":
-                return time.monotonic() - self._began > policy.timeout_s(self._hit_units or 0)
+                return time.monotonic() - self._began > policy.timeout_s(self.hit_units or 0)
             return policy.stop == "best_effort"
 
     def take(self) -> IndexArray:
@@ -164,17 +165,13 @@ class ArchiveOperation:
     """Pages being written from the host to storage."""
 
     node: TreeNode
-    """Its host copy is held until the tree has processed the acknowledgement."""
     keys: list[str]
     host_indices: IndexArray
     extras: list[PoolTransfer] = field(default_factory=list)
     events: list[BlockStored] = field(default_factory=list)
     """The store event of each page; empty without storage events."""
-    extra_pages: int = 0
-    """Sidecar pages handed to the backend so far, stored or not."""
     completed_pages: int = 0
     num_units: int = 0
     """Units on the host that wait for the acknowledgement."""
-
-
-StorageOperation: TypeAlias = ArchiveOperation | PrefetchOperation
+    held: ExitStack = field(default_factory=ExitStack)
+    """Protects the host copy of the node until the tree has processed the acknowledgement."""

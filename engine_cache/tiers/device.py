@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine_cache.base import DecLockRefResult, IncLockRefResult
-from engine_cache.components.component import NODE_LOCK, AuxiliaryComponent, oldest_first
+from engine_cache.components.component import NODE_LOCK, AuxiliaryComponent, least_recent_first
 from engine_cache.errors import CacheStateError
 from engine_cache.pools.entry import RowAllocator
 from engine_cache.rules import Rules
@@ -99,15 +99,15 @@ class DeviceTier:
         return not is_held and all(data.value is None and data.host_value is None for data in held)
 
     def evict_component(
-        self, component: AuxiliaryComponent, num_rows: int, evict_leaf: Callable[[TreeNode], None]
-    ) -> None:
-        """Free device rows of one kind, least recently used first.
+        self, component: AuxiliaryComponent, num_rows: int, evict_leaf: Callable[[TreeNode], None] | None = None
+    ) -> int:
+        """Free device rows of one kind, least recently used first. Returns their number.
 
         A leaf loses all its data, through `evict_leaf`. Any other node loses this kind and the kinds that cannot be
         used without it, which is not an event.
         """
-        before = component.device_size
-        for node in oldest_first(component.device_lru_list):  # no other node loses this kind
+        evict_leaf, before = evict_leaf or self.evict_leaf, component.device_size
+        for node in least_recent_first(component.device_lru_list):  # no other node loses this kind
             if before - component.device_size >= num_rows:
                 break
             if node in self.tree.device_leaves and not (node.children and self.rules.keeps_kv_above_host_children):
@@ -115,6 +115,7 @@ class DeviceTier:
             elif all(each.data(node).lock_ref == 0 for each in self.evicted_with(component)):
                 for each in self.evicted_with(component):
                     each.free_on_device(node)
+        return before - component.device_size
 
     def evicted_with(self, component: AuxiliaryComponent) -> list[AuxiliaryComponent]:
         """Return the kinds that an inner node loses together with this one."""

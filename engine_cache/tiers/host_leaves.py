@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from engine_cache.components.component import AuxiliaryComponent, oldest_first
+from engine_cache.components.component import AuxiliaryComponent, least_recent_first
 from engine_cache.pools.entry import HostPool
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tree.node import TreeNode
@@ -47,7 +47,7 @@ class HostLeaves:
         if len(rows):
             self.pool.free(rows)
 
-    def to_evict(self, num_units: int) -> int:
+    def units_to_evict(self, num_units: int) -> int:
         """Return the number of units to evict to make room for `num_units`."""
         return num_units - self.pool.available_size() if self._device.rules.evicts_shortage_only else num_units
 
@@ -98,7 +98,7 @@ class HostLeaves:
         """
         pool = component.entry.host_pool
         before = pool.available_size()
-        for node in oldest_first(component.host_lru_list):  # no other node loses this kind, as on the device
+        for node in least_recent_first(component.host_lru_list):  # no other node loses this kind, as on the device
             if pool.available_size() - before >= num_rows:
                 break
             if node in self._tree.host_leaves:

@@ -7,7 +7,7 @@ copying.
 One operation is a list of transfers with a single acknowledgement, KV first and then its sidecars:
 
     KV ──────────────── allocates and frees its rows
-    ├── on its rows     (the index of sparse attention): uses the rows of KV's transfer
+    ├── on its rows     (the index of sparse attention): copied with KV, without a transfer of its own
     └── rows of its own (recurrent states, windows): allocated together with KV's, all or nothing
 """
 
@@ -89,7 +89,7 @@ class HiCacheController:
 
         The rows hold the data once `ack_id` is among the finished writes. extra_pools: transfers of sidecars, which
         receive host rows if they have none. Raises InvalidValueError for a transfer of an unknown pool, without source
-        rows, or with different numbers of rows on the two sides, and if a pool that shares KV's rows is missing.
+        rows, or with different numbers of rows on the two sides.
         """
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
@@ -97,7 +97,7 @@ class HiCacheController:
         if lacking is None:
             return None
         try:
-            ticket = self.engine.submit(Lane.WRITE, [self._write_step(_moves(transfers))])
+            ticket = self.engine.submit(Lane.WRITE, [self._write_step(self._moves(transfers))])
         except BaseException:
             self._give_back(lacking, "host_indices")
             raise
@@ -145,7 +145,7 @@ class HiCacheController:
         """Start the queued loads as one operation, layer by layer. Return its number for `wait_for_layer`, or -1."""
         if not self._load_queue:
             return -1
-        moves = _moves([transfer for _, transfers in self._load_queue for transfer in transfers])
+        moves = self._moves([transfer for _, transfers in self._load_queue for transfer in transfers])
         steps = [self._load_step(layer, moves) for layer in range(self.transfer_layer_num)]
         ticket = self.engine.submit(Lane.LOAD, steps)
         self._loads.append(Ack(ticket, [ack_id for ack_id, _ in self._load_queue]))
@@ -196,76 +196,62 @@ class HiCacheController:
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> list[PoolTransfer] | None:
-        """Allocate the rows that transfers lack on the side `wanted`. Transfers that share rows are resolved last.
+    def _allocate_rows(self, transfers: Sequence[PoolTransfer], side: Side) -> list[PoolTransfer] | None:
+        """Allocate the rows that transfers lack on one side.
 
         Returns those transfers, or None, with nothing allocated, if a pool has no room.
         """
-        if len(transfers) > 1 or len(self.entries) > 1:  # most models have KV alone
-            self._check_transfers(transfers, wanted)
-        lacking = [transfer for transfer in transfers if getattr(transfer, wanted) is None]
+        num_rows = {id(transfer): self._num_rows(transfer, side) for transfer in transfers}
+        lacking = [transfer for transfer in transfers if getattr(transfer, side) is None]
         has_room = False
         try:
-            has_room = all(self._take_rows(each, wanted) for each in lacking if self.group.source_of(each) is None)
+            has_room = all(self._take_rows(each, side, num_rows[id(each)]) for each in lacking)
         finally:
             if not has_room:
-                self._give_back(lacking, wanted)
-        if not has_room:
-            return None
-        for transfer in transfers:
-            source = self._source(transfer, transfers)
-            if source is not None:
-                transfer.host_indices, transfer.device_indices = source.host_indices, source.device_indices
-        return lacking
+                self._give_back(lacking, side)
+        return lacking if has_room else None
+
+    def _num_rows(self, transfer: PoolTransfer, side: Side) -> int:
+        """Return the number of rows that a transfer needs on one side."""
+        name = self.entry(transfer.name).name.value
+        given = transfer.host_indices if side == "device_indices" else transfer.device_indices
+        if given is None:
+            raise InvalidValueError(f"transfer of pool {name}", transfer, f"a source for its {side}")
+        there = getattr(transfer, side)
+        if there is not None and len(given) != len(there):
+            expected = f"as many as on the other side, {len(given)}"
+            raise InvalidValueError(f"{side} of pool {name}", len(there), expected)
+        return len(given)
+
+    def _take_rows(self, transfer: PoolTransfer, side: Side, num_rows: int) -> bool:
+        """Allocate rows for one transfer. False if there is no room."""
+        entry = self.entry(transfer.name)
+        rows = entry.alloc_host(num_rows) if side == "host_indices" else entry.alloc_device(num_rows)
+        setattr(transfer, side, rows)
+        return rows is not None
 
     def _give_back(self, transfers: Sequence[PoolTransfer], side: Side) -> None:
-        """Take rows that were allocated back from transfers. Those that share rows own none."""
+        """Take rows that were allocated back from transfers."""
         for transfer in transfers:
             rows = getattr(transfer, side)
             setattr(transfer, side, None)
-            if rows is not None and self.group.source_of(transfer) is None:
+            if rows is not None:
                 entry = self.entry(transfer.name)
                 pool: RowAllocator = entry.host_pool if side == "host_indices" else entry.device_allocator
                 pool.free(rows)
 
-    def _check_transfers(self, transfers: Sequence[PoolTransfer], wanted: Side) -> None:
-        """Check that every transfer has a source of rows, and that all pools on KV's rows move with it."""
+    def _moves(self, transfers: Sequence[PoolTransfer]) -> list[_Move]:
+        """Merge the rows of all transfers into one move per pool, in the order in which the pools first appear."""
+        hosts: dict[PoolName, list[IndexArray]] = {}
+        devices: dict[PoolName, list[IndexArray]] = {}
         for transfer in transfers:
-            name = transfer.name.value
-            given = transfer.host_indices if wanted == "device_indices" else transfer.device_indices
-            if self._source(transfer, transfers) is None and given is None:
-                raise InvalidValueError(f"transfer of pool {name}", transfer, f"a source for its {wanted}")
-            there = getattr(transfer, wanted)
-            if given is not None and there is not None and len(given) != len(there):
-                expected = f"as many as on the other side, {len(given)}"
-                raise InvalidValueError(f"{wanted} of pool {name}", len(there), expected)
-        left = {entry.name for entry in self.group.sharing_entries()} - {transfer.name for transfer in transfers}
-        kv = transfers[0]
-        if left and len(_first_of(kv.device_indices, kv.host_indices)):
-            missing = sorted(name.value for name in left)
-            raise InvalidValueError("transfers", [each.name.value for each in transfers], f"{missing}, too")
-
-    def _source(self, transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> PoolTransfer | None:
-        """Return the transfer whose rows this one shares, or None if it has its own.
-
-        Raises InvalidValueError if that transfer is missing or shares rows itself.
-        """
-        name = self.group.source_of(transfer)
-        if name is None:
-            return None
-        source = next((each for each in transfers if each.name is name), None)
-        if source is None or self.group.source_of(source) is not None:
-            raise InvalidValueError(
-                f"transfer of pool {transfer.name.value}", transfer, f"one of {name.value} beside it"
-            )
-        return source
-
-    def _take_rows(self, transfer: PoolTransfer, wanted: Side) -> bool:
-        """Allocate rows for one transfer. False if there is no room."""
-        entry, num_rows = self.entry(transfer.name), len(_first_of(transfer.device_indices, transfer.host_indices))
-        rows = entry.alloc_host(num_rows) if wanted == "host_indices" else entry.alloc_device(num_rows)
-        setattr(transfer, wanted, rows)
-        return rows is not None
+            assert transfer.host_indices is not None
+            assert transfer.device_indices is not None
+            for name in (transfer.name, *(each.name for each in self.group.sharing if transfer.name is self.kv.name)):
+                hosts.setdefault(name, []).append(transfer.host_indices)
+                devices.setdefault(name, []).append(transfer.device_indices)
+        moves = [_Move(name, np.concatenate(hosts[name]), np.concatenate(devices[name])) for name in hosts]
+        return [move for move in moves if len(move.host)]
 
 
 HybridCacheController = HiCacheController
@@ -276,25 +262,6 @@ class _Move(NamedTuple):
     name: PoolName
     host: IndexArray
     device: IndexArray
-
-
-def _moves(transfers: Sequence[PoolTransfer]) -> list[_Move]:
-    """Merge the rows of all transfers into one move per pool, in the order in which the pools first appear."""
-    hosts: dict[PoolName, list[IndexArray]] = {}
-    devices: dict[PoolName, list[IndexArray]] = {}
-    for transfer in transfers:
-        hosts.setdefault(transfer.name, []).append(_first_of(transfer.host_indices))
-        devices.setdefault(transfer.name, []).append(_first_of(transfer.device_indices))
-    moves = [_Move(name, np.concatenate(hosts[name]), np.concatenate(devices[name])) for name in hosts]
-    return [move for move in moves if len(move.host)]
-
-
-def _first_of(*rows: IndexArray | None) -> IndexArray:
-    """Return the first argument that is not None. The caller has checked that there is one."""
-    for each in rows:
-        if each is not None:
-            return each
-    raise AssertionError("a transfer has no rows")
 
 
 def _num_finished(acks: deque[Ack]) -> int:

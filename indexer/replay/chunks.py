@@ -22,13 +22,11 @@ from indexer.kernels.batches import (
 )
 from indexer.namespaces import NamespaceKey
 from indexer.replay.replay import FORGET_EVERY_MS, Replay
-from indexer.replay.until import Until
 from indexer.views import View, ViewState
 from kv_events.codec import batch_names, decode_batch
 from kv_events.digest import DIGEST_WORDS
 from kv_events.kernels.batches import TIME
 from kv_events.kernels.bundles import I64Vector
-from kv_events.kernels.log_records import OFFSET, PARTITION
 from kv_events.log.batch_columns import BatchColumns, decode_chunk
 from kv_events.log.reader import RecordChunk
 from kv_events.records import Channel, LogRecord
@@ -39,21 +37,9 @@ _MOST_NAMES = 65_536
 _MOST_PARTITIONS = 4096
 _MOST_SEQ = 2**62
 _PUNCTUAL_MS = 250  # well below what `indexer.views` takes for late
-_NEVER, _MOST_OFFSET = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+_NEVER = np.iinfo(np.int64).min
 
 Mask = npt.NDArray[np.bool_]
-
-
-def rows_before(chunk: RecordChunk, until: Until) -> Mask:
-    """Return bool[n], the records of a chunk that `until` takes. Its offset is an index in the log."""
-    taken = chunk.until(0, len(chunk.rows), until.time_s)
-    if until.offset is not None:
-        taken[max(0, until.offset - chunk.first_index) :] = False
-    if until.positions is not None:
-        partitions, places = np.unique(chunk.rows[:, PARTITION], return_inverse=True)
-        limits = [min(until.positions.get(partition, 0), _MOST_OFFSET) for partition in partitions.tolist()]
-        taken &= chunk.rows[:, OFFSET] < np.array(limits, np.int64)[places]
-    return taken
 
 
 class PlainRun(NamedTuple):
@@ -184,14 +170,7 @@ class ChunkApplier:
     def _apply_plain(self, columns: BatchColumns, wanted: Mask, numbers: I64Vector, start: int) -> tuple[int, bool]:
         """Apply records until one has to take the long way. Returns (end, whether the digest of the last differs)."""
         replay, tracked = self._replay, self._tracked
-        freshness = replay.freshness
-        tracked.clock[:] = (
-            replay.now,
-            freshness.log_read_at,
-            freshness.resumed_at,
-            freshness.unbroken_since,
-            *freshness.longest_pauses_s,
-        )
+        tracked.clock[:] = *replay.clock, *replay.freshness.longest_pauses_s
         end, num_touched, reason = apply_batches(
             np.frombuffer(columns.data, np.uint8),
             columns.rows,
@@ -203,7 +182,8 @@ class ChunkApplier:
             len(wanted),
             SLICE_PAGES,
         )
-        replay.now, freshness.log_read_at, freshness.resumed_at, freshness.unbroken_since, *_ = tracked.clock.tolist()
+        now, log_read_at, resumed_at, unbroken_since, *_ = tracked.clock.tolist()
+        replay.clock = now, log_read_at, resumed_at, unbroken_since
         touched = tracked.touched[:num_touched]
         made_at = tracked.streams[touched, MADE_AT].view(np.float64).tolist()
         for number, facts, made in zip(touched.tolist(), tracked.streams[touched].tolist(), made_at, strict=True):

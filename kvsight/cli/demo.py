@@ -23,7 +23,7 @@ from kvsight.cli.streams import rows_of
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from api.decisions.window import FunnelWindow
+    from api.decisions.window import DecisionWindow
     from api.settings import ApiSettings
     from simulation import Requests, SimulationSettings
     from simulation.live import LiveFleet
@@ -126,7 +126,7 @@ async def _run_live(
             await _serve_on(serve, workload[_WARM_REQUESTS:], stop)
 
 
-def _serve(trial: Trial, funnel: FunnelWindow, numbers: Iterator[int], request: Request) -> None:
+def _serve(trial: Trial, funnel: DecisionWindow, numbers: Iterator[int], request: Request) -> None:
     """Serve a request, and report what was chosen and reused, as routers do."""
     from kv_events.decisions import VERSION, Outcome
 

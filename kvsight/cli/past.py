@@ -45,7 +45,7 @@ def serve_past(
     from api.server import listen, run_server, url_of
 
     try:
-        app = create_past_app(folder, settings, moment.until, log.damage_lines)
+        app = create_past_app(folder, settings, moment, log.damage_lines)
     except OutsideTheLogError as error:
         raise UsageError(f"--at {error}") from None
     bound = listen(settings)

@@ -19,8 +19,7 @@ import pytest
 import uvloop
 
 from api.app import create_app
-from api.errors import CannotListenError, PortInUseError
-from api.server import listen, run_server, running_server
+from api.server import CannotListenError, PortInUseError, listen, run_server, running_server
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream

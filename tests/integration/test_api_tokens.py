@@ -15,7 +15,7 @@ from typing import Any, get_args
 import httpx
 import pytest
 
-from api.access.auth import OPEN_PATHS, scope_of
+from api.access.guard import OPEN_PATHS, scope_of
 from api.access.tokens import Scope
 from api.app import create_app
 from api.server import running_server

@@ -14,7 +14,7 @@ from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
 from indexer.freshness import NO_HEARTBEAT
 from indexer.namespaces import Namespaces
-from indexer.replay import Replay, log_records
+from indexer.replay import Replay
 from indexer.scores import score
 from indexer.settings import IndexerSettings
 from indexer.snapshots.folder import FolderStore
@@ -26,7 +26,7 @@ from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import ResyncRequest, SnapshotBegin
-from tests.support.log.records import Stream, removed, stored
+from tests.support.log.records import Stream, log_records, removed, stored
 from tests.support.waiting import async_wait_until
 
 SETTINGS = IndexerSettings(max_pages=100_000, resync_retry_s=0.2)

@@ -18,7 +18,7 @@ import pytest
 
 from api.access.connections import RESERVED
 from api.fast import http_limits
-from api.queries.questions import decode_question
+from api.queries.parsing import decode_question
 from kv_events.log.event_log import EventLogWriter
 from tests.support.log.records import Stream, stored
 from tests.support.servers.certificates import Certificates

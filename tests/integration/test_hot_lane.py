@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from api.app import create_app
 from api.fast import http_limits
-from api.fast.fast_path import HotLane
+from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.fast.http_limits import MAX_HEAD_BYTES
 from api.server import running_server
@@ -71,14 +71,14 @@ def test_both_ways_answer_alike(body: bytes) -> None:
 
 def test_usual_queries_are_answered_in_the_lane_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
-    ordinary = HotLane.answer
+    ordinary = FastPath.answer
 
-    def noted(lane: HotLane, head: Head, data: bytes, start: int) -> bytes | None:
+    def noted(lane: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
         body = ordinary(lane, head, data, start)
         taken.append(body is not None)
         return body
 
-    monkeypatch.setattr(HotLane, "answer", noted)
+    monkeypatch.setattr(FastPath, "answer", noted)
 
     async def main() -> None:
         async with a_service() as connect:

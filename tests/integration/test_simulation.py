@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.replay import Replay, log_records
+from indexer.replay import Replay
 from indexer.scores import score
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.kafka.settings import KafkaSettings
@@ -34,6 +34,7 @@ from simulation import (
 from simulation.live import SimulationError, kafka_transport, live_fleet, memory_transport, run_live
 from simulation.run import DirectFleet
 from simulation.worker import divergent_pages
+from tests.support.log.records import log_records
 
 SMALL = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16)
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.replay import LogIndexer, Replay, Timeline
-from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
 from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run
@@ -41,25 +41,25 @@ def write(folder: Path, random: Random, length: int) -> list[LogRecord]:
     return records
 
 
-def from_the_beginning(folder: Path, until: Until) -> Replay:
+def from_the_beginning(folder: Path, until: LogMoment) -> Replay:
     found = (
-        record._replace(offset=index) if until.offset is not None else record
+        record._replace(offset=index) if until.index is not None else record
         for index, record in EventLogReader(folder).read()
     )
     return Replay(SETTINGS).apply_all(found, until)
 
 
-def some_moment(random: Random, records: list[LogRecord]) -> Until:
+def some_moment(random: Random, records: list[LogRecord]) -> LogMoment:
     kind, record = random.random(), random.choice(records)
     if kind < 0.4:
-        return Until(offset=random.randrange(len(records) + 2))
+        return LogMoment(index=random.randrange(len(records) + 2))
     if kind < 0.7:
-        return Until(time_s=(record.timestamp_ms + random.choice((-1, 0, 1, 4000))) / 1000)
+        return LogMoment(time_s=(record.timestamp_ms + random.choice((-1, 0, 1, 4000))) / 1000)
     limits = {0: -1, 1: -1}
     for each in records[: random.randrange(len(records) + 1)]:
         if each.channel == Channel.EVENTS:
             limits[each.partition] = each.offset
-    return Until(positions={p: offset + random.randrange(2) for p, offset in limits.items() if offset >= 0})
+    return LogMoment(offsets={p: offset + random.randrange(2) for p, offset in limits.items() if offset >= 0})
 
 
 @given(SEEDS, LENGTHS)
@@ -96,7 +96,7 @@ def test_a_log_whose_oldest_files_are_deleted_opens_as_the_whole_one(seed: int, 
             path.unlink()
         timeline = Timeline(folder, SETTINGS)
         for _ in range(4):
-            moment = Until(offset=random.randrange(timeline.first_index, len(records) + 1))
+            moment = LogMoment(index=random.randrange(timeline.first_index, len(records) + 1))
             assert facts(timeline.at(moment)) == facts(from_the_beginning(Path(whole), moment)), moment
         assert (timeline.faults, timeline.damage, timeline.warnings) == ([], [], [])
 
@@ -119,7 +119,7 @@ def test_steps_forward_and_back_equal_a_replay_from_the_beginning(seed: int, len
             assert (views is None) == (at is None)
             if views is not None and at is not None:
                 assert timeline.index == at
-                assert facts(views) == facts(from_the_beginning(Path(name), Until(offset=at)))
+                assert facts(views) == facts(from_the_beginning(Path(name), LogMoment(index=at)))
 
 
 @pytest.mark.parametrize("frame_at", [None, 19, 21])
@@ -140,7 +140,7 @@ def test_late_batches_and_wrong_clocks_replay_equally_however_they_are_read(
                 LogIndexer(tmp_path, SETTINGS, frame_cost=0).advance()
     timeline = Timeline(tmp_path, SETTINGS)
     for offset in range(5, 45):
-        moment = Until(offset=offset)
+        moment = LogMoment(index=offset)
         assert facts(timeline.at(moment)) == facts(from_the_beginning(tmp_path, moment)), moment
 
 
@@ -161,9 +161,13 @@ def test_workers_are_dropped_as_in_a_replay_from_the_beginning(seed: int) -> Non
         LogIndexer(Path(name), bounds, frame_cost=random.choice((500, 10**9))).advance()
         timeline = Timeline(Path(name), bounds)
         end = timeline.next_index
-        for moment in (Until(offset=random.randrange(end)), Until(time_s=1000 + random.randrange(100)), Until()):
+        for moment in (
+            LogMoment(index=random.randrange(end)),
+            LogMoment(time_s=1000 + random.randrange(100)),
+            LogMoment(),
+        ):
             found = (
-                record._replace(offset=index) if moment.offset is not None else record
+                record._replace(offset=index) if moment.index is not None else record
                 for index, record in EventLogReader(Path(name)).read()
             )
             assert facts(timeline.at(moment)) == facts(Replay(bounds).apply_all(found, moment)), moment

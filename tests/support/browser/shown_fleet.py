@@ -10,7 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from api.app import create_app
-from api.decisions.window import FunnelWindow
+from api.decisions.window import DecisionWindow
 from api.server import running_server
 from api.settings import ApiSettings
 from indexer.assembly import create_consumer
@@ -30,7 +30,7 @@ class ShownFleet(NamedTuple):
     url: str
     fleet: LiveFleet
     requests: list[Request]
-    funnel: FunnelWindow
+    funnel: DecisionWindow
     numbers: Iterator[int]
 
     def serve(self, request: Request) -> None:

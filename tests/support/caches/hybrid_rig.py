@@ -27,8 +27,8 @@ from engine_cache import (
     ReqToTokenPool,
     Request,
 )
+from engine_cache.pools.host import MambaPoolHost
 from engine_cache.pools.mamba import MambaPool
-from engine_cache.pools.mamba_host import MambaPoolHost
 from engine_cache.storage.base import PoolName
 from kv_events.schema import StorageMedium
 from tests.support.caches.checks import check_cache

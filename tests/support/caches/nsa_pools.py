@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine_cache.pools.device import NSATokenToKVPool
-from engine_cache.pools.host_indexer import NSAIndexerPoolHost
+from engine_cache.pools.host import NSAIndexerPoolHost
 from tests.support.caches.tier_rig import LAYERS, KVPools
 
 

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from engine_cache.pools.host_rows import HostRows
+from engine_cache.pools.host_rows import BytelessHostPool
 
 
 def content(extra_key, raw, kind):
@@ -47,7 +47,7 @@ class DeviceRows:
         self.rows[dst] = self.rows[src]
 
 
-class HostPool(HostRows):
+class HostPool(BytelessHostPool):
     """Rows of a host pool whose copies fail on demand."""
 
     layer_num = 1

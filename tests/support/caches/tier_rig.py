@@ -25,7 +25,7 @@ from engine_cache import (
 )
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, PoolShape
 from engine_cache.pools.host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
-from engine_cache.storage.base import HiCacheStorage, PoolName, StorageStats
+from engine_cache.storage.base import HiCacheStorage, PoolName
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from engine_cache.tree.node import TreeNode, iter_nodes
 from kv_events.schema import StorageMedium
@@ -151,8 +151,8 @@ class MemoryStorage(HiCacheStorage):
         self.pages.clear()
         self.removed.clear()
 
-    def get_stats(self):
-        return StorageStats(0, 0, 0, 0, 0, 0, 0, len(self.pages), 0)
+    def _size(self):
+        return len(self.pages), 0
 
     def _present(self, name, keys):
         self._check("exists", name, keys)

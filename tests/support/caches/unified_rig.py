@@ -106,9 +106,9 @@ class UnifiedRig:
             "swa": lambda: SWAComponent(self.swa, window),
             "mamba": lambda: MambaComponent(
                 self.slots,
-                state_pool=self.device_pools[PoolName.MAMBA],
-                chunk_size=2,
-                enable_extra_buffer=True,
+                mamba_pool=self.device_pools[PoolName.MAMBA],
+                mamba_cache_chunk_size=2,
+                enable_mamba_extra_buffer=True,
             ),
         }
         options: dict[str, Any] = {"enable_kv_cache_events": True, "req_to_token_pool": ReqToTokenPool(6, 64)} | cache
@@ -217,7 +217,13 @@ class UnifiedRig:
     def hold_on_host(self, node):
         """Protect what a transfer at the node needs on the host besides KV from eviction. Returns the release."""
         held = [(each, each.acquire_host(node)) for each in self.cache.auxiliaries]
-        return lambda: [each.release_host(node, ticket) for each, ticket in held if ticket is not None]
+
+        def release():
+            for each, ticket in held:
+                if ticket is not None:
+                    each.release_host(node, ticket)
+
+        return release
 
     def end_requests(self):
         """End the requests that own a slot, even if a load into the slot is in flight."""

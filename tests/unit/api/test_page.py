@@ -9,7 +9,7 @@ from urllib.parse import urljoin
 import msgspec
 import pytest
 
-from api.page.worker_history import FleetWatch
+from api.page.worker_history import WorkerHistory
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.http.fleet import Fleet, Funnel, Residency
@@ -102,7 +102,7 @@ async def test_a_worker_that_lost_batches_comes_first_and_is_named(serving: Any)
 
 
 async def test_pages_of_a_stream_that_is_new_are_no_rate(serving: Any) -> None:
-    watch, stream = FleetWatch(), Stream("one")
+    watch, stream = WorkerHistory(), Stream("one")
     async with serving() as (_, fed):
         list(watch.sample([], 1000.0))
         await fed.hold(stream, TOKENS)

@@ -6,8 +6,7 @@ import torch
 
 from engine_cache import PoolError
 from engine_cache.pools.device import NSATokenToKVPool, PoolShape
-from engine_cache.pools.host import HOST_LAYOUTS, MLATokenToKVPoolHost
-from engine_cache.pools.host_indexer import NSAIndexerPoolHost
+from engine_cache.pools.host import HOST_LAYOUTS, MLATokenToKVPoolHost, NSAIndexerPoolHost
 from kv_events.errors import InvalidValueError
 
 pytestmark = pytest.mark.torch

@@ -5,9 +5,8 @@ import torch
 
 from engine_cache import PoolError
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, PoolShape
-from engine_cache.pools.host import HOST_LAYOUTS, MHATokenToKVPoolHost, MLATokenToKVPoolHost
-from engine_cache.pools.host_memory import require_host_memory
-from engine_cache.pools.host_rows import BytelessHostPool, HostRows, host_pool_size
+from engine_cache.pools.host import HOST_LAYOUTS, MHATokenToKVPoolHost, MLATokenToKVPoolHost, require_host_memory
+from engine_cache.pools.host_rows import BytelessHostPool, host_pool_size
 from engine_cache.settings import HICACHE_HOST_MEMORY_RESERVE_BYTES, host_memory_reserve_bytes
 from kv_events.errors import InvalidValueError
 
@@ -184,7 +183,7 @@ def test_an_unknown_layout_is_refused_with_the_known_ones():
 
 
 def test_rows_are_whole_pages_from_zero():
-    rows = HostRows(12, 4)
+    rows = BytelessHostPool(12, 4)
     assert rows.alloc(8).tolist() == list(range(8))
     assert rows.available_size() == 4
     assert rows.alloc(8) is None
@@ -198,7 +197,7 @@ def test_rows_are_whole_pages_from_zero():
 
 
 def test_a_page_of_the_host_is_freed_once():
-    rows = HostRows(12, 4)
+    rows = BytelessHostPool(12, 4)
     taken = rows.alloc(4)
     rows.free(taken)
     with pytest.raises(PoolError, match="page 0"):

@@ -10,11 +10,15 @@ import torch
 
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool, PoolShape
 from engine_cache.pools.device_swa import SWAKVPool
-from engine_cache.pools.host import HOST_LAYOUTS, MHATokenToKVPoolHost, MLATokenToKVPoolHost
-from engine_cache.pools.host_indexer import NSAIndexerPoolHost
-from engine_cache.pools.host_tensors import TensorHostPool, allocate_host_pools
+from engine_cache.pools.host import (
+    HOST_LAYOUTS,
+    MambaPoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    NSAIndexerPoolHost,
+    allocate_host_pools,
+)
 from engine_cache.pools.mamba import MambaPool
-from engine_cache.pools.mamba_host import MambaPoolHost
 from kv_events.errors import InvalidValueError
 
 pytestmark = pytest.mark.torch
@@ -118,14 +122,6 @@ def test_a_host_page_that_does_not_exist_is_an_error_that_names_the_pool(kind):
             host.get_page_buffer_meta(page(host, number))
         with pytest.raises(IndexError, match=f"host pool {host.name}"):
             host.get_data_page(number * host.page_size)
-
-
-def test_a_pool_that_cannot_name_its_tensors_to_a_store_cannot_be_made():
-    missing = TensorHostPool.__abstractmethods__
-    assert "get_hybrid_pool_buffer" in missing
-    methods = {name: lambda *_: None for name in missing - {"get_hybrid_pool_buffer"}}
-    with pytest.raises(TypeError, match="get_hybrid_pool_buffer"):
-        type("Unnamed", (TensorHostPool,), methods)("kv", size=8, page_size=2, layer_num=1, size_per_token=1)
 
 
 # --- memory of several pools ---

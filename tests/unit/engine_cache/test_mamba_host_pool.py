@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from engine_cache.pools.device import MHATokenToKVPool, PoolShape
-from engine_cache.pools.host import HOST_LAYOUTS
+from engine_cache.pools.host import HOST_LAYOUTS, MambaPoolHost
 from engine_cache.pools.mamba import MambaPool
-from engine_cache.pools.mamba_host import MambaPoolHost
 from kv_events.errors import InvalidValueError
 
 pytestmark = pytest.mark.torch

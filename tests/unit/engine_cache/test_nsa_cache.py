@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from engine_cache import Lane, StoragePolicy
-from engine_cache.components.indexer import indexer_transfers
 from engine_cache.pools.host import HOST_LAYOUTS
 from engine_cache.storage import PageLayout, StorageIdentity
-from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
+from engine_cache.storage.base import PoolName
 from engine_cache.storage.directory import DirectoryStorage
 from tests.support.caches.checks import check_cache
 from tests.support.caches.nsa_rig import FlakyStore, NsaRig
@@ -88,10 +87,9 @@ def test_a_copy_of_the_index_that_fails_takes_the_copy_of_kv_with_it(monkeypatch
 
 
 def test_the_index_rides_with_kv_and_other_models_have_nothing_that_does():
-    expected = [PoolTransfer(INDEXER, hit_policy=PoolHitPolicy.ALL_PAGES, indices_from_pool=KV)]
-    assert indexer_transfers(NsaRig().cache.cache_controller.group) == expected
-    assert indexer_transfers(Rig().cache.cache_controller.group) == []
-    assert indexer_transfers(Rig(attention="mla").cache.cache_controller.group) == []
+    assert [entry.name for entry in NsaRig().cache.cache_controller.group.sharing] == [INDEXER]
+    assert Rig().cache.cache_controller.group.sharing == []
+    assert Rig(attention="mla").cache.cache_controller.group.sharing == []
 
 
 # --- the store ---

@@ -43,7 +43,7 @@ def hierarchy(name, bases):
 
 def test_no_class_has_more_than_four_classes_of_the_project_in_its_hierarchy():
     bases = base_classes()
-    assert "engine_cache.cache.TreeCache" in hierarchy("engine_cache.unified.UnifiedRadixCache", bases)
+    assert "engine_cache.cache.TreeCache" in hierarchy("engine_cache.presets.UnifiedRadixCache", bases)
     hierarchies = [hierarchy(name, bases) for name in bases]
     assert [each for each in hierarchies if len(each) > MOST_CLASSES_IN_A_HIERARCHY] == []
 

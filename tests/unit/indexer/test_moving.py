@@ -9,11 +9,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from indexer.replay import LogIndexer, MovingViews, Timeline
-from indexer.replay.until import Until
+from indexer.replay import LogIndexer, Timeline
 from indexer.settings import IndexerSettings
 from kv_events.log.batch_columns import decode_chunk
 from kv_events.log.event_log import EventLogWriter
+from kv_events.log.moments import LogMoment
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.records import Stream, stored
 from tests.support.log.view_facts import facts
@@ -35,28 +35,24 @@ def test_views_after_any_moves_are_those_of_the_moment(tmp_path: Path, frame_cos
     if frame_cost is not None:
         LogIndexer(tmp_path, SETTINGS, frame_cost=frame_cost).advance()
     random, ways = Random(5), Counter[str]()
-    span = timeline.span_s
+    span = timeline.extent.span_s
     assert span is not None
-    moving = MovingViews(timeline, Until(offset=1))
+    moving = timeline.at(LogMoment(index=1))
     assert num_plain(timeline) > 250
     for _ in range(150):
-        near = moving.views.now + random.choice((0.0, 0.2, 3.0, 40.0))
+        near = moving.now + random.choice((0.0, 0.2, 3.0, 40.0))
         moment = random.choice(
             (
-                Until(offset=min(timeline.next_index, moving.index + random.randrange(30))),
-                Until(time_s=near),
-                Until(time_s=random.uniform(*span) if random.random() < 0.2 else near),
-                Until(positions=dict(moving.views.positions)) if random.random() < 0.1 else Until(offset=moving.index),
+                LogMoment(index=min(timeline.next_index, moving.index + random.randrange(30))),
+                LogMoment(time_s=near),
+                LogMoment(time_s=random.uniform(*span) if random.random() < 0.2 else near),
+                LogMoment(offsets=dict(moving.positions)) if random.random() < 0.1 else LogMoment(index=moving.index),
             )
         )
-        is_moved = moving.can_move(moment)
-        if is_moved:
-            is_moved = moving.move(moment)
-            ways["moved" if is_moved else "given up"] += 1
-        if not is_moved:
-            moving = MovingViews(timeline, moment)
-            ways["opened"] += 1
-        assert facts(moving.views) == facts(timeline.at(moment)), moment
+        can_move, before = timeline.can_move(moving, moment), moving
+        moving = timeline.at(moment, before)
+        ways["moved" if moving is before else "given up" if can_move else "opened"] += 1
+        assert facts(moving) == facts(timeline.at(moment)), moment
     assert ways["moved"] > 60, ways
     assert ways["opened"] > 5, ways
 
@@ -76,10 +72,10 @@ def test_a_live_view_agreed_with_its_publisher_at_its_newest_batch(tmp_path: Pat
         writer.append(stream.batch(stored((0, [30])), digest=bytes(64), now=1020.5))
     timeline = Timeline(tmp_path, SETTINGS)
     assert num_plain(timeline) == 21
-    moving = MovingViews(timeline, Until(offset=5))
+    moving = timeline.at(LogMoment(index=5))
     for offset, agreed_at in ((5, 1004.5), (15, 1014.5), (18, 1017.5), (21, 1019.5)):
-        assert moving.move(Until(offset=offset))
-        for views in (moving.views, timeline.at(Until(offset=offset))):
+        assert timeline.at(LogMoment(index=offset), moving) is moving
+        for views in (moving, timeline.at(LogMoment(index=offset))):
             assert [view.agreed_at for view in views.namespaces.views] == [agreed_at]
 
 
@@ -89,10 +85,8 @@ def test_views_do_not_move_back_or_far_beyond_key_frames(tmp_path: Path) -> None
             writer.append(Stream("w").batch(stored((0, [i + 1])), now=1000 + i))
     LogIndexer(tmp_path, SETTINGS, frame_cost=2000).advance()
     timeline = Timeline(tmp_path, SETTINGS)
-    moving = MovingViews(timeline, Until(offset=50))
-    assert moving.can_move(Until(offset=51))
-    assert not moving.can_move(Until(offset=49))
-    assert not moving.can_move(Until(time_s=1048))
-    assert not moving.can_move(Until(offset=100))
-    assert moving.move(Until(time_s=1050.5))
-    assert (moving.index, moving.views.now) == (51, 1050.5)
+    moving = timeline.at(LogMoment(index=50))
+    for moment in (LogMoment(index=49), LogMoment(time_s=1048), LogMoment(index=100)):
+        assert timeline.at(moment, moving) is not moving
+    assert timeline.at(LogMoment(index=51), moving) is moving
+    assert (moving.index, moving.now) == (51, 1050)

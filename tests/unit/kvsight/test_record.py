@@ -12,12 +12,12 @@ import pytest
 
 from indexer.recording.feed import Feed, Selection
 from indexer.recording.recorder import Recorder
-from indexer.replay.until import Until
 from indexer.sources.memory import MemorySource
 from kv_events.decisions import VERSION, Decision, Outcome, encode_decision
 from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.log.format import list_segments
 from kv_events.log.memory import MemoryLog
+from kv_events.log.moments import LogMoment
 from kv_events.log.recorded_offsets import LogPositions
 from kv_events.records import Channel, LogRecord
 from tests.support.log.records import Stream, stored
@@ -80,17 +80,17 @@ def test_offsets_are_counted_for_each_channel_and_partition(tmp_path: Path) -> N
 
 async def test_a_range_of_times_is_recorded(tmp_path: Path) -> None:
     log = _log(b"0", b"1", b"2", b"3", b"4")
-    assert await _record(log, tmp_path, since_s=1.0, until=Until(time_s=3.0)) == [b"1", b"2", b"3"]
+    assert await _record(log, tmp_path, since_s=1.0, until=LogMoment(time_s=3.0)) == [b"1", b"2", b"3"]
 
 
 async def test_a_range_of_offsets_is_recorded(tmp_path: Path) -> None:
     log = _log(b"0", b"1", b"2", b"3", b"4")
-    assert await _record(log, tmp_path, begins={0: 1}, until=Until(positions={0: 3})) == [b"1", b"2"]
+    assert await _record(log, tmp_path, begins={0: 1}, until=LogMoment(offsets={0: 3})) == [b"1", b"2"]
 
 
 async def test_a_recording_ends_when_its_range_does(tmp_path: Path) -> None:
     log = _log(b"0", b"1")
-    feed = Feed(MemorySource(log), Channel.EVENTS, "log", until=Until(positions={0: 3}))
+    feed = Feed(MemorySource(log), Channel.EVENTS, "log", until=LogMoment(offsets={0: 3}))
     running = asyncio.create_task(Recorder(tmp_path).run([feed], asyncio.Event()))
     await asyncio.sleep(0)
     for payload in (b"2", b"3"):

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.problems import ProblemError
-from api.queries.body_formats import codec_of
-from api.queries.questions import BY_HASH, BY_TOKENS, decode_question
+from api.queries.body_formats import format_of
+from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from indexer.settings import IndexerSettings
 from tests.support.both_ways import PROMPT, BothWays
 from tests.support.effort import num_examples
@@ -135,7 +135,7 @@ def test_a_decoder_error_is_that_of_the_ordinary_way() -> None:
     text = b'{"model_name":"m","token_ids":[4294967296]}'
     assert not check(text, BY_TOKENS)
     with pytest.raises(ProblemError, match=r"token_ids\[0\]"):
-        decode_question(text, codec_of("application/json"), BY_TOKENS)
+        decode_question(text, format_of("application/json"), BY_TOKENS)
 
 
 def memory_after_a_guard(size: int) -> npt.NDArray[np.uint8]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from api.access.tokens import Tokens
+from api.access.tokens import TokenRegistry
 from api.app import create_app
-from api.fast.fast_path import HotLane
-from api.fast.heads import Heads
+from api.fast.fast_path import FastPath
+from api.fast.heads import HeadCache
 from api.settings import ApiSettings
 from kv_events.streams import StreamId
 from tests.support.log.hand_fed import HandFed
@@ -18,15 +18,15 @@ from tests.support.log.hand_fed import HandFed
 BODY = json.dumps({"model_name": "m", "token_ids": list(range(16))}).encode()
 
 
-def lane_of(**settings: Any) -> HotLane:
+def lane_of(**settings: Any) -> FastPath:
     """Return the lane of an application that knows one worker and is not running."""
     fed = HandFed()
     fed.consumer.namespaces.add_view(StreamId("m", "default", "w", 0), 4)
-    lane: HotLane = create_app(fed.consumer, ApiSettings(**settings)).state.lane
+    lane: FastPath = create_app(fed.consumer, ApiSettings(**settings)).state.lane
     return lane
 
 
-def answer(lane: HotLane, body: bytes = BODY, path: bytes = b"/query") -> bytes | None:
+def answer(lane: FastPath, body: bytes = BODY, path: bytes = b"/query") -> bytes | None:
     head_bytes = head(path, len(body))
     found = lane.heads.find(head_bytes)
     assert found is not None
@@ -74,14 +74,14 @@ def test_errors_are_left_to_the_ordinary_way(model: str) -> None:
     ],
 )
 def test_unusual_heads_are_left_to_the_ordinary_way(unusual: bytes) -> None:
-    heads = Heads(["/query"], Tokens(None, None), 2**20)
+    heads = HeadCache(["/query"], TokenRegistry(None, None), 2**20)
     assert heads.find(head()) is not None
     assert heads.find(unusual) is None
     assert heads.find(unusual) is None  # from memory
 
 
 def test_the_bytes_of_a_head_decide_about_its_token() -> None:
-    heads = Heads(["/query"], Tokens("right", None), 2**20)
+    heads = HeadCache(["/query"], TokenRegistry("right", None), 2**20)
     assert heads.find(head(b"/query", 1, b"Authorization: Bearer right")) is not None
     for wrong in (b"Bearer wrong", b"bearer right", b"Bearer right2", b""):
         assert heads.find(head(b"/query", 1, b"Authorization: " + wrong)) is None

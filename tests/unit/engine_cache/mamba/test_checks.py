@@ -24,7 +24,7 @@ def test_reset_forgets_states_too(rig):
         (lambda c, n: setattr(c.states, "protected_size", 2), "protected mamba rows.*2 != 0"),
         (lambda c, n: setattr(c.states.data(n), "value", None), "a leaf without a state"),
         (lambda c, n: setattr(c.states.data(n), "lock_ref", 1), "0 <= mamba_lock_ref <= lock_ref"),
-        (lambda c, n: c.mamba_lru_list.pop(n), "mamba list: nodes listed"),
+        (lambda c, n: c.states.device_lru_list.pop(n), "mamba list: nodes listed"),
         (lambda c, n: c.mamba_allocator.free(n.mamba_value), "distinct pages"),
     ],
 )
@@ -40,7 +40,7 @@ def test_check_finds_a_list_out_of_order():
     rig = Rig()
     rig.insert([1])
     rig.insert([2])
-    rig.cache.mamba_lru_list.move_to_end(rig.node([1]))
+    rig.cache.states.device_lru_list.move_to_end(rig.node([1]))
     with pytest.raises(CacheStateError, match="times of use"):
         check_cache(rig.cache)
 

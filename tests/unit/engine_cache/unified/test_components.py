@@ -25,7 +25,6 @@ from engine_cache import (
     TreeComponent,
     UnifiedRadixCache,
 )
-from engine_cache.components.indexer import indexer_transfers
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
 from tests.support.caches.checks import check_cache
@@ -100,7 +99,7 @@ def make(components, allocator=None, page_size=2, **options):
         (lambda: make([], SWATokenToKVPoolAllocator(16, 16, 2)), "allocator"),
         (lambda: make([SWAComponent(SWATokenToKVPoolAllocator(16, 16, 2), 3)]), "allocator"),
         (lambda: SWAComponent(SWATokenToKVPoolAllocator(16, 16, 2), 0), "sliding_window_size"),
-        (lambda: MambaComponent(MambaSlotAllocator(3), chunk_size=0), "chunk_size"),
+        (lambda: MambaComponent(MambaSlotAllocator(3), mamba_cache_chunk_size=0), "chunk_size"),
         (lambda: make([MambaComponent(MambaSlotAllocator(3))]), "page_size"),
         (lambda: make([MambaComponent(MambaSlotAllocator(3))], page_size=1, is_eagle=True), "is_eagle"),
     ],
@@ -111,7 +110,7 @@ def test_what_does_not_fit_together_is_refused(build, error):
 
 
 def states():
-    return MambaComponent(MambaSlotAllocator(3), enable_extra_buffer=True)
+    return MambaComponent(MambaSlotAllocator(3), enable_mamba_extra_buffer=True)
 
 
 def controller(allocator, *sidecars):
@@ -125,7 +124,7 @@ def test_a_host_tier_must_know_every_kind_by_its_own_allocator():
     with pytest.raises(InvalidValueError, match="mamba"):
         cache.init_hicache(controller(pages))
     foreign = PoolEntry(PoolName.MAMBA, HostPool(5, 1), None, MambaSlotAllocator(3))
-    with pytest.raises(InvalidValueError, match="device_allocator"):
+    with pytest.raises(InvalidValueError, match="mamba_allocator"):
         cache.init_hicache(controller(pages, foreign))
     assert cache.cache_controller is None
     own = PoolEntry(PoolName.MAMBA, HostPool(5, 1), None, component.allocator)
@@ -149,16 +148,20 @@ def test_pools_that_live_on_the_rows_of_kv_ride_along_with_every_transfer():
     indexer = PoolEntry(PoolName.INDEXER, HostPool(20, 2), DeviceRows(18), pages, share_indices_with_anchor=True)
     attached = controller(pages, indexer)
     cache.init_hicache(attached)
-    assert cache.attach_storage_backend(MemoryStorage(), StoragePolicy(prefetch_threshold=1))[0]
+    store = MemoryStorage()
+    assert cache.attach_storage_backend(store, StoragePolicy(prefetch_threshold=1))[0]
     cache.insert(InsertParams(RadixKey([1, 1]), pages.alloc(2)))
     attached.engine.step(Lane.WRITE)
     cache.writing_check()
-    cache.prefetch_from_storage("r", cache.root_node, [2, 2, 2, 2])
-    (archive,), prefetch = cache.ongoing_backup, cache.ongoing_prefetch["r"]
-    extras = [indexer_transfers(attached.group), archive.extras, prefetch.extras]
-    assert [[(extra.name, extra.indices_from_pool) for extra in each] for each in extras] == [
-        [(PoolName.INDEXER, PoolName.KV)]
-    ] * 3
+    attached.engine.drain()
+    assert {name for name, _ in store.pages} == {PoolName.KV, PoolName.INDEXER}
+    del store.pages[PoolName.INDEXER, next(key for _, key in store.pages)]
+    cache.reset()
+    cache.prefetch_from_storage("r", cache.root_node, [1, 1])
+    attached.engine.drain()
+    cache.check_hicache_events()
+    assert cache.check_prefetch_progress("r")
+    assert cache.pop_prefetch_loaded_tokens("r") == 0
 
 
 def test_sanity_check_finds_what_is_wrong():

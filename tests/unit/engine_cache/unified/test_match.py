@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from engine_cache.components.match import num_accepted
+from engine_cache.components.component import num_accepted
+from engine_cache.presets import UnifiedRadixCache
 from engine_cache.tree.node import iter_nodes
-from engine_cache.unified import UnifiedRadixCache
 from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch

@@ -209,6 +209,6 @@ def test_every_way_out_gives_everything_back(way_out):
         assert rig.cache.detach_storage_backend()[0]
     rig.settle()
     assert used(rig) == {"kv": 0, "swa": 0, "mamba": 0}
-    assert (rig.cache.ongoing_prefetch, rig.cache.prefetch_tokens_occupied, tier._host_locks) == ({}, 0, {})
+    assert (rig.cache.ongoing_prefetch, rig.cache.prefetch_tokens_occupied, tier.ongoing_archives) == ({}, 0, {})
     assert rig.cache.root_node.host_ref_counter == 0
     rig.check()

@@ -5,30 +5,24 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import UNSET
 
-from api.fast.number_kernels import read_u32
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import ITEMS, Codec, Data, Query, decode_query
+from api.queries.body_formats import ITEMS, BodyFormat, Data, Query, decode_query
 from api.queries.large_bodies import JSON, Format, is_large, number_slices, slimmed
-from api.queries.query_requests import PeerQuery, RfcQuery
+from api.queries.number_kernels import read_u32
 from kv_events.errors import InvalidValueError
-from kv_events.hashing import U64Array, namespace_seed, rolling_hashes, sequence_hashes
-from kv_events.http.queries import TierWeights
+from kv_events.http.parsed_query import ParsedQuery, PromptArray, Weights
+from kv_events.http.queries import PeerQuery, RfcQuery, TierWeights
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY
 from kv_events.streams import DEFAULT_TENANT
 
 TIERS = ("gpu", "cpu", "disk", "external")
 _HIGHEST_WEIGHT = 1e6
-
-Weights = tuple[float, ...]
-Numbers: TypeAlias = npt.NDArray[Any]
 
 
 class _Kind(NamedTuple):
@@ -54,65 +48,21 @@ _PACKED = (0xC4, 0xC5, 0xC6)
 """First byte of bytes in msgpack."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """A query without the numbers of its prompt: which workers hold how much of the prompt?"""
-
-    model: str
-    tenant: str
-    field: str
-    """Key of `_KINDS`: what the numbers are."""
-    lora_name: str | None
-    cache_salt: str | None
-    is_bigram: bool
-    """Whether pages consist of token pairs."""
-    weights: Weights | None
-    """[4], fastest tier first."""
-    is_peer: bool
-    """Whether the query uses Dynamo's dialect."""
-    block_size: int | None
-    """Tokens a page, given in the RFC's dialect."""
-    instance: str | None
-    """The only worker in the answer, or None for all."""
-    is_detailed: bool = False
-    """Whether ranks are described by objects, see `RfcQuery.hit_detail`."""
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether `api.fast.writer` can answer it."""
-        return self.instance is None and not self.is_detailed
-
-    def hashes(self, numbers: Numbers, block_size: int) -> U64Array:
-        """Return uint64[pages]: the prompt's sequence hashes in a namespace with this block size."""
-        if self.field == "token_ids":
-            return sequence_hashes(numbers, block_size, int(self.seed), is_bigram=self.is_bigram)
-        return rolling_hashes(numbers) if self.field == "block_hashes" else numbers
-
-    def num_positions(self, numbers: Numbers) -> int | None:
-        """Return the tokens or token pairs of the prompt. None if it is given by hashes."""
-        return max(0, len(numbers) - self.is_bigram) if self.field == "token_ids" else None
-
-    @cached_property
-    def seed(self) -> np.uint64:
-        """Seed of the local hashes."""
-        return np.uint64(namespace_seed(self.lora_name, self.cache_salt))
-
-
-def decode_question(data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
+def decode_question(data: Data, body_format: BodyFormat, fields: Collection[str]) -> tuple[ParsedQuery, PromptArray]:
     """Decode one query in either dialect. See `question_of`. Raises ProblemError."""
     if not is_large(data):
-        return question_of(decode_query(data, codec), fields)
-    rest, lists = slimmed(data, codec.form)
-    question, numbers = question_of(decode_query(rest, codec), fields)
+        return question_of(decode_query(data, body_format), fields)
+    rest, lists = slimmed(data, body_format.form)
+    question, numbers = question_of(decode_query(rest, body_format), fields)
     if question.field in lists:
         try:
-            numbers = _long_numbers(question.field, lists[question.field], codec.form)
+            numbers = _long_numbers(question.field, lists[question.field], body_format.form)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
     return question, numbers
 
 
-def question_of(query: Query, fields: Collection[str]) -> tuple[Question, Numbers]:
+def question_of(query: Query, fields: Collection[str]) -> tuple[ParsedQuery, PromptArray]:
     """Check a request. Return the question and the numbers of its prompt, uint32[n] tokens or uint64[n] hashes.
 
     fields: the fields in which this route accepts a prompt. Raises ProblemError.
@@ -140,7 +90,7 @@ def question_of(query: Query, fields: Collection[str]) -> tuple[Question, Number
 
 def _question(
     query: PeerQuery[Any] | RfcQuery[Any], fields: Collection[str], model: str, tenant: str | None, salt: str | None
-) -> tuple[Question, Numbers]:
+) -> tuple[ParsedQuery, PromptArray]:
     field = _prompt_field(query, fields)
     if field == "block_hashes" and salt:
         detail = "cache_salt: not accepted with block_hashes, which already contain it; leave it out"
@@ -150,7 +100,7 @@ def _question(
         weights = None if query.tier_weights is None else _weights(query.tier_weights)
     except InvalidValueError as error:
         raise ProblemError.of_value(error) from None
-    question = Question(
+    question = ParsedQuery(
         model=model,
         tenant=tenant or DEFAULT_TENANT,
         field=field,
@@ -158,9 +108,6 @@ def _question(
         cache_salt=salt,
         is_bigram=bool(query.is_eagle),
         weights=weights,
-        is_peer=True,
-        block_size=None,
-        instance=None,
     )
     return question, numbers
 
@@ -177,7 +124,7 @@ def _prompt_field(query: Query, fields: Collection[str]) -> str:
     return given[0]
 
 
-def _numbers(field: str, value: list[int] | bytes) -> Numbers:
+def _numbers(field: str, value: list[int] | bytes) -> PromptArray:
     """Pack a list of numbers. Raises InvalidValueError naming the first element out of range."""
     kind = _KINDS[field]
     dtype = np.dtype(kind.dtype)
@@ -205,7 +152,7 @@ def _packed(field: str, numbers: list[int], first: int = 0) -> array[int]:
         raise InvalidValueError(f"{field}[{first + position}]", numbers[position], ITEMS[field]) from None
 
 
-def _long_numbers(field: str, value: memoryview, form: Format) -> Numbers:
+def _long_numbers(field: str, value: memoryview, form: Format) -> PromptArray:
     """Decode a long list, which is not decoded at all yet. Most tokens are read without the interpreter."""
     if field == "token_ids" and form is JSON and value[0] == ord("["):
         tokens = np.empty(MAX_TOKENS_PER_QUERY, np.uint32)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 from indexer.applier import Applier
 from indexer.freshness import Freshness
+from indexer.index import StreamPages
 from indexer.namespaces import Namespaces
 from indexer.views import View
 
 
-class ServedViews(Protocol):
+class ViewSource(Protocol):
     """The views that a service answers from. A `Consumer` follows a log; a replay shows one moment of it."""
 
     @property
@@ -37,3 +40,19 @@ class ServedViews(Protocol):
 
     def now(self) -> float:
         """Return the time at which the views are shown, in seconds since 1970."""
+
+
+async def stream_pages(served: ViewSource, view: View) -> AsyncIterator[StreamPages]:
+    """Yield the pages of a stream in slices. Other tasks run after each slice. Ends if the stream is forgotten."""
+    if not is_known(served, view):
+        return
+    for held in view.index.stream_pages(view.number):
+        yield held
+        await asyncio.sleep(0)
+        if not is_known(served, view):
+            return
+
+
+def is_known(served: ViewSource, view: View) -> bool:
+    """Return whether a view is still in use. It may have been forgotten while other tasks were running."""
+    return served.namespaces.view(view.stream) is view

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from api.access.connections import HEAD_S
-from api.fast.http_limits import BoundedProtocol
+from api.fast.http_limits import LimitedHttpProtocol
 
 _SHUTDOWN_S = 5.0
 
@@ -17,7 +17,7 @@ _SHUTDOWN_S = 5.0
 class TlsHandshake(asyncio.Protocol):
     """One connection, which belongs to an HTTP protocol after its handshake."""
 
-    def __init__(self, *, http: Callable[..., BoundedProtocol], context: ssl.SSLContext, **options: Any) -> None:
+    def __init__(self, *, http: Callable[..., LimitedHttpProtocol], context: ssl.SSLContext, **options: Any) -> None:
         self._http = http(**options)  # its time begins now
         self._context = context
         self._early = bytearray()  # what arrived with the end of the handshake: some event loops deliver it at once
