@@ -1,6 +1,6 @@
 """OpenAPI documentation generated from msgspec structs, which FastAPI does not understand.
 
-FastAPI routes declare their answers with `answers` and `problem`. `complete` adds the hot routes, which FastAPI does
+FastAPI routes declare their answers with `answers` and `problem`. `complete` adds the query routes, which FastAPI does
 not know, and the component schemas to which both refer.
 """
 
@@ -151,7 +151,7 @@ def problem(status: int, description: str) -> dict[int | str, Json]:
 
 
 def complete(document: Json, *, needs_token: bool) -> None:
-    """Add component schemas, the hot routes and, if there is one, the bearer token to the document of FastAPI."""
+    """Add component schemas, the query routes and, if there is one, the bearer token to the document of FastAPI."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     _, components = msgspec.json.schema_components([*_REQUESTS, *_ANSWERS], ref_template=_TEMPLATE)
     schemas.update(components)
