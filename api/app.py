@@ -138,7 +138,7 @@ def create_app(
     app.include_router(worker_routes(consumer, registrations, consumer.resyncs.demand))
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))
-    app.include_router(static_routes())
+    app.router.routes += static_routes()
     app.include_router(page_routes(scene.open))
     # no middleware sees the requests that `FastPath` answers; the fast path has the rules of those below
     # the last middleware added is the outermost one, so that refused requests are counted, too

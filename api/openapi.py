@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from functools import cache
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from inspect import cleandoc
@@ -232,6 +233,7 @@ def _array(field: str, items: Json) -> Json:
     return {"type": "object", "properties": {field: {"type": "array", "items": items}}, "required": [field]}
 
 
+@cache
 def _schema(kind: Any) -> Json:
     (schema,), _components = msgspec.json.schema_components([kind], ref_template=_TEMPLATE)
     return schema
