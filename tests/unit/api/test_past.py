@@ -85,7 +85,7 @@ async def test_random_moments_are_those_of_the_command(log: Path, tmp_path: Path
     query = {"model_name": "m", "seq_hashes": list(range(1, 40))}
     (tmp_path / "query.json").write_text(json.dumps(query))
     async with serving(log) as client:
-        for at in random_moments(log, 60):
+        for at in random_moments(log, 20):
             expected = {(view["model"], view["worker"], view["dp_rank"]): view for view in replayed(log, "--at", at)}
             workers = (await client.get("/workers", params={"at": at})).json()
             shown = {
