@@ -69,12 +69,14 @@ def salted_seed(extra_key: str) -> int:
 
 
 class TreeCache(KVCacheEventMixin, BasePrefixCache):
-    """Common implementation of all caches. page_size: units per page. allocator: frees the rows of evicted and
-    duplicate pages; None leaves them to the caller. components: the kinds of state besides Full KV, for this cache
-    alone. req_to_token_pool: rows of running requests. eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys
-    are converted to bigrams. disable: nothing is cached and every result is empty. seed_of_extra_key: returns the seed
-    of a namespace's local hashes. enable_kv_cache_events, emit_group_events: record what `take_events` and
-    `take_group_events` return."""
+    """Common implementation of all caches.
+
+    page_size: units per page. allocator: frees the rows of evicted and duplicate pages; None leaves them to the caller.
+    components: the kinds of state besides Full KV, for this cache alone. req_to_token_pool: rows of running requests.
+    eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys are converted to bigrams. disable: nothing is cached
+    and every result is empty. seed_of_extra_key: returns the seed of a namespace's local hashes.
+    enable_kv_cache_events, emit_group_events: record what `take_events` and `take_group_events` return.
+    """
 
     def __init__(
         self,
@@ -173,7 +175,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     def whole_pages(self, key: RadixKey) -> RadixKey:
         """Convert the key to the cache's units and cut it to whole pages, or to nothing if the cache is disabled.
-        Raises TransferError after a failed load."""
+
+        Raises TransferError after a failed load.
+        """
         return self._whole_pages(key, None)[0]
 
     def _whole_pages(self, key: RadixKey, value: IndexArray | None) -> tuple[RadixKey, IndexArray | None]:
@@ -223,6 +227,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return self.device.unlock(node, None if params is None else params.tickets)
 
     def release(self, lock: IncLockRefResult) -> DecLockRefResult:
+        """Undo the `inc_lock_ref` that returned `lock`."""
         return self.dec_lock_ref(lock.node, lock.to_dec_params())
 
     def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:
@@ -235,6 +240,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def cache_controller(self) -> HiCacheController | None:
+        """Moves data between the tiers. None without a host tier."""
         return None if self.host is None else self.host.controller
 
     @property
@@ -280,8 +286,11 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return -1 if self.host is None else self.host.controller.start_loading()
 
     def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
-        """Start to copy a device node to the host. Returns its units, or 0 if there is no room or its parent has no
-        host copy. The pages stay locked until `writing_check`, except in a write-back."""
+        """Start to copy a device node to the host.
+
+        Returns its units, or 0 if there is no room or its parent has no host copy. The pages stay locked until
+        `writing_check`, except in a write-back.
+        """
         return 0 if self.host is None else self.host.backups.write(node, write_back)
 
     def evict_host(self, num_tokens: int) -> int:
@@ -289,16 +298,22 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return 0 if self.host is None else self.host.leaves.evict(num_tokens)
 
     def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
-        """Allocate device rows for an evicted node and its evicted ancestors; `ready_to_load_host_cache` starts to fill
-        them. Returns the rows, root side first, or None if the load is too small, exceeds `mem_quota` units, or there
-        is no room."""
+        """Allocate device rows for an evicted node and its evicted ancestors; `ready_to_load_host_cache` starts to
+        fill them. Returns the rows, root side first, or None if the load is too small, exceeds `mem_quota` units,
+        or there is no room.
+        """
         return None if self.host is None else self.host.loads.load(node, mem_quota, req)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
-        """Load back a match if it is large enough. Returns the rows that KV received, and the deepest node from which
-        the request can continue now, in what remains of the match. With recurrent states, `device_indices` may extend
-        beyond that node; the request keeps the rows up to it. Raises CacheStateError for a node of another tree or from
-        before a reset, and PoolExhaustedError if there is no slot for the state that the request starts from."""
+        """Load back a match if it is large enough.
+
+        Returns the rows that KV received, and the deepest node from which the request can continue now, in what remains
+        of the match. With recurrent states, `device_indices` may extend beyond that node; the request keeps the rows up
+        to it.
+
+        Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there is no
+        slot for the state that the request starts from.
+        """
         node, states = params.best_match_node, self.states
         lacking = node if states is None else states.data(node)
         if lacking.value is None and lacking.host_value is not None:
@@ -346,8 +361,11 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return self._num_skipped_archives + (0 if self.store is None else self.store.num_skipped_archives)
 
     def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
-        """Attach a storage backend to an idle cache, or update the policy of an attached one. Returns whether it is
-        attached now, and a message. policy: defaults to that of an attached backend, else to `StoragePolicy()`."""
+        """Attach a storage backend to an idle cache, or update the policy of an attached one.
+
+        Returns whether it is attached now, and a message. policy: defaults to that of an attached backend, else to
+        `StoragePolicy()`.
+        """
         if self.host is None:
             return False, "the cache has no host tier"
         if self.store is None:
@@ -399,10 +417,14 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         extra_key: str | None = None,
     ) -> None:
         """Start to fetch the pages of `new_input_tokens`, which continue the prefix of `last_host_node`.
+
         last_host_node: from the result of a match. extra_key: the namespace, if the node is the root. last_hash: the
-        node's last block hash, computed by default. Does nothing without a backend, for too few units, above the rate
-        limit, without room on the host, or if the node has lost its host copy. Raises InvalidValueError for a second
-        prefetch of a request, and if extra_key or last_hash does not fit the node."""
+        node's last block hash, computed by default.
+
+        Does nothing without a backend, for too few units, above the rate limit, without room on the host, or if the
+        node has lost its host copy. Raises InvalidValueError for a second prefetch of a request, and if extra_key or
+        last_hash does not fit the node.
+        """
         if req_id in self.ongoing_prefetch:
             raise InvalidValueError("req_id", req_id, "a request without a prefetch in flight")
         is_root = last_host_node is self.tree.root

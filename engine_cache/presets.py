@@ -192,8 +192,11 @@ class UnifiedRadixCache(TreeCache):
     def init_hicache(
         self, controller: HiCacheController, write_policy: str = "write_through", load_back_threshold: int = 10
     ) -> None:
-        """Add a host tier, once and while the cache is empty. controller: moves KV and, as its sidecars, the data of
-        all components; it must use their device allocators. write_policy, load_back_threshold: as in `HiRadixCache`."""
+        """Add a host tier, once and while the cache is empty.
+
+        controller: moves KV and, as its sidecars, the data of all components; it must use their device allocators.
+        write_policy, load_back_threshold: as in `HiRadixCache`.
+        """
         if self.host is not None or self.root_node.children:
             raise InvalidValueError("controller", controller, "the first one, before anything is cached")
         self._add_host_tier(controller, write_policy, load_back_threshold)
@@ -206,10 +209,14 @@ class UnifiedRadixCache(TreeCache):
         raise InvalidValueError("kind", kind.name, f"one of {[component.kind.name for component in self.auxiliaries]}")
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
-        """Load back the missing part of a match. Returns the rows by which the request's prefix grows, and the node
-        from which it continues. `req.last_node` must be the device node of the match, and locked. If nothing was
-        loaded, the request continues there. Raises InvalidValueError without a request or if that node is not above the
-        match, and PoolExhaustedError if there is no slot for the state that the request starts from."""
+        """Load back the missing part of a match.
+
+        Returns the rows by which the request's prefix grows, and the node from which it continues. `req.last_node` must
+        be the device node of the match, and locked. If nothing was loaded, the request continues there.
+
+        Raises InvalidValueError without a request or if that node is not above the match, and PoolExhaustedError if
+        there is no slot for the state that the request starts from.
+        """
         node, req = params.best_match_node, params.req
         if req is None or req.last_node is None:
             raise InvalidValueError("req", req, "a request with a last_node")

@@ -47,9 +47,12 @@ class Requests:
         self._states = states
 
     def unfinished(self, req: Request, *, chunked: bool) -> None:
-        """Share the pages that a running request has computed. With recurrent states, the shared part ends at a state
-        of the request, and the tree receives a copy of that state. Nothing is shared if there is no slot for the copy,
-        or if the request's sliding window has moved beyond these rows."""
+        """Share the pages that a running request has computed.
+
+        With recurrent states, the shared part ends at a state of the request, and the tree receives a copy of that
+        state. Nothing is shared if there is no slot for the copy, or if the request's sliding window has moved beyond
+        these rows.
+        """
         rows = self._rows(req)
         req.prefix_indices = rows
         key, slot = self._shareable(req)
@@ -69,8 +72,10 @@ class Requests:
         req.mamba_last_track_seqlen = None
 
     def finished(self, req: Request, *, is_insert: bool) -> None:
-        """End a request: insert its whole pages, free its other rows and release its lock. With recurrent states, the
-        inserted part ends at a state of the request, which is inserted as well."""
+        """End a request: insert its whole pages, free its other rows and release its lock.
+
+        With recurrent states, the inserted part ends at a state of the request, which is inserted as well.
+        """
         rows = self._rows(req)
         own_from, given = req.cache_protected_len, None
         key, slot = self._shareable(req) if is_insert else (None, None)
@@ -85,8 +90,11 @@ class Requests:
 
     def copy_on_write(self, req: Request, state: IndexArray | None, needed: Sequence[TreeNode]) -> None:
         """Set the state that the request starts from (None if there is none) and the request's own slot for a copy of
-        it. needed: nodes that must not be evicted to make room for the slot. Raises PoolExhaustedError if no slot can
-        be freed."""
+        it.
+
+        needed: nodes that must not be evicted to make room for the slot. Raises PoolExhaustedError if no slot can be
+        freed.
+        """
         assert self._states is not None
         req.mamba_cow_src_index = None
         if state is None:
@@ -140,9 +148,11 @@ class Requests:
             req.last_node, req.lock_params = lock.node, lock.to_dec_params()
 
     def _shareable(self, req: Request) -> tuple[RadixKey, IndexArray | None]:
-        """Return the longest prefix that the tree can use, in whole pages. With recurrent states, the prefix ends at a
-        state of the request, whose slot is returned. The prefix is empty if there is no such state, or if its end
-        cannot be hashed yet because the last token pair is incomplete."""
+        """Return the longest prefix that the tree can use, in whole pages.
+
+        With recurrent states, the prefix ends at a state of the request, whose slot is returned. The prefix is empty if
+        there is no such state, or if its end cannot be hashed yet because the last token pair is incomplete.
+        """
         if self._states is None:
             return self._cache.whole_pages(RadixKey(req.token_ids, req.extra_key)), None
         field, length, slot = "mamba_pool_idx", len(req.token_ids), req.mamba_pool_idx

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class TieredCache(Protocol):
-    def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None: ...
+    def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
+        """Attach a storage backend to a cache without one. Raises if that fails."""
 
 
 CacheT = TypeVar("CacheT", bound=TieredCache)
@@ -153,7 +154,8 @@ def pools_of(
     swa_allocator: RowAllocator | None = None,
 ) -> list[PoolSpec]:
     """Return the pools of the kind of model with this KV pool and, optionally, recurrent states (req_pool) or windows
-    (swa_allocator). Raises InvalidValueError, with pool and components, for an unknown kind."""
+    (swa_allocator). Raises InvalidValueError, with pool and components, for an unknown kind.
+    """
     from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
     from engine_cache.pools.device_swa import SWAKVPool
     from engine_cache.pools.mamba import HybridLinearKVPool
@@ -177,8 +179,11 @@ def build_hybrid_stack(
     specs: Sequence[PoolSpec], make_cache: Callable[[HybridCacheController], CacheT], **options: Unpack[StackOptions]
 ) -> HybridStack[CacheT]:
     """Build the host pools of all specs (the first is the anchor's), a copy engine, a controller and the cache, and
-    attach a storage backend. The memory of all pools is checked together before any is allocated. Raises StackError
-    with the name of the failed step and its cause; nothing stays open or allocated then."""
+    attach a storage backend.
+
+    The memory of all pools is checked together before any is allocated. Raises StackError with the name of the failed
+    step and its cause; nothing stays open or allocated then.
+    """
     config = options.get("config", HostTierConfig())
     step = "host pools"
     with ExitStack() as opened:

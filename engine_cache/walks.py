@@ -149,7 +149,9 @@ class Walks:
 
     def _insert_overlap(self, path: list[TreeNode], value: IndexArray, params: InsertParams) -> int:
         """Insert into existing nodes: nodes on the device keep their rows, the others become owners of the new ones.
-        Returns `prefix_len` of the insert."""
+
+        Returns `prefix_len` of the insert.
+        """
         start = prefix_len = 0
         for node in path:
             end = start + len(node.key)

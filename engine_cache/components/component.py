@@ -64,8 +64,11 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
-        """Create a validator for one match. The validator is called with every node of the path, root side first, and
-        returns whether a match can end there. match_device_only: ignore data on the host."""
+        """Create a validator for one match.
+
+        The validator is called with every node of the path, root side first, and returns whether a match can end there.
+        match_device_only: ignore data on the host.
+        """
 
 
 class FullComponent(TreeComponent):
@@ -78,8 +81,11 @@ class FullComponent(TreeComponent):
 
 
 class AuxiliaryComponent(TreeComponent):
-    """A kind whose data is stored beside Full KV. Each tier has a list of nodes in order of use: nodes with data on the
-    device, and nodes whose data can be evicted from the host."""
+    """A kind whose data is stored beside Full KV.
+
+    Each tier has a list of nodes in order of use: nodes with data on the device, and nodes whose data can be evicted
+    from the host.
+    """
 
     pool: ClassVar[PoolName]
     eviction_priority: ClassVar[int]
@@ -278,8 +284,10 @@ class AuxiliaryComponent(TreeComponent):
         return False
 
     def update_on_overlap(self, node: TreeNode, start: int, params: InsertParams) -> None:
-        """Handle an insert over a node that is on the device. start: units of the key before the node. The Full rows of
-        `params` for the node are freed afterwards."""
+        """Handle an insert over a node that is on the device.
+
+        start: units of the key before the node. The Full rows of `params` for the node are freed afterwards.
+        """
 
     def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:
         """Handle a node that received Full rows from the caller: a new leaf, or a node that was evicted."""
@@ -312,7 +320,9 @@ class AuxiliaryComponent(TreeComponent):
     @abstractmethod
     def prefetch_transfer(self, start_node: TreeNode, num_pages: int) -> PoolTransfer | None:
         """Return the transfer that accompanies a prefetch of `num_pages` pages below the start node, without host rows.
-        It has one key for each page of this kind. Returns None if no match could use the fetched pages."""
+
+        It has one key for each page of this kind. Returns None if no match could use the fetched pages.
+        """
 
     @abstractmethod
     def commit_prefetch(self, end: TreeNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
@@ -328,8 +338,11 @@ def least_recent_first(listed: LruOrder) -> Iterator[TreeNode]:
 
 
 def num_accepted(nodes: Sequence[TreeNode], validators: Sequence[MatchValidator]) -> int:
-    """Return the number of leading nodes up to the deepest one that all validators accept. Every validator is called
-    with every node, even after another validator has refused it, because validators may count."""
+    """Return the number of leading nodes up to the deepest one that all validators accept.
+
+    Every validator is called with every node, even after another validator has refused it, because validators may
+    count.
+    """
     deepest = 0
     for position, node in enumerate(nodes, 1):
         verdicts = [accepts(node) for accepts in validators]

@@ -1,5 +1,7 @@
-"""Recurrent states: one slot per node, valid exactly at the end of the node. A split leaves the state at the lower
-node."""
+"""Recurrent states: one slot per node, valid exactly at the end of the node.
+
+A split leaves the state at the lower node.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ class StatePool(Protocol):
 
 
 class LoadingSlots:
-    """Prevents the reuse of a slot that its request releases during a load, until the load has ended. Otherwise the
-    load would overwrite the state of the next owner. Belongs to the tree's thread."""
+    """Prevents the reuse of a slot that its request releases during a load, until the load has ended.
+
+    Otherwise the load would overwrite the state of the next owner. Belongs to the tree's thread.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}  # load -> slot it writes to
@@ -60,10 +64,13 @@ class LoadingSlots:
 
 
 class MambaComponent(AuxiliaryComponent):
-    """Recurrent states. allocator: owner of the slots. mamba_pool: the states, which are copied when a running request
-    shares its state; with None only slots are assigned and nothing is copied. enable_mamba_extra_buffer: requests track
-    a state at a page boundary in addition to the running one; required for page sizes above 1 and bigram keys.
-    mamba_cache_chunk_size: tokens between the points at which an engine can save a state."""
+    """Recurrent states.
+
+    allocator: owner of the slots. mamba_pool: the states, which are copied when a running request shares its state;
+    with None only slots are assigned and nothing is copied. enable_mamba_extra_buffer: requests track a state at a page
+    boundary in addition to the running one; required for page sizes above 1 and bigram keys. mamba_cache_chunk_size:
+    tokens between the points at which an engine can save a state.
+    """
 
     kind: ClassVar[ComponentType] = ComponentType.MAMBA
     pool: ClassVar[PoolName] = PoolName.MAMBA
@@ -116,8 +123,10 @@ class MambaComponent(AuxiliaryComponent):
 
     def branching_seqlen(self, cached: int, usable: int) -> int | None:
         """Return the length at which a state would be useful: the last chunk boundary within `cached` units of KV.
+
         usable: units that can be matched now. Returns None if all cached units can be matched or there is no such
-        boundary."""
+        boundary.
+        """
         return None if cached <= usable else cached // self.chunk_size * self.chunk_size or None
 
     def _free_device_rows(self, node: TreeNode, rows: IndexArray) -> None:
@@ -187,9 +196,11 @@ class MambaComponent(AuxiliaryComponent):
 
 
 class NodeStates(MambaComponent):
-    """States of a cache whose locks are released by node alone, without tickets. Tombstones have lock counts as well,
-    so that a lock and its release change the same counts even if a state arrived in between. All states on the host
-    share one order of use, whether or not they are on the device too."""
+    """States of a cache whose locks are released by node alone, without tickets.
+
+    Tombstones have lock counts as well, so that a lock and its release change the same counts even if a state arrived
+    in between. All states on the host share one order of use, whether or not they are on the device too.
+    """
 
     locks_tombstones = True
     lists_host_copies = True

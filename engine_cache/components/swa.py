@@ -30,8 +30,10 @@ from kv_events.streams import swa_group
 
 
 class SWAComponent(AuxiliaryComponent):
-    """Sliding-window KV. allocator: the tree's, owner of full and SWA rows. sliding_window_size: tokens, a positive
-    number."""
+    """Sliding-window KV.
+
+    allocator: the tree's, owner of full and SWA rows. sliding_window_size: tokens, a positive number.
+    """
 
     kind: ClassVar[ComponentType] = ComponentType.SWA
     pool: ClassVar[PoolName] = PoolName.SWA
@@ -130,8 +132,10 @@ class SWAComponent(AuxiliaryComponent):
                 listed.move_to_end(lower)
 
     def acquire(self, node: TreeNode) -> LockTicket | None:
-        """Lock one window of rows, not counting gaps. For a node that is not on the device, the window ends at its
-        nearest ancestor on the device."""
+        """Lock one window of rows, not counting gaps.
+
+        For a node that is not on the device, the window ends at its nearest ancestor on the device.
+        """
         while node.value is None:
             assert node.parent is not None
             node = node.parent
@@ -192,8 +196,10 @@ class SWAComponent(AuxiliaryComponent):
         self.put_on_device(node, self.allocator.move_swa(rows, node.value))
 
     def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:
-        """Use the SWA rows of the Full rows that the node received, except those freed before. Splits a leaf that is
-        longer than one window, so that a lock protects no more than one window."""
+        """Use the SWA rows of the Full rows that the node received, except those freed before.
+
+        Splits a leaf that is longer than one window, so that a lock protects no more than one window.
+        """
         num_without = self._units_without_window(start, params.swa_evicted_seqlen)
         if num_without >= len(node.key):
             return

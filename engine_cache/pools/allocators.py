@@ -42,6 +42,7 @@ class PagedTokenToKVPoolAllocator:
             self._num_free = self._num_pages
 
     def available_size(self) -> int:
+        """Number of free rows."""
         return self._num_free * self.page_size
 
     def free_pages(self) -> IndexArray:
@@ -50,8 +51,10 @@ class PagedTokenToKVPoolAllocator:
             return self._stack[: self._num_free].copy()
 
     def alloc(self, need_size: int) -> IndexArray | None:
-        """Allocate `need_size` rows, page by page. Returns None if fewer are free. Raises InvalidValueError unless
-        `need_size` is a multiple of the page size."""
+        """Allocate `need_size` rows, page by page. Returns None if fewer are free.
+
+        Raises InvalidValueError unless `need_size` is a multiple of the page size.
+        """
         if need_size < 0 or need_size % self.page_size:
             raise InvalidValueError("need_size", need_size, f"a multiple of the page size {self.page_size}")
         num_pages = need_size // self.page_size

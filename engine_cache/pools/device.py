@@ -48,6 +48,7 @@ class MHATokenToKVPool:
         self.v_buffer = shape.buffers(head_num, head_dim)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's tensors, without a copy."""
         return self.k_buffer[layer_id], self.v_buffer[layer_id]
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
@@ -68,6 +69,7 @@ class MLATokenToKVPool:
         self.kv_buffer = shape.buffers(1, self.kv_cache_dim)
 
     def get_kv_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the layer's tensor, without a copy."""
         return self.kv_buffer[layer_id]
 
     def set_kv_buffer(
@@ -81,9 +83,11 @@ class MLATokenToKVPool:
 
 class NSATokenToKVPool(MLATokenToKVPool):
     """The MLA pool of a model with sparse attention, in which each layer also has an index of its tokens.
+
     `index_k_with_scale_buffer`: uint8 `((size + page_size + 1) // page_size, page_size * (index_head_dim + 4 *
     index_head_dim // 128))` for each layer. A page contains the keys of all its tokens, then their scales, one float32
-    for 128 values of a key. index_head_dim: bytes of a key, a multiple of 128."""
+    for 128 values of a key. index_head_dim: bytes of a key, a multiple of 128.
+    """
 
     def __init__(
         self, shape: PoolShape, kv_lora_rank: int, qk_rope_head_dim: int, *, index_head_dim: int = INDEX_BLOCK
@@ -99,13 +103,16 @@ class NSATokenToKVPool(MLATokenToKVPool):
         ]
 
     def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the layer's tensor, without a copy."""
         return self.index_k_with_scale_buffer[layer_id]
 
     def set_index_k_with_scale(
         self, layer_id: int, indices: IndexArray, keys: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """Write one key and its scales for each token. keys: one-byte dtype `(len(indices), index_head_dim)`. scales:
-        float32 `(len(indices), index_head_dim // 128)`."""
+        """Write one key and its scales for each token.
+
+        keys: one-byte dtype `(len(indices), index_head_dim)`. scales: float32 `(len(indices), index_head_dim // 128)`.
+        """
         held, keys_end = self.index_k_with_scale_buffer[layer_id], self.shape.page_size * self.index_head_dim
         rows = self.shape.rows(indices)
         page, row = rows // self.shape.page_size, rows % self.shape.page_size

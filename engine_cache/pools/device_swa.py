@@ -18,9 +18,11 @@ from kv_events.errors import InvalidValueError
 
 class SWAKVPool:
     """Two pools of rows. A token may keep its row in `full_kv_pool` after its row in `swa_kv_pool` was freed.
+
     full_layer_ids, swa_layer_ids: global ids of the layers, in the order of the layers of each pool. `layers_mapping`:
     global layer -> (local layer, whether it has a window). Raises InvalidValueError unless each of the model's layers,
-    numbered from 0, belongs to exactly one pool."""
+    numbered from 0, belongs to exactly one pool.
+    """
 
     def __init__(
         self,
@@ -42,12 +44,15 @@ class SWAKVPool:
         self.layers_mapping |= {layer: (local, True) for layer, local in self.swa_layers.items()}
 
     def get_kv_buffer(self, layer_id: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's tensors, without a copy, in the form of its pool."""
         pool, local = self._pool_of(layer_id)
         return pool.get_kv_buffer(local)
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
-        """Write one row for each token into the pool of the layer. v: None exactly for an MLA pool, where `k` is the
-        compressed KV."""
+        """Write one row for each token into the pool of the layer.
+
+        v: None exactly for an MLA pool, where `k` is the compressed KV.
+        """
         pool, local = self._pool_of(layer_id)
         pool.set_kv_buffer(local, indices, k, v)
 

@@ -72,13 +72,16 @@ class PoolEntry:
         return _alloc_or_evict(self.host_pool, self.host_evict_fn, num_rows)
 
     def alloc_device(self, num_rows: int) -> IndexArray | None:
+        """Allocate device rows, after an eviction if necessary. None if there is no room."""
         return _alloc_or_evict(self.device_allocator, self.device_evict_fn, num_rows)
 
 
 class HostPoolGroup:
     """The pools of one model. `size`, `page_size`, `layout`, `alloc`, `free` and `available_size` are the anchor's.
+
     Raises InvalidValueError unless there is exactly one anchor and each name occurs once, and for a pool that shares
-    the anchor's rows but has other pages."""
+    the anchor's rows but has other pages.
+    """
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:
         listed = list(entries)

@@ -70,10 +70,12 @@ class Part(NamedTuple):
 
 
 class TensorHostPool(PagedTokenToKVPoolAllocator, abc.ABC):
-    """Rows and bytes of the host tier of one device pool. name: as in `PoolName`. device_size: rows of the device pool,
-    which determine `size`, if that is not given. num_pages: pages of the tensors, if more than the rows need. All
-    methods expect host indices of whole pages. Other indices raise InvalidValueError or IndexError, which name the
-    pool."""
+    """Rows and bytes of the host tier of one device pool.
+
+    name: as in `PoolName`. device_size: rows of the device pool, which determine `size`, if that is not given.
+    num_pages: pages of the tensors, if more than the rows need. All methods expect host indices of whole pages. Other
+    indices raise InvalidValueError or IndexError, which name the pool.
+    """
 
     def __init__(
         self,
@@ -210,7 +212,9 @@ class TensorHostPool(PagedTokenToKVPoolAllocator, abc.ABC):
 
     def get_page_buffer_meta(self, indices: IndexArray) -> tuple[list[int], list[int]]:
         """Return address and length in bytes of the memory of each page, page by page, with one run for each part.
-        Raises InvalidValueError for `layer_first`, in which a page is not contiguous."""
+
+        Raises InvalidValueError for `layer_first`, in which a page is not contiguous.
+        """
         if self.layout == "layer_first":
             raise InvalidValueError(f"layout of host pool {self.name}", self.layout, "page_first or page_first_direct")
         pages = self._pages(indices)
@@ -277,9 +281,11 @@ class MambaPoolHost(TensorHostPool):
 
 
 class NSAIndexerPoolHost(TensorHostPool):
-    """Host pages of the index of an `NSATokenToKVPool`, one for each page of KV, and one unused page. anchor: the host
-    pool of its KV, which determines size, page size and rows. This pool allocates no rows, so `alloc` and `free` raise
-    PoolError: an index page has the same lifetime as the KV page with the same rows."""
+    """Host pages of the index of an `NSATokenToKVPool`, one for each page of KV, and one unused page.
+
+    anchor: the host pool of its KV, which determines size, page size and rows. This pool allocates no rows, so `alloc`
+    and `free` raise PoolError: an index page has the same lifetime as the KV page with the same rows.
+    """
 
     def __init__(
         self,
@@ -317,8 +323,11 @@ class NSAIndexerPoolHost(TensorHostPool):
 
 
 def require_host_memory(requested: Mapping[str, int], reserve_bytes: int | None = None) -> None:
-    """Refuse pools that would leave less free memory than the reserve. requested: bytes by pool name, for all pools of
-    a stack. reserve_bytes: None for the setting. Raises InvalidValueError with all figures in GB."""
+    """Refuse pools that would leave less free memory than the reserve.
+
+    requested: bytes by pool name, for all pools of a stack. reserve_bytes: None for the setting. Raises
+    InvalidValueError with all figures in GB.
+    """
     reserve = host_memory_reserve_bytes() if reserve_bytes is None else reserve_bytes
     available = psutil.virtual_memory().available - reserve
     total = sum(requested.values())

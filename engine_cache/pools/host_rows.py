@@ -31,8 +31,10 @@ def host_pool_size(
     device_size: int, page_size: int, size_per_token: int, *, host_size_gb: float = 0.0, ratio: float = 2.0
 ) -> int:
     """Return the number of rows of a host pool: as many as fit into `host_size_gb` or, if that is 0, `ratio` times as
-    many as on the device. The result is a multiple of the page size and one page more than requested. size_per_token:
-    bytes per row. Raises InvalidValueError if the host pool is not larger than the device pool."""
+    many as on the device. The result is a multiple of the page size and one page more than requested.
+
+    size_per_token: bytes per row. Raises InvalidValueError if the host pool is not larger than the device pool.
+    """
     if page_size < 1:
         raise InvalidValueError("page_size", page_size, "a positive integer")
     if host_size_gb < 0:

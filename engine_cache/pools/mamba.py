@@ -33,8 +33,10 @@ class MambaCache:
 
 
 class MambaPool:
-    """Recurrent states of all Mamba layers, one slot for each state. Slot 0 is a dummy write target. size: slots that
-    can be allocated. conv_shapes, temporal_shape: shapes of one layer's state of one sequence."""
+    """Recurrent states of all Mamba layers, one slot for each state. Slot 0 is a dummy write target.
+
+    size: slots that can be allocated. conv_shapes, temporal_shape: shapes of one layer's state of one sequence.
+    """
 
     def __init__(
         self,
@@ -81,9 +83,11 @@ class MambaPool:
 
 
 class HybridLinearKVPool:
-    """The KV pool of the attention layers of a hybrid model, addressed by global layer id. full_attention_layer_ids:
-    global ids of these layers, in the order of the layers of `full_kv_pool`. A layer without KV raises
-    InvalidValueError."""
+    """The KV pool of the attention layers of a hybrid model, addressed by global layer id.
+
+    full_attention_layer_ids: global ids of these layers, in the order of the layers of `full_kv_pool`. A layer without
+    KV raises InvalidValueError.
+    """
 
     def __init__(
         self, full_kv_pool: MHATokenToKVPool | MLATokenToKVPool, full_attention_layer_ids: Sequence[int]
@@ -98,6 +102,7 @@ class HybridLinearKVPool:
         self.use_mla = isinstance(full_kv_pool, MLATokenToKVPool)
 
     def get_kv_buffer(self, layer_id: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's tensors, without a copy, in the form of `full_kv_pool`."""
         return self.full_kv_pool.get_kv_buffer(_local(self.full_attention_layer_id_mapping, layer_id))
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
@@ -106,8 +111,10 @@ class HybridLinearKVPool:
 
 
 class HybridReqToTokenPool(ReqToTokenPool):
-    """Lines of row numbers, with the slot of the running state of each line's request. mamba_map: global layer id of
-    each Mamba layer to its local one."""
+    """Lines of row numbers, with the slot of the running state of each line's request.
+
+    mamba_map: global layer id of each Mamba layer to its local one.
+    """
 
     def __init__(
         self,
@@ -129,8 +136,10 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._slot_of_line = np.zeros(size, dtype=np.int64)
 
     def alloc_with_state(self, slot: IndexArray | None = None) -> tuple[int, IndexArray] | None:
-        """Allocate a line and a slot with a cleared state, or use the given [1] slot unchanged. Returns None, and
-        allocates nothing, if no line or slot is free. Freeing the line does not free the slot."""
+        """Allocate a line and a slot with a cleared state, or use the given [1] slot unchanged.
+
+        Returns None, and allocates nothing, if no line or slot is free. Freeing the line does not free the slot.
+        """
         if not self.available_size():
             return None
         if slot is None:

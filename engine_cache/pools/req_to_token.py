@@ -9,8 +9,10 @@ from kv_events.errors import InvalidValueError
 
 
 class ReqToTokenPool:
-    """One line of row numbers for each request in progress. size: maximum number of concurrent requests.
-    max_context_len: maximum number of tokens of a request."""
+    """One line of row numbers for each request in progress.
+
+    size: maximum number of concurrent requests. max_context_len: maximum number of tokens of a request.
+    """
 
     def __init__(self, size: int, max_context_len: int) -> None:
         self.max_context_len = max_context_len

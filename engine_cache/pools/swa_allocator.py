@@ -40,7 +40,9 @@ class SWATokenToKVPoolAllocator:
 
     def alloc(self, need_size: int) -> IndexArray | None:
         """Allocate full rows, page by page, each with an SWA row. Returns None if too few rows of either kind are free.
-        Raises InvalidValueError unless the number is a multiple of the page size."""
+
+        Raises InvalidValueError unless the number is a multiple of the page size.
+        """
         full_indices = self.full.alloc(need_size)
         if full_indices is None:
             return None

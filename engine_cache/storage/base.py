@@ -54,8 +54,11 @@ class PoolHitPolicy(Enum):
 
 @dataclass(slots=True)
 class PoolTransfer:
-    """The part of one pool in one operation. Transfers between host and storage use `keys` and `host_indices`, one key
-    per page of indices; transfers between device and host use `device_indices` and `host_indices`."""
+    """The part of one pool in one operation.
+
+    Transfers between host and storage use `keys` and `host_indices`, one key per page of indices; transfers between
+    device and host use `device_indices` and `host_indices`.
+    """
 
     name: PoolName
     host_indices: IndexArray | None = None
@@ -116,13 +119,16 @@ class ZeroCopyHostPool(PagedHostPool, Protocol):
 
     def get_page_buffer_meta(self, indices: IndexArray, /) -> tuple[list[int], list[int]]:
         """Return address and length in bytes of every contiguous run of the pages, page by page, the same number for
-        each page. Raises InvalidValueError for a layout whose pages are not contiguous, even without indices."""
+        each page. Raises InvalidValueError for a layout whose pages are not contiguous, even without indices.
+        """
 
 
 class HiCacheStorage(abc.ABC):
-    """Storage of pages behind the host tier. Methods may be called from several threads at once. They raise
-    InvalidValueError for a pool that is not registered and for invalid keys or keys that do not match the indices, and
-    StorageClosedError after `close()`."""
+    """Storage of pages behind the host tier.
+
+    Methods may be called from several threads at once. They raise InvalidValueError for a pool that is not registered
+    and for invalid keys or keys that do not match the indices, and StorageClosedError after `close()`.
+    """
 
     medium: ClassVar[StorageMedium]
     """Medium of the pages in events."""
@@ -141,9 +147,11 @@ class HiCacheStorage(abc.ABC):
         self._counts: Counter[str] = Counter()
 
     def register_host_pools(self, pools: Mapping[PoolName, PagedHostPool]) -> None:
-        """Register all pools of a cache, which has the backend to itself until `unregister_host_pools`. If one pool is
-        refused, none is registered. Raises InvalidValueError, without a change, while pools of another cache are
-        registered."""
+        """Register all pools of a cache, which has the backend to itself until `unregister_host_pools`.
+
+        If one pool is refused, none is registered. Raises InvalidValueError, without a change, while pools of another
+        cache are registered.
+        """
         for name, known in self._pools.items():
             if pools.get(name) is not known:
                 got = type(pools.get(name)).__name__
@@ -159,8 +167,10 @@ class HiCacheStorage(abc.ABC):
             raise
 
     def unregister_host_pools(self) -> None:
-        """Release the memory of all pools, so that another cache may use the backend. No transfer may be running.
-        Harmless without pools and after `close()`."""
+        """Release the memory of all pools, so that another cache may use the backend.
+
+        No transfer may be running. Harmless without pools and after `close()`.
+        """
         self._pools.clear()
 
     def register_mem_pool_host(self, pool: PagedHostPool) -> None:
@@ -182,7 +192,9 @@ class HiCacheStorage(abc.ABC):
 
     def batch_exists_v2(self, keys: Sequence[str], transfers: Iterable[PoolTransfer]) -> PoolTransferResult:
         """Return how much of the prefix `keys` is usable with the sidecar pools of `transfers`, by their hit policies.
-        Of a transfer, only name, policy and number of keys are used: its pages are those of `keys`."""
+
+        Of a transfer, only name, policy and number of keys are used: its pages are those of `keys`.
+        """
         usable = self.batch_exists(keys)
         found = []
         for transfer in transfers:
@@ -199,7 +211,9 @@ class HiCacheStorage(abc.ABC):
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: IndexArray) -> list[bool]:
         """Read KV pages into the host pool. Return whether each was read; the content of other pages is undefined.
-        host_indices: int64[len(keys) * page_size], rows page by page."""
+
+        host_indices: int64[len(keys) * page_size], rows page by page.
+        """
         pool, rows = self._pages(PoolName.KV, keys, host_indices)
         return self._read(PoolName.KV, pool, keys, rows)
 
@@ -217,16 +231,20 @@ class HiCacheStorage(abc.ABC):
         return self._by_pool(self._write, transfers)
 
     def is_held(self, key: str) -> bool:
-        """Return whether the backend holds this KV page, according to its own records, without a lookup. Storage events
-        are derived from this and `take_removed`, on the tree's thread: an acknowledged page is announced if it is held
-        and was not announced before; announced pages in `take_removed()` are withdrawn. The announced pages therefore
-        converge to the held ones, however writes, evictions and acknowledgements interleave."""
+        """Return whether the backend holds this KV page, according to its own records, without a lookup.
+
+        Storage events are derived from this and `take_removed`, on the tree's thread: an acknowledged page is announced
+        if it is held and was not announced before; announced pages in `take_removed()` are withdrawn. The announced
+        pages therefore converge to the held ones, however writes, evictions and acknowledgements interleave.
+        """
         self._check_open()
         return key in self._held
 
     def take_removed(self) -> list[str]:
         """Return the keys of KV pages that were evicted, damaged or lost since the last call and are not held again.
-        Pages removed by `clear()` are not included."""
+
+        Pages removed by `clear()` are not included.
+        """
         self._check_open()
         return self._held.take_lost()
 

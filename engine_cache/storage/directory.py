@@ -38,10 +38,13 @@ _MAX_FAILED_EVICTIONS = 4  # per page; a file that cannot be removed is retried 
 
 class DirectoryStorage(HiCacheStorage):
     """Keeps at most `capacity_bytes` of pages in `folder`, which is created if missing, and evicts the least recently
-    used ones. Files of the same identity that are there already are taken over, oldest first. Several storages may
-    share a folder: they read each other's pages, and each counts the files it found when it was opened, wrote or read
-    since. Raises InvalidValueError, and OSError if the folder cannot be created or listed. Later disk errors are
-    logged, and the pages concerned are False."""
+    used ones.
+
+    Files of the same identity that are there already are taken over, oldest first. Several storages may share a folder:
+    they read each other's pages, and each counts the files it found when it was opened, wrote or read since. Raises
+    InvalidValueError, and OSError if the folder cannot be created or listed. Later disk errors are logged, and the
+    pages concerned are False.
+    """
 
     medium: ClassVar[StorageMedium] = StorageMedium.DISK
 
@@ -212,7 +215,9 @@ class DirectoryStorage(HiCacheStorage):
 
     def _touch(self, file_names: list[str]) -> None:
         """Mark files of one prefix as used, the first page as the most recent one: without it the others are useless.
-        Files that this storage did not know are added."""
+
+        Files that this storage did not know are added.
+        """
         with self._lock:
             for file_name in reversed(file_names):
                 if file_name in self._sizes:

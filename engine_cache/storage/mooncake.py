@@ -55,10 +55,12 @@ class _Registered:
 
 
 class MooncakeStorage(HiCacheStorage):
-    """One rank's view of a Mooncake store. Host pools must not have the layout `layer_first`. client: closed together
-    with the storage. Raises what `MooncakeClient` raises. While the store is unreachable, reads and writes return False
-    and its pages are withdrawn; it is used again when it is back. A call returns within the client's time limit, or
-    within a minute if a machine that lends memory hangs."""
+    """One rank's view of a Mooncake store. Host pools must not have the layout `layer_first`.
+
+    client: closed together with the storage. Raises what `MooncakeClient` raises. While the store is unreachable, reads
+    and writes return False and its pages are withdrawn; it is used again when it is back. A call returns within the
+    client's time limit, or within a minute if a machine that lends memory hangs.
+    """
 
     medium: ClassVar[StorageMedium] = StorageMedium.EXTERNAL
 
@@ -79,8 +81,11 @@ class MooncakeStorage(HiCacheStorage):
         return cls(MooncakeClient(settings, tp_size=identity.tp_size), identity, settings)
 
     def clear(self) -> None:
-        """See `HiCacheStorage`. With `mooncake_owns_store` the whole store is emptied. Raises StorageUnreachableError
-        if the master does not answer."""
+        """See `HiCacheStorage`.
+
+        With `mooncake_owns_store` the whole store is emptied. Raises StorageUnreachableError if the master does not
+        answer.
+        """
         self._check_open()
         self._client.remove_matching(None if self._owns_store else self._identity.object_pattern)
         for keys in _batches(self._held.forget_all()):
@@ -182,8 +187,11 @@ class MooncakeStorage(HiCacheStorage):
         return done
 
     def _hold_seen(self, keys: Sequence[str]) -> None:
-        """Hold the pages that a lookup finds. A put also succeeds for a page that another engine is still writing and
-        may never finish, so its success is not sufficient. The lookup is repeated if everything was lost during it."""
+        """Hold the pages that a lookup finds.
+
+        A put also succeeds for a page that another engine is still writing and may never finish, so its success is not
+        sufficient. The lookup is repeated if everything was lost during it.
+        """
         for _ in range(_MOST_LOOKS):
             moment = self._held.moment
             seen = self._whole_pages(PoolName.KV, self._client.exist(self._names(PoolName.KV, keys)))

@@ -69,10 +69,13 @@ class MasterState(Enum):
 
 
 class MooncakeClient:
-    """Connects in its constructor. Any thread. tp_size: ranks that share the memory of the settings. Raises
-    StorageUnreachableError if the store cannot be reached or accepts no object, InvalidValueError for a segment size
-    that it rejects, and StorageClosedError after `close()`. While the master is unreachable, calls write nothing and
-    report every object as unknown. `probe` reconnects."""
+    """Connects in its constructor. Any thread.
+
+    tp_size: ranks that share the memory of the settings. Raises StorageUnreachableError if the store cannot be reached
+    or accepts no object, InvalidValueError for a segment size that it rejects, and StorageClosedError after `close()`.
+
+    While the master is unreachable, calls write nothing and report every object as unknown. `probe` reconnects.
+    """
 
     def __init__(self, settings: MooncakeSettings, *, tp_size: int = 1) -> None:
         self.address = settings.mooncake_master
@@ -98,7 +101,8 @@ class MooncakeClient:
 
     def put(self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[bool]:
         """Return whether each object was written, or is being written by another client; only `exist` distinguishes
-        the two. Stored objects keep their content."""
+        the two. Stored objects keep their content.
+        """
         codes = self._run(names, lambda: self._native.batch_put_from(list(names), list(addresses), list(sizes)))
         return [code == _OK for code in codes]
 
@@ -106,12 +110,14 @@ class MooncakeClient:
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[bool | None], list[bool]]:
         """Return whether each object was read (None if it was not, but may be stored), and whether it is stored with
-        another length than requested. Memory of objects that were not read is undefined."""
+        another length than requested. Memory of objects that were not read is undefined.
+        """
         codes = self._run(names, lambda: self._native.batch_get_into(list(names), list(addresses), list(sizes)))
         odd = [self._is_odd(*each) for each in zip(names, codes, sizes, strict=True)]
         return [_was_read(*each) for each in zip(codes, sizes, odd, strict=True)], odd
 
     def remove(self, names: Sequence[str]) -> None:
+        """Remove objects, even leased ones."""
         self._run(names, lambda: self._native.batch_remove(list(names), True))
 
     def remove_matching(self, pattern: str | None) -> None:
@@ -159,8 +165,11 @@ class MooncakeClient:
         return MasterState.EMPTIED if had_beacon or is_put else MasterState.SAME
 
     def close(self) -> bool:
-        """Wait for running calls and leave the store. Objects in the memory that this client lends are lost. False if a
-        call does not end and may still use registered memory."""
+        """Wait for running calls and leave the store.
+
+        Objects in the memory that this client lends are lost. False if a call does not end and may still use
+        registered memory.
+        """
         with self._idle:
             if self._closed:
                 return self._ended
@@ -194,8 +203,10 @@ class MooncakeClient:
         return codes
 
     def _is_odd(self, name: str, code: int, size: int) -> bool:
-        """Return whether an object whose read returned `code` has another length than requested. The code for a longer
-        object is also that of many other faults, so the store is queried for the length."""
+        """Return whether an object whose read returned `code` has another length than requested.
+
+        The code for a longer object is also that of many other faults, so the store is queried for the length.
+        """
         if code == size or (code < 0 and code != _BAD_ARGUMENTS):
             return False
         (length,) = self._run([name], lambda: [self._native.get_size(name)])

@@ -19,9 +19,11 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class MooncakeWatch:
-    """A thread that probes the master every `interval_s` seconds. look_again: looks up all held pages. Called on the
-    watch's thread when the master is back or has lost its objects, and `_LENDER_TTL_S` after a machine that lends
-    memory did not answer."""
+    """A thread that probes the master every `interval_s` seconds.
+
+    look_again: looks up all held pages. Called on the watch's thread when the master is back or has lost its objects,
+    and `_LENDER_TTL_S` after a machine that lends memory did not answer.
+    """
 
     def __init__(self, client: MooncakeClient, interval_s: float, look_again: Callable[[], None]) -> None:
         self._client = client

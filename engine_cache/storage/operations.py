@@ -145,6 +145,7 @@ class PrefetchOperation:
             return self._ended and self._taken
 
     def rows(self) -> IndexArray:
+        """Return a copy of the rows that the operation owns now."""
         with self._lock:
             return self._rows.copy()
 

@@ -9,9 +9,12 @@ from collections.abc import Iterable
 
 class TrackedPages:
     """Keys of pages that were seen in a store. Beyond `limit` keys the one seen least recently is dropped and counts as
-    lost. Any thread. The answer of a store that others use may be out of date when it arrives. The caller therefore
-    reads `moment` before its request and passes it on with the answer. Pages seen before everything was lost or removed
-    are ignored, and so are pages missed before they were last seen."""
+    lost. Any thread.
+
+    The answer of a store that others use may be out of date when it arrives. The caller therefore reads `moment` before
+    its request and passes it on with the answer. Pages seen before everything was lost or removed are ignored, and so
+    are pages missed before they were last seen.
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit

@@ -109,9 +109,11 @@ class Backups:
         return threshold is not None and node.hit_count >= threshold
 
     def write(self, node: TreeNode, write_back: bool = False) -> int:
-        """Start to copy a device node to the host. Returns its units, or 0 if the backup is refused. A backup is
-        refused if the host has no room or, except in a write-back, if the parent has no host copy. The node stays
-        locked until `writing_check`, except in a write-back."""
+        """Start to copy a device node to the host. Returns its units, or 0 if the backup is refused.
+
+        A backup is refused if the host has no room or, except in a write-back, if the parent has no host copy. The node
+        stays locked until `writing_check`, except in a write-back.
+        """
         parent = node.parent
         assert parent is not None
         if not write_back and parent.host_value is None and parent is not self._tree.root:
@@ -121,8 +123,11 @@ class Backups:
         return len(node.key) if self._copy(node, write_back=write_back) else 0
 
     def write_late(self, node: TreeNode) -> bool:
-        """Start to copy the data that arrived at a node after its KV was copied to the host. Returns False if there is
-        no such data or the host has no room. The node stays locked until `writing_check`. No KV event is recorded."""
+        """Start to copy the data that arrived at a node after its KV was copied to the host.
+
+        Returns False if there is no such data or the host has no room. The node stays locked until `writing_check`. No
+        KV event is recorded.
+        """
         return node.host_value is not None and bool(self._not_on_host(node)) and self._copy(node)
 
     def _not_on_host(self, node: TreeNode) -> list[AuxiliaryComponent]:
@@ -159,6 +164,7 @@ class Backups:
         self._end_all(self._controller.finished_writes(wait=write_back))
 
     def wait_for(self, ack_id: int) -> None:
+        """Wait for a backup, and process it and the older ones."""
         self._end_all(self._controller.finished_writes(wait_for=ack_id))
 
     def _end_all(self, finished: list[Ack]) -> None:
@@ -197,9 +203,11 @@ class Backups:
             self.archiver.archive_node(node)
 
     def _drop_failed(self, failed: BackupOperation) -> None:
-        """Remove the host rows of a failed backup from its nodes, deepest first. In write-through modes, the copies of
-        all nodes below are removed as well. They cannot have been acknowledged before the failed one, so no event has
-        reported any of these copies."""
+        """Remove the host rows of a failed backup from its nodes, deepest first.
+
+        In write-through modes, the copies of all nodes below are removed as well. They cannot have been acknowledged
+        before the failed one, so no event has reported any of these copies.
+        """
         for component, node in failed.parts if not failed.publish else ():
             self._discard_part(component, node, failed)
         dropped = failed.publish
@@ -249,8 +257,10 @@ class Backups:
 
 
 def for_each(calls: Sequence[tuple[Any, ...]], action: Callable[..., None]) -> None:
-    """Call `action` with each of the argument lists, in order. An exception does not stop the other calls. All
-    exceptions are logged, and the first is raised at the end."""
+    """Call `action` with each of the argument lists, in order.
+
+    An exception does not stop the other calls. All exceptions are logged, and the first is raised at the end.
+    """
     failed: Exception | None = None
     for arguments in calls:
         try:

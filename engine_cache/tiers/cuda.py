@@ -10,8 +10,11 @@ from engine_cache.tiers.copying import Lane, Step, ThreadCopyEngine
 
 
 class CudaCopyEngine(ThreadCopyEngine):
-    """One thread and one stream for each lane. A step starts after the work that the submitting thread has put on the
-    current stream, so that the data to copy is complete. It is done when its stream has finished."""
+    """One thread and one stream for each lane.
+
+    A step starts after the work that the submitting thread has put on the current stream, so that the data to copy is
+    complete. It is done when its stream has finished.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()

@@ -20,8 +20,10 @@ from kv_events.errors import InvalidValueError
 
 
 class DeviceTier:
-    """Full KV on the device, and the device data of the components. allocator: frees the rows. None leaves them to the
-    caller."""
+    """Full KV on the device, and the device data of the components.
+
+    allocator: frees the rows. None leaves them to the caller.
+    """
 
     def __init__(
         self,
@@ -98,9 +100,11 @@ class DeviceTier:
     def evict_component(
         self, component: AuxiliaryComponent, num_rows: int, evict_leaf: Callable[[TreeNode], None] | None = None
     ) -> int:
-        """Free device rows of one kind, least recently used first. Returns their number. A leaf loses all its data,
-        through `evict_leaf`. Any other node loses this kind and the kinds that cannot be used without it, which is not
-        an event."""
+        """Free device rows of one kind, least recently used first. Returns their number.
+
+        A leaf loses all its data, through `evict_leaf`. Any other node loses this kind and the kinds that cannot be
+        used without it, which is not an event.
+        """
         evict_leaf, before = evict_leaf or self.evict_leaf, component.device_size
         for node in least_recent_first(component.device_lru_list):  # no other node loses this kind
             if before - component.device_size >= num_rows:
@@ -117,8 +121,10 @@ class DeviceTier:
         return [each for each in self.components if each.eviction_priority <= component.eviction_priority]
 
     def lock(self, node: TreeNode) -> IncLockRefResult:
-        """Lock the KV of the node and its ancestors, and the states that a user of the node needs. Raises
-        CacheStateError for a node of another tree."""
+        """Lock the KV of the node and its ancestors, and the states that a user of the node needs.
+
+        Raises CacheStateError for a node of another tree.
+        """
         held = node if node.value is not None else self._first_on_device(node)
         delta = -self.tree.lock(held)
         if not self.components or held is self.tree.root:
@@ -131,8 +137,11 @@ class DeviceTier:
         return IncLockRefResult(delta, held, tuple((int(kind), ticket) for kind, ticket in taken if ticket is not None))
 
     def unlock(self, node: TreeNode, tickets: Sequence[tuple[int, int]] | None) -> DecLockRefResult:
-        """Undo one `lock` of the node. Raises CacheStateError if the node is not locked or belongs to another tree, and
-        InvalidValueError if the tickets of the lock are missing."""
+        """Undo one `lock` of the node.
+
+        Raises CacheStateError if the node is not locked or belongs to another tree, and InvalidValueError if the
+        tickets of the lock are missing.
+        """
         if node.value is None:
             raise CacheStateError(f"node {node.id} is not on the device, it cannot be locked or unlocked")
         if not self.components or node is self.tree.root:

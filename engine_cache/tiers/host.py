@@ -33,9 +33,12 @@ _DRAIN_TIMEOUT_S = 30.0
 
 
 class HostTier:
-    """The host tier of one cache. controller: moves the data. Its device allocators must be `allocator` and those of
-    the components. Raises InvalidValueError for others, a policy that is not in `WRITE_POLICIES`, a negative threshold,
-    or a page size that differs from a host pool's."""
+    """The host tier of one cache.
+
+    controller: moves the data. Its device allocators must be `allocator` and those of the components. Raises
+    InvalidValueError for others, a policy that is not in `WRITE_POLICIES`, a negative threshold, or a page size that
+    differs from a host pool's.
+    """
 
     def __init__(
         self,
@@ -80,8 +83,11 @@ class HostTier:
         self.loads.clear()
 
     def evict_leaves(self, num_units: int) -> None:
-        """Evict device leaves in the order of the eviction policy until `num_units` are free or no leaf is left. Nodes
-        with a host copy stay on the host. Other nodes are backed up first (write-back) or deleted (write-through)."""
+        """Evict device leaves in the order of the eviction policy until `num_units` are free or no leaf is left.
+
+        Nodes with a host copy stay on the host. Other nodes are backed up first (write-back) or deleted
+        (write-through).
+        """
         tree, leaves, promised = self._tree, self._tree.device_leaves, 0
         before = tree.evictable_size
         looked_at: dict[TreeNode, None] = {}
@@ -127,8 +133,10 @@ class HostTier:
                 self._tree.update_leaf(node.parent)
 
     def _evict_or_wait(self, leaf: TreeNode, waiting: dict[TreeNode, None]) -> TreeNode | None:
-        """Evict the leaf, or add it to `waiting`. Returns the remaining node above it. Returns None if the leaf stays
-        because the host has no room."""
+        """Evict the leaf, or add it to `waiting`. Returns the remaining node above it.
+
+        Returns None if the leaf stays because the host has no room.
+        """
         parent = leaf.parent
         if leaf.host_value is None and self.backups.write_policy != "write_back":
             parent = self.device.delete_leaf(leaf)
@@ -151,8 +159,11 @@ class HostTier:
 
 
 class LoadBacks:
-    """The load-backs of one cache. threshold: minimum number of KV units of a load. make_room: evicts until the given
-    number of device units is free, if possible. ids: supplies the numbers of transfers."""
+    """The load-backs of one cache.
+
+    threshold: minimum number of KV units of a load. make_room: evicts until the given number of device units is free,
+    if possible. ids: supplies the numbers of transfers.
+    """
 
     def __init__(
         self,
@@ -181,8 +192,11 @@ class LoadBacks:
 
     def load(self, node: TreeNode, mem_quota: int | None, req: Request | None) -> IndexArray | None:
         """Allocate device rows for an evicted node, its evicted ancestors and the states that a match at the node
-        needs. The controller's `start_loading` fills them. Returns the KV rows, root side first. Returns None, and
-        loads nothing, if the load is too small, exceeds `mem_quota` units, or the device has no room."""
+        needs.
+
+        The controller's `start_loading` fills them. Returns the KV rows, root side first. Returns None, and loads
+        nothing, if the load is too small, exceeds `mem_quota` units, or the device has no room.
+        """
         nodes = path_down(node, lambda step: step.value is None)
         extras = [transfer for each in self._components for transfer in each.load_transfers(node, req)]
         ancestor = nodes[0].parent if nodes else node
@@ -252,6 +266,7 @@ class LoadBacks:
         self._locks[ack_id] = self._device.lock(node)
 
     def loading_check(self) -> None:
+        """Unlock the nodes whose load has finished. Raises TransferError after a failed load: reset the cache then."""
         finished = self._controller.finished_loads()
         for_each([(ack_id,) for ack in finished for ack_id in ack.ids], self._end)
 

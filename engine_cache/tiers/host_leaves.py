@@ -50,7 +50,8 @@ class HostLeaves:
 
     def evict(self, num_units: int) -> int:
         """Delete nodes that are on the host only, in the order of the eviction policy, until `num_units` rows are free
-        or no such node is left. Returns the number of rows."""
+        or no such node is left. Returns the number of rows.
+        """
         leaves, before = self._tree.host_leaves, self.pool.available_size()
         uncovered = []  # nodes that became leaves in a cascade, for the next eviction
         while self.pool.available_size() - before < num_units and (leaf := leaves.pop()) is not None:
@@ -88,8 +89,11 @@ class HostLeaves:
         return self._tree.unlink(leaf)
 
     def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
-        """Free host rows of one kind, least recently used first. Returns their number. A host leaf loses all its data.
-        Any other node loses this kind and the kinds that cannot be used without it, which is not an event."""
+        """Free host rows of one kind, least recently used first. Returns their number.
+
+        A host leaf loses all its data. Any other node loses this kind and the kinds that cannot be used without it,
+        which is not an event.
+        """
         pool = component.entry.host_pool
         before = pool.available_size()
         for node in least_recent_first(component.host_lru_list):  # no other node loses this kind, as on the device

@@ -32,9 +32,11 @@ _RATE_LIMIT_SHARE = 0.8  # of the number of rows by which the host exceeds the d
 
 
 class StorageTier:
-    """A storage backend behind the host tier of a cache. Raises InvalidValueError for pools without bytes and for a
-    backend that another cache uses, and the errors of the backend if it refuses the pools. In these cases no pool is
-    registered."""
+    """A storage backend behind the host tier of a cache.
+
+    Raises InvalidValueError for pools without bytes and for a backend that another cache uses, and the errors of the
+    backend if it refuses the pools. In these cases no pool is registered.
+    """
 
     def __init__(self, host: HostTier, backend: HiCacheStorage, policy: StoragePolicy) -> None:
         self.ongoing_archives: dict[ArchiveOperation, TreeNode] = {}
@@ -65,8 +67,10 @@ class StorageTier:
         self.io.reset()
 
     def detach(self) -> str | None:
-        """Abort the operations of the backend, wait for them and release the backend, which stays open. Returns the
-        reason if that failed, otherwise None."""
+        """Abort the operations of the backend, wait for them and release the backend, which stays open.
+
+        Returns the reason if that failed, otherwise None.
+        """
         for req_id in list(self.ongoing_prefetches):
             self.abort_prefetch(req_id)
         if not self._controller.engine.drain(_DETACH_TIMEOUT_S):
@@ -150,9 +154,11 @@ class StorageTier:
     # --- stored pages -----------------------------------------------------------------------------------------------
 
     def announced(self) -> Iterator[tuple[str, BlockStored]]:
+        """Yield storage key and event of every page that events report in storage."""
         yield from self._announced.items()
 
     def clear_store(self) -> None:
+        """Remove every page of this model and rank from the backend."""
         self.io.backend.clear()
         self._withdraw(list(self._announced))
 
@@ -163,8 +169,10 @@ class StorageTier:
             return False
 
     def _lost_keys(self) -> list[str]:
-        """Return the pages that the backend lost. If the backend is closed, all announced pages are lost. The backend
-        is called even if no page is announced, because it keeps its list of lost pages until this call."""
+        """Return the pages that the backend lost. If the backend is closed, all announced pages are lost.
+
+        The backend is called even if no page is announced, because it keeps its list of lost pages until this call.
+        """
         try:
             return self.io.backend.take_removed()
         except StorageClosedError:
@@ -181,8 +189,10 @@ class StorageTier:
 
     def prefetch(self, req_id: str, start_node: TreeNode, key: RadixKey, last_hash: str | None) -> None:
         """Start to fetch the pages of `key`, which continue the prefix of `start_node`. last_hash: as in the cache.
+
         Does nothing for too few units, above the rate limit, without room on the host, or if no match could use the
-        pages."""
+        pages.
+        """
         if len(key) < self.io.prefetch_threshold or self.prefetch_tokens_occupied >= self._prefetch_capacity():
             return
         hashes = compute_node_hash_values(start_node, self._tree.page_size) if start_node.parent is not None else []
@@ -211,8 +221,11 @@ class StorageTier:
         return int(_RATE_LIMIT_SHARE * (kv.host_pool.size - kv.device_allocator.size))
 
     def _alloc(self, length: int) -> IndexArray | None:
-        """Allocate host rows for `length` units, after an eviction if necessary. If there is less room, allocates all
-        free pages, provided that they reach the prefetch threshold. Otherwise returns None."""
+        """Allocate host rows for `length` units, after an eviction if necessary.
+
+        If there is less room, allocates all free pages, provided that they reach the prefetch threshold. Otherwise
+        returns None.
+        """
         pool = self._controller.kv.host_pool
         rows = pool.alloc(length)
         if rows is None:
@@ -226,8 +239,10 @@ class StorageTier:
         return rows
 
     def _prefetch_extras(self, start_node: TreeNode, num_units: int) -> list[PoolTransfer] | None:
-        """Return the transfers that accompany the KV of a prefetch, with host rows. Returns None if there is no room or
-        no match could use the pages."""
+        """Return the transfers that accompany the KV of a prefetch, with host rows.
+
+        Returns None if there is no room or no match could use the pages.
+        """
         extras: list[PoolTransfer] = []
         with ExitStack() as held, ExitStack() as undo:
             for component in self._components:
@@ -255,8 +270,10 @@ class StorageTier:
     # --- end a prefetch ---------------------------------------------------------------------------------------------
 
     def finish_prefetch(self, req_id: str) -> int | None:
-        """Insert the pages that a prefetch has fetched. Returns the units that are new to the tree. Returns None if the
-        request has to wait."""
+        """Insert the pages that a prefetch has fetched. Returns the units that are new to the tree.
+
+        Returns None if the request has to wait.
+        """
         operation = self.ongoing_prefetches[req_id]
         if not operation.may_finish(self.io.policy):
             return None
@@ -280,9 +297,11 @@ class StorageTier:
         operation.held.close()
 
     def _insert(self, operation: PrefetchOperation, rows: IndexArray) -> int:
-        """Insert fetched pages below the start node. Returns the units that were in the tree before. Rows of pages that
-        have a host copy are freed. Rows of pages in other existing nodes become their host copy. The remaining pages
-        become one new node on the host. After an error, rows that the tree does not own are freed."""
+        """Insert fetched pages below the start node. Returns the units that were in the tree before.
+
+        Rows of pages that have a host copy are freed. Rows of pages in other existing nodes become their host copy. The
+        remaining pages become one new node on the host. After an error, rows that the tree does not own are freed.
+        """
         if not len(rows):
             return 0
         tree = self._tree

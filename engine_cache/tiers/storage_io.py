@@ -58,8 +58,10 @@ class StorageIO:
             queue.clear()
 
     def prefetch(self, operation: PrefetchOperation) -> None:
-        """Start a prefetch. When it ends, rows of pages that did not arrive are in the release queue. If the engine
-        raises an error, the error is passed on and nothing is started."""
+        """Start a prefetch. When it ends, rows of pages that did not arrive are in the release queue.
+
+        If the engine raises an error, the error is passed on and nothing is started.
+        """
         self._submit(Lane.PREFETCH, self._fetch(operation), partial(self._end_prefetch, operation))
         self.prefetches.append(operation)
 
@@ -111,13 +113,17 @@ class StorageIO:
             self.revoked.append(operation)
 
     def archive(self, operation: ArchiveOperation) -> None:
-        """Start an archive. It appears in `archived` when it ends. If the engine raises an error, the error is passed
-        on and nothing is started."""
+        """Start an archive. It appears in `archived` when it ends.
+
+        If the engine raises an error, the error is passed on and nothing is started.
+        """
         self._submit(Lane.ARCHIVE, self._store(operation), partial(self.archived.append, operation))
 
     def _store(self, operation: ArchiveOperation) -> Iterator[None]:
-        """Write sidecars with rows of their own, then KV after the sidecar pages on its rows. KV pages whose sidecar is
-        needed on every page and was not stored are dropped from the operation."""
+        """Write sidecars with rows of their own, then KV after the sidecar pages on its rows.
+
+        KV pages whose sidecar is needed on every page and was not stored are dropped from the operation.
+        """
         for extra in operation.extras:
             for first, batch in self._batches(extra.name, extra.keys or [], extra.host_indices):
                 stored = self.backend.batch_set_v2([batch])[extra.name]

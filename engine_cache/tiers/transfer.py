@@ -43,10 +43,14 @@ class Ack(NamedTuple):
 
 
 class HiCacheController:
-    """Moves the pages of KV and of its sidecar pools. pools: the pool group, or the entry of KV if there is no sidecar.
-    engine: not shared with other controllers. transfer_layer_num: layers of the model; defaults to those of the KV
-    pool. Raises InvalidValueError if the host pool is not larger than the device pool, or if a layer of the model or of
-    a pool is not mapped. Methods belong to the tree's thread unless they state otherwise."""
+    """Moves the pages of KV and of its sidecar pools.
+
+    pools: the pool group, or the entry of KV if there is no sidecar. engine: not shared with other controllers.
+    transfer_layer_num: layers of the model; defaults to those of the KV pool. Raises InvalidValueError if the host pool
+    is not larger than the device pool, or if a layer of the model or of a pool is not mapped.
+
+    Methods belong to the tree's thread unless they state otherwise.
+    """
 
     def __init__(
         self, pools: PoolEntry | HostPoolGroup, engine: CopyEngine, *, transfer_layer_num: int | None = None
@@ -75,15 +79,18 @@ class HiCacheController:
         self.group.clear()
 
     def entry(self, name: PoolName) -> PoolEntry:
+        """The pool entry of that name. Raises InvalidValueError, which lists the known names."""
         return self.group.entry(name)
 
     def write(
         self, device_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
     ) -> IndexArray | None:
-        """Start a backup and return its host rows, or None, with nothing allocated, if a pool has no room. The rows
-        hold the data once `ack_id` is among the finished writes. extra_pools: transfers of sidecars, which receive host
-        rows if they have none. Raises InvalidValueError for a transfer of an unknown pool, without source rows, or with
-        different numbers of rows on the two sides."""
+        """Start a backup and return its host rows, or None, with nothing allocated, if a pool has no room.
+
+        The rows hold the data once `ack_id` is among the finished writes. extra_pools: transfers of sidecars, which
+        receive host rows if they have none. Raises InvalidValueError for a transfer of an unknown pool, without source
+        rows, or with different numbers of rows on the two sides.
+        """
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
         taken = self._allocate_rows(transfers, "host_indices")
@@ -103,8 +110,10 @@ class HiCacheController:
             entry.host_pool.backup_from_device_all_layer(entry.device_pool, host, device)
 
     def finished_writes(self, *, wait: bool = False, wait_for: int | None = None) -> list[Ack]:
-        """Return finished backups in the order they were started, up to the first unfinished one; each only once. wait:
-        wait for all of them. wait_for: wait for those up to the one with this `ack_id`."""
+        """Return finished backups in the order they were started, up to the first unfinished one; each only once.
+
+        wait: wait for all of them. wait_for: wait for those up to the one with this `ack_id`.
+        """
         for ack in self._writes if wait or wait_for is not None else ():
             ack.ticket.synchronize()
             if wait_for in ack.ids:
@@ -115,7 +124,10 @@ class HiCacheController:
         self, host_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
     ) -> IndexArray | None:
         """Queue a load for `start_loading`. Return its device rows, or None, with nothing allocated, if a pool has no
-        room. Raises TransferError after a failed load, and the errors of `write`."""
+        room.
+
+        Raises TransferError after a failed load, and the errors of `write`.
+        """
         self.require_loads()
         kv = PoolTransfer(PoolName.KV, host_indices=host_indices)
         transfers = [kv, *extra_pools]
@@ -146,8 +158,9 @@ class HiCacheController:
 
     def wait_for_layer(self, consumer: int, layer: int) -> None:
         """Wait until a layer of the operation that `start_loading` numbered `consumer` is on the device; -1 returns at
-        once. Any thread. Raises TransferError if the copy failed or a reset dropped it, and InvalidValueError for an
-        unknown number."""
+        once. Any thread. Raises TransferError if the copy failed or a reset dropped it, and InvalidValueError for
+        an unknown number.
+        """
         if not -1 <= consumer < self._next_consumer:
             raise InvalidValueError("consumer", consumer, f"-1 .. {self._next_consumer - 1}, a result of start_loading")
         if 0 <= consumer < self._first_consumer:
@@ -163,8 +176,10 @@ class HiCacheController:
                 raise TransferError(f"load of {len(ack.ids)} nodes failed: {ack.ticket.error}") from ack.ticket.error
 
     def finished_loads(self) -> list[Ack]:
-        """Return finished loads in the order they were started, up to the first unfinished one; each only once. Raises
-        TransferError if one failed, and again at each call until a reset, because its rows may be in use."""
+        """Return finished loads in the order they were started, up to the first unfinished one; each only once.
+
+        Raises TransferError if one failed, and again at each call until a reset, because its rows may be in use.
+        """
         num_finished = _num_finished(self._loads)
         self.require_loads()
         finished = [self._loads.popleft() for _ in range(num_finished)]
@@ -173,8 +188,10 @@ class HiCacheController:
         return finished
 
     def _allocate_rows(self, transfers: Sequence[PoolTransfer], side: Side) -> list[PoolTransfer] | None:
-        """Allocate the rows that transfers lack on one side. Returns those transfers, or None, with nothing allocated,
-        if a pool has no room."""
+        """Allocate the rows that transfers lack on one side.
+
+        Returns those transfers, or None, with nothing allocated, if a pool has no room.
+        """
         num_rows = [self._num_rows(transfer, side) for transfer in transfers]
         taken: list[PoolTransfer] = []
         with ExitStack() as undo:

@@ -33,9 +33,11 @@ class ResidentPage(NamedTuple):
 
 
 class EventRecorder:
-    """The event queues of one cache. Belongs to the thread of the cache. While `enabled` is false, nothing is recorded
-    and no hash is computed. groups: names of the groups besides full KV that have a queue of their own; see
-    `kv_events.streams`."""
+    """The event queues of one cache. Belongs to the thread of the cache.
+
+    While `enabled` is false, nothing is recorded and no hash is computed. groups: names of the groups besides full KV
+    that have a queue of their own; see `kv_events.streams`.
+    """
 
     def __init__(
         self, page_size: int, *, enabled: bool, groups: Sequence[str], seed_of_extra_key: Callable[[str], int]
@@ -81,6 +83,7 @@ class EventRecorder:
         )
 
     def remove(self, node: TreeNode, medium: StorageMedium | None = None) -> None:
+        """Record one `BlockRemoved` per page, in page order. medium: GPU by default."""
         if self.enabled:
             self.queue.extend(self._remove_events(node, medium or StorageMedium.GPU))
 
@@ -95,17 +98,21 @@ class EventRecorder:
             queue.append(AllBlocksCleared())
 
     def group_store(self, group: str, node: TreeNode, medium: StorageMedium, pages: slice) -> None:
-        """Record that these pages of the node have data of the group on `medium`. The events do not name parents; those
-        of full KV do."""
+        """Record that these pages of the node have data of the group on `medium`.
+
+        The events do not name parents; those of full KV do.
+        """
         if group in self.group_queues:
             hashes = self._block_hashes(node, pages)
             self.group_queues[group].extend(self._stores(node, medium, hashes, repeat(None), repeat([]), pages))
 
     def group_remove(self, group: str, node: TreeNode, medium: StorageMedium, pages: slice) -> None:
+        """Record that these pages of the node have lost their data of the group on `medium`."""
         if group in self.group_queues:
             self.group_queues[group].extend(self._remove_events(node, medium, pages))
 
     def resident(self, root: TreeNode, medium: StorageMedium) -> Iterator[ResidentPage]:
+        """Yield every page below the root that is resident on the device or the host."""
         for node in iter_nodes(root):
             if not _is_resident(node, medium):
                 continue
@@ -124,8 +131,10 @@ class EventRecorder:
 
 
 class KVCacheEventMixin:
-    """The event interface of a cache. It must precede `BasePrefixCache` in the bases of a class, so that its
-    `take_events` is used."""
+    """The event interface of a cache.
+
+    It must precede `BasePrefixCache` in the bases of a class, so that its `take_events` is used.
+    """
 
     events: EventRecorder
     tree: RadixTree
@@ -156,17 +165,21 @@ class KVCacheEventMixin:
         return events
 
     def take_group_events(self) -> dict[str, list[EngineEvent]]:
-        """Return all events since the last call for each of `event_groups`. Empty without `emit_group_events`. Events
-        of recurrent states report the pages at whose ends there is a state. Events of sliding windows report the pages
-        that have window KV."""
+        """Return all events since the last call for each of `event_groups`. Empty without `emit_group_events`.
+
+        Events of recurrent states report the pages at whose ends there is a state. Events of sliding windows report the
+        pages that have window KV.
+        """
         taken = self.events.group_queues
         self.events.group_queues = {group: [] for group in taken}
         return taken
 
     def iter_resident(self, medium: StorageMedium) -> Iterator[ResidentPage]:
-        """Yield every page resident on `medium`, the device or the host, parents before children. The tree must not
-        change during the iteration. Missing hashes are computed and stored. Raises InvalidValueError for another
-        medium."""
+        """Yield every page resident on `medium`, the device or the host, parents before children.
+
+        The tree must not change during the iteration. Missing hashes are computed and stored. Raises InvalidValueError
+        for another medium.
+        """
         if medium not in (StorageMedium.GPU, StorageMedium.CPU):
             raise InvalidValueError("medium", medium, "GPU or CPU_PINNED; pages of a store are in iter_announced()")
         return self.events.resident(self.root_node, medium)

@@ -48,12 +48,14 @@ def find_policy(name: str) -> EvictionPolicy:
 
 
 class EvictionQueue:
-    """A set of nodes that returns the next node to evict in logarithmic time. It is a heap with lazy repair. A new node
-    is sorted in at the next eviction, or together with a batch of others, so that nodes that are removed earlier cost
-    nothing. The entry of a node that was removed, or whose key has grown, stays in place until it reaches the top,
-    where it is dropped or sorted in again. A node can therefore be used any number of times between two evictions at
-    the cost of one repair. `pop` is O(log n), amortised over additions and uses. Stale entries are removed before they
-    outnumber the others."""
+    """A set of nodes that returns the next node to evict in logarithmic time.
+
+    It is a heap with lazy repair. A new node is sorted in at the next eviction, or together with a batch of others, so
+    that nodes that are removed earlier cost nothing. The entry of a node that was removed, or whose key has grown,
+    stays in place until it reaches the top, where it is dropped or sorted in again. A node can therefore be used any
+    number of times between two evictions at the cost of one repair. `pop` is O(log n), amortised over additions and
+    uses. Stale entries are removed before they outnumber the others.
+    """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._key = policy.key

@@ -34,10 +34,12 @@ _TOKEN_BYTES = 4
 
 
 class RadixKey:
-    """An immutable sequence of logical units in one namespace. token_ids: raw tokens, any sequence of integers in 0 ..
-    2**32 - 1; copied. extra_key: namespace (LoRA name, cache salt, tenant), None or "" for the common one, else UTF-8
-    text of at most `MAX_EXTRA_KEY_BYTES`. Raises InvalidValueError naming the first position that does not fit, or
-    `extra_key`."""
+    """An immutable sequence of logical units in one namespace.
+
+    token_ids: raw tokens, any sequence of integers in 0 .. 2**32 - 1; copied. extra_key: namespace (LoRA name, cache
+    salt, tenant), None or "" for the common one, else UTF-8 text of at most `MAX_EXTRA_KEY_BYTES`. Raises
+    InvalidValueError naming the first position that does not fit, or `extra_key`.
+    """
 
     __slots__ = ("data", "extra_key", "is_bigram")
 
@@ -62,6 +64,7 @@ class RadixKey:
 
     @property
     def raw(self) -> U32Array:
+        """Return a read-only view of the raw tokens, [n]."""
         return np.frombuffer(self.data, dtype="<u4")
 
     @property
@@ -99,6 +102,7 @@ class RadixKey:
         return f"RadixKey({len(self)} units, extra_key={self.extra_key!r}, is_bigram={self.is_bigram})"
 
     def page_aligned(self, page_size: int) -> RadixKey:
+        """Return the longest prefix of whole pages."""
         aligned = len(self) // page_size * page_size
         return self if aligned == len(self) else self[:aligned]
 
@@ -106,7 +110,9 @@ class RadixKey:
         self, is_eagle: bool, value: IndexArray | None = None
     ) -> tuple[RadixKey, IndexArray | None]:
         """With `is_eagle`, return the key's bigram view, which copies no tokens, and `value` cut to its length.
-        Otherwise return both unchanged. The conversion is idempotent."""
+
+        Otherwise return both unchanged. The conversion is idempotent.
+        """
         if not is_eagle:
             return self, value
         key = self
@@ -116,8 +122,10 @@ class RadixKey:
         return key, None if value is None else value[: len(key)]
 
     def match(self, other: RadixKey, page_size: int, start: int = 0) -> int:
-        """Return the number of leading units that `self[start:]` and `other` share, rounded down to whole pages. Raises
-        InvalidValueError for keys of different namespaces or different kinds of units."""
+        """Return the number of leading units that `self[start:]` and `other` share, rounded down to whole pages.
+
+        Raises InvalidValueError for keys of different namespaces or different kinds of units.
+        """
         if self.extra_key != other.extra_key:
             raise InvalidValueError("extra_key", other.extra_key, repr(self.extra_key))
         if self.is_bigram != other.is_bigram:
@@ -129,15 +137,21 @@ class RadixKey:
         return units // page_size * page_size
 
     def child_key(self, page_size: int) -> ChildKey:
-        """Return the readable key of the first page among the children of a node. The result is the unit, or a tuple of
-        `page_size` units. With a namespace it is the pair of namespace and units. The key must contain a whole page."""
+        """Return the readable key of the first page among the children of a node.
+
+        The result is the unit, or a tuple of `page_size` units. With a namespace it is the pair of namespace and units.
+        The key must contain a whole page.
+        """
         units = tuple(self[:page_size])
         plain = units[0] if page_size == 1 else units
         return plain if self.extra_key is None else (self.extra_key, plain)
 
     def page_key(self, page_size: int, start: int = 0) -> PageKey:
-        """Return the bytes of the first page of `self[start:]`. Trees use them as dictionary keys. Two results are
-        equal exactly when the results of `child_key` are equal, but bytes are far cheaper to build and to hash."""
+        """Return the bytes of the first page of `self[start:]`. Trees use them as dictionary keys.
+
+        Two results are equal exactly when the results of `child_key` are equal, but bytes are far cheaper to build and
+        to hash.
+        """
         page = self._raw_bytes(start, start + page_size)
         return page if self.extra_key is None else (self.extra_key, page)
 

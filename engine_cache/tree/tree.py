@@ -37,9 +37,11 @@ class TreeObserver(Protocol):
 
 
 class RadixTree:
-    """A radix tree of one or two tiers, and the evictable leaves of each tier. page_size: units per page. is_eagle:
-    keys are bigrams. has_states: nodes have more than Full KV. split_copies_hits: the upper part of a split node keeps
-    the node's hits."""
+    """A radix tree of one or two tiers, and the evictable leaves of each tier.
+
+    page_size: units per page. is_eagle: keys are bigrams. has_states: nodes have more than Full KV. split_copies_hits:
+    the upper part of a split node keeps the node's hits.
+    """
 
     def __init__(
         self, page_size: int, policy: EvictionPolicy, *, is_eagle: bool, has_states: bool, split_copies_hits: bool
@@ -75,8 +77,10 @@ class RadixTree:
         self._observers = (*self._observers, observer)
 
     def whole_pages(self, key: RadixKey, value: IndexArray | None) -> tuple[RadixKey, IndexArray | None]:
-        """Convert the key to the tree's units and cut it to whole pages, and cut `value` to the units. Raises
-        InvalidValueError for a bigram key in a tree of tokens, and for fewer rows than units."""
+        """Convert the key to the tree's units and cut it to whole pages, and cut `value` to the units.
+
+        Raises InvalidValueError for a bigram key in a tree of tokens, and for fewer rows than units.
+        """
         if key.is_bigram and not self.is_eagle:
             raise InvalidValueError("key.is_bigram", True, "False, this cache holds plain tokens")
         key, value = key.maybe_to_bigram_view(self.is_eagle, value)
@@ -85,8 +89,10 @@ class RadixTree:
         return key.page_aligned(self.page_size), value
 
     def descend(self, key: RadixKey, visit: Callable[[TreeNode], None] | None = None) -> tuple[list[TreeNode], int]:
-        """Return the nodes along the longest cached prefix of a page-aligned key, and its length in units. Splits the
-        last node if the prefix ends inside it. visit: called with each node on the way down."""
+        """Return the nodes along the longest cached prefix of a page-aligned key, and its length in units.
+
+        Splits the last node if the prefix ends inside it. visit: called with each node on the way down.
+        """
         node, done, end, path = self.root, 0, len(key), []
         while done < end:
             child = self.next_on_path(node, key, done)
@@ -100,8 +106,10 @@ class RadixTree:
         return path, done
 
     def next_on_path(self, node: TreeNode, key: RadixKey, done: int) -> TreeNode | None:
-        """Return the child of `node` that continues `key[done:]`, or None if no child shares a page with it. Splits the
-        child if the key diverges inside it."""
+        """Return the child of `node` that continues `key[done:]`, or None if no child shares a page with it.
+
+        Splits the child if the key diverges inside it.
+        """
         child = node.children.get(key.page_key(self.page_size, done))
         if child is None:
             return None
@@ -124,7 +132,9 @@ class RadixTree:
 
     def split(self, child: TreeNode, split_len: int) -> TreeNode:
         """Insert a new node above `child` that receives its first `split_len` units, whole pages. Returns the new node.
-        `child` remains the lower node for its users. Both parts count as used now."""
+
+        `child` remains the lower node for its users. Both parts count as used now.
+        """
         parent, page_size = child.parent, self.page_size
         assert parent is not None
         whole_key = child.key
@@ -215,8 +225,10 @@ class RadixTree:
             self.host_leaves.discard(node)
 
     def lock(self, node: TreeNode) -> int:
-        """Lock a node on the device and its ancestors. Returns the units that become protected. Raises CacheStateError
-        for a node of another tree."""
+        """Lock a node on the device and its ancestors. Returns the units that become protected.
+
+        Raises CacheStateError for a node of another tree.
+        """
         protected = 0
         for step in self.path_to_root(node):
             if step.lock_ref == 0:
@@ -228,8 +240,10 @@ class RadixTree:
         return protected
 
     def unlock(self, node: TreeNode) -> int:
-        """Undo one `lock` of the node. Returns the units that become evictable. Raises CacheStateError if the node is
-        not locked or belongs to another tree."""
+        """Undo one `lock` of the node. Returns the units that become evictable.
+
+        Raises CacheStateError if the node is not locked or belongs to another tree.
+        """
         path = self.path_to_root(node)
         if path and node.lock_ref < 1:
             raise CacheStateError(f"node {node.id} unlocked with lock_ref {node.lock_ref}, expected at least 1")
@@ -245,8 +259,10 @@ class RadixTree:
         return released
 
     def path_to_root(self, node: TreeNode) -> list[TreeNode]:
-        """Return the node and its ancestors, without the root, children first. Raises CacheStateError for a node of
-        another tree."""
+        """Return the node and its ancestors, without the root, children first.
+
+        Raises CacheStateError for a node of another tree.
+        """
         path = []
         step: TreeNode | None = node
         while step is not self.root:
