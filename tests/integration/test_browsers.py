@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from api.app import create_app
-from api.server import running_server
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
+from tests.support.api_rig import served
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -26,7 +26,7 @@ CHANGES = ("/workers/w/resync", "/decisions", "/register", "/unregister")
 async def a_service(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service that knows the worker `w`."""
     api, fed = ApiSettings(port=0, **settings), HandFed()
-    async with running_server(create_app(fed.consumer, api), api) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(create_app(fed.consumer, api), api) as client:
         await fed.hold(Stream("w"), TOKENS)
         yield client
 
