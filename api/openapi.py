@@ -182,7 +182,7 @@ def complete(document: Json, *, needs_token: bool) -> None:
     asked = {"allOf": [_schema(ExplainRequest), query]}
     explained = {"200": _json("The cause for each worker", _schema(Explanation))}
     paths["/explain"] = _post("/explain", "queries", _EXPLAIN_TEXT, asked, explained, _EXPLAIN_PROBLEMS)
-    text = "The tokens of a text, from the engine at KVSIGHT_TOKENIZE_URL."
+    text = "The tokens of a text, from the engine at --tokenize-url."
     found = {"200": _json("The tokens", _schema(Tokenized))}
     problems = {"404": "The service knows no tokenizer", "503": "The tokenizer cannot be asked", **_BODY_PROBLEMS}
     paths["/tokenize"] = _post("/tokenize", "queries", text, _schema(TokenizeRequest), found, problems)

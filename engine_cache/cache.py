@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +38,6 @@ from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.requests import Requests
-from engine_cache.rules import Rules
 from engine_cache.sanity import check_tree
 from engine_cache.storage.base import HiCacheStorage, PoolName
 from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation, StoragePolicy
@@ -51,9 +49,10 @@ from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.tree.events import EventRecorder, KVCacheEventMixin
 from engine_cache.tree.eviction import EvictionQueue, find_policy
 from engine_cache.tree.key import RadixKey
-from engine_cache.tree.node import TreeNode, compute_node_hash_values
+from engine_cache.tree.node import TreeNode
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray, no_indices
+from engine_cache.variants import CacheVariant
 from engine_cache.walks import Walks
 from kv_events.errors import InvalidValueError, check_type
 from kv_events.hashing import namespace_seed
@@ -73,12 +72,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     """Common implementation of all caches.
 
     page_size: units per page. allocator: frees the rows of evicted and duplicate pages; None leaves them to the caller.
-    components: the kinds of state besides Full KV; they belong to this cache afterwards. rules: how caches of this
-    class behave. req_to_token_pool: rows of running requests, for `cache_unfinished_req` and `cache_finished_req`.
+    components: the kinds of state besides Full KV, for this cache alone. req_to_token_pool: rows of running requests.
     eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys are converted to bigrams. disable: nothing is cached
     and every result is empty. seed_of_extra_key: returns the seed of a namespace's local hashes.
-    enable_kv_cache_events: record the events that `take_events` returns. emit_group_events: record the events that
-    `take_group_events` returns.
+    enable_kv_cache_events, emit_group_events: record what `take_events` and `take_group_events` return.
     """
 
     def __init__(
@@ -87,7 +84,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         page_size: int,
         allocator: PagedTokenToKVPoolAllocator | SWATokenToKVPoolAllocator | None,
         components: Sequence[AuxiliaryComponent] = (),
-        rules: Rules,
+        variant: CacheVariant,
         req_to_token_pool: ReqToTokenPool | None = None,
         eviction_policy: str = "lru",
         enable_kv_cache_events: bool = False,
@@ -110,26 +107,20 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.req_to_token_pool = req_to_token_pool
         self.is_eagle = is_eagle
         self.disable = disable
-        self.rules = rules
+        self.variant = variant
         self.auxiliaries = tuple(components)
-        """The kinds of state besides Full KV."""
         self.event_groups = tuple(component.event_group for component in components)
+        groups = self.event_groups if emit_group_events else ()
         self.events = EventRecorder(
-            page_size,
-            enabled=enable_kv_cache_events,
-            groups=self.event_groups if emit_group_events else (),
-            seed_of_extra_key=seed_of_extra_key,
+            page_size, enabled=enable_kv_cache_events, groups=groups, seed_of_extra_key=seed_of_extra_key
         )
+        policy, copies_hits = find_policy(eviction_policy), variant.split_copies_hits
         self.tree = RadixTree(
-            page_size,
-            find_policy(eviction_policy),
-            is_eagle=is_eagle,
-            has_states=bool(components),
-            split_copies_hits=rules.split_copies_hits,
+            page_size, policy, is_eagle=is_eagle, has_states=bool(components), split_copies_hits=copies_hits
         )
         for component in components:
             component.attach(self.tree, self.events)
-        self.device = DeviceTier(self.tree, self.events, allocator, self.auxiliaries, rules)
+        self.device = DeviceTier(self.tree, self.events, allocator, self.auxiliaries, variant)
         self.host: HostTier | None = None
         """None if the device is the only tier."""
         self.store: StorageTier | None = None
@@ -144,33 +135,15 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.events.all_cleared()
 
     def _add_host_tier(self, controller: HiCacheController, write_policy: str, load_back_threshold: int) -> None:
-        """Add a host tier. The cache must be empty.
-
-        Raises the errors of `HostTier`, and InvalidValueError if the controller does not use the allocator of a
-        component or has other pages on the host.
-        """
-        for component in self.auxiliaries:
-            entry, own, name = controller.entry(component.pool), component.device_allocator, component.pool.value
-            if entry.device_allocator is not own:
-                raise InvalidValueError(f"{name}_allocator", own, f"the controller's own for {name}")
-            if entry.host_pool.page_size != own.page_size:
-                raise InvalidValueError(
-                    f"page size of the host pool of {name}", entry.host_pool.page_size, str(own.page_size)
-                )
+        """Add a host tier, whose errors are passed on. The cache must be empty."""
         assert self.allocator is not None
-        host = HostTier(self.device, controller, self.allocator, write_policy, load_back_threshold)
-        self.host = self._evictor = host
-        self._walks.backups = host.backups
-        for component in self.auxiliaries:
-            component.entry = controller.entry(component.pool)
-            component.entry.host_evict_fn = partial(host.leaves.evict_component, component)
-            component.entry.device_evict_fn = partial(self.evict_component, component)
+        self.host = self._evictor = HostTier(self.device, controller, self.allocator, write_policy, load_back_threshold)
+        self._walks.backups = self.host.backups
 
     def reset(self) -> None:
-        if self.host is not None:
-            self.host.clear()
-        if self.store is not None:
-            self.store.clear()
+        for tier in (self.host, self.store):
+            if tier is not None:
+                tier.clear()
         for component in self.auxiliaries:
             component.clear()
         self.prefetch_loaded_tokens_by_reqid.clear()
@@ -185,19 +158,15 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def evictable_leaves(self) -> EvictionQueue:
-        """Device leaves that can be evicted."""
         return self.tree.device_leaves
 
     @property
     def evictable_host_leaves(self) -> EvictionQueue:
-        """Host leaves that can be evicted."""
         return self.tree.host_leaves
 
     def sanity_check(self) -> None:
         """Recount sizes, locks, leaves and LRU lists. Raises CacheStateError with both figures of a mismatch."""
         check_tree(self.tree, self.auxiliaries)
-
-    # --- match and insert -------------------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         if params.cow_mamba and params.req is None:
@@ -205,7 +174,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return self._walks.match(self.whole_pages(params.key), params)
 
     def whole_pages(self, key: RadixKey) -> RadixKey:
-        """Convert the key to the cache's units and cut it to whole pages. The result is empty if the cache is disabled.
+        """Convert the key to the cache's units and cut it to whole pages, or to nothing if the cache is disabled.
 
         Raises TransferError after a failed load.
         """
@@ -219,44 +188,30 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     def insert(self, params: InsertParams) -> InsertResult:
         if self.disable:
-            return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
+            return InsertResult(0, mamba_exist=self.variant.frees_duplicates)
         key, value = self._whole_pages(params.key, params.value)
         return self._walks.insert(key, value, params)
 
-    # --- eviction and locks -----------------------------------------------------------------------------------------
-
     def evict(self, params: EvictParams) -> EvictResult:
-        full, before = self.tree.evictable_size, [each.device_size for each in self.auxiliaries]
+        full, before = self.tree.evictable_size, {each.pool: each.device_size for each in self.auxiliaries}
         self._evictor.evict_leaves(params.num_tokens)
         if not self.auxiliaries:
             return EvictResult(full - self.tree.evictable_size)
-        for component, size in zip(self.auxiliaries, before, strict=True):
-            wanted = params.mamba_num if component.pool is PoolName.MAMBA else params.swa_num_tokens
-            self.evict_component(component, wanted - (size - component.device_size) * self.rules.shares_eviction)
-        freed = {each.pool: size - each.device_size for each, size in zip(self.auxiliaries, before, strict=True)}
+        for each in self.auxiliaries:
+            requested = params.mamba_num if each.pool is PoolName.MAMBA else params.swa_num_tokens
+            num_freed = (before[each.pool] - each.device_size) * self.variant.shares_eviction
+            self._evictor.evict_component(each, requested - num_freed)
+        freed = {each.pool: before[each.pool] - each.device_size for each in self.auxiliaries}
         return EvictResult(full - self.tree.evictable_size, freed.get(PoolName.MAMBA, 0), freed.get(PoolName.SWA, 0))
 
-    def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
-        """Free device rows of one kind, least recently used first. Returns their number.
-
-        A leaf loses all its data. Any other node loses this kind and the kinds that cannot be used without it, which is
-        not an event.
-        """
-        before = component.device_size
-        self.device.evict_component(component, num_rows, self._evictor.evict_leaf)
-        return before - component.device_size
-
     def evict_mamba_host(self, mamba_num: int) -> int:
-        """Free recurrent states on the host, least recently used first. Returns their number.
-
-        A host leaf loses all its data. Other nodes lose only the state, which is not an event.
-        """
-        return (
-            0 if self.host is None or self.states is None else self.host.leaves.evict_component(self.states, mamba_num)
-        )
+        """Free recurrent states on the host, least recently used first. Returns their number."""
+        if self.host is None or self.states is None:
+            return 0
+        return self.host.leaves.evict_component(self.states, mamba_num)
 
     def evict_full(self, num_tokens: int) -> EvictResult:
-        """Evict leaves in the order of the eviction policy until `num_tokens` units of KV are free or none is left."""
+        """Evict leaves until `num_tokens` units of KV are free or none is left."""
         return self.evict(EvictParams(num_tokens))
 
     def evict_mamba(self, mamba_num: int) -> EvictResult:
@@ -275,8 +230,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """Undo the `inc_lock_ref` that returned `lock`."""
         return self.dec_lock_ref(lock.node, lock.to_dec_params())
 
-    # --- requests ---------------------------------------------------------------------------------------------------
-
     def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:
         self._requests.unfinished(req, chunked=chunked)
 
@@ -292,22 +245,20 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def ongoing_write_through(self) -> Mapping[int, BackupOperation]:
-        """Backups that have not been acknowledged."""
         return {} if self.host is None else self.host.backups.ongoing
 
     @property
     def ongoing_load_back(self) -> Mapping[int, TreeNode]:
-        """Nodes whose load has not been acknowledged."""
         return {} if self.host is None else self.host.loads.ongoing
 
     @property
     def num_failed_backups(self) -> int:
-        """Number of copies to the host that failed twice since the cache was created."""
+        """Copies to the host that failed twice since the cache was created."""
         return 0 if self.host is None else self.host.backups.num_failed
 
     @property
     def num_refused_backups(self) -> int:
-        """Number of copies to the host that were refused for lack of room since the cache was created."""
+        """Copies to the host that were refused for lack of room since the cache was created."""
         return 0 if self.host is None else self.host.backups.num_refused
 
     def check_hicache_events(self) -> None:
@@ -323,7 +274,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
             self.host.backups.writing_check(write_back)
 
     def flush_write_through_acks(self) -> None:
-        """Call `writing_check` without waiting."""
         self.writing_check()
 
     def loading_check(self) -> None:
@@ -336,36 +286,30 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return -1 if self.host is None else self.host.controller.start_loading()
 
     def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
-        """Start to copy a device node to the host. Returns its units, or 0 if there is no room or its parent has no
-        host copy.
+        """Start to copy a device node to the host.
 
-        The pages stay locked until `writing_check`, except in a write-back.
+        Returns its units, or 0 if there is no room or its parent has no host copy. The pages stay locked until
+        `writing_check`, except in a write-back.
         """
         return 0 if self.host is None else self.host.backups.write(node, write_back)
 
     def evict_host(self, num_tokens: int) -> int:
-        """Delete nodes that are only on the host until `num_tokens` units of host rows are free or no such node is
-        left.
-
-        Returns the number of units.
-        """
+        """Delete nodes that are only on the host until `num_tokens` host rows are free. Returns their number."""
         return 0 if self.host is None else self.host.leaves.evict(num_tokens)
 
     def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
-        """Allocate device rows for an evicted node and its evicted ancestors. `ready_to_load_host_cache` starts to fill
-        them.
-
-        Returns the rows, root side first. Returns None, and loads nothing, if the load is too small, exceeds
-        `mem_quota` units, or there is no room.
+        """Allocate device rows for an evicted node and its evicted ancestors; `ready_to_load_host_cache` starts to
+        fill them. Returns the rows, root side first, or None if the load is too small, exceeds `mem_quota` units,
+        or there is no room.
         """
         return None if self.host is None else self.host.loads.load(node, mem_quota, req)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
         """Load back a match if it is large enough.
 
-        Returns the rows that KV received, and the deepest node of the match from which the request can continue now. If
-        part of the match has been deleted since, the node is in the remaining part. With recurrent states,
-        `device_indices` may extend beyond that node; the request keeps the rows up to it.
+        Returns the rows that KV received, and the deepest node from which the request can continue now, in what remains
+        of the match. With recurrent states, `device_indices` may extend beyond that node; the request keeps the rows up
+        to it.
 
         Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there is no
         slot for the state that the request starts from.
@@ -399,7 +343,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def ongoing_backup(self) -> Mapping[ArchiveOperation, TreeNode]:
-        """Archives that have not been acknowledged."""
         return {} if self.store is None else self.store.ongoing_archives
 
     @property
@@ -418,10 +361,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return self._num_skipped_archives + (0 if self.store is None else self.store.num_skipped_archives)
 
     def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
-        """Attach a storage backend to an idle cache. Returns whether it is attached now, and a message.
+        """Attach a storage backend to an idle cache, or update the policy of an attached one.
 
-        If this backend is already attached, only its policy is updated. If another backend is attached, the call is
-        refused. policy: defaults to the policy of an attached backend, else to `StoragePolicy()`.
+        Returns whether it is attached now, and a message. policy: defaults to that of an attached backend, else to
+        `StoragePolicy()`.
         """
         if self.host is None:
             return False, "the cache has no host tier"
@@ -438,11 +381,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return True, "attached already" if policy is None else "attached already, policy updated"
 
     def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
-        """Attach a storage backend to a cache without one.
-
-        Raises InvalidValueError if the cache has no host tier or already has a backend, and the errors of
-        `StorageTier`.
-        """
+        """Attach a storage backend. Raises the errors of `StorageTier`, and InvalidValueError if there is one."""
         if self.host is None:
             raise InvalidValueError("store", type(backend).__name__, "a cache with a host tier")
         if self.store is not None:
@@ -450,11 +389,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.store = StorageTier(self.host, backend, policy or StoragePolicy())
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        """Abort the operations of the storage backend, wait for them and release the backend. It stays open for another
-        cache.
-
-        Returns whether this succeeded, and a message.
-        """
+        """Abort all storage operations and release the backend, which stays open. Returns success and a message."""
         if self.store is None:
             return True, "no store is attached"
         failure = self.store.detach()
@@ -486,9 +421,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         last_host_node: from the result of a match. extra_key: the namespace, if the node is the root. last_hash: the
         node's last block hash, computed by default.
 
-        Does nothing without a storage backend, for too few units, above the rate limit, without room on the host, or if
-        the node has lost its host copy since the match. Raises InvalidValueError if the request already has a prefetch,
-        or if extra_key or last_hash does not fit the node.
+        Does nothing without a backend, for too few units, above the rate limit, without room on the host, or if the
+        node has lost its host copy. Raises InvalidValueError for a second prefetch of a request, and if extra_key or
+        last_hash does not fit the node.
         """
         if req_id in self.ongoing_prefetch:
             raise InvalidValueError("req_id", req_id, "a request without a prefetch in flight")
@@ -496,18 +431,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         namespace = extra_key if is_root else last_host_node.key.extra_key
         if extra_key is not None and extra_key != namespace:
             raise InvalidValueError("extra_key", extra_key, f"that of node {last_host_node.id}, {namespace!r}")
-        if self.store is None or (last_host_node.host_value is None and not is_root):
-            return
-        key = self.whole_pages(RadixKey(new_input_tokens, namespace))
-        if self.store.can_prefetch(len(key)):
-            self.store.prefetch(req_id, last_host_node, key, self._last_hash(last_host_node, last_hash))
-
-    def _last_hash(self, node: TreeNode, given: str | None) -> str | None:
-        hashes = compute_node_hash_values(node, self.page_size) if node is not self.tree.root else []
-        last_hash = hashes[-1] if hashes else None
-        if given is not None and given != last_hash:
-            raise InvalidValueError("last_hash", given, f"that of node {node.id}, {last_hash}")
-        return last_hash
+        if self.store is not None and (is_root or last_host_node.host_value is not None):
+            key = self.whole_pages(RadixKey(new_input_tokens, namespace))
+            self.store.prefetch(req_id, last_host_node, key, last_hash)
 
     def check_prefetch_progress(self, req_id: str) -> bool:
         """Return whether the request can stop waiting. The first time it can, the tree receives the fetched pages."""
@@ -525,10 +451,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return True
 
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        """Return the units that a prefetch added to the tree, and forget the figure.
-
-        Returns 0 for a request without a prefetch, or if 4,096 newer prefetches have ended.
-        """
+        """Return the units that a prefetch added to the tree, once. 0 without a prefetch or after 4,096 newer ones."""
         return self.prefetch_loaded_tokens_by_reqid.pop(req_id, 0)
 
     def release_aborted_request(self, req_id: str) -> None:

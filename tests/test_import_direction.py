@@ -30,7 +30,7 @@ MOST_MODULES = 15
 MOST_LINES = 450
 """In a file."""
 LARGER = {"publisher": 18, "kvsight.cli": 35}
-LONGER = {"engine_cache/cache.py": 538, "kv_events/kafka/connection.py": 516}
+LONGER = {"kv_events/kafka/connection.py": 516}
 TANGLED = {"kvsight"}
 """What still has to be put in order: rooms, files, and packages whose rooms import each other both ways."""
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
@@ -146,6 +146,7 @@ def test_imports_inside_functions_and_type_checking_blocks_count() -> None:
     assert sorted(imported_names(source)) == [(2, "api"), (4, "kvsight"), (4, "os")]
 
 
+@pytest.mark.timeout(400)  # the first time, kernels are compiled
 def test_packages_load_without_what_they_must_not_need() -> None:
     program = "import importlib, sys\n"
     for packages, blocked in LOADS_WITHOUT.items():
@@ -155,7 +156,7 @@ def test_packages_load_without_what_they_must_not_need() -> None:
             f"for name in {wanted}: importlib.import_module(name)\n"
             f"for name in {blocked}: del sys.modules[name]\n"
         )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from analysis.explain.asked_prompt import AskedPrompt
-from indexer.replay.until import Until
 from kv_events.http.parsed_query import ParsedQuery
+from kv_events.log.moments import LogMoment
 
 EXIT_REFUSED = 2
 """Exit code of a process that wrote a `Refusal`."""
@@ -37,7 +37,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Time after which the process ends by itself."""
 
     @classmethod
-    def of(cls, prompt: AskedPrompt, folder: Path, moment: Until, timeout_s: float) -> Self:
+    def of(cls, prompt: AskedPrompt, folder: Path, moment: LogMoment, timeout_s: float) -> Self:
         """Return the job to explain a prompt."""
         return cls(
             folder=str(folder),
@@ -45,14 +45,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             numbers=prompt.numbers.tobytes(),
             named=prompt.named,
             at=moment.time_s,
-            index=moment.offset,
-            positions=None if moment.positions is None else dict(moment.positions),
+            index=moment.index,
+            positions=None if moment.offsets is None else dict(moment.offsets),
             timeout_s=timeout_s,
         )
 
-    def moment(self) -> Until:
+    def moment(self) -> LogMoment:
         """Return the moment."""
-        return Until(self.index, self.positions, self.at)
+        return LogMoment(self.index, self.positions, self.at)
 
     def prompt(self) -> AskedPrompt:
         """Return the prompt to explain."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from analysis.explain.tracer import BeforeLog, Gap
-from indexer.replay.moments import utc_text
 from kv_events.http.explanations import BatchPosition
+from kv_events.log.moments import utc_text
 from kv_events.streams import Group
 
 _FIELDS = {

@@ -10,12 +10,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from analysis.explain.asked_prompt import AskedPrompt
-from analysis.explain.page_history import Trail
+from analysis.explain.page_history import PageHistory
 from analysis.explain.prompts import Column, HashRule, PromptHashes, Variant
 from analysis.explain.rule_finder import RuleFinder
 from indexer.replay import Replay
-from indexer.replay.chunks import ChunkApplier, PlainRun, rows_before
-from indexer.replay.until import Until
+from indexer.replay.chunks import ApplyObserver, ChunkApplier, PlainRun
 from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
 from kv_events.errors import RecordRejectedError
@@ -24,6 +23,7 @@ from kv_events.http.explanations import BatchPosition
 from kv_events.kernels.batches import END_EVENT, EPOCH, FIRST_EVENT, IS_REMOVAL, NUM_PAGES, PAGES, ROW, SEQ
 from kv_events.kernels.log_records import OFFSET, PARTITION, TIMESTAMP_MS
 from kv_events.log.batch_columns import BatchColumns
+from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -48,7 +48,7 @@ class Gap(NamedTuple):
 
 
 @dataclass
-class StreamHistory:
+class StreamTrace:
     """What the log shows about one worker stream."""
 
     stream: StreamId
@@ -56,11 +56,11 @@ class StreamHistory:
     view: View
     first: BatchPosition
     last: BatchPosition
-    trails: dict[int, Trail] = field(default_factory=dict)
+    page_histories: dict[int, PageHistory] = field(default_factory=dict)
     """Variant number -> what happened to its pages, if any was stored."""
     gaps: list[Gap] = field(default_factory=list)
     """The gaps since the view was last right."""
-    doubted: BatchPosition | None = None
+    degraded_since: BatchPosition | None = None
     """The first batch after which the view was not live, since it last was. None: it is live."""
     resync: BatchPosition | None = None
     """The beginning of the resync in progress."""
@@ -69,7 +69,7 @@ class StreamHistory:
     Variants whose pages have the hashes that were asked for are absent."""
 
 
-class Follower:
+class PromptTracer(ApplyObserver):
     """Follows the pages of one prompt through all streams of a log."""
 
     def __init__(self, prompt: AskedPrompt, views: Replay | None = None) -> None:
@@ -79,11 +79,11 @@ class Follower:
         self.replay = views or Replay()
         self.replay.applier.on_applied.append(self._note)
         self.replay.forgets = False  # a worker that was silent for long is explained as expired
-        self.streams: dict[StreamId, StreamHistory] = {}
-        self.by_worker: dict[str, dict[StreamId, StreamHistory]] = {}
+        self.streams: dict[StreamId, StreamTrace] = {}
+        self.by_worker: dict[str, dict[StreamId, StreamTrace]] = {}
         """The same by the name of the worker."""
         self.batches: list[BatchPosition] = []
-        """Batches by the numbers that trails use. Only those that did something to a page of the prompt."""
+        """Batches by the numbers that page_histories use. Only those that did something to a page of the prompt."""
         self.first_records: dict[StreamId, tuple[BatchPosition, int]] = {}
         """The first readable record of each stream, before or after the moment, and its block size."""
         self._rule_finder = RuleFinder(self.hashes)
@@ -98,9 +98,9 @@ class Follower:
             if split_group(view.stream.model)[1] is None:
                 self._begin_before_log(view)
 
-    def follow(self, records: History, until: Until | None = None) -> None:
+    def follow(self, records: History, until: LogMoment | None = None) -> None:
         """Read a log and apply its records before a moment."""
-        until = until or Until()
+        until = until or LogMoment()
         newest = 0.0
         for each in records:
             if isinstance(each, RecordChunk):
@@ -111,23 +111,23 @@ class Follower:
         if until.time_s is not None and self.replay.applier.records:
             self.replay.pass_time(min(until.time_s, newest))
 
-    def _follow_record(self, index: int | None, record: LogRecord, until: Until) -> None:
+    def _follow_record(self, index: int | None, record: LogRecord, until: LogMoment) -> None:
         """Apply a record if it is before the moment."""
-        if until.takes(record if until.offset is None else record._replace(offset=index or 0)):
+        if until.takes(record if until.index is None else record._replace(offset=index or 0)):
             self.take_one(index, record, partial(self.replay.apply, record))
         else:
             self._note_first(index, record)
 
-    def _follow_chunk(self, chunk: RecordChunk, until: Until) -> float:
+    def _follow_chunk(self, chunk: RecordChunk, until: LogMoment) -> float:
         """Apply the records of a chunk that are before the moment. Returns the latest time of an event."""
         is_event = chunk.channels == Channel.EVENTS
-        wanted = is_event & rows_before(chunk, until)
+        wanted = is_event & chunk.before(until)
         self._applier.apply(chunk, 0, len(wanted), wanted)
         for row in np.flatnonzero(is_event & ~wanted).tolist():
             self._note_first(chunk.first_index + row, chunk.record(row))
         return int(chunk.timestamps_ms[is_event].max(initial=0)) / 1000
 
-    def hold_back(self, columns: BatchColumns) -> None:
+    def mark_not_plain(self, columns: BatchColumns) -> None:
         """Let batches with pages of the prompt be applied one by one."""
         self._columns, self._num_variants = columns, len(self.hashes.variants)
         events = columns.arrays.events
@@ -148,7 +148,7 @@ class Follower:
         self._note_first(index, record)
         apply()
         if len(self.hashes.variants) != self._num_variants and self._columns is not None:
-            self.hold_back(self._columns)
+            self.mark_not_plain(self._columns)
 
     def later_streams(self) -> dict[StreamId, tuple[BatchPosition, int]]:
         """Return the streams whose first batch comes after the moment, see `first_records`."""
@@ -179,9 +179,9 @@ class Follower:
         self._note_steps(history, batch, at)
         if view.state is ViewState.LIVE:
             history.gaps.clear()
-            history.doubted = None
-        elif history.doubted is None:
-            history.doubted = at
+            history.degraded_since = None
+        elif history.degraded_since is None:
+            history.degraded_since = at
         if history.resync is not None and view.state is not ViewState.SYNCING:
             _abandon_resync(history)  # it took too long
         history.last = at
@@ -212,82 +212,82 @@ class Follower:
             pages_stored=0,
             pages_removed=0,
         )
-        history = StreamHistory(view.stream, block_size, view, before, before)
-        history.doubted = None if view.state is ViewState.LIVE else before
+        history = StreamTrace(view.stream, block_size, view, before, before)
+        history.degraded_since = None if view.state is ViewState.LIVE else before
         history.resync = None if view.marks is None else before
         for variant in self.hashes.variants:
             held = view.index.tiers_held(variant.hashes, view.number)
             if variant.column is Column.SEQUENCE and held.any():
                 resent = None if view.marks is None else view.index.tiers_marked(variant.hashes, view.marks)
-                self._trail(history, variant).begin_with(held, self._number(before), resent)
+                self._past(history, variant).begin_with(held, self._number(before), resent)
         self._register(history)
 
-    def _register(self, history: StreamHistory) -> None:
+    def _register(self, history: StreamTrace) -> None:
         self.streams[history.stream] = history
         self.by_worker.setdefault(history.stream.worker, {})[history.stream] = history
 
     def _begin_view(
-        self, before: StreamHistory | None, view: View, batch: DecodedBatch, at: BatchPosition
-    ) -> StreamHistory:
+        self, before: StreamTrace | None, view: View, batch: DecodedBatch, at: BatchPosition
+    ) -> StreamTrace:
         """Begin a history, or continue one with a new view: the worker has started again with other pages."""
         self.hashes.add_block_size(batch.block_size)
-        history = StreamHistory(batch.stream, batch.block_size, view, at, at)
+        history = StreamTrace(batch.stream, batch.block_size, view, at, at)
         if before is not None:
-            history.first, history.trails = before.first, before.trails
+            history.first, history.page_histories = before.first, before.page_histories
             number = self._number(at)
-            for trail in history.trails.values():
-                trail.clear(number)
+            for past in history.page_histories.values():
+                past.clear(number)
         if batch.seq:
             history.gaps.append(Gap(0, batch.seq - 1, None if before is None else before.last, at))
         self._register(history)
         return history
 
-    def _note_steps(self, history: StreamHistory, batch: DecodedBatch, at: BatchPosition) -> None:
+    def _note_steps(self, history: StreamTrace, batch: DecodedBatch, at: BatchPosition) -> None:
         for step in batch.steps:
             match step:
                 case StoredPages():
-                    for trail, pages in self._found(history, batch, step):
-                        trail.store(pages, step.medium, self._number(at))
+                    for past, pages in self._found(history, batch, step):
+                        past.store(pages, step.medium, self._number(at))
                 case RemovedPages():
-                    for trail, pages in self._found(history, batch, step):
-                        trail.remove(pages, step.medium, self._number(at))
+                    for past, pages in self._found(history, batch, step):
+                        past.remove(pages, step.medium, self._number(at))
                 case AllBlocksCleared():
-                    for trail in history.trails.values():
-                        trail.clear(self._number(at))
+                    for past in history.page_histories.values():
+                        past.clear(self._number(at))
                 case SnapshotBegin():
                     history.resync = at
-                    for trail in history.trails.values():
-                        trail.begin_resync()
+                    for past in history.page_histories.values():
+                        past.begin_resync()
                 case SnapshotEnd():
                     history.resync = None
-                    for trail in history.trails.values():
-                        trail.end_resync(self._number(at))
+                    for past in history.page_histories.values():
+                        past.end_resync(self._number(at))
 
     def _found(
-        self, history: StreamHistory, batch: DecodedBatch, step: StoredPages | RemovedPages
-    ) -> Iterator[tuple[Trail, np.ndarray]]:
-        """Yield the trails that an event touches, with the pages of the prompt in it."""
+        self, history: StreamTrace, batch: DecodedBatch, step: StoredPages | RemovedPages
+    ) -> Iterator[tuple[PageHistory, np.ndarray]]:
+        """Yield the page_histories that an event touches, with the pages of the prompt in it."""
         for variant, _, pages in self.hashes.find(Column.SEQUENCE, step.hashes):
-            yield self._trail(history, variant), pages
+            yield self._past(history, variant), pages
         for variant, positions, pages in self.hashes.find(Column.BLOCK, step.block_hashes):
             if isinstance(step, StoredPages) and history.rules.get(variant.number) is None:
                 self._recognise(history, variant, step.hashes[positions], pages)
             if variant.number in history.rules:
-                yield self._trail(history, variant), pages
+                yield self._past(history, variant), pages
 
-    def _recognise(self, history: StreamHistory, variant: Variant, hashes: U64Array, pages: np.ndarray) -> None:
+    def _recognise(self, history: StreamTrace, variant: Variant, hashes: U64Array, pages: np.ndarray) -> None:
         """Find out how the worker hashes pages that it stores under the engine's names of the prompt's pages."""
         if not self.hashes.is_known(hashes):
             asked = self.hashes.asked_rule(variant.rule.block_size)._replace(is_bigram=variant.rule.is_bigram)
             history.rules[variant.number] = self._rule_finder.find(self._record, asked, hashes, pages)
 
-    def _trail(self, history: StreamHistory, variant: Variant) -> Trail:
-        trail = history.trails.get(variant.number)
-        if trail is None:
-            trail = history.trails[variant.number] = Trail(len(variant.hashes))
+    def _past(self, history: StreamTrace, variant: Variant) -> PageHistory:
+        past = history.page_histories.get(variant.number)
+        if past is None:
+            past = history.page_histories[variant.number] = PageHistory(len(variant.hashes))
             if history.resync is not None:
-                trail.begin_resync()
-        return trail
+                past.begin_resync()
+        return past
 
     def _number(self, batch: BatchPosition) -> int:
         if not self.batches or self.batches[-1] is not batch:
@@ -313,7 +313,7 @@ def _batch_of(run: PlainRun, row: int) -> BatchPosition:
     )
 
 
-def _note_position(history: StreamHistory, batch: DecodedBatch, at: BatchPosition) -> None:
+def _note_position(history: StreamTrace, batch: DecodedBatch, at: BatchPosition) -> None:
     """Note what the epoch and the number of a batch show."""
     last = history.last
     expected = last.seq + 1
@@ -327,7 +327,7 @@ def _note_position(history: StreamHistory, batch: DecodedBatch, at: BatchPositio
         history.gaps.append(Gap(expected, batch.seq - 1, last, at))
 
 
-def _abandon_resync(history: StreamHistory) -> None:
+def _abandon_resync(history: StreamTrace) -> None:
     history.resync = None
-    for trail in history.trails.values():
-        trail.abandon_resync()
+    for past in history.page_histories.values():
+        past.abandon_resync()

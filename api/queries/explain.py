@@ -21,10 +21,10 @@ from api.queries.body_formats import BodyFormat, decode_as
 from api.queries.large_bodies import is_large, slimmed
 from api.queries.parsing import BY_ANY, decode_question
 from api.queries.routes import RawEndpoint, json_response
-from indexer.replay.until import Until
 from kv_events.errors import InvalidValueError
 from kv_events.http.explanations import ExplainRequest
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
+from kv_events.log.moments import LogMoment
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ _BUSY_RETRY_S = 5
 class ExplainRoute:
     """The route. A process of its own reads the log, one at a time and for a limited time."""
 
-    def __init__(self, folder: Path | None, timeout_s: float, present: Callable[[], Until] = Until) -> None:
+    def __init__(self, folder: Path | None, timeout_s: float, present: Callable[[], LogMoment] = LogMoment) -> None:
         """folder: the event log with the records that this service applies. None: there is none.
 
-        present: the moment of a request that names none in its body. `Until()`: the end of the log.
+        present: the moment of a request that names none in its body. `LogMoment()`: the end of the log.
         """
         self._present = present
         self._folder = folder
@@ -56,7 +56,7 @@ class ExplainRoute:
     async def _explain(self, body: bytes | bytearray, body_format: BodyFormat) -> Response:
         if self._folder is None:
             detail = (
-                "this service keeps no log to explain from; start it with --record FOLDER (KVSIGHT_RECORD), or run "
+                "this service keeps no log to explain from; start it with --record FOLDER, or run "
                 "`kvsight record` and `kvsight explain`"
             )
             raise ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.NO_LOG, detail)
@@ -102,7 +102,9 @@ class ExplainRoute:
         return answer
 
 
-async def _job(body: bytes | bytearray, body_format: BodyFormat, folder: Path, timeout_s: float, present: Until) -> Job:
+async def _job(
+    body: bytes | bytearray, body_format: BodyFormat, folder: Path, timeout_s: float, present: LogMoment
+) -> Job:
     """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
     if is_large(body):
         request, question, numbers = await asyncio.to_thread(_decoded, body, body_format)
@@ -111,7 +113,7 @@ async def _job(body: bytes | bytearray, body_format: BodyFormat, folder: Path, t
     if len(numbers) > MAX_NUMBERS:
         fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
         raise ProblemError.of_value(fault)
-    moment = present if request.at is None else Until(time_s=request.at)
+    moment = present if request.at is None else LogMoment(time_s=request.at)
     return Job.of(AskedPrompt(question, numbers, request.worker), folder, moment, timeout_s)
 
 

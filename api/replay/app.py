@@ -30,7 +30,7 @@ from api.static_files import static_routes
 from api.telemetry.requests import ObserveRequests
 from api.workers.dump import dump_routes
 from api.workers.routes import worker_routes
-from indexer.replay.until import Until
+from kv_events.log.moments import LogMoment
 
 _WRITING = ("/register", "/unregister", "/decisions", "/workers/{worker:path}/resync")
 """Paths of the live service that change something."""
@@ -57,11 +57,11 @@ class PastApplication(DocumentedApp):
         return document
 
 
-def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage: list[str]) -> PastApplication:
+def create_past_app(folder: Path, settings: ApiSettings, default: LogMoment, damage: list[str]) -> PastApplication:
     """Create the application for the log in a folder.
 
-    default: the moment of requests that name none; `Until()`: the end of the log. damage: what of the log is known to
-    be unusable. Raises EventLogError or OSError.
+    default: the moment of requests that name none; `LogMoment()`: the end of the log. damage: what of the log is known
+    to be unusable. Raises EventLogError or OSError.
     """
     moments = OpenMoments(folder, default)
     marks = MarkerSearch(folder, moments.extent.first_index)
@@ -74,7 +74,7 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
 
     app = PastApplication(lifespan, needs_token=tokens.are_required)
     served = ReplayViews()
-    explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moving.moment)
+    explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moment)
     posts = {
         **QueryRoutes(LocalAnswers(served), lambda: True, settings.max_body_bytes).endpoints(),
         **explain.endpoints(),

@@ -14,15 +14,15 @@ from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.routes import json_response
 from api.replay.markers import MarkerSearch
-from api.replay.moments import OpenMoments, moment_text
+from api.replay.moments import OpenMoments
 from api.replay.service import ReplayViews
 from api.telemetry.service_metrics import ViewMetrics, metrics_text
 from indexer.replay import Timeline
-from indexer.replay.until import Until
 from kv_events.codec import decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.http.log import BatchOfMoment, MomentOfLog, Span, StreamDiff
 from kv_events.http.service import Status
+from kv_events.log.moments import LogMoment
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA
 
@@ -43,15 +43,15 @@ def past_routes(moments: OpenMoments, marks: MarkerSearch, name: str, damage: li
         """Return the extent of the log, with marks at faults, restarts and resyncs, which are found one by one."""
         await moments.refresh()
         marks.follow(moments.extent.next_index)
-        first_index, next_index, times = moments.extent
-        first_time, last_time = times or (0.0, 0.0)
+        extent = moments.extent
+        first_time, last_time = extent.span_s or (0.0, 0.0)
         found = Span(
             log=name,
-            first_index=first_index,
-            next_index=next_index,
+            first_index=extent.first_index,
+            next_index=extent.next_index,
             first_time=first_time,
             last_time=last_time,
-            at=moment_text(moments.default),
+            at=moments.default.text,
             marks=marks.marks,
             num_marks=marks.counts,
             marks_until=marks.next_index,
@@ -69,12 +69,12 @@ def past_routes(moments: OpenMoments, marks: MarkerSearch, name: str, damage: li
         asked = await moments.parse(at)
         if step is not None:
             async with moments.opened(asked) as opened:
-                start = opened.moving.index
+                start = opened.views.index
             asked = await moments.work(lambda timeline: _stepped(timeline, start, step))
         async with moments.opened(asked) as opened:
             found = MomentOfLog(
-                at=opened.at,
-                index=opened.moving.index,
+                at=opened.moment.text,
+                index=opened.views.index,
                 time=opened.views.now,
                 records=opened.views.applier.records,
                 batch=None if opened.newest is None else _batch(*opened.newest),
@@ -121,14 +121,14 @@ def metrics_routes(served: ReplayViews, max_workers: int) -> APIRouter:
     return router
 
 
-def _stepped(timeline: Timeline, index: int, step: Literal["next", "previous"]) -> Until:
+def _stepped(timeline: Timeline, index: int, step: Literal["next", "previous"]) -> LogMoment:
     """Return the moment one batch after or before the one that ends at an index. Raises ProblemError."""
     found = timeline.event_from(index) if step == "next" else timeline.event_before(index)
     stop = None if found is None else found[0] + (step == "next")
     if stop is None or stop <= timeline.first_index:
         detail = f"step: the log has no moment {'after' if step == 'next' else 'before'} {index}"
         raise ProblemError(422, ProblemKind.OUTSIDE_THE_LOG, detail, "step", step)
-    return Until(offset=stop)
+    return LogMoment(index=stop)
 
 
 def _batch(index: int, record: LogRecord) -> BatchOfMoment | None:

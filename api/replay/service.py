@@ -140,7 +140,7 @@ class PageStates:
     async def open(self, _at: str | None) -> PageState:
         """Return the scene of the moment that `MomentMiddleware` holds open. See `PageStateAt`."""
         opened = present_moment()
-        index, now = opened.moving.index, opened.views.now
+        index, now = opened.views.index, opened.views.now
 
         def history(timeline: Timeline) -> History:
             return opened.history or History(
@@ -151,7 +151,7 @@ class PageStates:
         if found is None:
             found = opened.history = await self._moments.work(history)
         return PageState(
-            key=f"{opened.at} {self._moments.extent.next_index} {self._marks.next_index}",
+            key=f"{opened.moment.text} {self._moments.extent.next_index} {self._marks.next_index}",
             is_past=True,
             views=ReplayViews(),
             is_resync_requested=lambda _view: False,

@@ -10,11 +10,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 
 import numpy as np
 
 from engine_cache.base import IncLockRefResult, Request
+from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.storage.base import PoolTransfer
 from engine_cache.tiers.backup import Backups, for_each
@@ -33,9 +35,9 @@ _DRAIN_TIMEOUT_S = 30.0
 class HostTier:
     """The host tier of one cache.
 
-    controller: moves the data. Its device allocator of KV must be `allocator`. Raises InvalidValueError for another
-    allocator, a policy that is not in `WRITE_POLICIES`, a negative threshold, or a page size that differs from the host
-    pool's.
+    controller: moves the data. Its device allocators must be `allocator` and those of the components. Raises
+    InvalidValueError for others, a policy that is not in `WRITE_POLICIES`, a negative threshold, or a page size that
+    differs from a host pool's.
     """
 
     def __init__(
@@ -46,11 +48,17 @@ class HostTier:
         write_policy: str,
         load_back_threshold: int,
     ) -> None:
-        tree, pool = device.tree, controller.kv.host_pool
-        if controller.kv.device_allocator is not allocator:
-            raise InvalidValueError("allocator", allocator, "the controller's own for KV")
-        if tree.page_size != pool.page_size:
-            raise InvalidValueError("page_size", tree.page_size, f"the host pool's, {pool.page_size}")
+        tree, pool, entry = device.tree, controller.kv.host_pool, controller.entry
+        owners = [
+            (controller.kv, allocator),
+            *((entry(each.pool), each.device_allocator) for each in device.components),
+        ]
+        for held, owner in owners:
+            name, page_size = held.name.value, held.host_pool.page_size
+            if held.device_allocator is not owner:
+                raise InvalidValueError(f"{name}_allocator", owner, f"the controller's own for {name}")
+            if page_size != owner.page_size:
+                raise InvalidValueError(f"{name} page_size", owner.page_size, f"the host pool's, {page_size}")
         ids = count()
         self.device = device
         self.controller = controller
@@ -61,6 +69,10 @@ class HostTier:
         self._allocator = allocator
         tree.has_host = True
         tree.observe(self.backups)
+        for component in device.components:
+            component.entry = entry(component.pool)
+            component.entry.host_evict_fn = partial(self.leaves.evict_component, component)
+            component.entry.device_evict_fn = partial(self.evict_component, component)
 
     def clear(self) -> None:
         """Wait for running transfers, and drop all operations."""
@@ -101,8 +113,11 @@ class HostTier:
             self._restore_leaves(looked_at)
 
     def _make_room(self, num_units: int) -> None:
-        is_short = self.device.rules.evicts_shortage_only
+        is_short = self.device.variant.evicts_shortage_only
         self.evict_leaves(num_units - self._allocator.available_size() if is_short else num_units)
+
+    def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
+        return self.device.evict_component(component, num_rows, self.evict_leaf)
 
     def evict_leaf(self, leaf: TreeNode) -> None:
         """Evict one device leaf. The leaf stays if a write-back finds no room on the host."""
@@ -172,7 +187,6 @@ class LoadBacks:
         self._ids = ids
 
     def clear(self) -> None:
-        """Drop all loads."""
         self.ongoing.clear()
         self._locks.clear()
 
@@ -204,7 +218,7 @@ class LoadBacks:
     def _is_worth_loading(self, num_units: int, quota: int | None, extras: list[PoolTransfer]) -> bool:
         if not extras and num_units < self.threshold:
             return False
-        is_unlimited = bool(extras) and not self._device.rules.quota_covers_states
+        is_unlimited = bool(extras) and not self._device.variant.quota_covers_states
         return quota is None or num_units <= quota or is_unlimited
 
     def _load_or_evict(

@@ -41,13 +41,9 @@ class StorageTier:
     def __init__(self, host: HostTier, backend: HiCacheStorage, policy: StoragePolicy) -> None:
         self.ongoing_archives: dict[ArchiveOperation, TreeNode] = {}
         self.ongoing_prefetches: dict[str, PrefetchOperation] = {}
-        """Prefetches by request."""
         self.archive_tokens_occupied = 0
-        """Units on the host that must stay there until they are archived."""
         self.prefetch_tokens_occupied = 0
-        """Units on the host that belong to prefetches."""
         self.num_skipped_archives = 0
-        """Number of nodes that were not archived because too many host rows were waiting for it."""
         self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that the backend holds
         self._host = host
         self._leaves = host.leaves
@@ -116,7 +112,6 @@ class StorageTier:
         self._archive(operation)
 
     def archive_parts(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> None:
-        """Archive data of these kinds that arrived on the host after the node's KV."""
         keys = self._page_keys(node)
         extras = [component.archive_transfer(node, keys) for component in parts]
         self._archive(ArchiveOperation(node, [], no_indices(), extras))
@@ -192,15 +187,18 @@ class StorageTier:
 
     # --- begin a prefetch -------------------------------------------------------------------------------------------
 
-    def can_prefetch(self, num_units: int) -> bool:
-        """Return whether a prefetch of `num_units` units is large enough and within the rate limit."""
-        return num_units >= self.io.prefetch_threshold and self.prefetch_tokens_occupied < self._prefetch_capacity()
-
     def prefetch(self, req_id: str, start_node: TreeNode, key: RadixKey, last_hash: str | None) -> None:
-        """Start to fetch the pages of `key`, which continue the prefix of `start_node`.
+        """Start to fetch the pages of `key`, which continue the prefix of `start_node`. last_hash: as in the cache.
 
-        Does nothing without room on the host, or if no match could use the pages.
+        Does nothing for too few units, above the rate limit, without room on the host, or if no match could use the
+        pages.
         """
+        if len(key) < self.io.prefetch_threshold or self.prefetch_tokens_occupied >= self._prefetch_capacity():
+            return
+        hashes = compute_node_hash_values(start_node, self._tree.page_size) if start_node.parent is not None else []
+        own_hash = hashes[-1] if hashes else None
+        if last_hash not in (None, own_hash):
+            raise InvalidValueError("last_hash", last_hash, f"that of node {start_node.id}, {own_hash}")
         with self._leaves.held(start_node), ExitStack() as undo:
             rows = self._alloc(len(key))
             if rows is None:
@@ -210,7 +208,7 @@ class StorageTier:
             if extras is None:
                 return
             undo.callback(self._free_extras, extras)
-            operation = PrefetchOperation(req_id, start_node, key[: len(rows)], last_hash, rows, extras)
+            operation = PrefetchOperation(req_id, start_node, key[: len(rows)], own_hash, rows, extras)
             held = undo.enter_context(self._hold(start_node))
             self.io.prefetch(operation)
             operation.held = held.pop_all()
@@ -219,7 +217,6 @@ class StorageTier:
         self.prefetch_tokens_occupied += len(operation.key)
 
     def _prefetch_capacity(self) -> int:
-        """Return the number of units that prefetches may occupy on the host."""
         kv = self._controller.kv
         return int(_RATE_LIMIT_SHARE * (kv.host_pool.size - kv.device_allocator.size))
 
@@ -288,7 +285,6 @@ class StorageTier:
         return len(rows) - matched
 
     def abort_prefetch(self, req_id: str) -> None:
-        """Abort the prefetch of a request, if it has one."""
         operation = self.ongoing_prefetches.get(req_id)
         if operation is not None:
             self._leaves.free(operation.take())

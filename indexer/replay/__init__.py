@@ -6,18 +6,7 @@ Start at `Timeline`, which opens any moment of a log in a folder, or at `Replay`
 
 from indexer.replay.frames import Beginning, KeyFrameError, open_beginning
 from indexer.replay.log_indexer import LogIndexer
-from indexer.replay.moving import MovingViews
-from indexer.replay.replay import Replay, log_records
+from indexer.replay.replay import Replay
 from indexer.replay.timeline import BatchAt, Timeline
 
-__all__ = [
-    "BatchAt",
-    "Beginning",
-    "KeyFrameError",
-    "LogIndexer",
-    "MovingViews",
-    "Replay",
-    "Timeline",
-    "log_records",
-    "open_beginning",
-]
+__all__ = ["BatchAt", "Beginning", "KeyFrameError", "LogIndexer", "Replay", "Timeline", "open_beginning"]

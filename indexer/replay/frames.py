@@ -143,9 +143,8 @@ def load_frame(frame: Frame, settings: IndexerSettings) -> Replay:
     head, replay = frame.head, Replay(settings)
     replay.applier.namespaces = snapshot.namespaces
     replay.applier.records, replay.applier.dead_letters.counts = head.num_records, Counter(head.rejected)
-    replay.now, replay.positions = snapshot.taken_at, dict(head.positions)
-    replay.freshness.log_read_at, replay.freshness.resumed_at = head.log_read_at, head.resumed_at
-    replay.freshness.unbroken_since = head.unbroken_since
+    replay.positions = dict(head.positions)
+    replay.clock = snapshot.taken_at, head.log_read_at, head.resumed_at, head.unbroken_since
     replay.lacks_beginning = head.lacks_beginning
     return replay
 

@@ -231,7 +231,7 @@ def test_a_bad_file_stops_the_start_and_shows_no_token(file: Path, text: str | N
         file.write_text(text)
     with pytest.raises(InvalidValueError) as raised:
         create_app(HandFed().consumer, ApiSettings(api_tokens_file=file))
-    assert str(raised.value).startswith("KVSIGHT_API_TOKENS_FILE: got ")
+    assert str(raised.value).startswith("--api-tokens-file: got ")
     assert words in str(raised.value)
     for token in ("secret", "someone", "0123456789abcdef"):
         assert token not in str(raised.value)

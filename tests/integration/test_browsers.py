@@ -84,5 +84,5 @@ async def test_another_name_of_the_service_is_refused_in_either_lane() -> None:
 
 @pytest.mark.parametrize("hosts", ["kvsight:8000", "http://kvsight", "a,,b", ""])
 def test_wrong_hosts_stop_the_start(hosts: str) -> None:
-    with pytest.raises(InvalidValueError, match="KVSIGHT_ALLOWED_HOSTS"):
+    with pytest.raises(InvalidValueError, match="--allowed-hosts"):
         ApiSettings(allowed_hosts=hosts)

@@ -13,7 +13,7 @@ import pytest
 from bridge import EngineSettings
 from engine_cache import InsertParams, RadixCache, RadixKey
 from indexer.assembly import create_consumer
-from indexer.replay import Replay, log_records
+from indexer.replay import Replay
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
 from kv_events.log.memory import MemoryLog
@@ -30,6 +30,7 @@ from tests.support.engines import event_payloads
 from tests.support.engines.event_payloads import names_of, payload
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.log.records import log_records
 from tests.support.servers.child_process import free_port
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.service_process import ServiceProcess, own_topics

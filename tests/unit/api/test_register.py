@@ -247,7 +247,7 @@ async def test_there_is_a_bound_on_registrations() -> None:
         for number in range(2):
             assert (await client.post("/register", json={**PEER, "instance_id": number})).status_code == 201
         problem = check_problem(await client.post("/register", json={**PEER, "instance_id": 2}), 409)
-        assert "KVSIGHT_MAX_REGISTRATIONS" in problem["detail"]
+        assert "--max-registrations" in problem["detail"]
         assert (await client.post("/register", json={**PEER, "instance_id": 1})).status_code == 200
 
 
@@ -313,7 +313,7 @@ async def test_the_operator_states_where_the_service_may_connect_to() -> None:
             check_problem(await client.post("/register", json={**PEER, "instance_id": 3, "endpoint": endpoint}), 403)
     async with embedded(register_allow="") as client:
         check_problem(await client.post("/register", json=PEER), 403)
-    with pytest.raises(InvalidValueError, match="KVSIGHT_REGISTER_ALLOW"):
+    with pytest.raises(InvalidValueError, match="--register-allow"):
         RegistrationSettings(register_allow="10.0.0.*.1")
 
 

@@ -95,7 +95,7 @@ def test_a_state_that_is_locked_keeps_the_swa_rows_of_its_node():
     node = rig.node_of(A)
     mamba.lock(node)
     node.lock_ref += 1
-    assert rig.cache.evict_component(swa, 100) == 2
+    assert rig.cache._evictor.evict_component(swa, 100) == 2
     assert rig.data(node, "swa").value is not None
     mamba.unlock(node)
     node.lock_ref -= 1
