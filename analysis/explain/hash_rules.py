@@ -1,15 +1,18 @@
-"""The hashes of a prompt under every rule by which a worker may have hashed it."""
+"""The hashes of a prompt under every rule by which a worker may have hashed it, and the search for further rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.watched_hashes import I64Array, WatchTable
+from kv_events.codec import extra_keys
 from kv_events.hash_seed import SEEDS, process_seed
 from kv_events.hashing import (
     U32Array,
@@ -19,11 +22,16 @@ from kv_events.hashing import (
     namespace_seed,
     sequence_hashes,
 )
+from kv_events.records import LogRecord
 
 _OTHER_SEEDS = (*SEEDS.values(), 0, 1, 42)
 _MOST_BLOCK_SIZES = 16
 _MOST_OTHER_PAGES = 4096
 """Pages of the prompt that are looked for under another rule than the one that was asked for."""
+_SEEDS_TRIED = 65_536
+_MOST_SEARCHES = 64
+_MOST_NAMES = 64
+"""In one record."""
 
 
 class HashRule(NamedTuple):
@@ -142,3 +150,53 @@ def _other_rules(asked: HashRule) -> Iterator[HashRule]:
     for seed in _OTHER_SEEDS:
         yield asked._replace(seed=seed)
     yield asked._replace(is_bigram=not asked.is_bigram)
+
+
+class RuleFinder:
+    """Tries rules on the pages of one prompt. A rule is right if it gives the sequence hash that a worker sent.
+
+    After 64 searches, further rules are not recognised: a log may contain any number of salts for one prompt.
+    """
+
+    def __init__(self, hashes: PromptHashes) -> None:
+        self._hashes = hashes
+        self._found: dict[tuple[HashRule, int, int], HashRule | None] = {}
+        self._names = lru_cache(maxsize=1)(extra_keys)  # each event of a record may ask
+
+    def find(self, record: LogRecord, asked: HashRule, hashes: U64Array, pages: I64Array) -> HashRule | None:
+        """Return the rule, or None if it is none of those that can be tried.
+
+        record: stores the pages. asked: the rule of the query. hashes: the sequence hashes that were stored for these
+        pages of the prompt. The first 64 names in the record and the seeds below 65,536 are tried. A record without
+        tokens contains no names.
+        """
+        first = int(np.argmin(pages))
+        page, found = int(pages[first]), int(hashes[first])
+        key = (asked, page, found)
+        tokens = self._hashes.prompt.tokens
+        if key in self._found or tokens is None:
+            return self._found.get(key)
+        names = self._names(record.payload)[:_MOST_NAMES]
+        if len(self._found) == _MOST_SEARCHES or (page and not names):  # seeds are tried on a first page
+            return None
+        self._found[key] = self._search(tokens, names, asked, page, found)
+        return self._found[key]
+
+    def _search(self, tokens: U32Array, names: list[str], asked: HashRule, page: int, found: int) -> HashRule | None:
+        first = tokens[: (page + 1) * asked.block_size + asked.is_bigram]
+        for name in names:
+            for rule in (asked._replace(lora_name=name), asked._replace(cache_salt=name)):
+                if int(self._hashes.compute(first, rule)[-1]) == found:
+                    return rule
+        return _with_seed(first, asked, found) if page == 0 else None
+
+
+def _with_seed(tokens: U32Array, asked: HashRule, found: int) -> HashRule | None:
+    """Return the rule with the seed that gives a first page its hash. tokens: of the page."""
+    data = tokens.astype("<u4", copy=False).tobytes()
+    names = namespace_seed(asked.lora_name, asked.cache_salt, base=0)
+    mask = 2**64 - 1
+    for seed in range(_SEEDS_TRIED):
+        if xxhash.xxh3_64_intdigest(data, seed=seed + names & mask) == found:
+            return asked._replace(seed=seed)
+    return None
