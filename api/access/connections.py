@@ -81,7 +81,7 @@ class ConnectionLimit:
     def _check_probe(self, scope: Scope) -> ProblemError | None:
         if scope["path"] in _PROBES:
             return None
-        detail = f"more than {self._most} connections are open (KVSIGHT_MAX_CONNECTIONS)"
+        detail = f"more than {self._most} connections are open (--max-connections)"
         return ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1)
 
     def _is_nearly_full(self) -> bool:
@@ -95,7 +95,7 @@ class ConnectionLimit:
         if len(losers) < self._batch:
             self._pause_until = time.monotonic() + _PAUSE_S
         self._limited_logger.warning(
-            "%d connections are open, as many as may be (KVSIGHT_MAX_CONNECTIONS): %d idle ones are closed",
+            "%d connections are open, as many as may be (--max-connections): %d idle ones are closed",
             *(self._most, len(losers)),
         )
 

@@ -36,7 +36,7 @@ def check_origin(is_allowed_host: IsAllowedHost) -> Check:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
         if scope["path"] not in _PROBED and not is_allowed_host(host):
-            detail = f"Host: {host[:80]!r} is not among KVSIGHT_ALLOWED_HOSTS"
+            detail = f"Host: {host[:80]!r} is not among --allowed-hosts"
             return ProblemError(421, ProblemKind.OTHER_HOST, detail)
         if scope_of(scope["method"], scope["path"]) != "read" and is_from_another_site(headers, host):
             return ProblemError(403, ProblemKind.OTHER_SITE, "Origin: a page of another site asks for a change")

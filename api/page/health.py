@@ -21,9 +21,8 @@ _REASONS = {
     "restart": "its engine or publisher restarted",
     LEDGER_FULL: "its publisher's ledger was full, and left pages out (raise KVSIGHT_LEDGER_PAGES)",
     INDEX_FULL: "the index is full (raise KVSIGHT_MAX_PAGES)",
-    TENANT_PAGES: "its tenant holds as many pages as it may (raise pages in KVSIGHT_TENANT_LIMITS_FILE)",
-    TENANT_STREAMS: "its tenant has as many worker streams as it may (raise worker_streams in "
-    "KVSIGHT_TENANT_LIMITS_FILE)",
+    TENANT_PAGES: "its tenant holds as many pages as it may (raise pages in --tenant-limits-file)",
+    TENANT_STREAMS: "its tenant has as many worker streams as it may (raise worker_streams in --tenant-limits-file)",
 }
 
 

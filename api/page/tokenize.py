@@ -44,7 +44,7 @@ class TokenizeRoute:
         request = decode_as(TokenizeRequest, body, body_format)
         if self._url is None:
             detail = (
-                "this service knows no tokenizer; start it with KVSIGHT_TOKENIZE_URL, the address of a vLLM or SGLang "
+                "this service knows no tokenizer; start it with --tokenize-url, the address of a vLLM or SGLang "
                 "engine, or give token ids"
             )
             raise ProblemError(404, ProblemKind.NO_TOKENIZER, detail)
@@ -56,7 +56,7 @@ class TokenizeRoute:
             raise ProblemError(
                 503, ProblemKind.UNAVAILABLE, f"the tokenizer's answer cannot be read: {error}"
             ) from None
-        return json_response(msgspec.json.encode(Tokenized(token_ids=tokens)))
+        return json_response(Tokenized(token_ids=tokens))
 
 
 async def _ask(url: str, request: TokenizeRequest) -> bytes:

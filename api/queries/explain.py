@@ -56,7 +56,7 @@ class ExplainRoute:
     async def _explain(self, body: bytes | bytearray, body_format: BodyFormat) -> Response:
         if self._folder is None:
             detail = (
-                "this service keeps no log to explain from; start it with --record FOLDER (KVSIGHT_RECORD), or run "
+                "this service keeps no log to explain from; start it with --record FOLDER, or run "
                 "`kvsight record` and `kvsight explain`"
             )
             raise ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.NO_LOG, detail)

@@ -164,7 +164,7 @@ class Registrations:
 
     def _check_room(self, engine: EngineSettings) -> None:
         if len(self._engines) >= self._settings.max_registrations:
-            raise no_room(f"{len(self._engines)} ranks are registered already (KVSIGHT_MAX_REGISTRATIONS)", engine)
+            raise no_room(f"{len(self._engines)} ranks are registered already (--max-registrations)", engine)
         engines = [*self._engines.values(), engine]
         if (num_files := sum(each.num_files for each in engines)) > self._max_files:
             limit = f"engines may use {self._max_files} file descriptors, and {num_files} would be needed"

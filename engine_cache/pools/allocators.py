@@ -6,8 +6,8 @@ from threading import Lock
 
 import numpy as np
 
+from engine_cache import settings
 from engine_cache.errors import PoolError
-from engine_cache.settings import debug_pools
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 
@@ -16,7 +16,7 @@ class PagedTokenToKVPoolAllocator:
     """Allocates whole pages of rows. Page 0 is a dummy write target and is not allocated. Any thread.
 
     size: number of rows to allocate, a multiple of page_size; the pool itself has `size + page_size`. first_page: 0 for
-    a pool without a dummy. With `KVSIGHT_DEBUG_POOLS`, freeing a page twice or freeing a row of another pool raises
+    a pool without a dummy. With `settings.CHECK_FREES`, freeing a page twice or freeing a row of another pool raises
     PoolError; without it, such errors are not detected.
     """
 
@@ -30,12 +30,11 @@ class PagedTokenToKVPoolAllocator:
         self._first_page = first_page
         self._num_pages = size // page_size
         self._rows_of_page = np.arange(page_size, dtype=np.int64)
-        self._debug = debug_pools()
+        self._debug = settings.CHECK_FREES
         self._lock = Lock()  # guards the stack of free pages
         self.clear()
 
     def clear(self) -> None:
-        """Free all pages."""
         # a stack with its top at _num_free; low pages are allocated first
         last = self._first_page + self._num_pages - 1
         with self._lock:

@@ -11,7 +11,7 @@ import typer
 
 from kv_events.log.moments import LogExtent, LogMoment
 from kvsight.cli.answers import Asked, answer_lines
-from kvsight.cli.connection_flags import with_kafka_flags
+from kvsight.cli.connection_flags import with_kafka_and_http_flags
 from kvsight.cli.console import (
     EXIT_USAGE,
     UsageError,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 
-@with_kafka_flags
+@with_kafka_and_http_flags
 def replay(
     log: Annotated[Path | None, typer.Argument(help="Folder of an event log, from `kvsight record`.")] = None,
     kafka: Annotated[str | None, typer.Option(help="Read a Kafka topic instead: HOST:PORT,...")] = None,
@@ -46,7 +46,7 @@ def replay(
     query: Annotated[Path | None, typer.Option(help="JSON file with a query to answer.")] = None,
     as_json: AsJson = False,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page and the HTTP API over the past.")] = False,
-    host: Annotated[str | None, typer.Option(help="Address to listen on, with --serve.", envvar="KVSIGHT_HOST")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, with --serve.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on, with --serve.", envvar="KVSIGHT_PORT")] = None,
     *,
     connection: dict[str, Any],
@@ -66,7 +66,9 @@ def replay(
     Example: kvsight replay run.log --at 2026-01-31T12:00:00Z --query prompt.json
     """
     if serve:
-        serve_past(log, at, {"--kafka": kafka, "--query": query, "--json": as_json or None}, host, port)
+        serve_past(
+            log, at, {"--kafka": kafka, "--query": query, "--json": as_json or None}, host=host, port=port, **connection
+        )
         return
     if query is not None:
         require_serve("kvsight replay --query")

@@ -172,7 +172,7 @@ def test_probes_are_answered_while_all_connections_are_being_answered() -> None:
                 status, headers, body = await workers.ask(HEALTH.replace(b"health", b"workers"))
                 assert status == b"HTTP/1.1 503 Service Unavailable"
                 assert b"retry-after: 1" in headers
-                assert b"KVSIGHT_MAX_CONNECTIONS" in body
+                assert b"--max-connections" in body
 
     run(main())
 

@@ -199,7 +199,7 @@ async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(serving
     question = {"model_name": "m", "text": "Hello"}
     async with serving() as (client, _):
         document = check_problem(await client.post("/tokenize", json=question), 404)
-        assert "KVSIGHT_TOKENIZE_URL" in document["detail"]
+        assert "--tokenize-url" in document["detail"]
     answers = [Reply(body=b'{"tokens": [1, 2], "count": 2}'), Reply(body=b'{"tokens": [-1]}'), Reply(500), HANG_UP]
     async with scripted(*answers) as engine, serving(tokenize_url=engine.url) as (client, _):
         assert (await client.post("/tokenize", json=question)).json() == {"token_ids": [1, 2]}
@@ -210,7 +210,7 @@ async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(serving
 
 
 def test_the_address_of_the_tokenizer_is_checked_at_the_start() -> None:
-    with pytest.raises(InvalidValueError, match="KVSIGHT_TOKENIZE_URL"):
+    with pytest.raises(InvalidValueError, match="--tokenize-url"):
         ApiSettings(tokenize_url="localhost:8000")
 
 

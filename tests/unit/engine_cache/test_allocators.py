@@ -77,12 +77,6 @@ def test_rows_of_another_pool_are_found(row):
         pool.free(np.array([row]))
 
 
-def test_a_bad_debug_setting_is_named(monkeypatch):
-    monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", "maybe")
-    with pytest.raises(ValueError, match=r"KVSIGHT_DEBUG_POOLS.*maybe"):
-        PagedTokenToKVPoolAllocator(16, 4)
-
-
 @pytest.mark.parametrize(("size", "page_size"), [(0, 4), (10, 4), (2, 4), (4, 0)])
 def test_sizes_that_are_no_pages_are_refused(size, page_size):
     with pytest.raises(ValueError, match="size"):

@@ -13,7 +13,7 @@ from kv_events.errors import InvalidValueError
 
 @pytest.fixture(autouse=True)
 def _watched(monkeypatch):
-    monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", "1")
+    monkeypatch.setattr("engine_cache.settings.CHECK_FREES", True)
 
 
 def test_every_row_comes_with_an_swa_row_of_its_own():

@@ -10,7 +10,7 @@ from engine_cache import SWATokenToKVPoolAllocator
 
 @pytest.fixture(autouse=True)
 def _watched(monkeypatch):
-    monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", "1")
+    monkeypatch.setattr("engine_cache.settings.CHECK_FREES", True)
 
 
 @pytest.mark.parametrize("act", ["free", "free_swa"])

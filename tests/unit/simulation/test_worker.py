@@ -21,7 +21,7 @@ HYBRID = ["mamba", "himamba"]
 
 @pytest.fixture(autouse=True)
 def _watched_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", "1")
+    monkeypatch.setattr("engine_cache.settings.CHECK_FREES", True)
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ def test_a_request_prefetches_once_at_a_time(rig):
         prefetch(rig)
 
 
-@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("debug", [False, True])
 def test_a_wrong_last_hash_is_reported(rig, monkeypatch, debug):
     """Otherwise pages of another prompt would be fetched."""
-    monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", debug)
+    monkeypatch.setattr("engine_cache.settings.CHECK_FREES", debug)
     rig.insert(PROMPT[:2])
     rig.settle()
     right, another = page_hashes(PROMPT)[0], page_hashes([9, 9])[0]
