@@ -116,7 +116,7 @@ def create_app(
     if group is not None:
         endpoints |= group.endpoints(settings.max_body_bytes)
         fast = group.fast_answers(has_tenants=tenants is not None)
-    metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
+    metrics = HttpMetrics(consumer, endpoints, lambda: feed.num_clients, settings.metrics_max_workers)
     app.state.fast_path = fast_path = FastPath(consumer, settings, tokens, metrics, local, fast)
     if tenants is not None:
         metrics.add(lambda: tenant_families(consumer, tenants))

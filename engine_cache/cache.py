@@ -46,7 +46,7 @@ from engine_cache.tiers.device import DeviceTier
 from engine_cache.tiers.host import HostTier
 from engine_cache.tiers.storage import StorageTier
 from engine_cache.tiers.transfer import HiCacheController
-from engine_cache.tree.events import EventRecorder, KVCacheEventMixin
+from engine_cache.tree.events import EventRecorder, KVCacheEventMixin, salted_seed
 from engine_cache.tree.eviction import EvictionQueue, find_policy
 from engine_cache.tree.key import RadixKey
 from engine_cache.tree.node import TreeNode
@@ -55,17 +55,11 @@ from engine_cache.types import IndexArray, no_indices
 from engine_cache.variants import CacheVariant
 from engine_cache.walks import Walks
 from kv_events.errors import InvalidValueError, check_type
-from kv_events.hashing import namespace_seed
 from kv_events.schema import BlockStored
 
 logger = logging.getLogger(__name__)
 
 _MOST_LOADED_NOTES = 4_096
-
-
-def salted_seed(extra_key: str) -> int:
-    """Return the seed of a namespace that is used as a cache salt. This is the default `seed_of_extra_key`."""
-    return namespace_seed(cache_salt=extra_key)
 
 
 class TreeCache(KVCacheEventMixin, BasePrefixCache):
@@ -174,10 +168,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return self._walks.match(self.whole_pages(params.key), params)
 
     def whole_pages(self, key: RadixKey) -> RadixKey:
-        """Convert the key to the cache's units and cut it to whole pages, or to nothing if the cache is disabled.
-
-        Raises TransferError after a failed load.
-        """
+        """Convert the key to units and cut it to whole pages. Raises TransferError after a failed load."""
         return self._whole_pages(key, None)[0]
 
     def _whole_pages(self, key: RadixKey, value: IndexArray | None) -> tuple[RadixKey, IndexArray | None]:
@@ -298,9 +289,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return 0 if self.host is None else self.host.leaves.evict(num_tokens)
 
     def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
-        """Allocate device rows for an evicted node and its evicted ancestors; `ready_to_load_host_cache` starts to
-        fill them. Returns the rows, root side first, or None if the load is too small, exceeds `mem_quota` units,
-        or there is no room.
+        """Allocate device rows for an evicted node and its evicted ancestors, root side first.
+
+        `ready_to_load_host_cache` fills them. None: too small a load, more than `mem_quota` units, or no room.
         """
         return None if self.host is None else self.host.loads.load(node, mem_quota, req)
 
@@ -309,10 +300,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
         Returns the rows that KV received, and the deepest node from which the request can continue now, in what remains
         of the match. With recurrent states, `device_indices` may extend beyond that node; the request keeps the rows up
-        to it.
-
-        Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there is no
-        slot for the state that the request starts from.
+        to it. Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there
+        is no slot for the state that the request starts from.
         """
         node, states = params.best_match_node, self.states
         lacking = node if states is None else states.data(node)

@@ -19,7 +19,6 @@ from api.access.tenants import TenantRates
 from api.telemetry.families import Collected, counter, counter_by, gauge, gauge_by
 from api.telemetry.view_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
 from api.view_source import ViewSource
-from api.workers.event_stream import EventStream
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
 from indexer.views import ViewState
@@ -37,11 +36,13 @@ _STREAM_COUNTERS = {
 class HttpMetrics:
     """Metrics of one application, in their own registry."""
 
-    def __init__(self, consumer: Consumer, timed_paths: Collection[str], feed: EventStream, max_workers: int) -> None:
-        """max_workers: workers that have series of their own."""
+    def __init__(
+        self, consumer: Consumer, timed_paths: Collection[str], num_listening: Callable[[], int], max_workers: int
+    ) -> None:
+        """num_listening: counts the callers of /events. max_workers: workers that have series of their own."""
         self.registry = CollectorRegistry()
         listening = Gauge("kvsight_event_clients", "Callers of GET /events", registry=self.registry)
-        listening.set_function(lambda: feed.num_clients)
+        listening.set_function(num_listening)
         self.add(lambda: consumer_families(consumer))
         self.registry.register(ViewMetrics(consumer, max_workers))
         self.queries = QueryMetrics(timed_paths)

@@ -13,11 +13,16 @@ from engine_cache.tree.node import TreeNode, compute_node_hash_values, compute_n
 from engine_cache.tree.tree import RadixTree
 from kv_events.errors import InvalidValueError
 from kv_events.hash_seed import process_seed
-from kv_events.hashing import U64Array, hash_str_to_int64, hash_strs_to_int64
+from kv_events.hashing import U64Array, hash_str_to_int64, hash_strs_to_int64, namespace_seed
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium, TokenIds
 
 LAST_PAGE = slice(-1, None)
 ALL_PAGES = slice(None)
+
+
+def salted_seed(extra_key: str) -> int:
+    """Return the seed of a namespace that is used as a cache salt. This is the default `seed_of_extra_key`."""
+    return namespace_seed(cache_salt=extra_key)
 
 
 class ResidentPage(NamedTuple):
