@@ -16,7 +16,7 @@ from kv_events.kernels.bundles import resident
 from kv_events.kernels.page_table import make_table
 from kv_events.schema import NUM_MEDIA
 from publisher.change_queue import ChangeQueue
-from publisher.event_columns import EventColumns
+from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
 from publisher.kernels.changes import advance_digest
 from publisher.kernels.ledger import (
@@ -27,6 +27,7 @@ from publisher.kernels.ledger import (
     PARENT,
     SLICE_PAGES,
     LedgerArrays,
+    change_pages,
     find_entry,
     require_groups,
 )
@@ -100,15 +101,15 @@ class Ledger:
         """Return total pages by result."""
         return dict(zip(COUNT_NAMES, self._arrays.counts.tolist(), strict=True))
 
-    def change(self, events: EventColumns, extra_key: str | None) -> npt.NDArray[np.bool_]:
+    def change(self, events: PageEvents, extra_key: str | None) -> npt.NDArray[np.bool_]:
         """Apply stores and removals in order.
 
         Returns bool[n], True for each stored page that became resident on its medium and was queued. Removals of
         unknown pages are counted.
         """
-        queued = np.zeros(len(events.pages.block_hashes), np.bool_)
+        queued = np.zeros(len(events.block_hashes), np.bool_)
         salt = namespace_salt(extra_key)
-        self._blocks.change_pages(self._resident, self._queue, events.kinds, events.pages, salt, queued)
+        change_pages(self._resident, self._queue, events, salt, queued)
         return queued
 
     def require_groups(self, num_groups: int) -> None:

@@ -21,7 +21,7 @@ from publisher.change_queue import QueueStats
 from publisher.change_tracker import ChangeTracker
 from publisher.drain import Drain
 from publisher.epochs import next_epoch
-from publisher.event_columns import EventColumns
+from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import BlockTable
 from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings
@@ -90,7 +90,7 @@ class EventPublisher:
     """
 
     def __init__(self, settings: PublisherSettings, sink: Sink, blocks: BlockTable | None = None) -> None:
-        """blocks: a table that the caller fills, such as the bridge's `SharedBlocks`. Only stores of its blocks are
+        """blocks: a table that the caller fills, such as the bridge's. Only stores of its blocks are
         accepted. A publisher that used the table before must not be used any further. None for a table of its own.
 
         Raises InvalidValueError for arguments of other types.
@@ -131,7 +131,7 @@ class EventPublisher:
         self._tracker.record(events)
         self._drain.poll()
 
-    def publish_columns(self, events: EventColumns, extra_key: str | None) -> None:
+    def publish_columns(self, events: PageEvents, extra_key: str | None) -> None:
         """Publish stores and removals of one namespace that are given as columns. See `publish`."""
         try:
             self._tracker.change(events, extra_key)

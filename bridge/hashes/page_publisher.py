@@ -13,7 +13,7 @@ from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import MEDIUM_INDEX, NUM_MEDIA, AllBlocksCleared, StorageMedium
-from publisher.event_columns import EventColumns, StoredColumns
+from publisher.event_columns import PageEvents
 from publisher.kernels.changes import COPY_REMOVAL, REMOVAL
 from publisher.publisher import EventPublisher
 
@@ -63,7 +63,7 @@ class PagePublisher:
         if reassigned:
             self._store_reassigned(self.publisher, pages.columns, reassigned, namespace, tier)
         else:
-            self.publisher.publish_columns(EventColumns.stored(pages.columns, tier), namespace.label)
+            self.publisher.publish_columns(pages.columns.stored_on(tier), namespace.label)
 
     def remove(
         self, block_hashes: U64Array, namespace: HashNamespace, location: Location, *, names_group: bool
@@ -81,7 +81,7 @@ class PagePublisher:
             return
         self._counters.pages_removed += len(block_hashes)
         hashes = self._collisions.all_of(block_hashes, namespace)
-        self.publisher.publish_columns(EventColumns.removed(hashes, tier, is_copy=is_copy), namespace.label)
+        self.publisher.publish_columns(PageEvents.removed(hashes, tier, is_copy=is_copy), namespace.label)
 
     def _takes_copies(self, tier: int | None, names_group: bool) -> bool:
         return self._counts_copies and (names_group or tier == 0)
@@ -113,7 +113,7 @@ class PagePublisher:
             self._counters.pages_stored += num_pages - num_removed
             self._counters.pages_removed += num_removed
             self._is_clear = False
-            self.publisher.publish_columns(EventColumns(kinds, columns), namespace.label)
+            self.publisher.publish_columns(columns.with_kinds(kinds), namespace.label)
 
     def _change_one_by_one(self, pages: TranslatedPages, run: MixedRun, namespace: HashNamespace) -> None:
         """Publish event by event, because the meaning of an ambiguous hash may depend on the events before."""
@@ -135,7 +135,7 @@ class PagePublisher:
     def _store_reassigned(
         self,
         publisher: EventPublisher,
-        columns: StoredColumns,
+        columns: PageEvents,
         reassigned: list[AmbiguousPage],
         namespace: HashNamespace,
         tier: int,
@@ -146,12 +146,12 @@ class PagePublisher:
             if start in positions:
                 self._remove_everywhere(columns.block_hashes[start : start + 1], namespace.label)
             part = single_pages(columns.block_hashes[start:stop], columns.hashes[start:stop])
-            publisher.publish_columns(EventColumns.stored(part, tier), namespace.label)
+            publisher.publish_columns(part.stored_on(tier), namespace.label)
 
     def _remove_everywhere(self, block_hashes: U64Array, label: str | None) -> None:
         if self.publisher is not None:
             for tier in range(NUM_MEDIA):
-                self.publisher.publish_columns(EventColumns.removed(block_hashes, tier), label)
+                self.publisher.publish_columns(PageEvents.removed(block_hashes, tier), label)
 
     def _tier(self, location: Location, num_pages: int) -> int | None:
         tier = tier_of(*location)
@@ -161,7 +161,7 @@ class PagePublisher:
             self._limited_logger.warning("pages on medium %s left out: the medium is unknown", shorten(medium))
         return tier
 
-    def _count_unknown(self, run: MixedRun, columns: StoredColumns) -> None:
+    def _count_unknown(self, run: MixedRun, columns: PageEvents) -> None:
         for number, location in enumerate(run.locations):
             self._tier(location, int(columns.lengths @ (run.location_indices == number)))
 

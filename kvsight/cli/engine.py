@@ -42,7 +42,7 @@ def engine(
     """
     if metrics_port is not None:
         require_serve("kvsight engine --metrics-port")
-    load_kernels = import_without_kernels("simulation", "publisher.own_blocks")
+    load_kernels = import_without_kernels("simulation", "publisher.ledger")
     from publisher import PublisherSettings
 
     settings = PublisherSettings.from_flags(
