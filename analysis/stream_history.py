@@ -22,6 +22,9 @@ class StreamChange(NamedTuple):
     """Whether the view differs from the publisher's digest."""
 
 
+_NOTHING = StreamChange(None, begins_epoch=False, is_restart=False, is_resynced=False, is_wrong=False)
+
+
 class StreamHistory:
     """The last batch of a stream, and what its view had counted by then."""
 
@@ -33,10 +36,13 @@ class StreamHistory:
 
     def note(self, view: View, batch: DecodedBatch) -> StreamChange:
         """Compare a view with what it was before a batch that has been applied."""
-        is_new_view = view is not self._view
-        before, now = _counts(None) if is_new_view else self._counts, _counts(view)
+        now = _counts(view)
+        if now == self._counts and batch.epoch == self._epoch and view is self._view:
+            self.seq = batch.seq
+            return _NOTHING
+        is_new_view, begins_epoch = view is not self._view, batch.epoch != self._epoch
+        before = _counts(None) if is_new_view else self._counts
         has_gap, is_restart, is_resynced, is_wrong = (new > old for new, old in zip(now, before, strict=True))
-        begins_epoch = batch.epoch != self._epoch
         gap = range(0 if begins_epoch else self.seq + 1, batch.seq) if has_gap else None
         is_restart = is_restart or (is_new_view and self._view is not None)
         self._view, self._epoch, self.seq, self._counts = view, batch.epoch, batch.seq, now

@@ -79,7 +79,7 @@ def create_app(
     degraded = str if recording is None else lambda: recording.degraded
 
     def forget_callers() -> None:
-        lane.heads.forget()
+        fast_path.heads.forget()
         feed.end_streams(lambda authorization: tokens.permits(authorization, "read"))
 
     @asynccontextmanager
@@ -117,7 +117,7 @@ def create_app(
         endpoints |= group.endpoints(settings.max_body_bytes)
         fast = group.fast_answers(has_tenants=tenants is not None)
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
-    app.state.lane = lane = FastPath(consumer, settings, tokens, metrics, local, fast)
+    app.state.fast_path = fast_path = FastPath(consumer, settings, tokens, metrics, local, fast)
     if tenants is not None:
         metrics.add(lambda: tenant_families(consumer, tenants))
     if registrations is not None:
@@ -138,9 +138,9 @@ def create_app(
     app.include_router(worker_routes(consumer, registrations, consumer.resyncs.demand))
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))
-    app.include_router(static_routes())
+    app.router.routes += static_routes()
     app.include_router(page_routes(scene.open))
-    # no middleware sees the requests that `FastPath` answers; the lane has the rules of those below
+    # no middleware sees the requests that `FastPath` answers; the fast path has the rules of those below
     # the last middleware added is the outermost one, so that refused requests are counted, too
     if group is not None:
         group.add_to(app)

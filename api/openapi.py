@@ -1,6 +1,6 @@
 """OpenAPI documentation generated from msgspec structs, which FastAPI does not understand.
 
-FastAPI routes declare their answers with `answers` and `problem`. `complete` adds the hot routes, which FastAPI does
+FastAPI routes declare their answers with `answers` and `problem`. `complete` adds the query routes, which FastAPI does
 not know, and the component schemas to which both refer.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from functools import cache
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from inspect import cleandoc
@@ -151,7 +152,7 @@ def problem(status: int, description: str) -> dict[int | str, Json]:
 
 
 def complete(document: Json, *, needs_token: bool) -> None:
-    """Add component schemas, the hot routes and, if there is one, the bearer token to the document of FastAPI."""
+    """Add component schemas, the query routes and, if there is one, the bearer token to the document of FastAPI."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     _, components = msgspec.json.schema_components([*_REQUESTS, *_ANSWERS], ref_template=_TEMPLATE)
     schemas.update(components)
@@ -232,6 +233,7 @@ def _array(field: str, items: Json) -> Json:
     return {"type": "object", "properties": {field: {"type": "array", "items": items}}, "required": [field]}
 
 
+@cache
 def _schema(kind: Any) -> Json:
     (schema,), _components = msgspec.json.schema_components([kind], ref_template=_TEMPLATE)
     return schema

@@ -125,8 +125,8 @@ class _Server(uvicorn.Server):
         self._tls_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         http: Any = LimitedHttpProtocol
         if isinstance(app, Application):
-            lane: FastPath = app.state.lane
-            http = partial(FastConnection, lane=lane)
+            fast_path: FastPath = app.state.fast_path
+            http = partial(FastConnection, fast_path=fast_path)
         limits = ConnectionLimit(_most_connections(settings)), BodyLimit(settings.max_body_bytes)
         http = partial(http, connection_limit=limits[0], body_limit=limits[1])
         if self._tls is not None:

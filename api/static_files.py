@@ -14,9 +14,10 @@ from importlib.resources import files
 from mimetypes import guess_type
 
 import fastapi_offline
-from fastapi import APIRouter, Request
 from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _PAGE_HEADERS = {
@@ -37,9 +38,9 @@ _INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 STATIC_PATHS = frozenset({*_PAGE, "/docs", "/openapi.json", *(f"/{path}" for path in _DOCS.values())})
 
 
-def static_routes() -> APIRouter:
+def static_routes() -> list[Route]:
     """Return the routes of all files."""
-    router = APIRouter(include_in_schema=False)
+    routes: list[Route] = []
 
     def add(path: str, content: bytes, media_type: str | None, headers: dict[str, str]) -> None:
         async def serve(request: Request) -> Response:
@@ -48,7 +49,9 @@ def static_routes() -> APIRouter:
                 return Response(status_code=304, headers=headers)
             return Response(content, headers=headers, media_type=media_type)
 
-        router.add_api_route(path, serve, response_class=Response)
+        route = Route(path, serve)
+        route.methods = {"GET"}
+        routes.append(route)
 
     for path, file in _PAGE.items():
         content = file.read_bytes()
@@ -59,7 +62,7 @@ def static_routes() -> APIRouter:
         add(f"/{path}", content, guess_type(name)[0], {"Cache-Control": "max-age=3600"})
     page = _docs_page()
     add("/docs", page, "text/html", {"Content-Security-Policy": _policy(page)})
-    return router
+    return routes
 
 
 def _docs_page() -> bytes:

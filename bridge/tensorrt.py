@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.events import AttentionSpec, InvalidEvent, Location, PageEvents, RemovedRun, Run, StoredRun
+from bridge.decoding.events import AttentionSpec, InvalidEvent, Medium, PageEvents, PageRun, Run
 from bridge.settings import EngineDefaults
 from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.errors import KvsightError
@@ -27,7 +27,7 @@ from publisher.settings import PublisherSettings
 
 logger = logging.getLogger(__name__)
 
-_LOCATIONS = (Location("GPU"), Location("CPU"))
+_MEDIA = (Medium(0), Medium(1))
 """By cache level."""
 _MASK64 = 2**64 - 1
 _STATES = -1
@@ -146,10 +146,9 @@ def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iter
         case "stored":
             yield from _stored(data, block_size, attention_group, spec)
         case "removed":
-            hashes = _hashes(data["block_hashes"])
-            yield from (
-                RemovedRun(hashes, location, attention_group) for location in _LOCATIONS
-            )  # the event does not name the level
+            events = PageEvents.one(_hashes(data["block_hashes"]))
+            for medium in _MEDIA:  # the event does not name the level
+                yield PageRun(events, medium, attention_group, is_removal=True)
         case "updated":
             yield from _moved(data, block_size, attention_group, spec)
         case "created":
@@ -173,18 +172,15 @@ def _stored(
         tokens = [token for block in blocks for token in block["tokens"]]
         hashes = _hashes([block["block_hash"] for block in blocks])
         extra = [_extra_keys(block) for block in blocks]
-        yield StoredRun(
-            PageEvents.stored(hashes, parent),
-            np.array([token["token_id"] for token in tokens], np.uint32),
-            len(tokens),
-            is_bigram=False,
+        yield PageRun(
+            PageEvents.one(hashes, parent),
+            _MEDIA[_integer(level)],
+            attention_group,
+            tokens=np.array([token["token_id"] for token in tokens], np.uint32),
+            num_positions=len(tokens),
             block_size=block_size,
-            location=_LOCATIONS[_integer(level)],
-            attention_group=attention_group,
             spec=spec,
-            lora_name="",
-            cache_salt="",
-            extra_keys=extra if any(extra) else [],
+            extra_keys=extra if any(extra) else (),
         )
         parent = int(hashes[-1])
 
@@ -194,14 +190,10 @@ def _moved(data: Mapping[str, Any], block_size: int, attention_group: int | None
     levels = data.get("cache_level")
     if levels is None:
         return
-    hashes = _hashes([data["block_hash"]])
-    old, new = (_LOCATIONS[_integer(levels[side])] for side in ("old_value", "new_value"))
-    no_tokens = np.empty(0, np.uint32)
-    yield StoredRun(
-        PageEvents.stored(hashes, None), no_tokens, 0, is_bigram=False, block_size=block_size, location=new,
-        attention_group=attention_group, spec=spec, lora_name="", cache_salt="", extra_keys=[],
-    )  # fmt: skip
-    yield RemovedRun(hashes, old, attention_group)
+    events = PageEvents.one(_hashes([data["block_hash"]]))
+    old, new = (_MEDIA[_integer(levels[side])] for side in ("old_value", "new_value"))
+    yield PageRun(events, new, attention_group, block_size=block_size, spec=spec)
+    yield PageRun(events, old, attention_group, is_removal=True)
 
 
 def _extra_keys(block: Mapping[str, Any]) -> list[Any]:

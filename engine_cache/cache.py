@@ -38,7 +38,6 @@ from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.requests import Requests
-from engine_cache.rules import Rules
 from engine_cache.sanity import check_tree
 from engine_cache.storage.base import HiCacheStorage, PoolName
 from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation, StoragePolicy
@@ -53,6 +52,7 @@ from engine_cache.tree.key import RadixKey
 from engine_cache.tree.node import TreeNode
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray, no_indices
+from engine_cache.variants import CacheVariant
 from engine_cache.walks import Walks
 from kv_events.errors import InvalidValueError, check_type
 from kv_events.hashing import namespace_seed
@@ -84,7 +84,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         page_size: int,
         allocator: PagedTokenToKVPoolAllocator | SWATokenToKVPoolAllocator | None,
         components: Sequence[AuxiliaryComponent] = (),
-        rules: Rules,
+        variant: CacheVariant,
         req_to_token_pool: ReqToTokenPool | None = None,
         eviction_policy: str = "lru",
         enable_kv_cache_events: bool = False,
@@ -107,21 +107,20 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.req_to_token_pool = req_to_token_pool
         self.is_eagle = is_eagle
         self.disable = disable
-        self.rules = rules
+        self.variant = variant
         self.auxiliaries = tuple(components)
-        """The kinds of state besides Full KV."""
         self.event_groups = tuple(component.event_group for component in components)
         groups = self.event_groups if emit_group_events else ()
         self.events = EventRecorder(
             page_size, enabled=enable_kv_cache_events, groups=groups, seed_of_extra_key=seed_of_extra_key
         )
-        policy, copies_hits = find_policy(eviction_policy), rules.split_copies_hits
+        policy, copies_hits = find_policy(eviction_policy), variant.split_copies_hits
         self.tree = RadixTree(
             page_size, policy, is_eagle=is_eagle, has_states=bool(components), split_copies_hits=copies_hits
         )
         for component in components:
             component.attach(self.tree, self.events)
-        self.device = DeviceTier(self.tree, self.events, allocator, self.auxiliaries, rules)
+        self.device = DeviceTier(self.tree, self.events, allocator, self.auxiliaries, variant)
         self.host: HostTier | None = None
         """None if the device is the only tier."""
         self.store: StorageTier | None = None
@@ -176,7 +175,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     def whole_pages(self, key: RadixKey) -> RadixKey:
         """Convert the key to the cache's units and cut it to whole pages, or to nothing if the cache is disabled.
-        Raises TransferError after a failed load."""
+
+        Raises TransferError after a failed load.
+        """
         return self._whole_pages(key, None)[0]
 
     def _whole_pages(self, key: RadixKey, value: IndexArray | None) -> tuple[RadixKey, IndexArray | None]:
@@ -187,16 +188,18 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     def insert(self, params: InsertParams) -> InsertResult:
         if self.disable:
-            return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
+            return InsertResult(0, mamba_exist=self.variant.frees_duplicates)
         key, value = self._whole_pages(params.key, params.value)
         return self._walks.insert(key, value, params)
 
     def evict(self, params: EvictParams) -> EvictResult:
         full, before = self.tree.evictable_size, {each.pool: each.device_size for each in self.auxiliaries}
         self._evictor.evict_leaves(params.num_tokens)
+        if not self.auxiliaries:
+            return EvictResult(full - self.tree.evictable_size)
         for each in self.auxiliaries:
             requested = params.mamba_num if each.pool is PoolName.MAMBA else params.swa_num_tokens
-            num_freed = (before[each.pool] - each.device_size) * self.rules.shares_eviction
+            num_freed = (before[each.pool] - each.device_size) * self.variant.shares_eviction
             self._evictor.evict_component(each, requested - num_freed)
         freed = {each.pool: before[each.pool] - each.device_size for each in self.auxiliaries}
         return EvictResult(full - self.tree.evictable_size, freed.get(PoolName.MAMBA, 0), freed.get(PoolName.SWA, 0))
@@ -224,6 +227,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return self.device.unlock(node, None if params is None else params.tickets)
 
     def release(self, lock: IncLockRefResult) -> DecLockRefResult:
+        """Undo the `inc_lock_ref` that returned `lock`."""
         return self.dec_lock_ref(lock.node, lock.to_dec_params())
 
     def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:
@@ -236,6 +240,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def cache_controller(self) -> HiCacheController | None:
+        """Moves data between the tiers. None without a host tier."""
         return None if self.host is None else self.host.controller
 
     @property
@@ -281,8 +286,11 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return -1 if self.host is None else self.host.controller.start_loading()
 
     def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
-        """Start to copy a device node to the host. Returns its units, or 0 if there is no room or its parent has no
-        host copy. The pages stay locked until `writing_check`, except in a write-back."""
+        """Start to copy a device node to the host.
+
+        Returns its units, or 0 if there is no room or its parent has no host copy. The pages stay locked until
+        `writing_check`, except in a write-back.
+        """
         return 0 if self.host is None else self.host.backups.write(node, write_back)
 
     def evict_host(self, num_tokens: int) -> int:
@@ -290,9 +298,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return 0 if self.host is None else self.host.leaves.evict(num_tokens)
 
     def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
-        """Allocate device rows for an evicted node and its evicted ancestors; `ready_to_load_host_cache` starts to fill
-        them. Returns the rows, root side first, or None if the load is too small, exceeds `mem_quota` units, or there
-        is no room."""
+        """Allocate device rows for an evicted node and its evicted ancestors; `ready_to_load_host_cache` starts to
+        fill them. Returns the rows, root side first, or None if the load is too small, exceeds `mem_quota` units,
+        or there is no room.
+        """
         return None if self.host is None else self.host.loads.load(node, mem_quota, req)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
@@ -352,8 +361,11 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return self._num_skipped_archives + (0 if self.store is None else self.store.num_skipped_archives)
 
     def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
-        """Attach a storage backend to an idle cache, or update the policy of an attached one. Returns whether it is
-        attached now, and a message. policy: defaults to that of an attached backend, else to `StoragePolicy()`."""
+        """Attach a storage backend to an idle cache, or update the policy of an attached one.
+
+        Returns whether it is attached now, and a message. policy: defaults to that of an attached backend, else to
+        `StoragePolicy()`.
+        """
         if self.host is None:
             return False, "the cache has no host tier"
         if self.store is None:

@@ -14,10 +14,10 @@ from engine_cache.components.mamba import NodeStates, StatePool
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
-from engine_cache.rules import MAMBA, RADIX, UNIFIED
 from engine_cache.tiers.transfer import HiCacheController, HybridCacheController
 from engine_cache.tree.node import ComponentType, TreeNode, path_down
 from engine_cache.types import IndexArray, no_indices
+from engine_cache.variants import MAMBA, RADIX, UNIFIED
 from kv_events.errors import InvalidValueError
 
 
@@ -44,7 +44,7 @@ class RadixCache(TreeCache):
     def __init__(
         self, *, page_size: int, allocator: PagedTokenToKVPoolAllocator | None = None, **options: Unpack[RadixOptions]
     ) -> None:
-        super().__init__(page_size=page_size, allocator=allocator, rules=RADIX, **options)
+        super().__init__(page_size=page_size, allocator=allocator, variant=RADIX, **options)
 
 
 class HiRadixCache(TreeCache):
@@ -72,7 +72,7 @@ class HiRadixCache(TreeCache):
         load_back_threshold: int = 10,
         **options: Unpack[RadixOptions],
     ) -> None:
-        super().__init__(page_size=page_size, allocator=allocator, rules=RADIX, **options)
+        super().__init__(page_size=page_size, allocator=allocator, variant=RADIX, **options)
         self._add_host_tier(controller, write_policy, load_back_threshold)
 
 
@@ -106,7 +106,7 @@ class MambaRadixCache(TreeCache):
             page_size=page_size,
             allocator=allocator,
             components=[states],
-            rules=MAMBA,
+            variant=MAMBA,
             eviction_policy="lru",
             **options,
         )
@@ -152,7 +152,7 @@ class HiMambaRadixCache(TreeCache):
             page_size=page_size,
             allocator=allocator,
             components=[states],
-            rules=MAMBA,
+            variant=MAMBA,
             eviction_policy="lru",
             **options,
         )
@@ -187,7 +187,7 @@ class UnifiedRadixCache(TreeCache):
             expected = "one with SWA rows exactly for an SWA component"
             raise InvalidValueError("allocator", type(allocator).__name__, expected)
         self.components: tuple[TreeComponent, ...] = (FullComponent(), *components)
-        super().__init__(page_size=page_size, allocator=allocator, components=components, rules=UNIFIED, **options)
+        super().__init__(page_size=page_size, allocator=allocator, components=components, variant=UNIFIED, **options)
 
     def init_hicache(
         self, controller: HiCacheController, write_policy: str = "write_through", load_back_threshold: int = 10

@@ -27,8 +27,6 @@ from kv_events.errors import InvalidValueError
 
 
 class RequestCache(Protocol):
-    """The parts of a cache that requests use."""
-
     disable: bool
     req_to_token_pool: ReqToTokenPool | None
 
@@ -128,12 +126,11 @@ class Requests:
         own_from, evicted = req.cache_protected_len, min(req.swa_evicted_seqlen, len(key))
         params = InsertParams(key, rows[: len(key)], chunked, req.priority, slot, own_from, evicted)
         result = self._cache.insert(params)
-        if not self._device.rules.frees_duplicates:
+        if not self._device.variant.frees_duplicates:
             self._device.free(rows[own_from : result.prefix_len])
         return result
 
     def _share_rows(self, req: Request, key: RadixKey, rows: IndexArray) -> None:
-        """Let the request use the tree's rows of `key`, which was just inserted, and lock their last node for it."""
         path, length = self._tree.descend(key)
         own_from = req.cache_protected_len
         shared = np.concatenate([rows[:0], *(node.value for node in path if node.value is not None)])

@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 
 class TieredCache(Protocol):
-    """What a builder requires of a cache."""
-
     def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
         """Attach a storage backend to a cache without one. Raises if that fails."""
 
@@ -57,8 +55,6 @@ class HostTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Description of one kind of state. Its `PoolEntry` is built from it."""
-
     name: PoolName
     make_host_pool: Callable[..., Any]
     """Class of the host pool. Called with the device pool, the anchor's host pool if rows are shared, and options."""
@@ -70,8 +66,6 @@ class PoolSpec:
 
 
 class StackOptions(TypedDict, total=False):
-    """Further parts of a stack."""
-
     config: HostTierConfig
     make_engine: Callable[[], CopyEngine]
     """Defaults to CUDA streams, or threads for other devices."""
@@ -160,7 +154,8 @@ def pools_of(
     swa_allocator: RowAllocator | None = None,
 ) -> list[PoolSpec]:
     """Return the pools of the kind of model with this KV pool and, optionally, recurrent states (req_pool) or windows
-    (swa_allocator). Raises InvalidValueError, with pool and components, for an unknown kind."""
+    (swa_allocator). Raises InvalidValueError, with pool and components, for an unknown kind.
+    """
     from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
     from engine_cache.pools.device_swa import SWAKVPool
     from engine_cache.pools.mamba import HybridLinearKVPool
@@ -236,7 +231,6 @@ def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitS
 
 
 def _planned_host_pool(spec: PoolSpec, anchor: PoolEntry | None, config: HostTierConfig) -> HostPool:
-    """Create a host pool without allocating its tensors."""
     size: dict[str, Any] = {"ratio": config.ratio}
     if anchor is None:
         size["host_size_gb"] = config.host_size_gb

@@ -27,15 +27,12 @@ class Walks:
         """Set with a host tier."""
         self._device = device
         self._tree = device.tree
-        self._rules = device.rules
+        self._variant = device.variant
         self._components = device.components
         self._states = states
         self._requests = requests
 
-    # --- match ------------------------------------------------------------------------------------------------------
-
     def match(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
-        """Match a key of whole pages."""
         nodes, _ = self._tree.descend(key)
         if self.backups is None and not self._components:
             self._tree.touch(nodes)
@@ -48,7 +45,7 @@ class Walks:
         rows = [node.value for node in best[: path.num_device] if node.value is not None]
         device_node = best[path.num_device - 1] if path.num_device else self._tree.root
         best_node = best[-1] if best else self._tree.root
-        if self.backups is not None and self._rules.match_ends_on_host:
+        if self.backups is not None and self._variant.match_ends_on_host:
             while best_node.host_value is None and best_node.parent is not None:
                 best_node = best_node.parent
         units = sum(len(node.key) for node in best[path.num_device :])
@@ -65,7 +62,7 @@ class Walks:
         num_best = num_accepted(nodes, validators) if validators else len(nodes)
         if not has_host:
             return MatchedPath(nodes, num_best, num_best)
-        if self._components and self._rules.device_match_needs_states:
+        if self._components and self._variant.device_match_needs_states:
             on_device = [each.create_match_validator(match_device_only=True) for each in self._components]
             return MatchedPath(nodes, num_best, num_accepted(nodes, on_device))
         num_device = num_best
@@ -79,31 +76,29 @@ class Walks:
                 result = component.finalize_match_result(result, path)
         req, states = params.req, self._states
         if states is not None:
-            is_reported = self.backups is None or not self._rules.device_match_needs_states
+            is_reported = self.backups is None or not self._variant.device_match_needs_states
             if is_reported and path.num_best < len(path.nodes):
                 cached = sum(len(node.key) for node in path.nodes if node.value is not None)
                 usable = sum(len(node.key) for node in path.nodes[: path.num_best])
                 result = result._replace(mamba_branching_seqlen=states.branching_seqlen(cached, usable))
             if params.cow_mamba and req is not None:
                 best = path.nodes[path.num_best - 1] if path.num_best else self._tree.root
-                needed = {best, result.last_device_node} if self._rules.device_match_needs_states else {best}
+                needed = {best, result.last_device_node} if self._variant.device_match_needs_states else {best}
                 self._requests.copy_on_write(req, states.data(best).value, list(needed))
         if req is not None:
             req.swa_host_hit_length = result.swa_host_hit_length
             req.mamba_host_hit_length = result.mamba_host_hit_length
         return result
 
-    # --- insert -----------------------------------------------------------------------------------------------------
-
     def insert(self, key: RadixKey, value: IndexArray | None, params: InsertParams) -> InsertResult:
         """Insert a key of whole pages. value: as in `params`, converted as the key was."""
-        if value is None and not self._rules.frees_duplicates:
+        if value is None and not self._variant.frees_duplicates:
             value = key.raw.astype(np.int64)
         if value is None or (self._states is not None and len(value) != len(key)):
             rows = 0 if value is None else len(value)
             raise InvalidValueError("value", f"{rows} rows", f"one for each of {len(key)} units in whole pages")
         if not len(key):
-            return InsertResult(0, mamba_exist=self._rules.frees_duplicates)
+            return InsertResult(0, mamba_exist=self._variant.frees_duplicates)
         if not self._components:
             path, matched = self._tree.descend(key)
             self._tree.touch(path)
@@ -122,11 +117,11 @@ class Walks:
         """Insert a key whose first `matched` units are those of the nodes of `path`."""
         self._use(path, params)  # before a component splits a node, because both parts are used
         prefix_len = matched
-        if self.backups is not None or self._rules.frees_duplicates:
+        if self.backups is not None or self._variant.frees_duplicates:
             prefix_len = self._insert_overlap(path, value, params)
         if matched == len(key):
             is_taken = self._finish(path[-1], params)
-        elif any(each.should_skip_leaf_creation(len(key), params) for each in self._components):
+        elif self._components and any(each.should_skip_leaf_creation(len(key), params) for each in self._components):
             self._device.free(value[max(matched, params.prev_prefix_len) :])
             key, is_taken = key[:matched], False
         else:
@@ -144,8 +139,7 @@ class Walks:
             component.touched_on_insert(node)
 
     def _use(self, nodes: Sequence[TreeNode], params: InsertParams) -> None:
-        """Record that an insert uses the nodes."""
-        counts_evicted = self._rules.counts_hits_of_evicted_nodes
+        counts_evicted = self._variant.counts_hits_of_evicted_nodes
         is_hit = not params.chunked and (self.backups is None or self.backups.counts_hits)
         for node in nodes:
             if params.priority > node.priority:
@@ -165,11 +159,11 @@ class Walks:
                 self._device.put(node, value[start:end])
                 for component in self._components:
                     component.recover_after_unevict(node, start, params)
-                prefix_len += (end - start) * self._rules.counts_evicted_overlap
+                prefix_len += (end - start) * self._variant.counts_evicted_overlap
             else:
                 for component in self._components:
                     component.update_on_overlap(node, start, params)
-                if self._rules.frees_duplicates and end > params.prev_prefix_len:
+                if self._variant.frees_duplicates and end > params.prev_prefix_len:
                     self._device.free(value[max(start, params.prev_prefix_len) : end])
                 prefix_len += end - start
             start = end

@@ -144,12 +144,12 @@ class Applier:
             yield from self._tenants.bound_pages(self.namespaces, view, heard_tick, self.freshness)
         if view.admit(batch, is_silent=is_silent):
             view.partition = partition
-            view.hear(batch, heard_at, heard_tick)
+            view.note_arrival(batch, heard_at, heard_tick)
             try:
                 yield from view.apply(batch)
             except Exception:
                 view.mark_stale("internal error")
                 raise
-            view.confirm(batch)
+            view.compare_digest(batch)
             for notify in self.on_applied:
                 notify(view, batch)

@@ -16,7 +16,7 @@ from indexer.recording.recorder import Recorder, segment_bytes_within
 from indexer.recording.thread import RecordingThread
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotStore
-from indexer.snapshots.folder import FolderStore
+from indexer.snapshots.folder import SNAPSHOT_NAME, FolderStore
 from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
@@ -55,8 +55,7 @@ def create_consumer(
         from indexer.shards.share import Share
         from indexer.sources.kafka import KafkaSource
 
-        has_snapshots = settings.redis is not None or settings.snapshot_dir is not None
-        divisible = KafkaSource(settings, settings.snapshot_interval_s if has_snapshots else None)
+        divisible = KafkaSource(settings, settings.interval_of_snapshots)
         stores = partial(_create_store_of_partition, settings, membership.group)
         share = partial(Share, membership, divisible, applier, settings, stores)
         return Consumer(divisible, applier, settings, limits=limits, share=share)
@@ -70,23 +69,21 @@ def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | N
 
     what: part of the names of files and keys for the other image.
     """
-    if settings.redis is not None:
-        from indexer.snapshots.redis import RedisStore
-
-        return RedisStore(settings, f"kvsight:{what}") if what else RedisStore(settings)
-    if settings.snapshot_dir is not None:
-        return FolderStore(settings.snapshot_dir, f"{what}.json") if what else FolderStore(settings.snapshot_dir)
-    return None
+    return _store(settings, what, f"{what}.json") if what else _store(settings, "snapshot", SNAPSHOT_NAME)
 
 
 def _create_store_of_partition(settings: IndexerSettings, group: str, partition: int) -> SnapshotStore | None:
     """Create the store of the snapshots of one partition, which all members of a group use."""
     name = f"group-{group}-{partition}"
+    return _store(settings, f"snapshot:{name}", f"{name}.kvsnap")
+
+
+def _store(settings: IndexerSettings, key: str, file_name: str) -> SnapshotStore | None:
     if settings.redis is not None:
         from indexer.snapshots.redis import RedisStore
 
-        return RedisStore(settings, f"kvsight:snapshot:{name}")
-    return None if settings.snapshot_dir is None else FolderStore(settings.snapshot_dir, f"{name}.kvsnap")
+        return RedisStore(settings, f"kvsight:{key}")
+    return None if settings.snapshot_dir is None else FolderStore(settings.snapshot_dir, file_name)
 
 
 def create_recording(
@@ -154,8 +151,7 @@ def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:
     if settings.kafka is not None:
         from indexer.sources.kafka import KafkaSource
 
-        has_snapshots = settings.redis is not None or settings.snapshot_dir is not None
-        return KafkaSource(settings, settings.snapshot_interval_s if has_snapshots else None)
+        return KafkaSource(settings, settings.interval_of_snapshots)
     if settings.event_log_dir is not None:
         return FileSource(settings.event_log_dir)
     return MemorySource(log or MemoryLog())

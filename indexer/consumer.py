@@ -239,7 +239,7 @@ class Consumer:
         with self._traced(record):
             await self._slices.run(self.applier.apply(record, now - late_s, time.monotonic() - late_s))
         self.progress.advance(record)
-        await self._slices.breathe()
+        await self._slices.yield_if_due()
 
     def _traced(self, record: LogRecord) -> AbstractContextManager[object]:
         """Continue the trace of a record's publisher. A restart reads old records again: they are not traced again."""

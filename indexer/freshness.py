@@ -111,7 +111,7 @@ class Freshness:
 
         So are they while the batches arrive that have waited for the end of an outage.
         """
-        return view.heard_tick < self.late_before() or view.is_behind
+        return view.heard_tick < self.late_before() or view.is_delayed
 
     def reason(self, view: View) -> str:
         """Return why the view cannot be fully trusted, or "" if it can."""

@@ -96,6 +96,11 @@ class IndexerSettings(KafkaSettings, RedisSettings):
     """First pause before the same worker is asked for a resync again. It doubles up to a minute."""
 
     @property
+    def interval_of_snapshots(self) -> float | None:
+        """Time between snapshots, in seconds. None: there are none."""
+        return None if self.redis is None and self.snapshot_dir is None else self.snapshot_interval_s
+
+    @property
     def is_embedded(self) -> bool:
         """Whether the event log is in memory."""
         return self.kafka is None and self.event_log_dir is None

@@ -27,14 +27,14 @@ RESYNC_CUT_OFF = "resync cut off"
 """Stale reason of a view whose resync did not end."""
 
 LATE_S = 2 * HEARTBEAT_S + 0.5
-"""Silence after which two heartbeats are missing. A batch that is later than this tells of the past."""
+"""Silence after which two heartbeats are missing. A batch that is later than this is delayed."""
 
 _JITTER_S = 1.0
 _DRIFT = 0.001  # of two clocks, seconds a second
 _STEADY_S = 2.5
 _STEADY_WITHIN_S = 0.3
 
-FAULT_NONE, FAULT_DOUBTED, FAULT_CLOSED = range(3)
+FAULT_NONE, FAULT_DEGRADED, FAULT_CLOSED = range(3)
 """What the newest batch shows beside its pages: nothing; that its stream is incomplete, as the publisher said, or that
 newer batches are on the way; that no other batch follows."""
 
@@ -119,18 +119,18 @@ class Lateness(msgspec.Struct, array_like=True):  # its fields are part of key f
         self._made_at, self._tick = made_at, tick
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the clocks agree, so that no batch that is punctual by both tells of the past."""
+    def clocks_agree(self) -> bool:
+        """Whether the clocks agree, so that no batch that is punctual by both is delayed."""
         return abs(self._transit_s) < _JITTER_S / 2
 
     @property
     def lag_s(self) -> float:
-        """Seconds by which the newest batch tells of the past, at most LATE_S. Small differences are none."""
+        """Seconds by which the newest batch is delayed, at most LATE_S. Small differences are none."""
         return min(self.seconds, LATE_S) if self.seconds > _JITTER_S else 0.0
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the newest batch tells of the past."""
+    def is_delayed(self) -> bool:
+        """Whether the newest batch was delayed, so that newer ones are on the way."""
         return self.seconds > LATE_S
 
     def _is_steady(self, late_s: float, tick: float) -> bool:
@@ -146,7 +146,7 @@ class ViewColumns:
         self.states: npt.NDArray[np.uint8] = np.zeros(_FIRST_SIZE, np.uint8)
         """[n] position in `ViewState` of the state from the batches alone: LIVE, SYNCING or STALE."""
         self.faults: npt.NDArray[np.uint8] = np.zeros(_FIRST_SIZE, np.uint8)
-        """[n] one of FAULT_NONE, FAULT_DOUBTED, FAULT_CLOSED."""
+        """[n] one of FAULT_NONE, FAULT_DEGRADED, FAULT_CLOSED."""
         self.heard_at: npt.NDArray[np.float64] = np.zeros(_FIRST_SIZE)
         """[n] `View.heard_at`."""
         self.heard_tick: npt.NDArray[np.float64] = np.zeros(_FIRST_SIZE)
@@ -194,8 +194,8 @@ class View:
 
     It is the arrival of the newest batch, or later the moment from which its partition is read here.
     """
-    is_behind: bool = False
-    """Whether the newest batch tells of the past, or is being applied after a silence."""
+    is_delayed: bool = False
+    """Whether the newest batch was delayed, or is being applied after a silence."""
     _degraded_reason: str = ""
 
     def __post_init__(self) -> None:
@@ -285,7 +285,7 @@ class View:
             self.mark_stale("gap")
         return admission.is_applied
 
-    def hear(self, batch: DecodedBatch, at: float, tick: float) -> None:
+    def note_arrival(self, batch: DecodedBatch, at: float, tick: float) -> None:
         """Record the arrival of an admitted batch. If its publisher has no contact with its engine, the age of the view
         does not change.
         """
@@ -295,7 +295,7 @@ class View:
         self.lateness.note(batch.timestamp, at, tick)
         self.heard_tick = max(self.heard_tick, tick - self.lateness.lag_s)
         self.silent_from = max(self.silent_from, tick)
-        self.is_behind = was_late or self.lateness.is_behind
+        self.is_delayed = was_late or self.lateness.is_delayed
         self._note_fault()
 
     def apply(self, batch: DecodedBatch) -> Iterator[None]:
@@ -304,9 +304,9 @@ class View:
         for step in batch.steps:
             yield from self._apply_step(step)
 
-    def confirm(self, batch: DecodedBatch) -> None:
+    def compare_digest(self, batch: DecodedBatch) -> None:
         """Compare the digests after a batch. If they are equal, the view is correct regardless of earlier errors."""
-        self.is_behind = self.lateness.is_behind
+        self.is_delayed = self.lateness.is_delayed
         self.degraded_reason = batch.degraded_reason
         if self.marks is not None:
             if self.heard_tick - self.resync_began > _LONGEST_RESYNC_S:
@@ -344,7 +344,7 @@ class View:
         if self.is_closed:
             fault = FAULT_CLOSED
         else:
-            fault = FAULT_DOUBTED if self.degraded_reason or self.is_behind else FAULT_NONE
+            fault = FAULT_DEGRADED if self.degraded_reason or self.is_delayed else FAULT_NONE
         self.columns.faults[self.number] = fault
 
     def _begin_epoch(self, batch: DecodedBatch, *, is_restart: bool) -> None:
@@ -395,7 +395,7 @@ class View:
             self.counters.pages_removed += removed
             yield
         self.marks = None
-        self.state, self.stale_reason = ViewState.STALE, "digest"  # until `confirm` finds equal digests
+        self.state, self.stale_reason = ViewState.STALE, "digest"  # until `compare_digest` finds equal digests
         self.counters.resyncs += 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,6 @@ from publisher.event_columns import (
     stored_columns,
     token_rows,
 )
-from publisher.fair_lock import FairLock
 from publisher.kernels.blocks import BlockTable
 from publisher.kernels.changes import REMOVAL
 from publisher.ledger import Ledger, LedgerCopy
@@ -49,6 +49,24 @@ _COPY_PASSES = 3
 _STEP_PAGES = 8192
 
 _place = operator.attrgetter("medium", "extra_key")
+
+
+class FairLock:
+    """A lock for `with`. A thread that acquires a `threading.Lock` in a loop would hardly ever let others acquire it.
+
+    It has a turnstile: a thread that waits for the lock holds the turnstile, and a returning thread must pass it first.
+    """
+
+    def __init__(self) -> None:
+        self._turnstile = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._turnstile:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class TakenChanges(NamedTuple):

@@ -14,8 +14,9 @@ from kv_events.kernels import page_table
 from kv_events.kernels.arrays import zeros
 from kv_events.kernels.bundles import resident
 from kv_events.kernels.page_table import make_table
+from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import NUM_MEDIA
-from publisher.change_queue import ChangeQueue
+from publisher.change_queue import ChangeQueue, PageChanges
 from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
 from publisher.kernels.changes import advance_digest
@@ -33,7 +34,7 @@ from publisher.kernels.ledger import (
 )
 from publisher.kernels.queue import queue_cleared
 
-__all__ = ["SLICE_PAGES", "Ledger", "LedgerCopy"]
+__all__ = ["SLICE_PAGES", "Ledger", "LedgerCopy", "resync_changes"]
 
 U64Array = npt.NDArray[np.uint64]
 
@@ -212,6 +213,21 @@ class Ledger:
             _check_equal("held", held.tolist(), np.flatnonzero(copies >= num_groups).tolist())
             advance_digest(digest, np.full(len(held), medium, np.uint8), arrays.pages.keys[held])
         _check_equal("digest", digest.tolist(), arrays.digest.tolist())
+
+
+def resync_changes(held: LedgerCopy) -> PageChanges:
+    """Return stores of all pages held, ordered by medium, with parents before children.
+
+    The order of the walk down the prefixes keeps the number of chains small.
+    """
+    live = np.flatnonzero(held.media)
+    order = live[prefix_order(held.hashes[live], held.parents[live])]
+    media = held.media[order]
+    on_medium = [order[media >> medium & 1 == 1] for medium in range(NUM_MEDIA)]
+    kinds = np.repeat(np.arange(NUM_MEDIA, dtype=np.uint8), [len(entries) for entries in on_medium])
+    rows = np.concatenate(on_medium)
+    spans = np.zeros(len(rows), np.uint32)
+    return PageChanges(kinds, held.hashes[rows], held.block_hashes[rows], held.parents[rows], spans)
 
 
 @lru_cache(maxsize=1024)

@@ -14,7 +14,7 @@ from analysis.explain.page_history import PageHistory
 from analysis.explain.prompts import Column, HashRule, PromptHashes, Variant
 from analysis.explain.rule_finder import RuleFinder
 from indexer.replay import Replay
-from indexer.replay.chunks import ChunkApplier, PlainRun
+from indexer.replay.chunks import ApplyObserver, ChunkApplier, PlainRun
 from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
 from kv_events.errors import RecordRejectedError
@@ -69,7 +69,7 @@ class StreamTrace:
     Variants whose pages have the hashes that were asked for are absent."""
 
 
-class PromptTracer:
+class PromptTracer(ApplyObserver):
     """Follows the pages of one prompt through all streams of a log."""
 
     def __init__(self, prompt: AskedPrompt, views: Replay | None = None) -> None:
@@ -127,7 +127,7 @@ class PromptTracer:
             self._note_first(chunk.first_index + row, chunk.record(row))
         return int(chunk.timestamps_ms[is_event].max(initial=0)) / 1000
 
-    def hold_back(self, columns: BatchColumns) -> None:
+    def mark_not_plain(self, columns: BatchColumns) -> None:
         """Let batches with pages of the prompt be applied one by one."""
         self._columns, self._num_variants = columns, len(self.hashes.variants)
         events = columns.arrays.events
@@ -148,7 +148,7 @@ class PromptTracer:
         self._note_first(index, record)
         apply()
         if len(self.hashes.variants) != self._num_variants and self._columns is not None:
-            self.hold_back(self._columns)
+            self.mark_not_plain(self._columns)
 
     def later_streams(self) -> dict[StreamId, tuple[BatchPosition, int]]:
         """Return the streams whose first batch comes after the moment, see `first_records`."""

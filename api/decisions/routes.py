@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
-import msgspec
 from msgspec import UNSET
 from starlette.responses import Response
 
@@ -67,7 +66,7 @@ class DecisionRoute:
             records = self._decode(body, body_format)
         accepted = sum(map(self._put, records))
         answer = DecisionsAccepted(accepted=accepted, dropped=len(records) - accepted)
-        return json_response(msgspec.json.encode(answer), HTTPStatus.ACCEPTED)
+        return json_response(answer, HTTPStatus.ACCEPTED)
 
     def _put(self, encoded: _Encoded) -> bool:
         record = encoded.record

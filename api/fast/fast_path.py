@@ -1,4 +1,4 @@
-"""The hot lane: usual queries, from the bytes of a request to the bytes of its answer in one call.
+"""The fast path: usual queries, from the bytes of a request to the bytes of its answer in one call.
 
 It accepts what nearly all callers send and answers exactly as the routes of `api.queries.routes` do. For everything
 else it returns None, and the request is passed to FastAPI, which also reports all errors. In a member of a group, the
@@ -38,7 +38,7 @@ _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashe
 
 
 class GroupAnswers(NamedTuple):
-    """How a member of a group answers, by path. An answer that is None: the request must take the usual way."""
+    """How a member of a group answers, by path. An answer that is None: the request must be passed to FastAPI."""
 
     tells: Mapping[str, Callable[[bytes], bytes | None]]
     """Questions of other members: msgpack -> msgpack."""
@@ -74,28 +74,28 @@ class FastPath:
         self._answers = answers
         self._must_be_ready = not settings.answer_before_ready
         self._metrics = metrics
-        self._limited_logger = RateLimitedLogger(logger, "hot lane")
+        self._limited_logger = RateLimitedLogger(logger, "fast path")
         self._headers: list[tuple[bytes, bytes]] = []
         self._encoded_headers = b""
-        self._envelopes = {path: TemplateCache(names) for path, names in fields.items()}
+        self._templates = {path: TemplateCache(names) for path, names in fields.items()}
         self._fields = fields
         # each request may be sampled, which the kernels of direct connections cannot decide
         can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
         self.direct = KernelConnections(self._plan, self._times, metrics.queries.record_many) if can_be_direct else None
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
-        """Return the answer to the body data[start:], or None if the request must take the usual way."""
+        """Return the answer to the body data[start:], or None if the request must be passed to FastAPI."""
         if self._is_refused(head):
             return None
         began = time.perf_counter()
-        # a span that never ends, because the request takes the usual way, is not sent
+        # a span that never ends, because the request is passed to FastAPI, is not sent
         span = None if self._spans is None else start_request(self._spans, head.path, head.trace)
         try:
             body = self._answer(head, data, start)
         except ProblemError:
             return None
-        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
-            self._limited_logger.warning("a query takes the usual way: %r", error)
+        except Exception as error:  # noqa: BLE001  (FastAPI's route reports it, if it fails as well)
+            self._limited_logger.warning("a query is passed to FastAPI: %r", error)
             return None
         if body is not None:
             if head.limit is not None:
@@ -108,7 +108,7 @@ class FastPath:
     def answer_later(self, head: Head, data: bytes, start: int) -> Awaitable[bytes | None] | None:
         """Return an answer that comes once other members have been asked. None: `answer` decides.
 
-        A query with a limited token takes the usual way, which counts it before it asks.
+        A query with a limited token is passed to FastAPI, which counts it before it asks.
         """
         ask = None if self._group is None else self._group.asks.get(head.path)
         if ask is None or self._spans is not None or head.limit is not None or self._is_refused(head):
@@ -121,8 +121,8 @@ class FastPath:
             body = await asking
         except ProblemError:
             return None
-        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
-            self._limited_logger.warning("a query takes the usual way: %r", error)
+        except Exception as error:  # noqa: BLE001  (FastAPI's route reports it, if it fails as well)
+            self._limited_logger.warning("a query is passed to FastAPI: %r", error)
             return None
         if body is not None:
             self._metrics.queries.note(head.path, time.perf_counter() - began)
@@ -138,19 +138,19 @@ class FastPath:
             tell = self._group.tells.get(head.path)
             return None if tell is None or head.content_type not in _PACKED else tell(data[start:])
         if head.content_type == "application/json":
-            return self._answer_json(self._envelopes[head.path], data, start)
+            return self._answer_json(self._templates[head.path], data, start)
         return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
 
-    def _answer_json(self, envelopes: TemplateCache, data: bytes, start: int) -> bytes | None:
-        expected = envelopes.expected(data, start)
-        body = None if expected is None else self._answer_enveloped(expected, data, start)
+    def _answer_json(self, templates: TemplateCache, data: bytes, start: int) -> bytes | None:
+        expected = templates.expected(data, start)
+        body = None if expected is None else self._answer_template(expected, data, start)
         if body is None:
-            read = envelopes.read(data, start)
-            body = None if read is None or read == expected else self._answer_enveloped(read, data, start)
+            read = templates.read(data, start)
+            body = None if read is None or read == expected else self._answer_template(read, data, start)
         return body
 
-    def _answer_enveloped(self, envelope: BodyTemplate, data: bytes, start: int) -> bytes | None:
-        question, num_before, after = envelope
+    def _answer_template(self, template: BodyTemplate, data: bytes, start: int) -> bytes | None:
+        question, num_before, after = template
         answered = self._answers.answer_text(question, data, start + num_before)
         return answered[0] if answered is not None and data[answered[1] :] == after else None
 
@@ -163,13 +163,13 @@ class FastPath:
         return self._answers.answer_within_rate(question, numbers)
 
     def repeated(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
-        """Return what is alike in requests like this one, which the lane has answered. None: they cannot be direct."""
+        """Return what is alike in requests like this one, which was answered here. None: they cannot be direct."""
         if head.content_type != "application/json" or head.limit is not None:
             return None
-        envelope = self._envelopes[head.path].read(data, start)
-        if envelope is None or self._answers.has_rate(envelope.question):
+        template = self._templates[head.path].read(data, start)
+        if template is None or self._answers.has_rate(template.question):
             return None
-        return RequestTemplate.of(head.path, data, start, envelope, self.heads.generation)
+        return RequestTemplate.of(head.path, data, start, template, self.heads.generation)
 
     def _plan(self, repeated: RequestTemplate) -> Plan | None:
         """Return how requests of a direct connection are answered now, or None if they must take another way."""
@@ -179,8 +179,8 @@ class FastPath:
             return self._answers.direct_plan(repeated.question)
         except ProblemError:
             return None
-        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
-            self._limited_logger.warning("queries of direct connections take the usual way: %r", error)
+        except Exception as error:  # noqa: BLE001  (FastAPI's route reports it, if it fails as well)
+            self._limited_logger.warning("queries of direct connections are passed to FastAPI: %r", error)
             return None
 
     def media_type(self, head: Head) -> bytes:

@@ -18,7 +18,7 @@ from kv_events.records import Headers
 from kv_events.runtime.tracing import trace_headers
 
 MAX_BYTES = 2048
-"""Requests with a longer head take the ordinary way."""
+"""Requests with a longer head are passed to FastAPI."""
 
 _MAX_KEPT = 4096
 _HTTP_VERSION = "1.1"
@@ -64,7 +64,7 @@ class HeadCache:
         self._kept: dict[bytes, Head | None] = {}
 
     def find(self, head: bytes) -> Head | None:
-        """Return what a head says, or None if the request must be handled the usual way.
+        """Return what a head says, or None if the request must be passed to FastAPI.
 
         head: from the request line up to and including the empty line.
         """

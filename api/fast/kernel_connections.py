@@ -68,17 +68,17 @@ class RequestTemplate(NamedTuple):
     """`HeadCache.generation` when the head was accepted."""
 
     @classmethod
-    def of(cls, path: str, data: bytes, body: int, envelope: BodyTemplate, generation: int) -> RequestTemplate | None:
+    def of(cls, path: str, data: bytes, body: int, template: BodyTemplate, generation: int) -> RequestTemplate | None:
         """Return what is alike in requests like this one, or None if a kernel cannot read them.
 
         data: a request. body: index of its body. generation: `HeadCache.generation`.
         """
         length = _LENGTH.search(data, 0, body)
-        if length is None or len(data) > MAX_REQUEST_BYTES or envelope.question.field != "token_ids":
+        if length is None or len(data) > MAX_REQUEST_BYTES or template.question.field != "token_ids":
             return None
         first, end = length.span(1)
-        between = data[end : body + envelope.num_before]
-        return cls(path, envelope.question, data[:first], between, envelope.after, body - end, generation)
+        between = data[end : body + template.num_before]
+        return cls(path, template.question, data[:first], between, template.after, body - end, generation)
 
     def pattern(self) -> TemplatePieces:
         """Return the same for the kernel."""
@@ -133,7 +133,7 @@ class KernelConnections:
         self._patterns: dict[tuple[str, bytes, bytes, bytes], Resident] = {}
         self._answered_at = np.zeros(0)  # by file descriptor
         self._epoll: select.epoll | None = None
-        self._use(_empty_exchange())
+        self._use(_empty_buffers())
         self._headers: bytes | None = None  # that are written in the head of answers
         self._head_size = 0
 
@@ -213,12 +213,12 @@ class KernelConnections:
         if plan is None:
             return [_Returned(connection) for connection in connections]
         self._prepare(first.owner.response_headers(), plan.answer_bytes)
-        exchange = self._exchange
-        exchange.connections[:count] = connections
+        sockets = self._sockets
+        sockets.connections[:count] = connections
         answered = plan.serve(self._resident, first.pattern, count, self._head_size, self._times())
-        served, returned = exchange.connections[:count], []
+        served, returned = sockets.connections[:count], []
         if answered < count:
-            outcomes = exchange.outcomes[:count]
+            outcomes = sockets.outcomes[:count]
             returned = [self._returned(number) for number in np.flatnonzero(_IS_RETURNED[outcomes]).tolist()]
             served = served[_IS_ANSWERED[outcomes]]
         if len(served):
@@ -227,10 +227,10 @@ class KernelConnections:
         return returned
 
     def _returned(self, number: int) -> _Returned:
-        exchange = self._exchange
-        begin, end = exchange.borders[number].tolist()
-        left, connection = exchange.data[begin:end].tobytes(), int(exchange.connections[number])
-        return _Returned(connection, rest=left) if exchange.outcomes[number] == CUT else _Returned(connection, left)
+        sockets = self._sockets
+        begin, end = sockets.borders[number].tolist()
+        left, connection = sockets.data[begin:end].tobytes(), int(sockets.connections[number])
+        return _Returned(connection, rest=left) if sockets.outcomes[number] == CUT else _Returned(connection, left)
 
     def _return(self, returned: list[_Returned]) -> None:
         for connection, data, rest in returned:
@@ -252,19 +252,19 @@ class KernelConnections:
 
     def _prepare(self, headers: bytes, answer_bytes: int) -> None:
         """Make room for answers, and write the fixed part of their head."""
-        if len(self._exchange.data) < ROOM_BYTES + answer_bytes:
-            self._use(self._exchange._replace(data=np.zeros(ROOM_BYTES + 2 * answer_bytes, np.uint8)))
+        if len(self._sockets.data) < ROOM_BYTES + answer_bytes:
+            self._use(self._sockets._replace(data=np.zeros(ROOM_BYTES + 2 * answer_bytes, np.uint8)))
         if headers is not self._headers:
             begin = _HEAD_BEGIN % headers
             head = np.frombuffer(bytearray(begin + bytes(_LENGTH_BYTES)), np.uint8)
-            self._use(self._exchange._replace(head=head))
+            self._use(self._sockets._replace(head=head))
             self._headers, self._head_size = headers, len(begin)
 
-    def _use(self, exchange: SocketBuffers) -> None:
-        self._exchange, self._resident = exchange, resident(exchange)
+    def _use(self, sockets: SocketBuffers) -> None:
+        self._sockets, self._resident = sockets, resident(sockets)
 
 
-def _empty_exchange() -> SocketBuffers:
+def _empty_buffers() -> SocketBuffers:
     return SocketBuffers(
         _functions(),
         np.zeros(_MOST, np.int32),

@@ -93,8 +93,8 @@ class AnswerWriter:
 
     def __init__(self) -> None:
         self._peer, self._rfc = resident(PEER), resident(RFC)
-        self._rosters: dict[int, _KeptTable] = {}  # by the id of a namespace, while it exists
-        self._desk = QueryBuffers.new()
+        self._tables: dict[int, _KeptTable] = {}  # by the id of a namespace, while it exists
+        self._buffers = QueryBuffers.new()
         self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
         self._plan: Plan | None = None
 
@@ -108,7 +108,7 @@ class AnswerWriter:
         kind = _GIVEN[question.field]
         tokens, hashes = (numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)
         length, _ = self._write(question, (kind, b"", 0, tokens, hashes), namespace, freshness, now)
-        return None if length < 0 else self._desk.out[:length].tobytes()
+        return None if length < 0 else self._buffers.out[:length].tobytes()
 
     def write_text(
         self, question: ParsedQuery, text: bytes, start: int, namespace: Namespace, freshness: Freshness, now: float
@@ -125,7 +125,7 @@ class AnswerWriter:
             count, end = read_hashes(text, start, self._hashes, kind == LOCAL_HASHES)
             prompt = (kind, b"", 0, _NO_TOKENS, self._hashes[: max(0, count)])
             length = -1 if end < 0 else self._write(question, prompt, namespace, freshness, now)[0]
-        return None if length < 0 else (self._desk.out[:length].tobytes(), end)
+        return None if length < 0 else (self._buffers.out[:length].tobytes(), end)
 
     def _write(
         self, question: ParsedQuery, prompt: _Prompt, namespace: Namespace, freshness: Freshness, now: float
@@ -139,15 +139,15 @@ class AnswerWriter:
         found, end, num_positions = plan.answer(prompt, UNKNOWN, 1, times)
         if end < 0:
             return -1, end
-        desk, kind = self._desk, prompt[0]
+        buffers, kind = self._buffers, prompt[0]
         num_pages = num_positions // namespace.key.block_size if kind in (TEXT, TOKENS) else num_positions
-        hashes = prompt[-1] if kind == SEQUENCE_HASHES else desk.hashes[:num_pages]
-        matches = Matches(desk.streams[:found], desk.pages[: namespace.index.most_streams])
+        hashes = prompt[-1] if kind == SEQUENCE_HASHES else buffers.hashes[:num_pages]
+        matches = Matches(buffers.streams[:found], buffers.pages[: namespace.index.most_streams])
         known_positions = num_positions if kind in (TEXT, TOKENS) else None
         left = reusable(namespace, hashes, matches, freshness, known_positions)
         found = len(left.matches.streams)
-        desk.streams[:found] = left.matches.streams
-        desk.group_states[: len(left.states)] = left.states
+        buffers.streams[:found] = left.matches.streams
+        buffers.group_states[: len(left.states)] = left.states
         return plan.answer(prompt, found, 1, times)[0], end
 
     def plan(self, question: ParsedQuery, namespace: Namespace) -> Plan:
@@ -158,24 +158,24 @@ class AnswerWriter:
         return plan
 
     def _planned(self, question: ParsedQuery, namespace: Namespace) -> Plan:
-        roster = self._roster(namespace)
+        table = self._roster(namespace)
         begin = _PEER_BEGIN if question.is_peer else b"{%s:{" % msgspec.json.encode(question.tenant)
         block_size = namespace.key.block_size
         num_pages = max(MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY // block_size)
-        num_bytes = len(begin) + roster.most_bytes
-        desk = self._desk = self._desk.with_room(num_pages, namespace.index.most_streams, num_bytes)
-        desk.out[: len(begin)] = np.frombuffer(begin, _UINT8)
+        num_bytes = len(begin) + table.most_bytes
+        buffers = self._buffers = self._buffers.with_room(num_pages, namespace.index.most_streams, num_bytes)
+        buffers.out[: len(begin)] = np.frombuffer(begin, _UINT8)
         if question.weights is not None:
-            desk.weights[:] = question.weights
+            buffers.weights[:] = question.weights
         state = long_hash_state(block_size + question.is_bigram, question.seed)
-        desk.long_state[: len(state)] = state
+        buffers.long_state[: len(state)] = state
         return Plan(
             question,
             ref(namespace),
             namespace.num_changes,
             namespace.index.lookup,
-            resident(desk),
-            roster.roster,
+            resident(buffers),
+            table.table,
             self._peer if question.is_peer else self._rfc,
             (block_size, int(question.is_bigram), int(question.weights is not None), len(begin)),
             (question.seed, process_base()),
@@ -183,16 +183,16 @@ class AnswerWriter:
         )
 
     def _roster(self, namespace: Namespace) -> _KeptTable:
-        kept = self._rosters.get(id(namespace))
+        kept = self._tables.get(id(namespace))
         if kept is None or kept.num_changes != namespace.num_changes:
             if kept is None:
                 finalize(namespace, self._forget, id(namespace))
-            kept = self._rosters[id(namespace)] = _KeptTable.of(namespace)
+            kept = self._tables[id(namespace)] = _KeptTable.of(namespace)
         return kept
 
     def _forget(self, namespace: int) -> None:
         """Release the memory of a namespace that is gone. namespace: its id."""
-        self._rosters.pop(namespace)
+        self._tables.pop(namespace)
         if self._plan is not None and self._plan.namespace() is None:
             self._plan = None
 
@@ -205,8 +205,8 @@ class Plan(NamedTuple):
     num_changes: int
     """`Namespace.num_changes`."""
     lookup: Resident
-    desk: Resident
-    roster: Resident
+    buffers: Resident
+    table: Resident
     layout: Resident
     numbers: tuple[int, int, int, int]
     """Block size, 1 for pages of token pairs, 1 if there are weights, bytes of the beginning."""
@@ -235,24 +235,24 @@ class Plan(NamedTuple):
             (kind, block_size, is_bigram, found, has_weights, has_groups, begin),
             self.seeds,
             self.lookup,
-            self.desk,
-            self.roster,
+            self.buffers,
+            self.table,
             self.layout,
             times,
         )
         return answered
 
-    def serve(self, exchange: Resident, pattern: Resident, count: int, head_size: int, times: Times) -> int:
+    def serve(self, sockets: Resident, pattern: Resident, count: int, head_size: int, times: Times) -> int:
         """Call `serve_ready`."""
         answered: int = serve_ready(
-            exchange,
+            sockets,
             pattern,
             (count, head_size, self.answer_bytes),
             self.numbers,
             self.seeds,
             self.lookup,
-            self.desk,
-            self.roster,
+            self.buffers,
+            self.table,
             self.layout,
             times,
         )
@@ -260,9 +260,9 @@ class Plan(NamedTuple):
 
 
 class _KeptTable(NamedTuple):
-    """The roster of a namespace until its views are others."""
+    """The table of a namespace until its views are others."""
 
-    roster: Resident
+    table: Resident
     num_changes: int
     """`Namespace.num_changes`."""
     most_bytes: int
@@ -282,7 +282,7 @@ class _KeptTable(NamedTuple):
                 following[last[worker]] = stream
             last[worker] = stream
         names = texts(map(msgspec.json.encode, numbers))
-        roster = StreamTable(
+        table = StreamTable(
             states=columns.states,
             faults=columns.faults,
             heard_at=columns.heard_at,
@@ -297,4 +297,4 @@ class _KeptTable(NamedTuple):
             query=np.zeros(1, np.int64),
         )
         text_bytes = BYTES_PER_WORKER * len(numbers) + BYTES_PER_RANK * len(namespace.views)
-        return cls(resident(roster), namespace.num_changes, 2 * len(names.data) + text_bytes + _FRAME_BYTES)
+        return cls(resident(table), namespace.num_changes, 2 * len(names.data) + text_bytes + _FRAME_BYTES)

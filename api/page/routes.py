@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
@@ -18,7 +17,6 @@ from kv_events.http.fleet import Fleet, Funnel, Residency
 
 _MAX_WORKERS = 4096
 
-_encoder = msgspec.json.Encoder()
 _BAD_PARAMETER = problem(422, "A parameter is invalid")
 
 At = Annotated[str | None, Query(description="A moment of the log, in `kvsight replay --serve`. Default: the newest.")]
@@ -77,6 +75,6 @@ def page_routes(open_scene: PageStateAt) -> APIRouter:
     async def funnel(at: At = None) -> Response:
         """Return the decisions that routers reported in the last hour, and what the engines reused."""
         scene = await open_scene(at)
-        return json_response(_encoder.encode(scene.funnel(scene.views.now())))
+        return json_response(scene.funnel(scene.views.now()))
 
     return router

@@ -56,7 +56,7 @@ class TokenizeRoute:
             raise ProblemError(
                 503, ProblemKind.UNAVAILABLE, f"the tokenizer's answer cannot be read: {error}"
             ) from None
-        return json_response(msgspec.json.encode(Tokenized(token_ids=tokens)))
+        return json_response(Tokenized(token_ids=tokens))
 
 
 async def _ask(url: str, request: TokenizeRequest) -> bytes:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from http import HTTPStatus
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -137,8 +137,9 @@ class RawEndpoint:
         await response(scope, receive, send)
 
 
-def json_response(body: bytes, status: int = HTTPStatus.OK) -> Response:
-    """Return an answer that is already JSON."""
+def json_response(answer: Any, status: int = HTTPStatus.OK) -> Response:
+    """Return an answer. answer: a struct or a list of structs, or bytes that are already JSON."""
+    body = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
     return Response(body, status, media_type="application/json")
 
 

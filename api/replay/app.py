@@ -88,7 +88,7 @@ def create_past_app(folder: Path, settings: ApiSettings, default: LogMoment, dam
     app.include_router(metrics_routes(served, settings.metrics_max_workers))
     app.include_router(past_routes(moments, marks, folder.name, damage))
     app.include_router(page_routes(PageStates(folder, moments, marks).open))
-    app.include_router(static_routes())
+    app.router.routes += static_routes()
     app.add_middleware(MomentMiddleware, moments=moments, max_body_bytes=settings.max_body_bytes)
     # the last middleware added is the outermost one: callers without the token open no moments
     app.add_middleware(Guard, checks=[check_origin(settings.is_allowed_host), check_tokens(tokens, _OPEN_PATHS)])

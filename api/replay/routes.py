@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Final, Literal
 
-import msgspec
 from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry
 from starlette.responses import Response
@@ -29,7 +28,6 @@ from kv_events.schema import MEDIA
 
 _OUTSIDE = problem(422, "The moment is outside the log, or a parameter is invalid")
 
-_encoder = msgspec.json.Encoder()
 
 AT_TEXT: Final = "The moment: a time (ISO 8601, or @SECONDS since 1970), an index in the log, or PARTITION:OFFSET,..."
 
@@ -60,7 +58,7 @@ def past_routes(moments: OpenMoments, marks: MarkerSearch, name: str, damage: li
             marks_failure=marks.failure,
             damage=list(dict.fromkeys([*damage, *marks.damage])),
         )
-        return json_response(_encoder.encode(found))
+        return json_response(found)
 
     @router.get("/moment", response_class=Response, responses={**answers(MomentOfLog, "The moment"), **_OUTSIDE})
     async def moment(at: At = None, step: Annotated[Literal["next", "previous"] | None, Query()] = None) -> Response:
@@ -81,7 +79,7 @@ def past_routes(moments: OpenMoments, marks: MarkerSearch, name: str, damage: li
                 records=opened.views.applier.records,
                 batch=None if opened.newest is None else _batch(*opened.newest),
             )
-        return json_response(_encoder.encode(found))
+        return json_response(found)
 
     comparing = asyncio.Lock()  # each comparison needs two moments in memory
 
@@ -94,17 +92,17 @@ def past_routes(moments: OpenMoments, marks: MarkerSearch, name: str, damage: li
         before, after = await moments.parse(first, "from"), await moments.parse(at)
         async with comparing, moments.opened(before) as one, moments.opened(after) as other:
             found = await asyncio.to_thread(lambda: diff(holdings_of(one.views), holdings_of(other.views)))
-        return json_response(_encoder.encode(found))
+        return json_response(found)
 
     @router.get("/health", response_class=Response, responses=answers(Status, "Healthy"))
     async def health() -> Response:
         """Return 200 while this process answers."""
-        return json_response(_encoder.encode(Status(status="ok")))
+        return json_response(Status(status="ok"))
 
     @router.get("/ready", response_class=Response, responses=answers(Status, "Ready"))
     async def ready() -> Response:
         """Return 200: moments can be asked for."""
-        return json_response(_encoder.encode(Status(status="ready")))
+        return json_response(Status(status="ready"))
 
     return router
 

@@ -116,7 +116,7 @@ def _shards_routes(gatherer: ScatterGather) -> APIRouter:
     @router.get("/shards", response_class=Response, responses=answers(Shards, "The group as this member sees it"))
     async def shards() -> Response:
         """Return the members of the group with their partitions, and what answers lack at the moment."""
-        return json_response(msgspec.json.encode(gatherer.shards()))
+        return json_response(gatherer.shards())
 
     return router
 

@@ -166,4 +166,4 @@ def _model(model: str | UnsetType, modelname: str | UnsetType) -> str:
 
 
 def _json(answer: msgspec.Struct, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    return json_response(msgspec.json.encode(answer), status)
+    return json_response(answer, status)

@@ -7,7 +7,6 @@ from heapq import nsmallest
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter, Query
 from msgspec import UNSET
@@ -32,7 +31,6 @@ MAX_PAGES_PER_ANSWER = 10_000
 _MAX_NAMES = 20
 
 
-_encoder = msgspec.json.Encoder()
 _BAD_PARAMETER = problem(422, "A parameter is invalid")
 _UNKNOWN_WORKER = problem(404, "No stream of this worker matches")
 
@@ -86,7 +84,7 @@ def worker_routes(
         views = _streams(served, worker, dp_rank, model, tenant)
         selected = [view for view in views if view.stream.model in (model, _base_model(view))]
         found = _single(selected or views, worker)
-        return json_response(_encoder.encode(await _radix_view(served, found, limit, cursor)))
+        return json_response(await _radix_view(served, found, limit, cursor))
 
     if demand_resync is None:
         return router
@@ -109,7 +107,7 @@ def worker_routes(
         for each in views:
             demand_resync(each)
         accepted = ResyncAccepted(streams=[each.stream.key for each in views])
-        return json_response(_encoder.encode(accepted), HTTPStatus.ACCEPTED)
+        return json_response(accepted, HTTPStatus.ACCEPTED)
 
     return router
 

@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bridge.decoding.events import (
+    UNKNOWN,
     AttentionSpec,
     ClearedRun,
     InvalidEvent,
-    Location,
-    MixedRun,
+    Medium,
     PageEvents,
-    RemovedRun,
+    PageRun,
     Run,
-    StoredRun,
+    medium_of,
 )
 from bridge.decoding.kernels import columns, scan
 from bridge.decoding.kernels.runs import begin_run
@@ -147,7 +147,6 @@ class Decoder(threading.local):
             np.empty(_ROWS, np.uint64),
             np.empty(_ROWS, np.uint8),
             np.empty(_ROWS, np.uint8),
-            np.empty(_ROWS, np.uint8),
             np.empty(2 * num_bytes + 1, np.uint64),
             np.empty(2 * num_bytes + 1, np.uint32),
         )
@@ -193,7 +192,7 @@ class Decoder(threading.local):
     def _single(self, data: memoryview, number: int) -> Run:
         """One event of a run that cannot be read as a whole."""
         begin_run.py_func(self._events.rows, number)
-        self._events.location_indices[number] = 0
+        self._events.kinds[number] &= columns.REMOVAL
         row = self._events.rows[number].tolist()
         try:
             return self._run(data, row, number, number + 1)
@@ -203,29 +202,31 @@ class Decoder(threading.local):
                 may_be_removal = may_remove(data[row[columns.START] : row[columns.STOP]])
             return InvalidEvent("field", may_be_removal)
 
-    def _pages(self, data: memoryview, row: _Row, start: int, stop: int) -> Run:
-        last = row if stop == start + 1 else self._events.rows[stop - 1].tolist()
-        hashes = self._events.hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]]
-        attention_group = None if row[columns.GROUP] < 0 else row[columns.GROUP]
-        store = row[columns.STORE_ROW]
-        if store < 0 and row[columns.NUM_LOCATIONS] == 1:
-            return RemovedRun(hashes, _location(data, row), attention_group)
-        here = slice(start, stop)
-        scanned = self._events
+    def _pages(self, data: memoryview, row: _Row, start: int, stop: int) -> PageRun:
+        scanned, here = self._events, slice(start, stop)
+        last = row if stop == start + 1 else scanned.rows[stop - 1].tolist()
+        kinds = scanned.kinds[here]
         events = PageEvents(
-            hashes, scanned.lengths[here], scanned.parents[here], scanned.has_parent[here], scanned.is_removal[here]
+            scanned.hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]],
+            scanned.lengths[here],
+            scanned.parents[here],
+            scanned.has_parent[here],
+            kinds,
         )
-        tokens = self._events.tokens[row[columns.TOKEN_FROM] : last[columns.TOKEN_TO]]
-        store_row = row if store in (start, -1) else self._events.rows[store].tolist()
-        stored = _stored(data, store_row, events, tokens, attention_group)
-        if row[columns.NUM_LOCATIONS] == 1 and (start + 1 == stop or not events.is_removal.any()):
-            return stored
-        location_rows = row[columns.LOCATION_ROWS : columns.LOCATION_ROWS + row[columns.NUM_LOCATIONS]]
-        return MixedRun(
-            stored,
-            scanned.location_indices[here],
-            [_location(data, self._events.rows[number].tolist()) for number in location_rows],
-        )
+        store, attention_group = row[columns.STORE_ROW], None if row[columns.GROUP] < 0 else row[columns.GROUP]
+        num_media = row[columns.NUM_LOCATIONS]
+        media: list[Medium] = []
+        if num_media > 1 or (store >= 0 and stop > start + 1 and (kinds & columns.REMOVAL).any()):
+            location_rows = row[columns.LOCATION_ROWS : columns.LOCATION_ROWS + num_media]
+            media = [_medium(data, scanned.rows[number].tolist()) for number in location_rows]
+            tiers = [UNKNOWN + i if medium.tier is None else medium.tier for i, medium in enumerate(media)]
+            kinds = np.array(tiers, np.uint8)[kinds % columns.REMOVAL] + (kinds & columns.REMOVAL)
+            events = events._replace(kinds=kinds)
+        if store < 0:
+            return PageRun(events, _medium(data, row), attention_group, is_removal=True, media=media)
+        tokens = scanned.tokens[row[columns.TOKEN_FROM] : last[columns.TOKEN_TO]]
+        store_row = row if store == start else scanned.rows[store].tolist()
+        return _stored(data, store_row, events, tokens, attention_group)._replace(media=media)
 
 
 def _why_unreadable(num_bytes: int, num_events: int) -> str:
@@ -236,31 +237,29 @@ def _why_unreadable(num_bytes: int, num_events: int) -> str:
     return f"{num_bytes} bytes that are not an event batch"
 
 
-def _stored(
-    data: memoryview, row: _Row, events: PageEvents, tokens: U32Array, attention_group: int | None
-) -> StoredRun:
+def _stored(data: memoryview, row: _Row, events: PageEvents, tokens: U32Array, attention_group: int | None) -> PageRun:
     """row: of the store that the run is described by."""
     lora_name = _text(data, row, columns.LORA) or (str(row[columns.LORA_ID]) if row[columns.LORA_ID] else "")
     extra = data[row[columns.EXTRA] : row[columns.EXTRA] + row[columns.EXTRA_LENGTH]]
     if len(extra) > _MAX_EXTRA_BYTES or (extra and len(events.block_hashes) > MAX_PAGES_PER_BATCH):
         raise msgspec.ValidationError(f"extra keys of {len(extra)} bytes, for {len(events.block_hashes)} pages")
-    return StoredRun(
+    return PageRun(
         events,
-        tokens,
-        len(tokens) - row[columns.PAIRS],
-        bool(row[columns.PAIRS]),
-        row[columns.BLOCK_SIZE],
-        _location(data, row),
+        _medium(data, row),
         attention_group,
-        AttentionSpec(_text(data, row, columns.SPEC), row[columns.WINDOW]),
-        lora_name,
-        _text(data, row, columns.SALT),
-        decode_any(extra) if extra else [],
+        tokens=tokens,
+        num_positions=len(tokens) - row[columns.PAIRS],
+        is_bigram=bool(row[columns.PAIRS]),
+        block_size=row[columns.BLOCK_SIZE],
+        spec=AttentionSpec(_text(data, row, columns.SPEC), row[columns.WINDOW]),
+        lora_name=lora_name,
+        cache_salt=_text(data, row, columns.SALT),
+        extra_keys=decode_any(extra) if extra else (),
     )
 
 
-def _location(data: memoryview, row: _Row) -> Location:
-    return Location(_text(data, row, columns.MEDIUM), _text(data, row, columns.LOCALITY))
+def _medium(data: memoryview, row: _Row) -> Medium:
+    return medium_of(_text(data, row, columns.MEDIUM), _text(data, row, columns.LOCALITY))
 
 
 def _text(data: memoryview, row: _Row, column: int) -> str:

@@ -5,17 +5,67 @@ A run is one event, or several adjacent ones that can be applied together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from bridge.decoding.kernels.columns import REMOVAL
 from bridge.decoding.mooncake import MooncakeEvent
 from kv_events.hashing import U32Array, U64Array
 from kv_events.kernels.bundles import I64Vector, U8Vector, U64Input, U64Vector
+from kv_events.schema import MEDIUM_INDEX, StorageMedium
 
-_MASK64 = 2**64 - 1
+MASK64 = 2**64 - 1
+_NO_TOKENS = np.empty(0, np.uint32)
+
+
+UNKNOWN = 128
+"""Added to the kinds of events on unknown media. The ledger skips them."""
+_GPU, _CPU, _DISK, _EXTERNAL = (MEDIUM_INDEX[medium.value] for medium in StorageMedium)
+_TIERS = {
+    "": _GPU,  # absent
+    "GPU": _GPU,
+    "CPU": _CPU,  # vLLM's offload, LMCache, Mooncake
+    "CPU_PINNED": _CPU,  # SGLang
+    "CPU_TIER1": _CPU,  # Dynamo's block manager; also the next two
+    "CPU_TIER2": _DISK,
+    "NVME": _DISK,
+    "DISK": _DISK,
+    "FS": _DISK,  # vLLM's offload; also the next two
+    "OBJ": _DISK,
+    "STORAGE": _DISK,
+    "EXTERNAL": _EXTERNAL,  # SGLang's third level
+    "REMOTE": _EXTERNAL,  # ATOM
+}
+_CUDA_DEVICE = "DEVICE(TYPE='CUDA'"  # one LMCache version writes this for GPU
+
+
+class Medium(NamedTuple):
+    """Where pages are."""
+
+    tier: int | None
+    """Index of the tier. None if the medium is unknown."""
+    name: str = ""
+    """The engine's name of an unknown medium."""
+
+    @property
+    def is_device(self) -> bool:
+        """Whether it is the accelerator's own memory."""
+        return self.tier == _GPU
+
+
+def medium_of(name: str, locality: str = "") -> Medium:
+    """The medium of this name, in any case.
+
+    locality: vLLM's `LOCAL` or `REMOTE`. Pages on another machine are external, whatever their medium there.
+    """
+    upper = name.upper()
+    tier = _GPU if upper.startswith(_CUDA_DEVICE) else _TIERS.get(upper)
+    if tier is None:
+        return Medium(None, name)
+    return Medium(_EXTERNAL if locality.upper() == "REMOTE" else tier)
 
 
 class PageEvents(NamedTuple):
@@ -29,28 +79,22 @@ class PageEvents(NamedTuple):
     """[m] block hash before each stored event's first page."""
     has_parent: U8Vector
     """[m] whether `parents` applies. If not, the event's first page begins a prompt."""
-    is_removal: U8Vector
-    """[m] whether the event removes its pages."""
+    kinds: U8Vector
+    """[m] tier, plus REMOVAL for a removal; UNKNOWN and the medium's index in its run if the medium is unknown."""
 
     def part(self, start: int, stop: int, first_page: int, end_page: int) -> PageEvents:
         """Events start:stop, whose pages are first_page:end_page."""
         here = slice(start, stop)
-        return PageEvents(
-            self.block_hashes[first_page:end_page],
-            self.lengths[here],
-            self.parents[here],
-            self.has_parent[here],
-            self.is_removal[here],
-        )
+        pages = self.block_hashes[first_page:end_page]
+        return PageEvents(pages, self.lengths[here], self.parents[here], self.has_parent[here], self.kinds[here])
 
     def copy(self) -> PageEvents:
         """A copy with memory of its own."""
-        block_hashes, lengths, parents, has_parent, is_removal = self
-        return PageEvents(block_hashes.copy(), lengths.copy(), parents.copy(), has_parent.copy(), is_removal.copy())
+        return PageEvents._make(column.copy() for column in self)
 
     @classmethod
-    def stored(cls, block_hashes: U64Vector, parent: int | None) -> PageEvents:
-        """A store event. parent: block hash of the page before the first."""
+    def one(cls, block_hashes: U64Vector, parent: int | None = None) -> PageEvents:
+        """One event. parent: block hash of the page before the first."""
         return cls(
             block_hashes,
             np.array([len(block_hashes)], np.int64),
@@ -58,13 +102,6 @@ class PageEvents(NamedTuple):
             np.array([parent is not None], np.uint8),
             np.zeros(1, np.uint8),
         )
-
-
-class Location(NamedTuple):
-    """Where pages are, as the engine names it."""
-
-    medium: str
-    locality: str = ""
 
 
 class AttentionSpec(NamedTuple):
@@ -76,90 +113,60 @@ class AttentionSpec(NamedTuple):
     """Tokens of a sliding window. 0: none."""
 
 
-class StoredRun(NamedTuple):
-    """Stored pages."""
+class PageRun(NamedTuple):
+    """Pages stored and removed by events of one attention group. The stores differ in their pages and media only."""
 
     events: PageEvents
-    tokens: U32Array
+    """`kinds` are only those of the ledger if the run is mixed."""
+    medium: Medium
+    """That of the first store, or of all removals."""
+    attention_group: int | None = None
+    is_removal: bool = False
+    """Whether it only removes pages."""
+    media: Sequence[Medium] = ()
+    """Not empty if the run is mixed: of stores and removals, or of several media. Its stores are whole and have tokens.
+    """
+    tokens: U32Array = _NO_TOKENS
     """Tokens of all events, one after the other; may be absent. n overlapping pairs are n + 1 tokens, in one event."""
-    num_positions: int
+    num_positions: int = 0
     """Number of tokens, or of pairs."""
-    is_bigram: bool
-    block_size: int
+    is_bigram: bool = False
+    block_size: int = 0
     """0 if the events do not say."""
-    location: Location
-    attention_group: int | None
-    spec: AttentionSpec
-    lora_name: str
+    spec: AttentionSpec = AttentionSpec()
+    lora_name: str = ""
     """Adapter's name, or its number if that is all the events say; empty for the base model."""
-    cache_salt: str
-    extra_keys: list[Any]
+    cache_salt: str = ""
+    extra_keys: Sequence[Any] = ()
     """vLLM's `extra_keys` if one of the pages has any. Only in runs of one event."""
 
-    def copy(self) -> StoredRun:
+    def copy(self) -> PageRun:
         """A copy that stays valid when the decoder goes on."""
         return self._replace(events=self.events.copy(), tokens=self.tokens.copy())
 
-    @classmethod
-    def of_mooncake_event(cls, event: MooncakeEvent, token_ids: list[int], block_size: int) -> StoredRun:
-        """Make a run of one event. block_size: used if the event names none."""
-        parent = event.parent_hash
-        return cls(
-            PageEvents.stored(hashes_of(event), None if parent is None else parent & _MASK64),
-            np.array(token_ids, np.uint32),
-            len(token_ids),
-            is_bigram=False,
-            block_size=event.block_size or block_size,
-            location=Location(event.medium or ""),
-            attention_group=None,
-            spec=AttentionSpec(),
-            lora_name=event.lora_name or "",
-            cache_salt=event.additional_salt or "",
-            extra_keys=[],
-        )
-
-
-class RemovedRun(NamedTuple):
-    """Removed pages."""
-
-    block_hashes: U64Array
-    location: Location
-    attention_group: int | None
-
-    def copy(self) -> RemovedRun:
-        """See `StoredRun.copy`."""
-        return self._replace(block_hashes=self.block_hashes.copy())
-
-
-class MixedRun(NamedTuple):
-    """Stores and removals mixed, or on several media. Stored pages are whole and have tokens."""
-
-    stored: StoredRun
-    """The properties that all stores share; the location varies. Its `events` include the removals."""
-    location_indices: U8Vector
-    """[m] index of each event's location in `locations`."""
-    locations: list[Location]
-
-    def copy(self) -> MixedRun:
-        """See `StoredRun.copy`."""
-        return self._replace(stored=self.stored.copy(), location_indices=self.location_indices.copy())
-
-    def parts(self) -> Iterator[StoredRun | RemovedRun]:
-        """Split into runs of one kind and one location."""
-        stored, events = self.stored, self.stored.events
+    def parts(self) -> Iterator[PageRun]:
+        """Split into runs of stores on one medium, and of removals from one."""
+        if not self.media:
+            yield self
+            return
+        events = self.events
+        is_removal = events.kinds & REMOVAL > 0
         pages = np.cumsum([0, *events.lengths])
-        stored_pages = np.cumsum([0, *np.where(events.is_removal, 0, events.lengths)])
-        kinds = events.is_removal.astype(np.int64) << 8 | self.location_indices
-        borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
+        stored_pages = np.cumsum([0, *np.where(is_removal, 0, events.lengths)])
+        borders = [0, *(np.flatnonzero(np.diff(events.kinds)) + 1).tolist(), len(events.kinds)]
         for start, stop in pairwise(borders):
-            location = self.locations[self.location_indices[start]]
-            if events.is_removal[start]:
-                yield RemovedRun(events.block_hashes[pages[start] : pages[stop]], location, stored.attention_group)
+            part = events.part(start, stop, pages[start], pages[stop])
+            medium = self.medium_at(start)
+            if is_removal[start]:
+                yield PageRun(part, medium, self.attention_group, is_removal=True)
             else:
-                size = stored.block_size
-                tokens = stored.tokens[stored_pages[start] * size : stored_pages[stop] * size]
-                part = events.part(start, stop, pages[start], pages[stop])
-                yield stored._replace(events=part, tokens=tokens, num_positions=len(tokens), location=location)
+                tokens = self.tokens[stored_pages[start] * self.block_size : stored_pages[stop] * self.block_size]
+                yield self._replace(events=part, medium=medium, media=(), tokens=tokens, num_positions=len(tokens))
+
+    def medium_at(self, event: int) -> Medium:
+        """The medium of an event of a mixed run."""
+        kind = int(self.events.kinds[event])
+        return self.media[kind % REMOVAL] if kind >= UNKNOWN else Medium(kind % REMOVAL)
 
 
 class ClearedRun(NamedTuple):
@@ -180,7 +187,7 @@ class InvalidEvent(NamedTuple):
 
 def hashes_of(event: MooncakeEvent) -> U64Array:
     """uint64[n]: the hashes of an event."""
-    return np.array([value & _MASK64 for value in event.seq_hashes], np.uint64)
+    return np.array([value & MASK64 for value in event.seq_hashes], np.uint64)
 
 
-Run: TypeAlias = StoredRun | RemovedRun | MixedRun | ClearedRun | MooncakeEvent | InvalidEvent
+Run: TypeAlias = PageRun | ClearedRun | MooncakeEvent | InvalidEvent

@@ -16,12 +16,12 @@ from typing import TypeAlias
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.events import ClearedRun, InvalidEvent, Location, MixedRun, RemovedRun, Run, StoredRun, hashes_of
+from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageEvents, PageRun, Run, hashes_of, medium_of
 from bridge.decoding.mooncake import MooncakeEvent
 from bridge.hashes.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
 from bridge.hashes.hash_memory import HashMemory, HashNamespace
 from bridge.hashes.page_namer import PageNamer, page_hashes, with_pages
-from bridge.hashes.page_publisher import PagePublisher, is_device
+from bridge.hashes.page_publisher import PagePublisher
 from bridge.settings import EngineDefaults
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
@@ -69,7 +69,7 @@ class EventTranslator:
         self._groups = AttentionGroups(defaults)
         self._outputs = {OWN_STREAM: self._new_output()}
         self._size = BlockSizeRule(defaults.block_size)
-        self._waiting: list[StoredRun | RemovedRun | MixedRun] = []
+        self._waiting: list[PageRun] = []
         if defaults.block_size is not None:
             self.open_publisher(defaults.block_size)
 
@@ -118,7 +118,7 @@ class EventTranslator:
     def apply(self, run: Run) -> None:
         """Apply one run of events, at once or in `end_batch`."""
         match run:
-            case StoredRun() | RemovedRun() | MixedRun():
+            case PageRun():
                 if self._waiting or not self._groups.is_settled(run):
                     self._waiting.append(run.copy())
                 else:
@@ -145,12 +145,12 @@ class EventTranslator:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        parts: list[StoredRun | RemovedRun] = []
+        parts: list[PageRun] = []
         is_news = False
         for run in waiting:
-            for part in run.parts() if isinstance(run, MixedRun) else (run,):
+            for part in run.parts():
                 parts.append(part)
-                is_news |= isinstance(part, StoredRun) and self._groups.learn(part)
+                is_news |= not part.is_removal and self._groups.learn(part)
                 yield
         if is_news:
             self._resize()
@@ -204,42 +204,38 @@ class EventTranslator:
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
-    def _apply_to_own_stream(self, run: StoredRun | RemovedRun | MixedRun) -> None:
+    def _apply_to_own_stream(self, run: PageRun) -> None:
         """Apply what a run says of full attention."""
-        own = self._outputs[OWN_STREAM]
-        match run:
-            case StoredRun():
-                for group in self._groups.stored_in(run.attention_group):
-                    if self._groups.stream_of(group) == OWN_STREAM:
-                        self._store(run._replace(attention_group=group), self._groups.namespace(group))
-            case RemovedRun():
-                for group in self._groups.removed_from(run.attention_group):
-                    namespace = self._groups.namespace(group)
-                    if namespace is not None and self._groups.stream_of(group) == OWN_STREAM:
-                        hashes = page_hashes(run.block_hashes, self._groups.scale(group))
-                        own.remove(hashes, namespace, run.location, names_group=group is not None)
-            case MixedRun():
-                self._change(run)
+        if run.media:
+            self._change(run)
+        elif run.is_removal:
+            for group in self._groups.removed_from(run.attention_group):
+                namespace = self._groups.namespace(group)
+                if namespace is not None and self._groups.stream_of(group) == OWN_STREAM:
+                    hashes = page_hashes(run.events.block_hashes, self._groups.scale(group))
+                    self._outputs[OWN_STREAM].remove(hashes, namespace, run.medium, names_group=group is not None)
+        else:
+            for group in self._groups.stored_in(run.attention_group):
+                if self._groups.stream_of(group) == OWN_STREAM:
+                    self._store(run._replace(attention_group=group), self._groups.namespace(group))
 
-    def _change(self, run: MixedRun) -> None:
+    def _change(self, run: PageRun) -> None:
         """Apply a mixed run of full attention: at once if it has the stream's block size, else part by part."""
-        stored = run.stored
-        group = stored.attention_group
+        group = run.attention_group
         if self._groups.stream_of(group) is None:
             group = self._groups.stored_in(group)[0]
         namespace = self._groups.namespace(group)
-        is_on_device = is_device(*stored.location)
-        has_our_size = not stored.num_positions or self._size.admits(stored.block_size, is_on_device=is_on_device)
+        has_our_size = run.is_removal or self._size.admits(run.block_size, is_on_device=run.medium.is_device)
         if namespace is None or not has_our_size or self._groups.scale(group) != 1:
             for part in run.parts():
                 self._apply_to_own_stream(part)
         else:
-            self._outputs[OWN_STREAM].change(self._namer.by_tokens(stored, namespace), run, namespace)
+            self._outputs[OWN_STREAM].change(self._namer.by_tokens(run, namespace), run, namespace)
 
-    def _apply_to_groups(self, run: StoredRun | RemovedRun) -> None:
+    def _apply_to_groups(self, run: PageRun) -> None:
         """Apply what a run says of other groups than full attention."""
-        hashes = run.block_hashes if isinstance(run, RemovedRun) else run.events.block_hashes
-        if isinstance(run, RemovedRun):
+        hashes = run.events.block_hashes
+        if run.is_removal:
             groups = self._groups.removed_from(run.attention_group)
         else:
             groups = self._groups.stored_in(run.attention_group) or [run.attention_group]
@@ -250,20 +246,20 @@ class EventTranslator:
             output = None if name is None else self._outputs.get(name)
             if output is None:
                 self._counters.other_groups += len(hashes)
-            elif isinstance(run, RemovedRun):
-                output.remove(hashes, namespace, run.location, names_group=group is not None)
+            elif run.is_removal:
+                output.remove(hashes, namespace, run.medium, names_group=group is not None)
             else:
                 self._store_in_group(run, output, namespace)
 
-    def _store_in_group(self, run: StoredRun, output: PagePublisher, namespace: HashNamespace) -> None:
+    def _store_in_group(self, run: PageRun, output: PagePublisher, namespace: HashNamespace) -> None:
         naming = self._groups.naming()
         if naming is not None and (run.num_positions == 0 or self._has_our_size(run)):
             scale = self._groups.scale(run.attention_group, run.block_size)
-            output.store(self._namer.of_group(run, scale, naming), namespace, run.location)
+            output.store(self._namer.of_group(run, scale, naming), namespace, run.medium)
         elif run.num_positions:
             self._refuse_size(run.block_size, len(run.events.block_hashes))
 
-    def _store(self, run: StoredRun, namespace: HashNamespace | None) -> None:
+    def _store(self, run: PageRun, namespace: HashNamespace | None) -> None:
         """Store pages of full attention, or of a pool."""
         if namespace is None:
             return
@@ -275,7 +271,7 @@ class EventTranslator:
                 return
             scale = self._groups.scale(run.attention_group, run.block_size)
             pages = self._namer.by_tokens(with_pages(whole, scale), namespace)
-        self._outputs[OWN_STREAM].store(pages, namespace, run.location)
+        self._outputs[OWN_STREAM].store(pages, namespace, run.medium)
 
     def _namespace(self, key: str | GroupIndex, num_pages: int) -> HashNamespace | None:
         """The namespace of a group or owner. None if there are too many: `num_pages` are then left out."""
@@ -285,7 +281,7 @@ class EventTranslator:
             self._limited_logger.warning("pages of %s left out: too many attention groups and owners", shorten(key))
         return namespace
 
-    def _whole_pages(self, run: StoredRun) -> StoredRun | None:
+    def _whole_pages(self, run: PageRun) -> PageRun | None:
         """The full blocks of the run. None if there are none, or if they have another size than the stream's."""
         num_blocks = len(run.events.block_hashes)
         if not self._has_our_size(run):
@@ -305,9 +301,9 @@ class EventTranslator:
         )
         return run._replace(events=events, num_positions=num_full * run.block_size)
 
-    def _has_our_size(self, run: StoredRun) -> bool:
+    def _has_our_size(self, run: PageRun) -> bool:
         size = run.block_size // self._groups.scale(run.attention_group, run.block_size)
-        is_on_device = is_device(*run.location)
+        is_on_device = run.medium.is_device
         if 1 <= size <= min(MAX_BLOCK_SIZE, run.num_positions) and self._size.is_changed_by(
             size, len(run.events.lengths), is_on_device=is_on_device
         ):
@@ -349,7 +345,7 @@ class EventTranslator:
                 self._store_mooncake_event(event, hashes, namespace)
         elif (known := self._groups.known_namespace(event.owner)) is not None:
             if event.event_type == "removed":
-                self._outputs[OWN_STREAM].remove_all(hashes, known, Location(event.medium or ""))
+                self._outputs[OWN_STREAM].remove_all(hashes, known, medium_of(event.medium or ""))
             else:
                 self._clear_namespace(known, event.medium)
 
@@ -362,11 +358,21 @@ class EventTranslator:
                 return
             seed = self._namer.seed(event.lora_name, event.additional_salt)._replace(is_stated=True)
             pages = self._hashes.remember(hashes, hashes, seed, namespace)
-            self._outputs[OWN_STREAM].store(pages, namespace, Location(event.medium or ""))
+            self._outputs[OWN_STREAM].store(pages, namespace, medium_of(event.medium or ""))
         elif event.parent_hash is None and event.base_block_idx:
             self._counters.unknown_parents += len(hashes)
         else:
-            self._store(StoredRun.of_mooncake_event(event, event.token_ids, self.block_size or 0), namespace)
+            parent = None if event.parent_hash is None else event.parent_hash & MASK64
+            run = PageRun(
+                PageEvents.one(hashes, parent),
+                medium_of(event.medium or ""),
+                tokens=np.array(event.token_ids, np.uint32),
+                num_positions=len(event.token_ids),
+                block_size=event.block_size or self.block_size or 0,
+                lora_name=event.lora_name or "",
+                cache_salt=event.additional_salt or "",
+            )
+            self._store(run, namespace)
 
     def _clear_namespace(self, namespace: HashNamespace, medium: str | None) -> None:
         """Remove one owner's pages from one medium, or from all."""
@@ -376,7 +382,7 @@ class EventTranslator:
         if medium is None:
             own.remove_everywhere(hashes, namespace)
         else:
-            own.remove_all(hashes, namespace, Location(medium))
+            own.remove_all(hashes, namespace, medium_of(medium))
 
 
 _MAX_REFUSED = 64

@@ -17,7 +17,7 @@ import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.events import StoredRun
+from bridge.decoding.events import PageRun
 from bridge.hashes.hash_memory import HashMemory, HashNamespace, NamespaceSeed, TranslatedPages, single_pages
 from bridge.settings import EngineDefaults
 from kv_events.hashing import U32Array, U64Array, local_hashes, namespace_seed
@@ -50,13 +50,13 @@ class PageNamer:
         seed = _seed_of(lora_name or self._defaults.lora_name, cache_salt or self._defaults.cache_salt)
         return NamespaceSeed(seed, bool(cache_salt))
 
-    def look_up(self, run: StoredRun, namespace: HashNamespace) -> TranslatedPages:
+    def look_up(self, run: PageRun, namespace: HashNamespace) -> TranslatedPages:
         """The pages of a run by their hashes alone. Those that are not remembered are left out and counted."""
         pages = self._hashes.look_up(run.events.block_hashes, self.seed(run.lora_name, run.cache_salt), namespace)
         self._counters.unresolved_pages += len(run.events.block_hashes) - len(pages.columns.hashes)
         return pages
 
-    def by_tokens(self, run: StoredRun, namespace: HashNamespace) -> TranslatedPages:
+    def by_tokens(self, run: PageRun, namespace: HashNamespace) -> TranslatedPages:
         """The pages of a run by their parents and tokens. The run names every page."""
         seed = self.seed(run.lora_name, run.cache_salt)
         objects: list[list[int]] = []
@@ -87,7 +87,7 @@ class PageNamer:
             self._limited_logger.warning("%d stored pages left out: parent_block_hash is not known", pages.num_unknown)
         return pages
 
-    def of_group(self, run: StoredRun, scale: int, namespace: HashNamespace) -> TranslatedPages:
+    def of_group(self, run: PageRun, scale: int, namespace: HashNamespace) -> TranslatedPages:
         """The last page of each block of a group other than full attention. Some blocks may be left out.
 
         scale: pages in a block. Usually the hashes are known from stores of full attention.
@@ -102,9 +102,7 @@ class PageNamer:
             return TranslatedPages(single_pages(named.columns.block_hashes[ends], named.columns.hashes[ends]), [], 0)
         return self._with_gaps(run, scale, known, namespace)
 
-    def _with_gaps(
-        self, run: StoredRun, scale: int, known: TranslatedPages, namespace: HashNamespace
-    ) -> TranslatedPages:
+    def _with_gaps(self, run: PageRun, scale: int, known: TranslatedPages, namespace: HashNamespace) -> TranslatedPages:
         """Name the blocks of an event that leaves some out. A block stands directly before the next one that is named,
         or at the end: engines leave out blocks at the beginnings of windows and chunks only.
         """
@@ -132,7 +130,7 @@ class PageNamer:
         return TranslatedPages(single_pages(*columns), [], 0)
 
 
-def with_pages(run: StoredRun, scale: int) -> StoredRun:
+def with_pages(run: PageRun, scale: int) -> PageRun:
     """The run with each block cut into `scale` pages."""
     if scale == 1:
         return run

@@ -7,19 +7,17 @@ from itertools import pairwise
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.events import Location, MixedRun
+from bridge.decoding.events import UNKNOWN, Medium, PageRun
 from bridge.hashes.hash_memory import AmbiguousPage, HashNamespace, TranslatedPages, single_pages
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
-from kv_events.schema import MEDIUM_INDEX, NUM_MEDIA, AllBlocksCleared, StorageMedium
+from kv_events.schema import NUM_MEDIA, AllBlocksCleared
 from publisher.event_columns import PageEvents
 from publisher.kernels.changes import COPY_REMOVAL, REMOVAL
 from publisher.publisher import EventPublisher
 
 _MAX_MEDIA_NAMES = 64
-_NO_TIER = 128
-"""Kind of an event on an unknown medium. The ledger skips it."""
 
 
 class PagePublisher:
@@ -45,9 +43,9 @@ class PagePublisher:
             self._is_clear = True
             self.publisher.publish([AllBlocksCleared()])
 
-    def store(self, pages: TranslatedPages, namespace: HashNamespace, location: Location) -> None:
+    def store(self, pages: TranslatedPages, namespace: HashNamespace, medium: Medium) -> None:
         """Publish pages that were stored on a medium."""
-        tier = self._tier(location, len(pages.columns.hashes))
+        tier = self._tier(medium, len(pages.columns.hashes))
         reassigned = [page for page in pages.ambiguous if page.is_reassigned]
         if tier is None and reassigned:  # the hashes' former pages are removed, wherever the new ones are
             self._remove_everywhere(np.array([page.block_hash for page in reassigned], np.uint64), namespace.label)
@@ -65,72 +63,61 @@ class PagePublisher:
         else:
             self.publisher.publish_columns(pages.columns.stored_on(tier), namespace.label)
 
-    def remove(
-        self, block_hashes: U64Array, namespace: HashNamespace, location: Location, *, names_group: bool
-    ) -> None:
+    def remove(self, block_hashes: U64Array, namespace: HashNamespace, medium: Medium, *, names_group: bool) -> None:
         """Publish that the engine removed pages from a medium. names_group: whether its event names a group."""
-        self._remove(block_hashes, namespace, location, self._takes_copies(tier_of(*location), names_group))
+        is_copy = self._counts_copies and (names_group or medium.is_device)
+        self._remove(block_hashes, namespace, medium, is_copy)
 
-    def remove_all(self, block_hashes: U64Array, namespace: HashNamespace, location: Location) -> None:
+    def remove_all(self, block_hashes: U64Array, namespace: HashNamespace, medium: Medium) -> None:
         """Publish that no copies of pages are left on a medium."""
-        self._remove(block_hashes, namespace, location, is_copy=False)
+        self._remove(block_hashes, namespace, medium, is_copy=False)
 
-    def _remove(self, block_hashes: U64Array, namespace: HashNamespace, location: Location, is_copy: bool) -> None:
-        tier = self._tier(location, len(block_hashes))
+    def _remove(self, block_hashes: U64Array, namespace: HashNamespace, medium: Medium, is_copy: bool) -> None:
+        tier = self._tier(medium, len(block_hashes))
         if tier is None or self.publisher is None:
             return
         self._counters.pages_removed += len(block_hashes)
         hashes = self._collisions.all_of(block_hashes, namespace)
         self.publisher.publish_columns(PageEvents.removed(hashes, tier, is_copy=is_copy), namespace.label)
 
-    def _takes_copies(self, tier: int | None, names_group: bool) -> bool:
-        return self._counts_copies and (names_group or tier == 0)
-
     def remove_everywhere(self, block_hashes: U64Array, namespace: HashNamespace) -> None:
         """Publish pages that were removed from all media."""
         self._remove_everywhere(block_hashes, namespace.label)
 
-    def change(self, pages: TranslatedPages, run: MixedRun, namespace: HashNamespace) -> None:
-        """Publish the stores and removals of a run. pages: those of the run, translated."""
+    def change(self, pages: TranslatedPages, run: PageRun, namespace: HashNamespace) -> None:
+        """Publish the stores and removals of a mixed run. pages: those of the run, translated."""
         if pages.ambiguous or self._collisions:
             self._change_one_by_one(pages, run, namespace)
         elif self.publisher is not None:
-            columns = pages.columns
-            is_removal, lengths = run.stored.events.is_removal, columns.lengths
-            tiers = [_NO_TIER if tier is None else tier for tier in (tier_of(*location) for location in run.locations)]
-            names_group = run.stored.attention_group is not None
-            kinds = np.array(tiers, np.uint8)[run.location_indices]
-            if names_group or tiers == [0]:
-                kinds += np.uint8(COPY_REMOVAL if self._counts_copies else REMOVAL) * is_removal
-            else:
-                removals = [COPY_REMOVAL if self._takes_copies(tier, False) else REMOVAL for tier in tiers]
-                kinds += np.array(removals, np.uint8)[run.location_indices] * is_removal
+            columns, kinds = pages.columns, run.events.kinds
+            is_removal, lengths = kinds & REMOVAL > 0, columns.lengths
             num_pages, num_removed = len(columns.hashes), int(lengths @ is_removal)
-            if _NO_TIER in tiers:
-                self._count_unknown(run, columns)
-                has_tier = kinds < _NO_TIER
-                num_pages, num_removed = int(lengths @ has_tier), int(lengths @ (is_removal & has_tier))
+            if any(medium.tier is None for medium in run.media):
+                for index, medium in enumerate(run.media):
+                    self._tier(medium, int(lengths @ (kinds & ~np.uint8(REMOVAL) == UNKNOWN + index)))
+                num_pages, num_removed = (int(lengths @ each) for each in (kinds < UNKNOWN, kinds // REMOVAL == 1))
+            if self._counts_copies:
+                is_copy = is_removal if run.attention_group is not None else kinds == REMOVAL
+                kinds = kinds + np.uint8(COPY_REMOVAL - REMOVAL) * is_copy
             self._counters.pages_stored += num_pages - num_removed
             self._counters.pages_removed += num_removed
             self._is_clear = False
             self.publisher.publish_columns(columns.with_kinds(kinds), namespace.label)
 
-    def _change_one_by_one(self, pages: TranslatedPages, run: MixedRun, namespace: HashNamespace) -> None:
+    def _change_one_by_one(self, pages: TranslatedPages, run: PageRun, namespace: HashNamespace) -> None:
         """Publish event by event, because the meaning of an ambiguous hash may depend on the events before."""
         borders = np.cumsum([0, *pages.columns.lengths]).tolist()
         for event, (first, end) in enumerate(pairwise(borders)):
-            location = run.locations[run.location_indices[event]]
-            part = pages.columns.part(slice(event, event + 1), slice(first, end))
-            if run.stored.events.is_removal[event]:
-                names_group = run.stored.attention_group is not None
-                self.remove(part.block_hashes, namespace, location, names_group=names_group)
+            part, medium = pages.columns.part(slice(event, event + 1), slice(first, end)), run.medium_at(event)
+            if run.events.kinds[event] & REMOVAL:
+                self.remove(part.block_hashes, namespace, medium, names_group=run.attention_group is not None)
             else:
                 ambiguous = [
                     page._replace(position=page.position - first)
                     for page in pages.ambiguous
                     if first <= page.position < end
                 ]
-                self.store(TranslatedPages(part, ambiguous, 0), namespace, location)
+                self.store(TranslatedPages(part, ambiguous, 0), namespace, medium)
 
     def _store_reassigned(
         self,
@@ -153,54 +140,13 @@ class PagePublisher:
             for tier in range(NUM_MEDIA):
                 self.publisher.publish_columns(PageEvents.removed(block_hashes, tier), label)
 
-    def _tier(self, location: Location, num_pages: int) -> int | None:
-        tier = tier_of(*location)
-        if tier is None:
-            unknown, medium = self._counters.unknown_media, location.medium
-            unknown[medium if medium in unknown or len(unknown) < _MAX_MEDIA_NAMES else "others"] += num_pages
-            self._limited_logger.warning("pages on medium %s left out: the medium is unknown", shorten(medium))
-        return tier
-
-    def _count_unknown(self, run: MixedRun, columns: PageEvents) -> None:
-        for number, location in enumerate(run.locations):
-            self._tier(location, int(columns.lengths @ (run.location_indices == number)))
-
-
-_GPU, _CPU, _DISK, _EXTERNAL = (MEDIUM_INDEX[medium.value] for medium in StorageMedium)
-
-_TIERS = {
-    "": _GPU,  # absent
-    "GPU": _GPU,
-    "CPU": _CPU,  # vLLM's offload, LMCache, Mooncake
-    "CPU_PINNED": _CPU,  # SGLang
-    "CPU_TIER1": _CPU,  # Dynamo's block manager; also the next two
-    "CPU_TIER2": _DISK,
-    "NVME": _DISK,
-    "DISK": _DISK,
-    "FS": _DISK,  # vLLM's offload; also the next two
-    "OBJ": _DISK,
-    "STORAGE": _DISK,
-    "EXTERNAL": _EXTERNAL,  # SGLang's third level
-    "REMOTE": _EXTERNAL,  # ATOM
-}
-_CUDA_DEVICE = "DEVICE(TYPE='CUDA'"  # one LMCache version writes this for GPU
-
-
-def is_device(medium: str, locality: str = "") -> bool:
-    """Whether the medium is the accelerator's own memory."""
-    return tier_of(medium, locality) == _GPU
-
-
-def tier_of(medium: str, locality: str = "") -> int | None:
-    """Tier index of a medium's name, in any case. None if the name is unknown.
-
-    locality: vLLM's `LOCAL` or `REMOTE`. Pages on another machine are external, whatever their medium there.
-    """
-    name = medium.upper()
-    tier = _GPU if name.startswith(_CUDA_DEVICE) else _TIERS.get(name)
-    if tier is not None and locality.upper() == "REMOTE":
-        return _EXTERNAL
-    return tier
+    def _tier(self, medium: Medium, num_pages: int) -> int | None:
+        """The tier of a medium. None if it is unknown: `num_pages` are then left out."""
+        if medium.tier is None:
+            unknown, name = self._counters.unknown_media, medium.name
+            unknown[name if name in unknown or len(unknown) < _MAX_MEDIA_NAMES else "others"] += num_pages
+            self._limited_logger.warning("pages on medium %s left out: the medium is unknown", shorten(name))
+        return medium.tier
 
 
 _MOST = 65_536

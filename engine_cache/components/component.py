@@ -107,14 +107,12 @@ class AuxiliaryComponent(TreeComponent):
     """The pools of this kind. Set only with a host tier."""
 
     def attach(self, tree: RadixTree, events: EventRecorder) -> None:
-        """Join an empty tree."""
         self.tree = tree
         self.events = events
         self.clear()
         tree.observe(self)
 
     def clear(self) -> None:
-        """Drop all nodes."""
         self.device_lru_list: LruOrder = OrderedDict()
         self.host_lru_list: LruOrder = OrderedDict()
         self.evictable_size = 0
@@ -124,7 +122,6 @@ class AuxiliaryComponent(TreeComponent):
 
     @property
     def device_size(self) -> int:
-        """Device rows in the tree."""
         return self.evictable_size + self.protected_size
 
     def data(self, node: TreeNode) -> ComponentData:
@@ -203,20 +200,17 @@ class AuxiliaryComponent(TreeComponent):
         return data.host_value is not None and data.pending_id is None
 
     def is_on_host_list(self, node: TreeNode) -> bool:
-        """Return whether the node belongs in `host_lru_list`."""
         data = self.data(node)
         is_free = data.host_value is not None and data.host_lock_ref == 0
         return is_free and (data.value is None or self.lists_host_copies)
 
     def update_host_list(self, node: TreeNode) -> None:
-        """Update `host_lru_list` after a change of the node."""
         if self.is_on_host_list(node):
             self.host_lru_list.setdefault(node)
         else:
             self.host_lru_list.pop(node, None)
 
     def touched(self, path: Sequence[TreeNode]) -> None:
-        """Mark nodes, parents first, as used."""
         for listed in (self.device_lru_list, self.host_lru_list):
             if listed:
                 for node in path:
@@ -237,7 +231,6 @@ class AuxiliaryComponent(TreeComponent):
         return NODE_LOCK
 
     def release(self, node: TreeNode, ticket: LockTicket) -> None:
-        """Undo one `acquire` of the node."""
         self.unlock(node)
 
     def acquire_host(self, node: TreeNode) -> LockTicket | None:
@@ -248,7 +241,6 @@ class AuxiliaryComponent(TreeComponent):
         return NODE_LOCK
 
     def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
-        """Undo one `acquire_host` of the node."""
         self.unlock_host(node)
 
     def lock(self, node: TreeNode) -> None:
@@ -260,7 +252,6 @@ class AuxiliaryComponent(TreeComponent):
             self.protected_size += len(data.value)
 
     def unlock(self, node: TreeNode) -> None:
-        """Undo one `lock` of the node."""
         data = self.data(node)
         assert data.lock_ref > 0, f"node {node.id} unlocked with lock_ref 0 of {self.kind.name}"
         data.lock_ref -= 1
@@ -274,7 +265,6 @@ class AuxiliaryComponent(TreeComponent):
         self.update_host_list(node)
 
     def unlock_host(self, node: TreeNode) -> None:
-        """Undo one `lock_host` of the node."""
         data = self.data(node)
         assert data.host_lock_ref > 0, f"node {node.id} unlocked with host_lock_ref 0 of {self.kind.name}"
         data.host_lock_ref -= 1

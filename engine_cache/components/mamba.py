@@ -1,5 +1,7 @@
-"""Recurrent states: one slot per node, valid exactly at the end of the node. A split leaves the state at the lower
-node."""
+"""Recurrent states: one slot per node, valid exactly at the end of the node.
+
+A split leaves the state at the lower node.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ class StatePool(Protocol):
 
 
 class LoadingSlots:
-    """Prevents the reuse of a slot that its request releases during a load, until the load has ended. Otherwise the
-    load would overwrite the state of the next owner. Belongs to the tree's thread."""
+    """Prevents the reuse of a slot that its request releases during a load, until the load has ended.
+
+    Otherwise the load would overwrite the state of the next owner. Belongs to the tree's thread.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}  # load -> slot it writes to

@@ -58,8 +58,6 @@ class SWAComponent(AuxiliaryComponent):
     def device_allocator(self) -> PagedTokenToKVPoolAllocator:
         return self.allocator.swa
 
-    # --- match ------------------------------------------------------------------------------------------------------
-
     def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
         covered = math.inf  # units with SWA rows directly above the end of the node
 
@@ -114,8 +112,6 @@ class SWAComponent(AuxiliaryComponent):
         nodes.reverse()
         return nodes
 
-    # --- data of nodes ----------------------------------------------------------------------------------------------
-
     def _free_device_rows(self, node: TreeNode, rows: IndexArray) -> None:
         assert node.value is not None
         self.allocator.free_swa(node.value)
@@ -135,11 +131,11 @@ class SWAComponent(AuxiliaryComponent):
                 listed[upper] = None
                 listed.move_to_end(lower)
 
-    # --- locks ------------------------------------------------------------------------------------------------------
-
     def acquire(self, node: TreeNode) -> LockTicket | None:
-        """Lock one window of rows, not counting gaps. For a node that is not on the device, the window ends at its
-        nearest ancestor on the device."""
+        """Lock one window of rows, not counting gaps.
+
+        For a node that is not on the device, the window ends at its nearest ancestor on the device.
+        """
         while node.value is None:
             assert node.parent is not None
             node = node.parent
@@ -172,8 +168,6 @@ class SWAComponent(AuxiliaryComponent):
         self._locked[ticket] = nodes
         return ticket
 
-    # --- insert -----------------------------------------------------------------------------------------------------
-
     def check_insert(self, params: InsertParams) -> None:
         evicted, page_size = params.swa_evicted_seqlen, self.allocator.page_size
         if evicted < 0 or evicted % page_size:
@@ -191,14 +185,14 @@ class SWAComponent(AuxiliaryComponent):
 
     def update_on_overlap(self, node: TreeNode, start: int, params: InsertParams) -> None:
         """Move the SWA rows of the caller to a tombstone, which keeps its own Full rows: they may be in use."""
-        num_bare = self._units_without_window(start, max(params.swa_evicted_seqlen, params.prev_prefix_len))
-        if self.data(node).value is not None or num_bare >= len(node.key):
+        num_without = self._units_without_window(start, max(params.swa_evicted_seqlen, params.prev_prefix_len))
+        if self.data(node).value is not None or num_without >= len(node.key):
             return
-        if num_bare:
-            self.tree.split(node, num_bare)
+        if num_without:
+            self.tree.split(node, num_without)
         assert node.value is not None
         assert params.value is not None
-        rows = params.value[start + num_bare : start + num_bare + len(node.key)]
+        rows = params.value[start + num_without : start + num_without + len(node.key)]
         self.put_on_device(node, self.allocator.move_swa(rows, node.value))
 
     def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:
@@ -206,11 +200,11 @@ class SWAComponent(AuxiliaryComponent):
 
         Splits a leaf that is longer than one window, so that a lock protects no more than one window.
         """
-        num_bare = self._units_without_window(start, params.swa_evicted_seqlen)
-        if num_bare >= len(node.key):
+        num_without = self._units_without_window(start, params.swa_evicted_seqlen)
+        if num_without >= len(node.key):
             return
-        if num_bare:
-            self.tree.split(node, num_bare)
+        if num_without:
+            self.tree.split(node, num_without)
         assert node.value is not None
         self.put_on_device(node, self.allocator.translate(node.value))
         beyond = len(node.key) - self.window_pages * self.allocator.page_size
@@ -221,8 +215,6 @@ class SWAComponent(AuxiliaryComponent):
         """Return how many leading units, in whole pages, of a node after `start` units have no SWA rows."""
         page_size = self.allocator.page_size
         return -(-max(0, evicted - start) // page_size) * page_size
-
-    # --- transfers --------------------------------------------------------------------------------------------------
 
     def needed_nodes(self, node: TreeNode) -> list[TreeNode]:
         return list(self._window_above(node))

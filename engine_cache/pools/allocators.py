@@ -35,7 +35,6 @@ class PagedTokenToKVPoolAllocator:
         self.clear()
 
     def clear(self) -> None:
-        """Free all pages."""
         # a stack with its top at _num_free; low pages are allocated first
         last = self._first_page + self._num_pages - 1
         with self._lock:

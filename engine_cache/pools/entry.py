@@ -65,7 +65,6 @@ class PoolEntry:
     """Whether the pool uses the anchor's rows, which are allocated and freed with the anchor's pages."""
 
     def local_layer(self, layer: int) -> int | None:
-        """Return the pool's layer for a layer of the model."""
         return layer if self.layer_mapper is None else self.layer_mapper(layer)
 
     def alloc_host(self, num_rows: int) -> IndexArray | None:
@@ -109,7 +108,6 @@ class HostPoolGroup:
         return cls((anchor, *sidecars))
 
     def clear(self) -> None:
-        """Free all rows of all pools."""
         for entry in self.entries.values():
             entry.host_pool.clear()
 

@@ -223,7 +223,6 @@ class TensorHostPool(PagedTokenToKVPoolAllocator, abc.ABC):
         return np.stack(addresses, axis=1).reshape(-1).tolist(), lengths * len(pages)
 
     def _page_number(self, index: int) -> int:
-        """Return the page that begins at a row."""
         if not 0 <= index <= self.size - self.page_size:
             raise IndexError(f"host pool {self.name}: page at row {index}, the pool has rows 0 .. {self.size - 1}")
         if index % self.page_size:

@@ -30,7 +30,6 @@ class SWATokenToKVPoolAllocator:
         self._debug = settings.CHECK_FREES
 
     def clear(self) -> None:
-        """Free all pages."""
         self.full.clear()
         self.swa.clear()
         self.full_to_swa_index_mapping[:] = 0

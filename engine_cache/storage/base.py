@@ -54,8 +54,11 @@ class PoolHitPolicy(Enum):
 
 @dataclass(slots=True)
 class PoolTransfer:
-    """The part of one pool in one operation. Transfers between host and storage use `keys` and `host_indices`, one key
-    per page of indices; transfers between device and host use `device_indices` and `host_indices`."""
+    """The part of one pool in one operation.
+
+    Transfers between host and storage use `keys` and `host_indices`, one key per page of indices; transfers between
+    device and host use `device_indices` and `host_indices`.
+    """
 
     name: PoolName
     host_indices: IndexArray | None = None
@@ -116,7 +119,8 @@ class ZeroCopyHostPool(PagedHostPool, Protocol):
 
     def get_page_buffer_meta(self, indices: IndexArray, /) -> tuple[list[int], list[int]]:
         """Return address and length in bytes of every contiguous run of the pages, page by page, the same number for
-        each page. Raises InvalidValueError for a layout whose pages are not contiguous, even without indices."""
+        each page. Raises InvalidValueError for a layout whose pages are not contiguous, even without indices.
+        """
 
 
 class HiCacheStorage(abc.ABC):
@@ -143,9 +147,11 @@ class HiCacheStorage(abc.ABC):
         self._counts: Counter[str] = Counter()
 
     def register_host_pools(self, pools: Mapping[PoolName, PagedHostPool]) -> None:
-        """Register all pools of a cache, which has the backend to itself until `unregister_host_pools`. If one pool is
-        refused, none is registered. Raises InvalidValueError, without a change, while pools of another cache are
-        registered."""
+        """Register all pools of a cache, which has the backend to itself until `unregister_host_pools`.
+
+        If one pool is refused, none is registered. Raises InvalidValueError, without a change, while pools of another
+        cache are registered.
+        """
         for name, known in self._pools.items():
             if pools.get(name) is not known:
                 got = type(pools.get(name)).__name__
@@ -161,8 +167,10 @@ class HiCacheStorage(abc.ABC):
             raise
 
     def unregister_host_pools(self) -> None:
-        """Release the memory of all pools, so that another cache may use the backend. No transfer may be running.
-        Harmless without pools and after `close()`."""
+        """Release the memory of all pools, so that another cache may use the backend.
+
+        No transfer may be running. Harmless without pools and after `close()`.
+        """
         self._pools.clear()
 
     def register_mem_pool_host(self, pool: PagedHostPool) -> None:
@@ -234,7 +242,9 @@ class HiCacheStorage(abc.ABC):
 
     def take_removed(self) -> list[str]:
         """Return the keys of KV pages that were evicted, damaged or lost since the last call and are not held again.
-        Pages removed by `clear()` are not included."""
+
+        Pages removed by `clear()` are not included.
+        """
         self._check_open()
         return self._held.take_lost()
 

@@ -96,8 +96,6 @@ class DirectoryStorage(HiCacheStorage):
         super()._register(name, pool)
         self._file_bytes[name] = needed
 
-    # --- pages -------------------------------------------------------------------------------------------------------
-
     def _present(self, name: PoolName, keys: Sequence[str]) -> Iterator[bool]:
         return (self._is_there(self._file_name(name, key), self._file_bytes[name]) for key in keys)
 
@@ -147,7 +145,6 @@ class DirectoryStorage(HiCacheStorage):
         return True
 
     def _load(self, file_name: str, data: memoryview) -> bool:
-        """Read the file's page into `data`. False if the file is missing or damaged."""
         checksum = bytearray(_CHECKSUM_BYTES)
         file_bytes = len(data) + _CHECKSUM_BYTES
         try:
@@ -193,8 +190,6 @@ class DirectoryStorage(HiCacheStorage):
             return False
         return True
 
-    # --- what is held ------------------------------------------------------------------------------------------------
-
     def _reserve(self, num_bytes: int, keep: Collection[str] = ()) -> bool:
         with self._lock:
             num_failed = 0
@@ -220,7 +215,9 @@ class DirectoryStorage(HiCacheStorage):
 
     def _touch(self, file_names: list[str]) -> None:
         """Mark files of one prefix as used, the first page as the most recent one: without it the others are useless.
-        Files that this storage did not know are added."""
+
+        Files that this storage did not know are added.
+        """
         with self._lock:
             for file_name in reversed(file_names):
                 if file_name in self._sizes:

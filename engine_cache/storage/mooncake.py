@@ -47,8 +47,6 @@ class _Objects:
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """A registered pool."""
-
     pool: ZeroCopyHostPool
     buffers: list[torch.Tensor]
     name_ends: list[str]
@@ -83,8 +81,11 @@ class MooncakeStorage(HiCacheStorage):
         return cls(MooncakeClient(settings, tp_size=identity.tp_size), identity, settings)
 
     def clear(self) -> None:
-        """See `HiCacheStorage`. With `mooncake_owns_store` the whole store is emptied. Raises StorageUnreachableError
-        if the master does not answer."""
+        """See `HiCacheStorage`.
+
+        With `mooncake_owns_store` the whole store is emptied. Raises StorageUnreachableError if the master does not
+        answer.
+        """
         self._check_open()
         self._client.remove_matching(None if self._owns_store else self._identity.object_pattern)
         for keys in _batches(self._held.forget_all()):
@@ -142,8 +143,6 @@ class MooncakeStorage(HiCacheStorage):
             if buffer.data_ptr() not in kept:
                 self._client.unregister(buffer.data_ptr())
 
-    # --- pages -------------------------------------------------------------------------------------------------------
-
     def _present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
         return [bool(there) for there in self._look(name, keys)]
 
@@ -183,9 +182,7 @@ class MooncakeStorage(HiCacheStorage):
             self._held.hold(compress(keys, before), moment)
             self._hold_seen([key for key, was, now in zip(keys, before, done, strict=True) if now and not was])
         self._count(
-            num_already_stored=sum(before),
-            num_written=sum(done) - sum(before),
-            num_failed_writes=len(done) - sum(done),
+            num_already_stored=sum(before), num_written=sum(done) - sum(before), num_failed_writes=len(done) - sum(done)
         )
         return done
 
@@ -207,8 +204,6 @@ class MooncakeStorage(HiCacheStorage):
         if unclear:
             text = f"the Mooncake store of master {self._client.address} gave no answer for {unclear} pages"
             raise StorageUnreachableError(text)
-
-    # --- objects -----------------------------------------------------------------------------------------------------
 
     def _names(self, name: PoolName, keys: Sequence[str]) -> list[str]:
         prefix, ends = self._identity.prefix, self._known(name).name_ends

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
@@ -54,47 +53,39 @@ class StoragePolicy:
                 raise InvalidValueError(name, getattr(self, name), "0 or more")
 
     def timeout_s(self, hit_units: int) -> float:
-        """Return the time limit of a prefetch of that many units."""
         return min(self.timeout_cap_s, self.timeout_base_s + self.timeout_per_1024_s * hit_units / 1024)
 
 
+@dataclass(eq=False)
 class PrefetchOperation:
     """Pages being read from storage to the host. The tree starts and ends it; the I/O side fills the rows."""
 
-    def __init__(
-        self,
-        req_id: str,
-        start_node: TreeNode,
-        key: RadixKey,
-        last_hash: str | None,
-        host_indices: IndexArray,
-        extras: Sequence[PoolTransfer] = (),
-    ) -> None:
-        self.req_id = req_id
-        self.start_node = start_node
-        self.key = key
-        """The units to fetch, page-aligned. They start where the start node's prefix ends."""
-        self.last_hash = last_hash
-        self.extras = list(extras)
-        """Transfers of sidecars, with host rows. They belong to the tree again once `is_over`. Setting `host_indices`
-        to None keeps the rows from being freed."""
-        self.extra_pool_hit_pages: Counter[PoolName] = Counter()
-        """Pages of each sidecar that were read."""
-        self.hashes: list[str] = []
-        """Block hashes, one per page."""
-        self.keys: list[str] = []
-        """Storage keys, one per page."""
-        self.hit_units: int | None = None
-        """Units that the backend holds. None before the lookup, or if there are too few."""
-        self.held = ExitStack()
-        """Protects the data that the operation needs at the start node. Closed by the tree."""
-        self._began = time.monotonic()
-        self._lock = Lock()  # guards the fields below
-        self._rows = host_indices  # owned by the operation
-        self._completed_units = 0
-        self._terminated = False
-        self._ended = False
-        self._taken = False
+    req_id: str
+    start_node: TreeNode
+    key: RadixKey
+    """The units to fetch, page-aligned. They start where the start node's prefix ends."""
+    last_hash: str | None
+    _rows: IndexArray
+    """Host rows that the operation owns."""
+    extras: list[PoolTransfer] = field(default_factory=list)
+    """Transfers of sidecars, with host rows. They belong to the tree again once `is_over`. Setting `host_indices` to
+    None keeps the rows from being freed."""
+    extra_pool_hit_pages: Counter[PoolName] = field(default_factory=Counter)
+    """Pages of each sidecar that were read."""
+    hashes: list[str] = field(default_factory=list)
+    """Block hashes, one per page."""
+    keys: list[str] = field(default_factory=list)
+    """Storage keys, one per page."""
+    hit_units: int | None = None
+    """Units that the backend holds. None before the lookup, or if there are too few."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """Protects the data that the operation needs at the start node. Closed by the tree."""
+    _began: float = field(default_factory=lambda: time.monotonic())
+    _lock: Lock = field(default_factory=Lock)  # guards _rows and the fields below
+    _completed_units: int = 0
+    _terminated: bool = False
+    _ended: bool = False
+    _taken: bool = False
 
     # the I/O side
 
@@ -150,7 +141,6 @@ class PrefetchOperation:
 
     @property
     def is_over(self) -> bool:
-        """Return whether both sides have ended."""
         with self._lock:
             return self._ended and self._taken
 

@@ -38,7 +38,6 @@ class TrackedPages:
             return key in self._held
 
     def keys(self) -> list[str]:
-        """Return a copy of all keys."""
         with self._lock:
             return list(self._held)
 

@@ -90,8 +90,6 @@ class Backups:
         """Whether hits trigger backups. Hits are not counted with write-back."""
         return self.write_policy in _HITS_TO_BACK_UP
 
-    # --- begin ------------------------------------------------------------------------------------------------------
-
     def back_up_if_due(self, node: TreeNode) -> None:
         """Back up the data that a node has on the device only, if the node has enough hits."""
         if not self._is_due(node):
@@ -103,7 +101,7 @@ class Backups:
         if node.host_value is None:
             self.write(node)
         is_pending = node.write_through_pending_id is not None
-        if node.host_value is not None and not (is_pending and self._device.rules.late_states_wait):
+        if node.host_value is not None and not (is_pending and self._device.variant.late_states_wait):
             self.write_late(node)
 
     def _is_due(self, node: TreeNode) -> bool:
@@ -120,7 +118,7 @@ class Backups:
         assert parent is not None
         if not write_back and parent.host_value is None and parent is not self._tree.root:
             above = [step for step in self._tree.path_to_root(node)[:0:-1] if step.host_value is None]
-            if not self._device.rules.backs_up_parents or not all(self._copy(step) for step in above):
+            if not self._device.variant.backs_up_parents or not all(self._copy(step) for step in above):
                 return 0
         return len(node.key) if self._copy(node, write_back=write_back) else 0
 
@@ -160,8 +158,6 @@ class Backups:
         lock, publish = None if write_back else self._device.lock(node), [node] if len(kv) else []
         self.ongoing[ack_id] = BackupOperation(node, lock, publish, [(each, node) for each in parts])
         return True
-
-    # --- end --------------------------------------------------------------------------------------------------------
 
     def writing_check(self, write_back: bool = False) -> None:
         """Process finished backups, oldest first. write_back: wait for all of them."""
@@ -244,8 +240,6 @@ class Backups:
         operation.discarded.append((component.pool, rows))
         component.data(node).pending_id = None
         component.unlock_host(node)
-
-    # --- changes of the tree ----------------------------------------------------------------------------------------
 
     def touched(self, path: Sequence[TreeNode]) -> None:
         """Do nothing: backups do not depend on the order of use."""

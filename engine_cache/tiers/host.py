@@ -113,11 +113,10 @@ class HostTier:
             self._restore_leaves(looked_at)
 
     def _make_room(self, num_units: int) -> None:
-        is_short = self.device.rules.evicts_shortage_only
+        is_short = self.device.variant.evicts_shortage_only
         self.evict_leaves(num_units - self._allocator.available_size() if is_short else num_units)
 
     def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
-        """Free device rows of one kind, least recently used first. Returns their number."""
         return self.device.evict_component(component, num_rows, self.evict_leaf)
 
     def evict_leaf(self, leaf: TreeNode) -> None:
@@ -188,7 +187,6 @@ class LoadBacks:
         self._ids = ids
 
     def clear(self) -> None:
-        """Drop all loads."""
         self.ongoing.clear()
         self._locks.clear()
 
@@ -220,7 +218,7 @@ class LoadBacks:
     def _is_worth_loading(self, num_units: int, quota: int | None, extras: list[PoolTransfer]) -> bool:
         if not extras and num_units < self.threshold:
             return False
-        is_unlimited = bool(extras) and not self._device.rules.quota_covers_states
+        is_unlimited = bool(extras) and not self._device.variant.quota_covers_states
         return quota is None or num_units <= quota or is_unlimited
 
     def _load_or_evict(

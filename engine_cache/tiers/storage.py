@@ -41,13 +41,9 @@ class StorageTier:
     def __init__(self, host: HostTier, backend: HiCacheStorage, policy: StoragePolicy) -> None:
         self.ongoing_archives: dict[ArchiveOperation, TreeNode] = {}
         self.ongoing_prefetches: dict[str, PrefetchOperation] = {}
-        """Prefetches by request."""
         self.archive_tokens_occupied = 0
-        """Units on the host that must stay there until they are archived."""
         self.prefetch_tokens_occupied = 0
-        """Units on the host that belong to prefetches."""
         self.num_skipped_archives = 0
-        """Number of nodes that were not archived because too many host rows were waiting for it."""
         self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that the backend holds
         self._host = host
         self._leaves = host.leaves
@@ -116,7 +112,6 @@ class StorageTier:
         self._archive(operation)
 
     def archive_parts(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> None:
-        """Archive data of these kinds that arrived on the host after the node's KV."""
         keys = self._page_keys(node)
         extras = [component.archive_transfer(node, keys) for component in parts]
         self._archive(ArchiveOperation(node, [], no_indices(), extras))
@@ -222,7 +217,6 @@ class StorageTier:
         self.prefetch_tokens_occupied += len(operation.key)
 
     def _prefetch_capacity(self) -> int:
-        """Return the number of units that prefetches may occupy on the host."""
         kv = self._controller.kv
         return int(_RATE_LIMIT_SHARE * (kv.host_pool.size - kv.device_allocator.size))
 
@@ -291,7 +285,6 @@ class StorageTier:
         return len(rows) - matched
 
     def abort_prefetch(self, req_id: str) -> None:
-        """Abort the prefetch of a request, if it has one."""
         operation = self.ongoing_prefetches.get(req_id)
         if operation is not None:
             self._leaves.free(operation.take())

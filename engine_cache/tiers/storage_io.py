@@ -54,11 +54,8 @@ class StorageIO:
         return max(self.policy.prefetch_threshold, self._page_size)
 
     def reset(self) -> None:
-        """Drop all operations. The engine must have been drained."""
         for queue in (self.release_queue, self.revoked, self.archived, self.prefetches):
             queue.clear()
-
-    # --- storage to host --------------------------------------------------------------------------------------------
 
     def prefetch(self, operation: PrefetchOperation) -> None:
         """Start a prefetch. When it ends, rows of pages that did not arrive are in the release queue.
@@ -115,8 +112,6 @@ class StorageIO:
         if operation.hit_units is None:
             self.revoked.append(operation)
 
-    # --- host to storage --------------------------------------------------------------------------------------------
-
     def archive(self, operation: ArchiveOperation) -> None:
         """Start an archive. It appears in `archived` when it ends.
 
@@ -125,8 +120,10 @@ class StorageIO:
         self._submit(Lane.ARCHIVE, self._store(operation), partial(self.archived.append, operation))
 
     def _store(self, operation: ArchiveOperation) -> Iterator[None]:
-        """Write sidecars with rows of their own, then KV after the sidecar pages on its rows. KV pages whose sidecar is
-        needed on every page and was not stored are dropped from the operation."""
+        """Write sidecars with rows of their own, then KV after the sidecar pages on its rows.
+
+        KV pages whose sidecar is needed on every page and was not stored are dropped from the operation.
+        """
         for extra in operation.extras:
             for first, batch in self._batches(extra.name, extra.keys or [], extra.host_indices):
                 stored = self.backend.batch_set_v2([batch])[extra.name]
@@ -153,8 +150,6 @@ class StorageIO:
     def _shared(self, keys: list[str], host_indices: IndexArray) -> list[PoolTransfer]:
         """Return the transfers of the sidecars on KV's rows that accompany these pages of KV."""
         return [PoolTransfer(entry.name, host_indices, keys=keys) for entry in self._group.sharing if keys]
-
-    # --- jobs -------------------------------------------------------------------------------------------------------
 
     def _batches(self, name: PoolName, keys: list[str], rows: IndexArray | None) -> Iterator[tuple[int, PoolTransfer]]:
         """Yield the pages of a pool in batches, each with the position of its first page."""

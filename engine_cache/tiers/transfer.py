@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -24,7 +26,7 @@ from engine_cache.errors import TransferError
 from engine_cache.pools.entry import HostPoolGroup, PoolEntry, RowAllocator
 from engine_cache.pools.host_rows import require_larger_than_device
 from engine_cache.storage.base import PoolName, PoolTransfer
-from engine_cache.tiers.copying import CopyEngine, Lane, Step, Ticket
+from engine_cache.tiers.copying import CopyEngine, Lane, Ticket
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
@@ -80,8 +82,6 @@ class HiCacheController:
         """The pool entry of that name. Raises InvalidValueError, which lists the known names."""
         return self.group.entry(name)
 
-    # --- device to host ---------------------------------------------------------------------------------------------
-
     def write(
         self, device_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
     ) -> IndexArray | None:
@@ -93,24 +93,21 @@ class HiCacheController:
         """
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
-        lacking = self._allocate_rows(transfers, "host_indices")
-        if lacking is None:
+        taken = self._allocate_rows(transfers, "host_indices")
+        if taken is None:
             return None
         try:
-            ticket = self.engine.submit(Lane.WRITE, [self._write_step(self._moves(transfers))])
+            ticket = self.engine.submit(Lane.WRITE, [partial(self._copy_to_host, self._moves(transfers))])
         except BaseException:
-            self._give_back(lacking, "host_indices")
+            self._give_back(taken, "host_indices")
             raise
         self._writes.append(Ack(ticket, [ack_id]))
         return kv.host_indices
 
-    def _write_step(self, moves: list[_Move]) -> Step:
-        def copy() -> None:
-            for name, host, device in moves:
-                entry = self.entries[name]
-                entry.host_pool.backup_from_device_all_layer(entry.device_pool, host, device)
-
-        return copy
+    def _copy_to_host(self, moves: list[_Move]) -> None:
+        for name, host, device in moves:
+            entry = self.entries[name]
+            entry.host_pool.backup_from_device_all_layer(entry.device_pool, host, device)
 
     def finished_writes(self, *, wait: bool = False, wait_for: int | None = None) -> list[Ack]:
         """Return finished backups in the order they were started, up to the first unfinished one; each only once.
@@ -122,8 +119,6 @@ class HiCacheController:
             if wait_for in ack.ids:
                 break
         return [self._writes.popleft() for _ in range(_num_finished(self._writes))]
-
-    # --- host to device ---------------------------------------------------------------------------------------------
 
     def load(
         self, host_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
@@ -146,7 +141,7 @@ class HiCacheController:
         if not self._load_queue:
             return -1
         moves = self._moves([transfer for _, transfers in self._load_queue for transfer in transfers])
-        steps = [self._load_step(layer, moves) for layer in range(self.transfer_layer_num)]
+        steps = [partial(self._copy_to_device, layer, moves) for layer in range(self.transfer_layer_num)]
         ticket = self.engine.submit(Lane.LOAD, steps)
         self._loads.append(Ack(ticket, [ack_id for ack_id, _ in self._load_queue]))
         self._load_queue = []
@@ -154,20 +149,18 @@ class HiCacheController:
         self._load_tickets[consumer] = ticket
         return consumer
 
-    def _load_step(self, layer: int, moves: list[_Move]) -> Step:
-        def copy() -> None:
-            for name, host, device in moves:
-                entry = self.entries[name]
-                local = entry.local_layer(layer)
-                if local is not None:
-                    entry.host_pool.load_to_device_per_layer(entry.device_pool, host, device, local)
-
-        return copy
+    def _copy_to_device(self, layer: int, moves: list[_Move]) -> None:
+        for name, host, device in moves:
+            entry = self.entries[name]
+            local = entry.local_layer(layer)
+            if local is not None:
+                entry.host_pool.load_to_device_per_layer(entry.device_pool, host, device, local)
 
     def wait_for_layer(self, consumer: int, layer: int) -> None:
         """Wait until a layer of the operation that `start_loading` numbered `consumer` is on the device; -1 returns at
-        once. Any thread. Raises TransferError if the copy failed or a reset dropped it, and InvalidValueError for an
-        unknown number."""
+        once. Any thread. Raises TransferError if the copy failed or a reset dropped it, and InvalidValueError for
+        an unknown number.
+        """
         if not -1 <= consumer < self._next_consumer:
             raise InvalidValueError("consumer", consumer, f"-1 .. {self._next_consumer - 1}, a result of start_loading")
         if 0 <= consumer < self._first_consumer:
@@ -194,22 +187,25 @@ class HiCacheController:
         self._load_tickets = {n: ticket for n, ticket in self._load_tickets.items() if id(ticket) not in ended}
         return finished
 
-    # --- rows -------------------------------------------------------------------------------------------------------
-
     def _allocate_rows(self, transfers: Sequence[PoolTransfer], side: Side) -> list[PoolTransfer] | None:
         """Allocate the rows that transfers lack on one side.
 
         Returns those transfers, or None, with nothing allocated, if a pool has no room.
         """
-        num_rows = {id(transfer): self._num_rows(transfer, side) for transfer in transfers}
-        lacking = [transfer for transfer in transfers if getattr(transfer, side) is None]
-        has_room = False
-        try:
-            has_room = all(self._take_rows(each, side, num_rows[id(each)]) for each in lacking)
-        finally:
-            if not has_room:
-                self._give_back(lacking, side)
-        return lacking if has_room else None
+        num_rows = [self._num_rows(transfer, side) for transfer in transfers]
+        taken: list[PoolTransfer] = []
+        with ExitStack() as undo:
+            undo.callback(self._give_back, taken, side)
+            for transfer, number in zip(transfers, num_rows, strict=True):
+                if getattr(transfer, side) is None:
+                    entry = self.entry(transfer.name)
+                    rows = entry.alloc_host(number) if side == "host_indices" else entry.alloc_device(number)
+                    if rows is None:
+                        return None
+                    setattr(transfer, side, rows)
+                    taken.append(transfer)
+            undo.pop_all()
+        return taken
 
     def _num_rows(self, transfer: PoolTransfer, side: Side) -> int:
         """Return the number of rows that a transfer needs on one side."""
@@ -223,22 +219,12 @@ class HiCacheController:
             raise InvalidValueError(f"{side} of pool {name}", len(there), expected)
         return len(given)
 
-    def _take_rows(self, transfer: PoolTransfer, side: Side, num_rows: int) -> bool:
-        """Allocate rows for one transfer. False if there is no room."""
-        entry = self.entry(transfer.name)
-        rows = entry.alloc_host(num_rows) if side == "host_indices" else entry.alloc_device(num_rows)
-        setattr(transfer, side, rows)
-        return rows is not None
-
     def _give_back(self, transfers: Sequence[PoolTransfer], side: Side) -> None:
-        """Take rows that were allocated back from transfers."""
         for transfer in transfers:
-            rows = getattr(transfer, side)
+            entry = self.entry(transfer.name)
+            pool: RowAllocator = entry.host_pool if side == "host_indices" else entry.device_allocator
+            pool.free(getattr(transfer, side))
             setattr(transfer, side, None)
-            if rows is not None:
-                entry = self.entry(transfer.name)
-                pool: RowAllocator = entry.host_pool if side == "host_indices" else entry.device_allocator
-                pool.free(rows)
 
     def _moves(self, transfers: Sequence[PoolTransfer]) -> list[_Move]:
         """Merge the rows of all transfers into one move per pool, in the order in which the pools first appear."""
@@ -247,7 +233,8 @@ class HiCacheController:
         for transfer in transfers:
             assert transfer.host_indices is not None
             assert transfer.device_indices is not None
-            for name in (transfer.name, *(each.name for each in self.group.sharing if transfer.name is self.kv.name)):
+            shared = [entry.name for entry in self.group.sharing] if transfer.name is self.kv.name else []
+            for name in (transfer.name, *shared):
                 hosts.setdefault(name, []).append(transfer.host_indices)
                 devices.setdefault(name, []).append(transfer.device_indices)
         moves = [_Move(name, np.concatenate(hosts[name]), np.concatenate(devices[name])) for name in hosts]
@@ -265,5 +252,4 @@ class _Move(NamedTuple):
 
 
 def _num_finished(acks: deque[Ack]) -> int:
-    """Return the number of leading operations that have ended."""
     return sum(1 for _ in takewhile(lambda ack: ack.ticket.query(), acks))

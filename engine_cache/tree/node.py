@@ -40,9 +40,7 @@ class ComponentData:
     host_value: IndexArray | None = None
     """Host rows, set when a backup is enqueued."""
     lock_ref: int = 0
-    """Users that need the device rows. Above 0 the rows cannot be evicted."""
     host_lock_ref: int = 0
-    """Transfers that need the host rows. Above 0 the rows cannot be evicted."""
     pending_id: int | None = None
     """Backup that has not filled the host rows yet."""
 
@@ -143,8 +141,11 @@ def iter_nodes(root: TreeNode) -> Iterator[TreeNode]:
 
 
 def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
-    """Return the node's block hashes. Missing hashes are computed and stored, those of ancestors first, because a hash
-    chain starts at a child of the root."""
+    """Return the node's block hashes.
+
+    Missing hashes are computed and stored, those of ancestors first, because a hash chain starts at a child of the
+    root.
+    """
     for missing in path_down(node, lambda n: n.hash_value is None):
         assert missing.parent is not None
         above = missing.parent.hash_value
@@ -155,8 +156,10 @@ def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
 
 
 def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U64Array:
-    """Return the node's sequence hashes, computed and stored like the block hashes. seed: of the namespace, see
-    `namespace_seed`."""
+    """Return the node's sequence hashes, computed and stored like the block hashes.
+
+    seed: of the namespace, see `namespace_seed`.
+    """
     for missing in path_down(node, lambda n: n.sequence_hash is None):
         assert missing.parent is not None
         key, above = missing.key, missing.parent.sequence_hash

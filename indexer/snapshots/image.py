@@ -46,7 +46,7 @@ class _ExactImage(msgspec.Struct, frozen=True, array_like=True):
     missing_batches: int
     lateness: Lateness
     silent_from: float
-    is_behind: bool
+    is_delayed: bool
 
 
 class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
@@ -214,7 +214,7 @@ def _exact_image(view: View) -> _ExactImage:
         view.missing_batches,
         copy(view.lateness),
         view.silent_from,
-        view.is_behind,
+        view.is_delayed,
     )
 
 
@@ -259,7 +259,7 @@ def _restore_exactly(view: View, exact: _ExactImage) -> None:
     view.heard_tick, view.refused_now, view.resync_began = exact.heard_tick, exact.refused_now, exact.resync_began
     view.agreed_at, view.missing_batches = exact.agreed_at, exact.missing_batches
     view.position = view.position._replace(first_missing=exact.first_missing)
-    view.lateness, view.silent_from, view.is_behind = exact.lateness, exact.silent_from, exact.is_behind
+    view.lateness, view.silent_from, view.is_delayed = exact.lateness, exact.silent_from, exact.is_delayed
     if exact.marks is not None:
         view.marks = view.index.new_marks()
         view.marks[view.index.live_entries()] = np.frombuffer(exact.marks, np.uint8)

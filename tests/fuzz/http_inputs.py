@@ -56,7 +56,7 @@ REGISTRATIONS = [*_both(_REGISTRATIONS), *(msgspec.json.encode(kept) for kept in
 
 
 class HttpTarget:
-    """The hot routes and that of decisions as ASGI applications, without a server."""
+    """The query routes and that of decisions as ASGI applications, without a server."""
 
     def __init__(self) -> None:
         consumer = HandFed(SMALL).consumer
@@ -85,7 +85,7 @@ class HttpTarget:
 
 
 class LaneTarget:
-    """The hot lane: what it answers is what the ordinary way answers."""
+    """The fast path: what it answers is what the ordinary way answers."""
 
     def __init__(self) -> None:
         self._both = BothWays(HandFed(SMALL))

@@ -1,4 +1,4 @@
-"""HTTPS of the service: both lanes, both clients, and files that are wrong."""
+"""HTTPS of the service: both paths, both clients, and files that are wrong."""
 
 from __future__ import annotations
 

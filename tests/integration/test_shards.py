@@ -75,7 +75,7 @@ def check_the_routes_about_workers(first: ServiceProcess, second: ServiceProcess
 
 
 def check_what_members_ask_each_other(service: ServiceProcess) -> None:
-    """A question with a length is answered at once, one in chunks the usual way."""
+    """A question with a length is answered at once, one in chunks by FastAPI."""
 
     def told(body: bytes, *, in_chunks: bool) -> ShardReply:
         content = iter([body]) if in_chunks else body

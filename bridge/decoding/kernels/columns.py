@@ -18,6 +18,7 @@ STORE_ROW, NUM_LOCATIONS, LOCATION_ROWS = range(29, 32)
 MAX_LOCATIONS = 4
 NUM_COLUMNS = LOCATION_ROWS + MAX_LOCATIONS
 
+REMOVAL = 4
 # kinds of event; BAD_STORE: an invalid store, which at least removes nothing
 STORED, REMOVED, CLEARED, MOONCAKE_EVENT, UNREADABLE, BAD_STORE = range(6)
 
@@ -37,10 +38,8 @@ class ScannedEvents(NamedTuple):
     """[n]"""
     has_parent: U8Vector
     """[n]"""
-    is_removal: U8Vector
-    """[n]"""
-    location_indices: U8Vector
-    """[n] index of the event's location in its run."""
+    kinds: U8Vector
+    """[n] index of the event's location in its run, and bit REMOVAL for a removal."""
     hashes: U64Vector
     """Filled from the start; columns HASH_FROM and HASH_TO index it. Longer than all payloads."""
     tokens: U32Vector

@@ -194,7 +194,7 @@ def _read_row(data, stop, header, rows, hashes, tokens):
 
 
 @array_helper
-def _put_in_run(data, header, rows, location_indices):
+def _put_in_run(data, header, rows, kinds):
     """Add the newest row to the current run, or begin a new run with it. Returns whether it begins one."""
     number = header[NUM_ROWS]
     index = join_run(data, rows, header[RUN], number) if number > 0 else -1
@@ -202,7 +202,7 @@ def _put_in_run(data, header, rows, location_indices):
     if index < 0:
         begin_run(rows, number)
         header[RUN], index = number, 0
-    location_indices[number] = index
+    kinds[number] = index + columns.REMOVAL * (rows[number][columns.KIND] == columns.REMOVED)
     return rows[number][columns.CONTINUES] == 0
 
 
@@ -229,12 +229,9 @@ def scan_batches(data, borders, header, out):
             number = header[NUM_ROWS]
             _read_row(data, stop, header, rows, out.hashes, out.tokens)
             row = rows[number]
-            out.lengths[number], out.is_removal[number] = (
-                row[columns.HASH_TO] - row[columns.HASH_FROM],
-                row[columns.KIND] == columns.REMOVED,
-            )
+            out.lengths[number] = row[columns.HASH_TO] - row[columns.HASH_FROM]
             out.parents[number], out.has_parent[number] = np.uint64(row[columns.PARENT]), row[columns.HAS_PARENT]
-            num_runs += _put_in_run(data, header, rows, out.location_indices)
+            num_runs += _put_in_run(data, header, rows, out.kinds)
             header[NUM_ROWS] += 1
         find_rank(data, stop, header)
         if is_first:

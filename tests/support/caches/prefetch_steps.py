@@ -39,8 +39,8 @@ def prefetch(rig, tokens=PROMPT, req_id="r", **params):
     return rig.cache.ongoing_prefetch.get(req_id)
 
 
-def run(rig, lane=Lane.PREFETCH):
-    while rig.engine.step(lane):
+def run(rig, fast_path=Lane.PREFETCH):
+    while rig.engine.step(fast_path):
         pass
 
 

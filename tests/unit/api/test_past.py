@@ -24,6 +24,7 @@ from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import app as cli
 from tests.support import http_checks
+from tests.support.api_rig import asking
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
@@ -52,8 +53,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def serving(log: Path, default: LogMoment | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = create_past_app(log, ApiSettings(**settings), default or LogMoment(), [])
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+    async with asking(app) as client:
         yield client
 
 
@@ -85,7 +85,7 @@ async def test_random_moments_are_those_of_the_command(log: Path, tmp_path: Path
     query = {"model_name": "m", "seq_hashes": list(range(1, 40))}
     (tmp_path / "query.json").write_text(json.dumps(query))
     async with serving(log) as client:
-        for at in random_moments(log, 60):
+        for at in random_moments(log, 20):
             expected = {(view["model"], view["worker"], view["dp_rank"]): view for view in replayed(log, "--at", at)}
             workers = (await client.get("/workers", params={"at": at})).json()
             shown = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.hashes.page_publisher import tier_of
+from bridge.decoding.events import Medium, medium_of
 
 GPU, CPU, DISK, EXTERNAL = range(4)
 SEEN = {
@@ -17,12 +17,10 @@ SEEN = {
 
 @pytest.mark.parametrize(("medium", "tier"), [(medium, tier) for tier, media in SEEN.items() for medium in media])
 def test_a_medium_is_its_tier(medium: str, tier: int) -> None:
-    assert tier_of(medium) == tier
-    assert tier_of(medium, "LOCAL") == tier
-    assert tier_of(medium, "REMOTE") == EXTERNAL
+    assert medium_of(medium) == medium_of(medium, "LOCAL") == Medium(tier)
+    assert medium_of(medium, "REMOTE") == Medium(EXTERNAL)
 
 
 @pytest.mark.parametrize("medium", ["SSD", "NPU", "GPU2", " GPU", "device(type='cpu')"])
 def test_an_unknown_medium_is_no_tier(medium: str) -> None:
-    assert tier_of(medium) is None
-    assert tier_of(medium, "REMOTE") is None
+    assert medium_of(medium) == medium_of(medium, "REMOTE") == Medium(None, medium)

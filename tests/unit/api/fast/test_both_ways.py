@@ -1,4 +1,4 @@
-"""Bodies that the hot lane takes get the answer of the ordinary way. Others are left to the ordinary decoder."""
+"""Bodies that the fast path takes get the answer of the ordinary way. Others are read by the ordinary decoder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def text_of(body: list[tuple[str, Any]], separator: tuple[str, str], *, is_ascii
 
 
 def check(data: bytes, fields: tuple[str, ...]) -> bool:
-    """Compare both ways for a body. Returns whether the lane took it."""
+    """Compare both ways for a body. Returns whether the fast path took it."""
     path = "/query" if fields == BY_TOKENS else "/query_by_hash"
     return both_ways.agree(data, path)
 

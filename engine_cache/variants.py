@@ -1,4 +1,4 @@
-"""Rules: the differences between caches with the same components and tiers."""
+"""CacheVariant: the differences between caches with the same components and tiers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class CacheVariant:
     """The rules of one cache class."""
 
     frees_duplicates: bool = True
@@ -41,11 +41,11 @@ class Rules:
     """Whether `mem_quota` also limits a load-back that includes a state."""
 
 
-RADIX = Rules(frees_duplicates=False, counts_hits_of_evicted_nodes=False, locks_evicted_nodes=False)
+RADIX = CacheVariant(frees_duplicates=False, counts_hits_of_evicted_nodes=False, locks_evicted_nodes=False)
 """One kind of state, Full KV."""
-MAMBA = Rules(split_copies_hits=False, deletes_tombstone_leaves=True)
+MAMBA = CacheVariant(split_copies_hits=False, deletes_tombstone_leaves=True)
 """Full KV and recurrent states."""
-UNIFIED = Rules(
+UNIFIED = CacheVariant(
     counts_evicted_overlap=True,
     match_ends_on_host=False,
     device_match_needs_states=True,

@@ -1,4 +1,4 @@
-"""The hot lane takes a query only if its answer is that of the ordinary way."""
+"""The fast path takes a query only if its answer is that of the ordinary way."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ BODY = json.dumps({"model_name": "m", "token_ids": list(range(16))}).encode()
 
 
 def lane_of(**settings: Any) -> FastPath:
-    """Return the lane of an application that knows one worker and is not running."""
+    """Return the fast path of an application that knows one worker and is not running."""
     fed = HandFed()
     fed.consumer.namespaces.add_view(StreamId("m", "default", "w", 0), 4)
-    lane: FastPath = create_app(fed.consumer, ApiSettings(**settings)).state.lane
-    return lane
+    fast_path: FastPath = create_app(fed.consumer, ApiSettings(**settings)).state.fast_path
+    return fast_path
 
 
-def answer(lane: FastPath, body: bytes = BODY, path: bytes = b"/query") -> bytes | None:
+def answer(fast_path: FastPath, body: bytes = BODY, path: bytes = b"/query") -> bytes | None:
     head_bytes = head(path, len(body))
-    found = lane.heads.find(head_bytes)
+    found = fast_path.heads.find(head_bytes)
     assert found is not None
-    return lane.answer(found, head_bytes + body, len(head_bytes))
+    return fast_path.answer(found, head_bytes + body, len(head_bytes))
 
 
 def head(
@@ -47,9 +47,11 @@ def test_a_service_that_has_not_caught_up_answers_unless_it_must_be_ready() -> N
 
 @pytest.mark.parametrize("model", ["m", "unknown"])
 def test_errors_are_left_to_the_ordinary_way(model: str) -> None:
-    lane = lane_of()
-    assert answer(lane, json.dumps({"model_name": model, "token_ids": "x"}).encode()) is None
-    assert (answer(lane, json.dumps({"model_name": model, "token_ids": [1]}).encode()) is None) == (model == "unknown")
+    fast_path = lane_of()
+    assert answer(fast_path, json.dumps({"model_name": model, "token_ids": "x"}).encode()) is None
+    assert (answer(fast_path, json.dumps({"model_name": model, "token_ids": [1]}).encode()) is None) == (
+        model == "unknown"
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_the_bytes_of_a_head_decide_about_its_token() -> None:
 
 
 def test_as_many_heads_and_envelopes_as_a_client_can_invent_are_read() -> None:
-    lane = lane_of()
+    fast_path = lane_of()
     for number in range(10_000):
         body = b'{"x":%d,"model_name":"m","token_ids":[1]}' % number
-        assert answer(lane, body) is not None
+        assert answer(fast_path, body) is not None

@@ -1,4 +1,4 @@
-"""Queries of a group's member in the hot lane: their answers come later, and their connection waits."""
+"""Queries of a group's member in the fast path: their answers come later, and their connection waits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def a_member(others: Others) -> AsyncIterator[str]:
         while (await line.ask(request(QUERY)))[0] != UNKNOWN:
             pass  # the service starts
         await line.close()
-        app.state.lane._group = GroupAnswers({}, {"/query": others.ask})
+        app.state.fast_path._group = GroupAnswers({}, {"/query": others.ask})
         yield url
 
 

@@ -1,4 +1,4 @@
-"""Requests in the hot lane get the answers of the ordinary way, over real connections to the real server."""
+"""Requests in the fast path get the answers of the ordinary way, over real connections to the real server."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_both_ways_answer_alike(body: bytes) -> None:
         async with a_service() as connect:
             line = await connect()
             in_the_lane = await line.ask(request(body))
-            ordinary = await line.ask(request(body, "/query?"))  # with "?" the lane does not take it
+            ordinary = await line.ask(request(body, "/query?"))  # with "?" the fast path does not take it
             assert in_the_lane == ordinary
 
     run(main())
@@ -73,8 +73,8 @@ def test_usual_queries_are_answered_in_the_lane_and_others_are_not(monkeypatch: 
     taken: list[bool] = []
     ordinary = FastPath.answer
 
-    def noted(lane: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
-        body = ordinary(lane, head, data, start)
+    def noted(fast_path: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
+        body = ordinary(fast_path, head, data, start)
         taken.append(body is not None)
         return body
 
