@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# compat: by a path. The other way, a folder named kvsight beside a script, such as a clone, would hide the package.
+EDITABLE := --config-settings editable_mode=compat --editable
 
 .PHONY: help
 help: ## list the targets
@@ -20,12 +22,12 @@ $(BIN)/python:
 # Stamps: installed, and pyproject.toml has not changed since.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing kvsight into $(VENV) (without torch)"
-	@$(PIP) --editable '.[serve]'
+	@$(PIP) $(EDITABLE) '.[serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing kvsight and its tests' needs into $(VENV) (torch is large: minutes on a new machine)"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) $(EDITABLE) '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 .PHONY: demo

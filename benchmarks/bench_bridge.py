@@ -35,7 +35,7 @@ from benchmarks.peers.services import GIVE_UP_S, KVSIGHT, Service, dynamo, poste
 from benchmarks.report import Figure, figure, main
 from bridge import BridgeSettings, EngineSettings, Fleet
 from kv_events.log.memory import MemoryLog
-from kvsight.cli.allocator import keep_freed_memory
+from kvsight.cli.shared.process import keep_freed_memory
 from publisher.settings import PublisherSettings
 from publisher.sinks.memory import MemorySink
 

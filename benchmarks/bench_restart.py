@@ -35,7 +35,7 @@ from indexer.snapshots.redis import RedisStore
 from kv_events.codec import StoredPages
 from kv_events.log.event_log import EventLogWriter
 from kv_events.streams import StreamId
-from kvsight.cli.allocator import keep_freed_memory
+from kvsight.cli.shared.process import keep_freed_memory
 from tests.support.servers.redis_server import RedisServer
 from tests.support.waiting import wait_until
 

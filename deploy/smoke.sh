@@ -65,7 +65,7 @@ is_unhealthy() { docker compose ps --format '{{.Health}}' "$1" | grep --quiet '^
 is_well() { all_live && answered && all_healthy; }
 
 docker compose up "${@:---build}" --detach --wait --wait-timeout 300
-docker compose exec -T indexer kvsight demo-prompt >"$folder/prompt.json"
+docker compose exec -T indexer kvsight demo --prompt >"$folder/prompt.json"
 until_true 180 "the documented query hits the engines differently" answered
 until_true 180 "all is healthy and live" is_well
 

@@ -2,7 +2,7 @@
 
 Names are imported on first use, so a router does not load what engines need, nor the other way round. Everything that a
 router uses imports only `kvsight` and `kv_events`; what an engine uses also `engine_cache` and `publisher`. `cli` holds
-the `kvsight` command, `schemas` the answers of the API.
+the `kvsight` command.
 
 Start at `client`, then `calls`.
 """
@@ -13,123 +13,78 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine_cache import RadixCache
-    from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, InvalidValueError, KvsightError, StorageMedium
-    from kv_events.hashing import sequence_hashes
-    from kv_events.http.decisions import DecisionsAccepted
-    from kv_events.http.events import BatchApplied, ClientDropped, FeedEvent, StateChanged
-    from kv_events.http.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
-    from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
-    from kv_events.http.queries import Missing, PeerAnswer, PeerInstance
-    from kv_events.http.workers import Listener, RadixView, ViewPage, Worker
-    from kvsight.choice import WorkerChoice, best_worker, rank_workers
-    from kvsight.client import AsyncClient, Client
-    from kvsight.decisions import Decision, Outcome
-    from kvsight.errors import KvsightConnectionError, KvsightHttpError, UnexpectedAnswerError
-    from kvsight.prompts import Prompt
-    from kvsight.retrying import RetryPolicy
-    from publisher import EventPublisher, PublisherSettings
-    from publisher.sinks.file import FileSink
-    from publisher.sinks.kafka import KafkaSink
-    from publisher.sinks.zmq import ZmqSink
+    from engine_cache import RadixCache as RadixCache
+    from kv_events import AllBlocksCleared as AllBlocksCleared
+    from kv_events import BlockRemoved as BlockRemoved
+    from kv_events import BlockStored as BlockStored
+    from kv_events import InvalidValueError as InvalidValueError
+    from kv_events import KvsightError as KvsightError
+    from kv_events import StorageMedium as StorageMedium
+    from kv_events.hashing import sequence_hashes as sequence_hashes
+    from kv_events.http.decisions import DecisionsAccepted as DecisionsAccepted
+    from kv_events.http.events import BatchApplied as BatchApplied
+    from kv_events.http.events import ClientDropped as ClientDropped
+    from kv_events.http.events import FeedEvent as FeedEvent
+    from kv_events.http.events import StateChanged as StateChanged
+    from kv_events.http.explanations import BatchPosition as BatchPosition
+    from kv_events.http.explanations import Evidence as Evidence
+    from kv_events.http.explanations import Explanation as Explanation
+    from kv_events.http.explanations import Finding as Finding
+    from kv_events.http.explanations import WorkerExplanation as WorkerExplanation
+    from kv_events.http.fleet import Fleet as Fleet
+    from kv_events.http.fleet import FleetRank as FleetRank
+    from kv_events.http.fleet import FleetWorker as FleetWorker
+    from kv_events.http.fleet import StateChange as StateChange
+    from kv_events.http.queries import Missing as Missing
+    from kv_events.http.queries import PeerAnswer as PeerAnswer
+    from kv_events.http.queries import PeerInstance as PeerInstance
+    from kv_events.http.workers import Listener as Listener
+    from kv_events.http.workers import RadixView as RadixView
+    from kv_events.http.workers import ViewPage as ViewPage
+    from kv_events.http.workers import Worker as Worker
+    from kvsight.choice import WorkerChoice as WorkerChoice
+    from kvsight.choice import best_worker as best_worker
+    from kvsight.choice import rank_workers as rank_workers
+    from kvsight.client import AsyncClient as AsyncClient
+    from kvsight.client import Client as Client
+    from kvsight.decisions import Decision as Decision
+    from kvsight.decisions import Outcome as Outcome
+    from kvsight.errors import KvsightConnectionError as KvsightConnectionError
+    from kvsight.errors import KvsightHttpError as KvsightHttpError
+    from kvsight.errors import UnexpectedAnswerError as UnexpectedAnswerError
+    from kvsight.prompts import Prompt as Prompt
+    from kvsight.retrying import RetryPolicy as RetryPolicy
+    from publisher import EventPublisher as EventPublisher
+    from publisher import PublisherSettings as PublisherSettings
+    from publisher.sinks.file import FileSink as FileSink
+    from publisher.sinks.kafka import KafkaSink as KafkaSink
+    from publisher.sinks.zmq import ZmqSink as ZmqSink
 
-_HOMES = {
-    "AllBlocksCleared": "kv_events",
-    "AsyncClient": "kvsight.client",
-    "BatchApplied": "kv_events.http.events",
-    "BatchPosition": "kv_events.http.explanations",
-    "BlockRemoved": "kv_events",
-    "BlockStored": "kv_events",
-    "Client": "kvsight.client",
-    "ClientDropped": "kv_events.http.events",
-    "Decision": "kvsight.decisions",
-    "DecisionsAccepted": "kv_events.http.decisions",
-    "EventPublisher": "publisher",
-    "Evidence": "kv_events.http.explanations",
-    "Explanation": "kv_events.http.explanations",
-    "FeedEvent": "kv_events.http.events",
-    "FileSink": "publisher.sinks.file",
-    "Finding": "kv_events.http.explanations",
-    "Fleet": "kv_events.http.fleet",
-    "FleetRank": "kv_events.http.fleet",
-    "FleetWorker": "kv_events.http.fleet",
-    "InvalidValueError": "kv_events",
-    "KafkaSink": "publisher.sinks.kafka",
-    "KvsightConnectionError": "kvsight.errors",
-    "KvsightError": "kv_events",
-    "KvsightHttpError": "kvsight.errors",
-    "Listener": "kv_events.http.workers",
-    "Outcome": "kvsight.decisions",
-    "Missing": "kv_events.http.queries",
-    "PeerAnswer": "kv_events.http.queries",
-    "PeerInstance": "kv_events.http.queries",
-    "Prompt": "kvsight.prompts",
-    "PublisherSettings": "publisher",
-    "RadixCache": "engine_cache",
-    "RadixView": "kv_events.http.workers",
-    "RetryPolicy": "kvsight.retrying",
-    "StateChange": "kv_events.http.fleet",
-    "StateChanged": "kv_events.http.events",
-    "StorageMedium": "kv_events",
-    "UnexpectedAnswerError": "kvsight.errors",
-    "ViewPage": "kv_events.http.workers",
-    "Worker": "kv_events.http.workers",
-    "WorkerChoice": "kvsight.choice",
-    "WorkerExplanation": "kv_events.http.explanations",
-    "ZmqSink": "publisher.sinks.zmq",
-    "best_worker": "kvsight.choice",
-    "rank_workers": "kvsight.choice",
-    "sequence_hashes": "kv_events.hashing",
+_NAMES = {
+    "engine_cache": "RadixCache",
+    "kv_events": "AllBlocksCleared BlockRemoved BlockStored InvalidValueError KvsightError StorageMedium",
+    "kv_events.hashing": "sequence_hashes",
+    "kv_events.http.decisions": "DecisionsAccepted",
+    "kv_events.http.events": "BatchApplied ClientDropped FeedEvent StateChanged",
+    "kv_events.http.explanations": "BatchPosition Evidence Explanation Finding WorkerExplanation",
+    "kv_events.http.fleet": "Fleet FleetRank FleetWorker StateChange",
+    "kv_events.http.queries": "Missing PeerAnswer PeerInstance",
+    "kv_events.http.workers": "Listener RadixView ViewPage Worker",
+    "kvsight.choice": "WorkerChoice best_worker rank_workers",
+    "kvsight.client": "AsyncClient Client",
+    "kvsight.decisions": "Decision Outcome",
+    "kvsight.errors": "KvsightConnectionError KvsightHttpError UnexpectedAnswerError",
+    "kvsight.prompts": "Prompt",
+    "kvsight.retrying": "RetryPolicy",
+    "publisher": "EventPublisher PublisherSettings",
+    "publisher.sinks.file": "FileSink",
+    "publisher.sinks.kafka": "KafkaSink",
+    "publisher.sinks.zmq": "ZmqSink",
 }
+"""Module -> its public names."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "AllBlocksCleared",
-    "AsyncClient",
-    "BatchApplied",
-    "BatchPosition",
-    "BlockRemoved",
-    "BlockStored",
-    "Client",
-    "ClientDropped",
-    "Decision",
-    "DecisionsAccepted",
-    "EventPublisher",
-    "Evidence",
-    "Explanation",
-    "FeedEvent",
-    "FileSink",
-    "Finding",
-    "Fleet",
-    "FleetRank",
-    "FleetWorker",
-    "InvalidValueError",
-    "KafkaSink",
-    "KvsightConnectionError",
-    "KvsightError",
-    "KvsightHttpError",
-    "Listener",
-    "Missing",
-    "Outcome",
-    "PeerAnswer",
-    "PeerInstance",
-    "Prompt",
-    "PublisherSettings",
-    "RadixCache",
-    "RadixView",
-    "RetryPolicy",
-    "StateChange",
-    "StateChanged",
-    "StorageMedium",
-    "UnexpectedAnswerError",
-    "ViewPage",
-    "Worker",
-    "WorkerChoice",
-    "WorkerExplanation",
-    "ZmqSink",
-    "best_worker",
-    "rank_workers",
-    "sequence_hashes",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:

@@ -49,8 +49,8 @@ class PublisherSettings(KafkaSettings):
     """Batches that may wait for a slow reader. It misses later ones and can request a replay."""
 
     metrics_port: int | None = Field(default=None, ge=1, le=65_535)
-    """Port on which `kvsight engine` and the engine plug-in serve Prometheus metrics. None: no metrics. In the plug-in,
-    rank r adds r to it."""
+    """Port on which `kvsight demo --engine` and the engine plug-in serve Prometheus metrics. None: no metrics. In the
+    plug-in, rank r adds r to it."""
 
     with_tokens: bool = False
     """Send token ids and extra keys, too. Required by `zmq`, useful for debugging; costs privacy and bytes."""

@@ -21,6 +21,11 @@ _COLUMNS = (
 )
 
 
+_SUMS = (  # of `PolicyReport.to_dict`
+    "requests", "prompt_tokens", "found_tokens", "found_share", "imbalance", "divergent_pages", "divergent_answers",
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class WorkerLoad:
     """The work of one worker."""
@@ -104,18 +109,9 @@ class PolicyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the course as plain values, for JSON."""
-        summary = {
-            "requests": self.requests,
-            "prompt_tokens": self.prompt_tokens,
-            "found_tokens": self.found_tokens,
-            "found_share": self.found_share,
-            "imbalance": self.imbalance,
-            "divergent_pages": self.divergent_pages,
-            "divergent_answers": self.divergent_answers,
-        }
         plain = asdict(replace(self, course=None))
         del plain["course"]
-        return {**plain, **summary}
+        return plain | {name: getattr(self, name) for name in _SUMS}
 
 
 def reports_table(reports: Sequence[PolicyReport]) -> Table:

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.explain import messages
+from analysis.explain.hash_rules import Column, Variant
 from analysis.explain.page_history import NEVER, PageHistory, RemovalKind
-from analysis.explain.prompts import Column, Variant
 from analysis.explain.tracer import BeforeLog, PromptTracer, StreamTrace
 from indexer.scores import StreamReuse, stream_reuse
 from indexer.views import ViewState

@@ -10,9 +10,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from analysis.explain.asked_prompt import AskedPrompt
+from analysis.explain.hash_rules import Column, HashRule, PromptHashes, RuleFinder, Variant
 from analysis.explain.page_history import PageHistory
-from analysis.explain.prompts import Column, HashRule, PromptHashes, Variant
-from analysis.explain.rule_finder import RuleFinder
 from indexer.replay import Replay
 from indexer.replay.chunks import ApplyObserver, ChunkApplier, PlainRun
 from indexer.views import View, ViewState

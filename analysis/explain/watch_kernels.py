@@ -1,70 +1,51 @@
-"""Kernels that find a few hashes among millions.
-
-A bitmap of 16 bits a watched hash rejects most others with one access; an open-addressing table finds the rest.
-"""
+"""Kernels that find a few hashes among millions. A bitmap rejects most others with one access."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import types
 
-from kv_events.kernels.bundles import I64Input, I64Vector, U64Input, U64Vector
+from kv_events.kernels.bundles import BoolVector, I64Vector, U64Input, U64Vector
 from kv_events.kernels.declare import array_helper, array_kernel
+from kv_events.kernels.page_table import Table
+from kv_events.kernels.page_table_ops import find, find_or_insert
 
+BITMAP_WORDS = 2**14
+"""16 bits for each of 65,536 hashes. More are found as well, but rejected later."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(64 - 20)
 
 
 @array_helper
-def _spread(key):
-    """Spread a key over 64 bits, because engines may count their blocks."""
-    return key * _SPREAD
+def _bit(key):
+    """Return the word and the bit of a key. It is spread first, because engines may count their blocks."""
+    bit = key * _SPREAD >> _SHIFT
+    return np.int64(bit >> np.uint64(6)), np.uint64(1) << (bit & np.uint64(63))
 
 
-@array_helper
-def _slot(spread_key, num_bits):
-    return np.int64(spread_key >> np.uint64(64 - num_bits))
+@array_kernel(types.void, Table, U64Vector, U64Input, BoolVector)
+def watch(table, bitmap, keys, out_new):
+    """Insert keys. bitmap: uint64[BITMAP_WORDS]. out_new: bool[n], written: whether a key got the next entry."""
+    for i in range(keys.shape[0]):
+        word, bit = _bit(keys[i])
+        bitmap[word] |= bit
+        entry, is_new = find_or_insert(table, keys[i])
+        out_new[i] = is_new and entry >= 0
 
 
-@array_kernel(types.void, U64Vector, I64Vector, U64Vector, types.int64, U64Input, I64Input)
-def watch(keys, ids, bitmap, num_bits, new_keys, new_ids):
-    """Add keys to a table of 2**num_bits slots with room for them. The first id of a key stays.
-
-    keys: uint64, ids: int64 (-1: free), both [2**num_bits]. bitmap: uint64[2**num_bits / 8]. All are updated.
-    """
-    mask = np.int64(keys.shape[0] - 1)
-    for i in range(new_keys.shape[0]):
-        key = new_keys[i]
-        spread_key = _spread(key)
-        bit = _slot(spread_key, num_bits + 3)
-        bitmap[bit >> 6] |= np.uint64(1) << np.uint64(bit & 63)
-        slot = _slot(spread_key, num_bits)
-        while ids[slot] >= 0 and keys[slot] != key:
-            slot = (slot + 1) & mask
-        if ids[slot] < 0:
-            keys[slot] = key
-            ids[slot] = new_ids[i]
-
-
-@array_kernel(types.int64, U64Vector, I64Vector, U64Vector, types.int64, U64Input, I64Vector, I64Vector)
-def find_watched(keys, ids, bitmap, num_bits, hashes, out_positions, out_ids):
+@array_kernel(types.int64, Table, U64Vector, U64Input, I64Vector, I64Vector)
+def find_watched(table, bitmap, hashes, out_positions, out_entries):
     """Find watched keys among hashes. Returns their number.
 
-    keys, ids, bitmap, num_bits: as in `watch`. hashes: uint64[n]. out_positions, out_ids: int64, at least n elements,
-    written: the positions in `hashes`, ascending, and the ids.
+    out_positions, out_entries: int64, at least n elements, written: positions in `hashes`, ascending, and entries.
     """
-    mask = np.int64(keys.shape[0] - 1)
     found = 0
     for i in range(hashes.shape[0]):
-        key = hashes[i]
-        spread_key = _spread(key)
-        bit = _slot(spread_key, num_bits + 3)
-        if (bitmap[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1) == np.uint64(0):
-            continue
-        slot = _slot(spread_key, num_bits)
-        while ids[slot] >= 0 and keys[slot] != key:
-            slot = (slot + 1) & mask
-        if ids[slot] >= 0:
-            out_positions[found] = i
-            out_ids[found] = ids[slot]
-            found += 1
+        word, bit = _bit(hashes[i])
+        if bitmap[word] & bit != np.uint64(0):
+            entry = find(table, hashes[i])
+            if entry >= 0:
+                out_positions[found] = i
+                out_entries[found] = entry
+                found += 1
     return found

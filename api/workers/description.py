@@ -11,7 +11,7 @@ import msgspec
 from msgspec import to_builtins
 
 from api.queries.encoding import age_ms
-from api.view_source import ViewSource, is_known
+from api.view_source import ViewSource
 from indexer.namespaces import Namespace, NamespaceKey, Namespaces
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.digest import digest_bytes, empty_digest
@@ -48,14 +48,15 @@ class WorkerStreams(NamedTuple):
 
 def worker_streams(served: ViewSource, engines: Engines) -> Iterator[WorkerStreams]:
     """Yield every worker. Other tasks may run, and views may be forgotten, between two of them."""
-    unheard = _unheard_ranks(served.namespaces, engines, served.now())
-    for namespace in list(served.namespaces):
-        if served.namespaces.is_group(namespace):
+    namespaces = served.namespaces
+    unheard = _unheard_ranks(namespaces, engines, served.now())
+    for namespace in list(namespaces):
+        if namespaces.is_group(namespace):
             continue
         for name, views in _by_worker(namespace).items():
-            known = [view for view in views if is_known(served, view)]
+            known = [view for view in views if namespaces.view(view.stream) is view]
             if known:
-                groups = list(_groups(namespace, known))
+                groups = list(_groups(namespace, known)) if namespace.groups else []
                 yield WorkerStreams(namespace.key, name, known, groups, unheard.pop((namespace.key, name), {}))
     for (key, name), ranks in unheard.items():
         yield WorkerStreams(key, name, [], [], ranks)

@@ -1,4 +1,4 @@
-"""Runs: decoded events in columns, ready for kernels.
+"""Decoded events in columns, ready for kernels, and media as tiers.
 
 A run is one event, or several adjacent ones that can be applied together.
 """

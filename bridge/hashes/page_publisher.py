@@ -1,4 +1,4 @@
-"""Translated pages -> the publisher: media become tiers, and ambiguous hashes are resolved."""
+"""Translated pages -> the publisher. Ambiguous hashes are resolved on the way."""
 
 from __future__ import annotations
 

@@ -140,11 +140,14 @@ class Backups:
         kv = node.value if node.host_value is None else no_indices()
         ack_id, parts = next(self._ids), self._not_on_host(node)
         transfers = [PoolTransfer(each.pool, device_indices=each.data(node).value) for each in parts]
-        with self._leaves.held(node):  # so that making room does not delete a tombstone without children
+        node.host_ref_counter += 1  # so that making room does not delete a tombstone without children
+        try:
             rows = self._controller.write(kv, ack_id, transfers)
             if rows is None and len(kv):
                 self._leaves.evict(self._leaves.units_to_evict(len(kv)))
                 rows = self._controller.write(kv, ack_id, transfers)
+        finally:
+            node.host_ref_counter -= 1
         if rows is None:
             self.num_refused += 1
             return False

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
@@ -193,9 +192,8 @@ class HiCacheController:
         Returns those transfers, or None, with nothing allocated, if a pool has no room.
         """
         num_rows = [self._num_rows(transfer, side) for transfer in transfers]
-        taken: list[PoolTransfer] = []
-        with ExitStack() as undo:
-            undo.callback(self._give_back, taken, side)
+        taken, is_done = list[PoolTransfer](), False
+        try:
             for transfer, number in zip(transfers, num_rows, strict=True):
                 if getattr(transfer, side) is None:
                     entry = self.entry(transfer.name)
@@ -204,7 +202,10 @@ class HiCacheController:
                         return None
                     setattr(transfer, side, rows)
                     taken.append(transfer)
-            undo.pop_all()
+            is_done = True
+        finally:
+            if not is_done:
+                self._give_back(taken, side)
         return taken
 
     def _num_rows(self, transfer: PoolTransfer, side: Side) -> int:
@@ -233,11 +234,10 @@ class HiCacheController:
         for transfer in transfers:
             assert transfer.host_indices is not None
             assert transfer.device_indices is not None
-            shared = [entry.name for entry in self.group.sharing] if transfer.name is self.kv.name else []
-            for name in (transfer.name, *shared):
-                hosts.setdefault(name, []).append(transfer.host_indices)
-                devices.setdefault(name, []).append(transfer.device_indices)
+            hosts.setdefault(transfer.name, []).append(transfer.host_indices)
+            devices.setdefault(transfer.name, []).append(transfer.device_indices)
         moves = [_Move(name, np.concatenate(hosts[name]), np.concatenate(devices[name])) for name in hosts]
+        moves[1:1] = [moves[0]._replace(name=entry.name) for entry in self.group.sharing]  # KV is the first
         return [move for move in moves if len(move.host)]
 
 

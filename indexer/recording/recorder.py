@@ -208,9 +208,7 @@ class Recorder:
         if once:
             opened = Opened(await feed.source.start(wanted), await feed.source.ends())
             if not opened.begins and feed.channel is Channel.EVENTS:
-                raise SourceUnavailableError(
-                    f"{feed.name}: the topic does not exist; `kvsight topics check` shows what does"
-                )
+                raise SourceUnavailableError(f"{feed.name}: the topic does not exist; `kvsight doctor` shows what does")
         while not stop.is_set() and opened is None:
             opened = await reader.start(wanted)  # it logs why there is none, and pauses
         if opened is not None:

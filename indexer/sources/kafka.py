@@ -268,7 +268,9 @@ class KafkaSource:
     def _tell_whether_waiting(self, topic: str, *, is_waiting: bool) -> None:
         """Log once that a topic is missing, and once that it exists."""
         if is_waiting and topic not in self._awaited:
-            logger.warning("waiting for topic %s: create it with `kvsight topics create` or start a publisher", topic)
+            logger.warning(
+                "waiting for topic %s: create it with `kvsight doctor --create-topics` or start a publisher", topic
+            )
             self._awaited.add(topic)
         elif not is_waiting and topic in self._awaited:
             logger.warning("topic %s exists now", topic)

@@ -116,7 +116,7 @@ def source_records(source: Source, on_start: Callable[[int], None] = lambda _: N
         try:
             positions = dict(runner.run(source.start({})))
             if not positions:
-                raise SourceUnavailableError("the topic does not exist; `kvsight topics check` shows what does")
+                raise SourceUnavailableError("the topic does not exist; `kvsight doctor` shows what does")
             known = runner.run(source.ends())
             ends = {partition: known[partition] for partition in positions if partition in known}
             on_start(sum(end - positions[partition] for partition, end in ends.items()))

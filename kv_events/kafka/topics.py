@@ -1,7 +1,7 @@
 """Creates the topics, and compares existing ones with the settings.
 
-Publishers, `kvsight topics create` and, for the decisions alone, the service create topics. All other clients wait for
-them.
+Publishers, `kvsight doctor --create-topics` and, for the decisions alone, the service create topics. All other clients
+wait for them.
 """
 
 from __future__ import annotations

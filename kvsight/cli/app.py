@@ -1,23 +1,55 @@
-"""What all commands have in common: `-h`, `-v`, `--version`, and errors that name the flag that was typed."""
+"""What all commands have: `-h`, `-v`, `--version`, names of the version before, and errors that name the typed flag."""
 
 from __future__ import annotations
 
-import inspect
+import platform
 from collections.abc import Callable
 from functools import wraps
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from inspect import Parameter
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.variables import variable
-from kvsight.cli.logs import Level, configure_logs
+from kvsight.cli.shared.console import UsageError, print_result
+from kvsight.cli.shared.flags import parameters_of, set_parameters
+from kvsight.cli.shared.log_lines import Level, configure_logs
+
+MOVED = {
+    "demo-prompt": "demo --prompt",
+    "diff": "replay LOG --diff OTHER",
+    "engine": "demo --engine NAME",
+    "hash": "query --show-hashes",
+    "log cat": "tail --log LOG --full",
+    "log index": "replay LOG, which writes the key frames of a large log",
+    "log verify": "log info --verify",
+    "topics": "doctor --create-topics; and kvsight doctor, which checks them",
+    "version": "--version",
+    "workers": "top --ranks --once",
+}
+"""A command of the version before -> its new form. For one release."""
+
+
+class Group(TyperGroup):
+    """A group of commands. One that has moved is an error that names its new form."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        words = cmd_name if ctx.parent is None else f"{ctx.info_name} {cmd_name}"
+        if found is None and words in MOVED:
+            raise UsageError(f"`kvsight {words}` is now: kvsight {MOVED[words]}")
+        return found
 
 
 class App(typer.Typer):
     """A Typer application whose commands all have the common options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=Group, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
         """Register a command, as `typer.Typer.command` does."""
@@ -75,38 +107,49 @@ def _typed_flag(ctx: Any, field: str) -> str | None:
     return None
 
 
-def print_version(wanted: bool) -> None:
-    """Print the version and end, if `--version` is given."""
-    if wanted:
-        typer.echo(f"kvsight {version('kvsight')}")
-        raise typer.Exit
-
-
-def log_more(wanted: bool) -> None:
-    """Log informational lines, if `-v` is given."""
-    if wanted:
-        configure_logs(Level.INFO)
-
-
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log informational lines to stderr.", callback=log_more)]
-Version = Annotated[
-    bool, typer.Option("--version", help="Print the version and exit.", callback=print_version, is_eager=True)
-]
-
-
 def _with_common_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add `-v` and `--version`, whose callbacks do all the work, to the parameters of a command."""
 
     @wraps(function)
-    def command(*args: Any, verbose: bool, version: bool, **options: Any) -> Any:
-        return function(*args, **options)
+    def command(*, verbose: bool, version: bool, **options: Any) -> Any:
+        return function(**options)
 
     common = {"verbose": Verbose, "version": Version}
-    own = inspect.signature(function, eval_str=True)
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
-        for name, annotation in common.items()
-    ]
-    command.__signature__ = own.replace(parameters=[*own.parameters.values(), *added])  # type: ignore[attr-defined]
-    command.__annotations__ = {name: each.annotation for name, each in own.parameters.items()} | common
-    return command
+    added = [Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind) for name, kind in common.items()]
+    return set_parameters(command, [*parameters_of(function), *added])
+
+
+def _log_more(wanted: bool) -> None:
+    if wanted:
+        configure_logs(Level.INFO)
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        print_versions()
+
+
+def print_versions(as_json: bool = False) -> None:
+    """Print the versions of kvsight and its dependencies, and end."""
+    versions = {
+        "kvsight": installed("kvsight"),
+        "python": platform.python_version(),
+        **{package: _installed(package) for package in ("numba", "numpy", "aiokafka", "fastapi")},
+    }
+    print_result(versions, (f"{name:8} {value}" for name, value in versions.items()), as_json=as_json)
+    raise typer.Exit
+
+
+def _installed(package: str) -> str:
+    try:
+        return installed(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Log informational lines to stderr.", callback=_log_more)
+]
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the versions and exit.", callback=_print_versions, is_eager=True)
+]

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsight.cli.allocator import keep_freed_memory
-from kvsight.cli.connection_flags import with_kafka_flags
-from kvsight.cli.console import UsageError, at_most_one, err, import_without_kernels, stop_signals
-from kvsight.cli.logs import with_log_flags
-from kvsight.cli.open_files import allow_open_files
+from kvsight.cli.shared.console import UsageError, at_most_one, err
+from kvsight.cli.shared.flags import AWAY, BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
+from kvsight.cli.shared.process import allow_open_files, import_without_kernels, keep_freed_memory, stop_signals
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -20,33 +18,15 @@ if TYPE_CHECKING:
     from publisher import PublisherSettings
 
 
-@with_log_flags
-@with_kafka_flags
+_FLAGS = {"kafka": BROKER, "event_log_dir": Flag(Path, "Write an event log in this folder."), **METRICS_PORT, **AWAY}
+
+
+@with_flags(_FLAGS, KAFKA, LOG_LINES)
 def bridge(
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(help="An engine: KEY=VALUE,... Repeatable."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="File with engines: TOML, or .json."),
-    ] = None,
-    kafka: Annotated[
-        str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
-    ] = None,
-    event_log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Write an event log in this folder.", envvar="KVSIGHT_EVENT_LOG_DIR"),
-    ] = None,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(help="Serve Prometheus metrics on this port.", envvar="KVSIGHT_METRICS_PORT", min=1, max=65_535),
-    ] = None,
-    bridge_away_s: Annotated[
-        float | None, typer.Option(help="Seconds after which the pages of an unreachable engine are dropped.")
-    ] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="An engine: KEY=VALUE,... Repeatable.")] = None,
+    config: Annotated[Path | None, typer.Option(help="File with engines: TOML, or .json.")] = None,
     *,
-    connection: dict[str, Any],
+    flags: dict[str, Any],
 ) -> None:
     """Read the KV events of running engines, and publish them.
 
@@ -58,7 +38,8 @@ def bridge(
 
     Example: kvsight bridge --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
     """
-    at_most_one({"--kafka": kafka, "--event-log-dir": event_log_dir})
+    at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"]})
+    metrics_port = flags.pop("metrics_port")
     if metrics_port is not None:
         require_serve("kvsight bridge --metrics-port")
     keep_freed_memory()
@@ -74,18 +55,10 @@ def bridge(
         raise UsageError("no engine to read: give --engine or --config")
     allow_open_files(0, sum(each.num_files for each in engines))
     # every stream has a name and a block size of its own
-    template = PublisherSettings.from_flags(
-        model="bridge",
-        worker="bridge",
-        dp_rank=0,
-        block_size=1,
-        kafka=kafka,
-        **connection,
-        event_log_dir=event_log_dir,
-    )
+    template = PublisherSettings.from_flags(model="bridge", worker="bridge", dp_rank=0, block_size=1, **flags)
     load_kernels()
     gc.freeze()  # as `kvsight serve` does
-    settings = BridgeSettings.from_flags(bridge_away_s=bridge_away_s)
+    settings = BridgeSettings.from_flags(**flags)
     uvloop.run(_serve(engines, settings, template, metrics_port), loop_factory=new_event_loop)
 
 

@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, cycle
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
-from kvsight.cli.answers import Asked, answer_lines
-from kvsight.cli.console import compile_kernels, err, out, print_lines, stop_signals
-from kvsight.cli.logs import with_log_flags
+from kvsight.cli import engine
+from kvsight.cli.shared.answers import Asked, answer_lines
+from kvsight.cli.shared.console import err, out, print_lines
+from kvsight.cli.shared.flags import KAFKA, LOG_LINES, with_flags
+from kvsight.cli.shared.process import compile_kernels, stop_signals
+from kvsight.cli.shared.streams import rows_of
 from kvsight.cli.simulate import load_requests, policy_progress
-from kvsight.cli.streams import rows_of
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ _PAGE_SIZE = 16
 _SHOWN_RATE = 5.0
 
 
-@with_log_flags
+@with_flags(engine.FLAGS, KAFKA, LOG_LINES)
 def demo(
     port: Annotated[int, typer.Option(help="Port of the API.", envvar="KVSIGHT_PORT")] = 8000,
     requests: Annotated[
@@ -49,6 +52,13 @@ def demo(
     cache: Annotated[str, typer.Option(help="radix, hiradix, mamba or himamba.")] = "radix",
     should_exit: Annotated[bool, typer.Option("--exit", help="Exit after the first answer.")] = False,
     should_open: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    prompt: Annotated[bool, typer.Option("--prompt", help="Only print a query about --engine's workers.")] = False,
+    worker: Annotated[str | None, typer.Option("--engine", help="Only run one worker of this name.")] = None,
+    capacity_tokens: Annotated[int, typer.Option("--capacity", help="Tokens that its cache holds.")] = 2**20,
+    rate: Annotated[float, typer.Option(help="Its requests per second.", min=0.01, max=1000)] = 2.0,
+    seed: Annotated[int, typer.Option(help="Seed of its workload, one per engine.")] = 0,
+    *,
+    flags: dict[str, Any],
 ) -> None:
     """Run simulated engines, the index and the API in one process.
 
@@ -56,7 +66,22 @@ def demo(
     Then runs a live fleet, serves the page that shows it, and asks the API which worker holds a
     prompt. Needs no Kafka, Redis, Docker or GPU. Of the KVSIGHT_ variables only the port and the hash seed are used.
     Stop with Ctrl-C.
+
+    With --engine, runs one worker that publishes to Kafka, for trying out a deployment without GPUs. It has a real
+    radix cache and a generated workload. --capacity and all options below it are for this worker. After Ctrl-C it
+    flushes, and reports undelivered pages.
+
+    --prompt prints the body of POST /query for a prompt of which each such worker holds a part. How much depends on
+    its --seed: 0 holds all 2048 tokens, 1 a half, 2 a quarter, 3 an eighth.
+
+    Example: kvsight demo --prompt | kvsight query -
     """
+    if prompt:
+        _print_prompt(flags["model"])
+        return
+    if worker is not None:
+        engine.run_engine(worker, capacity_tokens, rate, seed, flags)
+        return
     require_serve("kvsight demo")
     from api.server import listen
     from api.settings import ApiSettings
@@ -70,6 +95,12 @@ def demo(
         asyncio.run(
             _run_live(workload, settings, bound, fleet_settings, should_exit=should_exit, should_open=should_open)
         )
+
+
+def _print_prompt(model: str) -> None:
+    from simulation.workload import demo_prompt
+
+    typer.echo(msgspec.json.encode({"model_name": model, "token_ids": demo_prompt().tolist()}))
 
 
 def _fleet_settings(cache: str) -> SimulationSettings:

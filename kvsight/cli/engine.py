@@ -1,53 +1,39 @@
-"""`kvsight engine`"""
+"""`kvsight demo --engine`: one simulated worker that publishes to Kafka."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvsight.cli.connection_flags import with_kafka_flags
-from kvsight.cli.console import err, import_without_kernels, stop_signals
-from kvsight.cli.logs import with_log_flags
+from kvsight.cli.shared.console import UsageError, err
+from kvsight.cli.shared.flags import BROKER, METRICS_PORT, Flag
+from kvsight.cli.shared.process import import_without_kernels, stop_signals
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from publisher import PublisherSettings
 
 
-@with_log_flags
-@with_kafka_flags
-def engine(
-    worker: Annotated[str, typer.Option(help="Name of the worker.", envvar="KVSIGHT_WORKER")],
-    kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
-    model: Annotated[str, typer.Option(help="Model that the worker serves.", envvar="KVSIGHT_MODEL")] = "demo-model",
-    capacity_tokens: Annotated[int, typer.Option("--capacity", help="Tokens that the cache holds.")] = 2**20,
-    block_size: Annotated[int, typer.Option(help="Tokens per page.", envvar="KVSIGHT_BLOCK_SIZE")] = 64,
-    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.01, max=1000)] = 2.0,
-    seed: Annotated[int, typer.Option(help="Seed of the workload, one per engine.")] = 0,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(help="Serve Prometheus metrics on this port.", envvar="KVSIGHT_METRICS_PORT", min=1, max=65_535),
-    ] = None,
-    *,
-    connection: dict[str, Any],
-) -> None:
-    """Run one simulated worker that publishes to Kafka.
+DEMO_MODEL = "demo-model"
+FLAGS = {
+    "kafka": BROKER,
+    "model": Flag(str, "Model of the worker and of the prompt.", default=DEMO_MODEL),
+    "block_size": Flag(int, "Tokens per page.", default=64),
+    **METRICS_PORT,
+}
+"""Of `PublisherSettings`."""
 
-    It has a real radix cache and a generated workload, for trying out a deployment without GPUs. It also holds a part
-    of the prompt that `kvsight demo-prompt` prints.
 
-    Runs until Ctrl-C, then flushes and reports undelivered pages.
-    """
-    if metrics_port is not None:
-        require_serve("kvsight engine --metrics-port")
+def run_engine(worker: str, capacity_tokens: int, rate: float, seed: int, flags: dict[str, Any]) -> None:
+    """Run one simulated worker that publishes to Kafka, until SIGINT or SIGTERM. Raises KvsightError."""
+    if flags["kafka"] is None:
+        raise UsageError("--engine needs --kafka HOST:PORT")
+    if flags["metrics_port"] is not None:
+        require_serve("kvsight demo --metrics-port")
     load_kernels = import_without_kernels("simulation", "publisher.ledger")
     from publisher import PublisherSettings
 
-    settings = PublisherSettings.from_flags(
-        worker=worker, kafka=kafka, **connection, model=model, block_size=block_size, metrics_port=metrics_port
-    )
+    settings = PublisherSettings.from_flags(worker=worker, **flags)
     load_kernels()
     asyncio.run(_serve(settings, capacity_tokens, rate, seed))
 

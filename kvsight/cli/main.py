@@ -11,31 +11,13 @@ import typer
 
 from kv_events.errors import KvsightError
 from kv_events.runtime.variables import check_variables
-from kvsight.cli import (
-    audit,
-    bridge,
-    demo,
-    demo_prompt,
-    diff,
-    engine,
-    explain,
-    log,
-    query,
-    record,
-    replay,
-    serve,
-    simulate,
-    tail,
-    top,
-    topics,
-    version,
-    workers,
-)
-from kvsight.cli.app import App, Version
-from kvsight.cli.console import EXIT_USAGE, compile_kernels
+from kvsight.cli import bridge, demo, query, serve, simulate, top
+from kvsight.cli.app import App, print_versions
 from kvsight.cli.doctor.command import doctor
-from kvsight.cli.hash import hash_prompt
-from kvsight.cli.logs import Level, configure_logs
+from kvsight.cli.logs import audit, copies, explain, export, info, record, replay, tail
+from kvsight.cli.shared.console import EXIT_USAGE
+from kvsight.cli.shared.log_lines import Level, configure_logs
+from kvsight.cli.shared.process import compile_kernels
 from kvsight.extras import MissingExtraError, has_serve
 
 app = App(
@@ -54,24 +36,23 @@ app = App(
 )
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
+app.command("bridge")(bridge.bridge)
 app.command("doctor")(doctor)
 app.command("query")(query.query)
-app.command("workers")(workers.workers)
 app.command("top")(top.top)
 app.command("tail")(tail.tail)
-app.command("hash")(hash_prompt)
-app.command("simulate")(simulate.simulate)
-app.command("engine")(engine.engine)
-app.command("demo-prompt")(demo_prompt.demo_prompt)
-app.command("bridge")(bridge.bridge)
 app.command("record")(record.record)
 app.command("replay")(replay.replay)
 app.command("explain")(explain.explain)
-app.add_typer(log.app, name="log")
 app.command("audit")(audit.audit)
-app.add_typer(topics.app, name="topics")
-app.command("diff")(diff.diff)
-app.command("version")(version.version)
+app.command("simulate")(simulate.simulate)
+
+logs = App(no_args_is_help=True, help="Look into event logs, check, cut, merge and export them.")
+logs.command("info")(info.info)
+logs.command("slice")(copies.slice_log)
+logs.command("merge")(copies.merge)
+logs.command("export")(export.export)
+app.add_typer(logs, name="log")
 
 
 @app.command("compile-kernels", hidden=True)
@@ -81,11 +62,17 @@ def compile_all_kernels() -> None:
     compile_kernels("publisher.ledger", "bridge", *of_logs, *(["api.app"] if has_serve() else []))
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _settings(
+    ctx: typer.Context,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log informational lines to stderr.")] = False,
-    version: Version = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the versions and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
 ) -> None:
+    if version:
+        print_versions(as_json)
+    if ctx.invoked_subcommand is None or as_json:
+        ctx.fail("--json needs --version" if as_json else "Missing command.")
     configure_logs(Level.INFO if verbose else Level.WARNING)
     check_variables()
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from kv_events.errors import KvsightError
+from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.hash_seed import SEED_VARIABLE, parse_seed, process_seed
 from kv_events.http.service import DEFAULT_URL
-from kvsight.cli.answers import Asked, answer_lines
-from kvsight.cli.console import UsageError, out, print_json, print_lines, read_json_object
-from kvsight.cli.options import ApiToken, AsJson, Url
-from kvsight.cli.prompts import parse_tokens, read_text, read_tokens, tokenize
-from kvsight.cli.streams import rows_of
+from kv_events.limits import MAX_BLOCK_SIZE
+from kvsight.cli.shared.answers import Asked, answer_lines
+from kvsight.cli.shared.console import UsageError, out, print_result, read_json_object, waiting
+from kvsight.cli.shared.flags import ApiToken, AsJson, Url
+from kvsight.cli.shared.prompts import parse_tokens, read_text, read_tokens
+from kvsight.cli.shared.streams import rows_of
 
 _TIMEOUT_S = 30.0  # people wait longer than routers
 
 
 def query(
     prompt: Annotated[Path | None, typer.Argument(help='JSON file with the query. "-" reads stdin.')] = None,
+    *,
     model: Annotated[str | None, typer.Option(help="Model, with --tokens or --text.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Token ids: 1,2,3 or @FILE.")] = None,
     text: Annotated[str | None, typer.Option(help="Text of the prompt, or @FILE.")] = None,
@@ -27,6 +31,12 @@ def query(
     tenant: Annotated[str | None, typer.Option(help="Tenant (routing group).")] = None,
     lora: Annotated[str | None, typer.Option(help="Name of a LoRA adapter.")] = None,
     salt: Annotated[str | None, typer.Option(help="Cache salt.")] = None,
+    show_hashes: Annotated[bool, typer.Option("--show-hashes", help="Only print the hashes of its pages.")] = False,
+    block_size: Annotated[int, typer.Option(help="Tokens per page of these.", min=1, max=MAX_BLOCK_SIZE)] = 16,
+    seed: Annotated[
+        str | None, typer.Option(help='Their seed: a number, or "dynamo" (1337).', show_default=SEED_VARIABLE)
+    ] = None,
+    eagle: Annotated[bool, typer.Option("--eagle", help="Their pages consist of token pairs (EAGLE).")] = False,
     url: Url = DEFAULT_URL,
     api_token: ApiToken = None,
     as_json: AsJson = False,
@@ -36,10 +46,11 @@ def query(
     The prompt is a file with the body of POST /query or /query_by_hash, such as {"model_name": "m", "token_ids": [1,
     2, 3]}. Or give --model with --tokens, or with --text and --tokenize-url, the address of a vLLM or SGLang engine.
 
+    --show-hashes asks nobody: it prints the hashes of the prompt's pages in every standard of routers and engines,
+    which shows why a router and an engine disagree. A partial last page has no hash.
+
     Example: kvsight query --model my-model --tokens 1,2,3,4
     """
-    from kvsight.client import Client
-
     flags = {"--model": model, "--tokens": tokens, "--text": text, "--tokenize-url": tokenize_url}
     flags |= {"--tenant": tenant, "--lora": lora, "--salt": salt}
     given = [name for name, value in flags.items() if value is not None]
@@ -48,38 +59,77 @@ def query(
             raise UsageError(f"give either a file or {given[0]}, not both")
         body: dict[str, Any] = dict(read_json_object(prompt))
     else:
-        if model is None:
+        if model is None and (tokens is None or not show_hashes):
             raise UsageError("give a file with the query, or --model with --tokens or --text")
         token_ids = _token_ids(model, tokens, text, tokenize_url)
+        for name in ("--model", "--tenant", "--lora", "--salt"):
+            _check_text(name, flags[name])
         fields = {"routing_group": tenant, "lora_name": lora, "cache_salt": salt}
         body = {"model_name": model, "token_ids": token_ids} | {k: v for k, v in fields.items() if v is not None}
+    if show_hashes:
+        _show_hashes(body, block_size, seed, eagle, as_json)
+        return
+    from kvsight.client import Client
+
     with Client(url, token=api_token, timeout_s=_TIMEOUT_S) as client:
         answer = client.query_raw(body)
-        if as_json:
-            print_json(answer)
-        else:
-            asked = Asked.of(decoded(body))
-            print_lines(answer_lines(answer, asked, rows_of(_workers(client, asked)), out.width))
+        asked = Asked.of(decoded(body))
+        streams = [] if as_json else rows_of(_workers(client, asked))
+    print_result(answer, answer_lines(answer, asked, streams, out.width), as_json=as_json)
+
+
+class _Prompt(msgspec.Struct):
+    """What the hashes of a query's prompt depend on."""
+
+    token_ids: list[int]
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    is_eagle: bool | None = None
+
+
+def _show_hashes(body: dict[str, Any], block_size: int, seed: str | None, is_eagle: bool, as_json: bool) -> None:
+    from kv_events.tokens import token_array
+    from kvsight.cli.hashes import hash_lines, hashes_of
+
+    try:
+        prompt = msgspec.json.decode(msgspec.json.encode(body), type=_Prompt)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"--show-hashes: {error}") from None
+    names = prompt.lora_name or None, prompt.cache_salt or None
+    base = process_seed() if seed is None else parse_seed(seed, "--seed")
+    with waiting("loading kernels"):
+        is_bigram = is_eagle or bool(prompt.is_eagle)
+        hashes = hashes_of(token_array(prompt.token_ids), block_size, base, *names, is_bigram=is_bigram)
+    print_result(hashes, hash_lines(hashes, out.width), as_json=as_json)
 
 
 def decoded(body: dict[str, Any]) -> dict[str, Any]:
     """The fields of a query that was accepted, as plain values."""
-    import msgspec
-
     fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(body))
     return fields
 
 
-def _token_ids(model: str, tokens: str | None, text: str | None, tokenize_url: str | None) -> list[int]:
+def _check_text(flag: str, text: str | None) -> None:
+    """Raises InvalidValueError for what no body of a request can hold."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise InvalidValueError(flag, text, "text that UTF-8 can hold") from None
+
+
+def _token_ids(model: str | None, tokens: str | None, text: str | None, tokenize_url: str | None) -> list[int]:
     if tokens is not None and text is not None:
         raise UsageError("give either --tokens or --text, not both")
     if (text is None) != (tokenize_url is None):
         raise UsageError("--text and --tokenize-url belong together")
     if tokens is not None:
         return read_tokens(Path(tokens[1:])) if tokens.startswith("@") else parse_tokens(tokens, "--tokens")
-    if text is None or tokenize_url is None:
+    from kvsight.cli.shared.engine_client import EngineClient
+
+    if model is None or text is None or tokenize_url is None:
         raise UsageError("--model needs --tokens, or --text with --tokenize-url")
-    return tokenize(tokenize_url, model, read_text(Path(text[1:])) if text.startswith("@") else text)
+    with EngineClient(tokenize_url, field="tokenize_url") as engine:
+        return engine.tokenize(model, read_text(Path(text[1:])) if text.startswith("@") else text)
 
 
 def _workers(client: Any, asked: Asked) -> list[Any]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from kv_events.errors import InvalidValueError
 from kv_events.limits import SOCKET_FILES
 from kv_events.runtime.variables import variable
-from kvsight.cli.allocator import keep_freed_memory
-from kvsight.cli.connection_flags import with_service_flags
-from kvsight.cli.console import at_most_one, compile_kernels, err, report_compilation
-from kvsight.cli.logs import with_log_flags
-from kvsight.cli.open_files import allow_open_files
+from kvsight.cli.shared.console import at_most_one, err
+from kvsight.cli.shared.flags import AWAY, BROKER, HTTP, KAFKA, LOG_LINES, REDIS, Flag, with_flags
+from kvsight.cli.shared.process import allow_open_files, compile_kernels, keep_freed_memory, report_compilation
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -26,29 +22,38 @@ if TYPE_CHECKING:
     from indexer.shards.settings import GroupSettings
 
 
-@with_log_flags
-@with_service_flags
-def serve(
-    *,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.", envvar="KVSIGHT_PORT")] = None,
-    kafka: Annotated[
-        str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
-    ] = None,
-    event_log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Follow an event log in this folder.", envvar="KVSIGHT_EVENT_LOG_DIR"),
-    ] = None,
-    redis: Annotated[
-        str | None,
-        typer.Option(help="Save snapshots: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"),
-    ] = None,
-    group: Annotated[str | None, typer.Option(help="Share partitions with this group.", envvar="KVSIGHT_GROUP")] = None,
-    advertise_url: Annotated[
-        str | None, typer.Option(help="Address of this member for the others.", envvar="KVSIGHT_ADVERTISE_URL")
-    ] = None,
-    connection: dict[str, Any],
-) -> None:
+_SERVICE = "Service"
+_FLAGS = {
+    "host": Flag(str, "Address to listen on."),
+    "port": Flag(int, "Port to listen on."),
+    "kafka": BROKER,
+    "event_log_dir": Flag(Path, "Follow an event log in this folder."),
+    "redis": Flag(str, "Save snapshots: redis://HOST:PORT/DB"),
+    "group": Flag(str, "Share partitions with this group."),
+    "advertise_url": Flag(str, "Address of this member for the others."),
+}
+_FURTHER_FLAGS = {
+    "snapshot_dir": Flag(Path, "Save snapshots in a folder.", _SERVICE),
+    "record": Flag(Path, "Record into an event log in this folder.", _SERVICE),
+    "record_keep": Flag(str, "Age of records that are deleted: 24h, 7d.", _SERVICE),
+    "record_max_bytes": Flag(str, "Bound on the size of the log: 20GiB.", _SERVICE),
+    "dead_letter_dir": Flag(Path, "Folder for records that cannot be decoded.", _SERVICE),
+    "tenant_limits_file": Flag(Path, "TOML file of limits by tenant.", _SERVICE),
+    "register_allow": Flag(str, "Where engines may be: 10.0.0.0/16:5557,...", _SERVICE),
+    "max_registrations": Flag(int, "Registered engine ranks at most.", _SERVICE),
+    **AWAY,
+    "reuse_port": Flag(bool, "Share the port with other services.", _SERVICE),
+    "answer_before_ready": Flag(bool, "Answer queries before the log is applied.", _SERVICE),
+    "tokenize_url": Flag(str, "Engine that tokenizes text for the page.", _SERVICE),
+    "group_deadline_s": Flag(float, "Seconds to wait for another member.", _SERVICE),
+    "group_session_s": Flag(float, "Seconds until a silent member is out.", _SERVICE),
+    "group_token_file": Flag(Path, "File with the token for other members.", _SERVICE),
+    "group_ca_file": Flag(Path, "CAs trusted for other members.", _SERVICE),
+}
+
+
+@with_flags(_FLAGS, KAFKA, REDIS, HTTP, _FURTHER_FLAGS, LOG_LINES)
+def serve(*, flags: dict[str, Any]) -> None:
     """Run the indexer and its HTTP API.
 
     Reads the workers' events from Kafka, from an event log, or from engines registered with POST /register. Maintains
@@ -60,19 +65,19 @@ def serve(
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
     """
-    at_most_one({"--kafka": kafka, "--event-log-dir": event_log_dir})
-    at_most_one({"--redis": redis, "--snapshot-dir": connection["snapshot_dir"]})
+    at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"]})
+    at_most_one({"--redis": flags["redis"], "--snapshot-dir": flags["snapshot_dir"]})
     require_serve("kvsight serve")
     from api.settings import ApiSettings, RegistrationSettings
     from bridge.settings import BridgeSettings
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 
-    indexer = IndexerSettings.from_flags(kafka=kafka, event_log_dir=event_log_dir, redis=redis, **connection)
-    settings = ApiSettings.from_flags(host=host, port=port, **connection)
-    shards = GroupSettings.from_flags(group=group, advertise_url=advertise_url, **connection)
-    registration = RegistrationSettings.from_flags(**connection)
-    bridge = BridgeSettings.from_flags(**connection)
+    indexer = IndexerSettings.from_flags(**flags)
+    settings = ApiSettings.from_flags(**flags)
+    shards = GroupSettings.from_flags(**flags)
+    registration = RegistrationSettings.from_flags(**flags)
+    bridge = BridgeSettings.from_flags(**flags)
     shards.check(indexer.kafka, reuse_port=settings.reuse_port)
     if settings.reuse_port and indexer.is_embedded:
         expected = "false without --kafka and --event-log-dir: services with engines of their own answer differently"

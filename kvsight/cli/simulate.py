@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsight.cli.connection_flags import with_kafka_flags
-from kvsight.cli.console import (
-    at_most_one,
-    import_without_kernels,
-    out,
-    print_json,
-    progress_bar,
-    run_until_interrupted,
-)
-from kvsight.cli.html import HtmlReport, check_html, write_html
+from kvsight.cli.shared.console import at_most_one, out, print_json, progress_bar
+from kvsight.cli.shared.flags import KAFKA, with_flags
+from kvsight.cli.shared.html import HtmlReport, check_html, write_html
+from kvsight.cli.shared.process import import_without_kernels, run_until_interrupted
 
 if TYPE_CHECKING:
     from simulation import Requests
@@ -26,7 +20,7 @@ if TYPE_CHECKING:
 _NUM_REQUESTS = 2000
 
 
-@with_kafka_flags
+@with_flags(KAFKA)
 def simulate(
     *,
     trace: Annotated[Path | None, typer.Option(help="Mooncake trace: .jsonl or .jsonl.gz.")] = None,
@@ -47,7 +41,7 @@ def simulate(
     record: Annotated[Path | None, typer.Option(help="Write the events to PATH/POLICY.")] = None,
     html: HtmlReport = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    connection: dict[str, Any],
+    flags: dict[str, Any],
 ) -> None:
     """Compare routing policies on a fleet of simulated workers.
 
@@ -67,7 +61,7 @@ def simulate(
     from kv_events.kafka.connection import KafkaConnection
     from kv_events.kafka.settings import KafkaSettings
 
-    broker = None if kafka is None else KafkaSettings.from_flags(kafka=kafka, **connection)
+    broker = None if kafka is None else KafkaSettings.from_flags(kafka=kafka, **flags)
     if broker is not None:
         run_until_interrupted(KafkaConnection(broker).check)  # before a minute of compiling
     load_kernels = import_without_kernels("simulation", "publisher.ledger")

@@ -10,20 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from http import HTTPStatus
+from itertools import islice
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
+import msgspec
 import typer
 
 from kv_events.http.service import DEFAULT_URL
-from kvsight.cli.console import err, out, print_json, print_lines
-from kvsight.cli.options import ApiToken, AsJson, Url
-from kvsight.cli.streams import MEDIA
-from kvsight.cli.tables import Column, count, duration, printable, table_lines
+from kvsight.cli.shared.console import UsageError, at_most_one, err, out, print_lines, print_result
+from kvsight.cli.shared.flags import ApiToken, AsJson, Url
+from kvsight.cli.shared.streams import MEDIA, namespace_text, rows_of, streams_lines
+from kvsight.cli.shared.tables import Column, count, duration, printable, table_lines
 from kvsight.errors import KvsightConnectionError, KvsightHttpError
 
 if TYPE_CHECKING:
     from kv_events.http.fleet import Fleet, FleetWorker
+    from kv_events.http.workers import Worker
     from kvsight.client import Client
 
 _TIMEOUT_S = 10.0
@@ -47,6 +50,9 @@ class Line(NamedTuple):
 
 def top(
     contains: Annotated[str, typer.Option(help="Only workers whose names contain this text.")] = "",
+    ranks: Annotated[bool, typer.Option("--ranks", help="A row for each rank of a worker.")] = False,
+    model: Annotated[str | None, typer.Option(help="Only this model, with --ranks.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant (routing group), with --ranks.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between two tables.", min=0.1, max=3600)] = 2.0,
     url: Url = DEFAULT_URL,
@@ -60,66 +66,110 @@ def top(
     second. The screen is refreshed in place until q or Ctrl-C; an outage of the service is waited out. If the output is
     piped, tables follow each other.
 
-    --json prints the answer of GET /fleet, without --once one answer in each line.
+    With --ranks, each row is one rank of a worker, in the order of their names.
+
+    --json prints the answer of GET /fleet, or of GET /workers with --ranks; without --once, one answer in each line.
 
     Example: kvsight top
     """
     from kvsight.client import Client
     from kvsight.retrying import RetryPolicy
 
+    if not ranks and (flag := at_most_one({"--model": model, "--tenant": tenant})):
+        raise UsageError(f"{flag} needs --ranks")
     with Client(url, token=api_token, timeout_s=_TIMEOUT_S, retry=RetryPolicy(attempts=1)) as client:
+        table: _Table = _Ranks(client, contains, model, tenant) if ranks else _Workers(client, contains)
         if once:
-            fleet = client.fleet(contains, limit=_MOST_WORKERS)
-            if as_json:
-                print_json(fleet)
-            else:
-                print_lines(line.text for line in fleet_lines(fleet, out.width))
+            found = table.read()
+            print_result(found, (line.text for line in table.lines(found, out.width)), as_json=as_json)
             return
         try:
-            with _keys() as wants_end, _screen(as_json) as show:
-                _watch(client, contains, show, lambda: wants_end(interval))
+            with _keys() as wants_end, _screen(table, as_json) as show:
+                _watch(table, show, lambda: wants_end(interval))
         except KeyboardInterrupt:
             return
+
+
+class _Table(Protocol):
+    """A table of the workers that a service knows."""
+
+    def read(self) -> Any:
+        """Return an answer of the service. Raises KvsightError."""
+
+    def lines(self, found: Any, width: int, height: int | None = None) -> Iterator[Line]:
+        """Yield the lines for an answer. width, height: of the terminal; None: all lines."""
+
+
+class _Workers(NamedTuple):
+    """A row for each worker."""
+
+    client: Client
+    contains: str
+
+    def read(self) -> Fleet:
+        return self.client.fleet(self.contains, limit=_MOST_WORKERS)
+
+    def lines(self, found: Fleet, width: int, height: int | None = None) -> Iterator[Line]:
+        return fleet_lines(found, width, height)
+
+
+class _Ranks(NamedTuple):
+    """A row for each rank."""
+
+    client: Client
+    contains: str
+    model: str | None
+    tenant: str | None
+
+    def read(self) -> list[Worker]:
+        found = self.client.workers(self.model, self.tenant)
+        return [worker for worker in found if self.contains in worker.instance_id]
+
+    def lines(self, found: list[Worker], width: int, height: int | None = None) -> Iterator[Line]:
+        rows = rows_of(found)
+        of_model = f" for {namespace_text(self.model, self.tenant or 'default', 0)}" if self.model else ""
+        texts = streams_lines(rows, width) if rows else [f"no worker is known{of_model}"]
+        yield from (Line(text) for text in islice(texts, height))
 
 
 class Shown(NamedTuple):
     """What is known at one moment."""
 
-    fleet: Fleet | None
+    found: Any
     """The newest answer. None: there was none yet."""
     outage: str
     """Why there is no newer one; empty if there is."""
 
 
-def _watch(client: Client, contains: str, show: Callable[[Shown], None], pauses_and_ends: Callable[[], bool]) -> None:
-    """Show the fleet until the user ends it. An outage of the service is shown and waited out."""
-    fleet, since = None, 0.0
+def _watch(table: _Table, show: Callable[[Shown], None], pauses_and_ends: Callable[[], bool]) -> None:
+    """Show the workers until the user ends it. An outage of the service is shown and waited out."""
+    found, since = None, 0.0
     while True:
         try:
-            fleet, since, outage = client.fleet(contains, limit=_MOST_WORKERS), 0.0, ""
+            found, since, outage = table.read(), 0.0, ""
         except (KvsightConnectionError, KvsightHttpError) as error:
             if isinstance(error, KvsightHttpError) and error.status not in _PASSING:
                 raise
             since = since or time.time()
             outage = f"no answer since {_clock(since)}: {error}; trying again"
-        show(Shown(fleet, outage))
+        show(Shown(found, outage))
         if pauses_and_ends():
             return
 
 
 @contextmanager
-def _screen(as_json: bool) -> Iterator[Callable[[Shown], None]]:
-    """Yield what shows the fleet: a screen that is refreshed in place on a terminal, otherwise lines after lines."""
+def _screen(table: _Table, as_json: bool) -> Iterator[Callable[[Shown], None]]:
+    """Yield what shows an answer: a screen that is refreshed in place on a terminal, otherwise lines after lines."""
     if as_json or not out.is_terminal or out.is_dumb_terminal:
-        yield _Printer(as_json).show
+        yield _Printer(table, as_json).show
         return
     from rich.live import Live
     from rich.text import Text
 
     def show(shown: Shown) -> None:
         lines = [Line(part, "bold red") for part in wrap(printable(shown.outage), out.width)]
-        if shown.fleet is not None:
-            lines += fleet_lines(shown.fleet, out.width, out.height - len(lines))
+        if shown.found is not None:
+            lines += table.lines(shown.found, out.width, out.height - len(lines))
         live.update(Text("\n", no_wrap=True).join(Text(line.text, line.style) for line in lines), refresh=True)
 
     with Live(console=out, screen=True, auto_refresh=False) as live:
@@ -129,22 +179,21 @@ def _screen(as_json: bool) -> Iterator[Callable[[Shown], None]]:
 class _Printer:
     """Prints one table, or one line of JSON, after another. An outage is reported once on stderr."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, table: _Table, as_json: bool) -> None:
+        self._table = table
         self._as_json = as_json
         self._is_away = False
 
     def show(self, shown: Shown) -> None:
-        import msgspec
-
         was_away, self._is_away = self._is_away, bool(shown.outage)
         if shown.outage and not was_away:
             err.print(shown.outage, markup=False)
-        if shown.outage or shown.fleet is None:
+        if shown.outage or shown.found is None:
             return
         if self._as_json:
-            print_lines([msgspec.json.encode(shown.fleet).decode()])
+            print_lines([msgspec.json.encode(shown.found).decode()])
         else:
-            print_lines([*(line.text for line in fleet_lines(shown.fleet, out.width)), ""])
+            print_lines([*(line.text for line in self._table.lines(shown.found, out.width)), ""])
 
 
 @contextmanager

@@ -454,7 +454,7 @@ async def test_an_empty_fleet_says_what_to_do_next(browser: Browser) -> None:
     async with hand_fed() as (url, _):
         page = await opened(browser, url, faults)
         await wait_for_text(page, "#verdict", "No worker yet.")
-        await wait_for_text(page, "#workers", "kvsight engine --kafka HOST:PORT")
+        await wait_for_text(page, "#workers", "kvsight demo --engine NAME --kafka HOST:PORT")
         await page.locator("#decisions").scroll_into_view_if_needed()
         await wait_for_text(page, "#decisions", "POST /decisions")
         assert faults == []

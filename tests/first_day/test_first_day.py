@@ -90,7 +90,7 @@ def test_the_first_day(site: Site, broker: KafkaBroker, redis: RedisServer, api:
     engines = [simulated_engine_publishes(site, number) for number in range(2)]
     with ZmqEngine() as vllm:
         bridge_reads_an_engine(site, vllm, api)
-        prompt = json.loads(site.run("demo-prompt", "--model", MODEL))
+        prompt = json.loads(site.run("demo", "--prompt", "--model", MODEL))
         queries_tell_the_workers_apart(site, api, prompt)
         events_are_recorded_and_replayed(site, folder, prompt)
         broker_goes_away_and_comes_back(serve, broker, api)
@@ -100,11 +100,10 @@ def test_the_first_day(site: Site, broker: KafkaBroker, redis: RedisServer, api:
 
 
 def topics_are_created_and_checked(site: Site) -> None:
-    missing = site.run("topics", "check", rc=1)
-    assert "missing: kv-events" in missing
-    created = site.run("topics", "create", "--topic-partitions", 4)
+    assert "kv-events and kv-control: no such topic" in site.run("doctor", rc=1)
+    created = site.run("doctor", "--create-topics", "--topic-partitions", 4)
     assert re.search(r"created: kv-events\b.*\b4 partitions", created)
-    assert "kv-events" in site.run("topics", "check", "--topic-partitions", 4)
+    assert "kv-events with 4 partitions" in site.run("doctor", "--topic-partitions", 4, rc=1)  # no service yet
 
 
 def service_starts_without_a_home_of_its_own(site: Site, redis: RedisServer, api: Api, folder: Path) -> Running:
@@ -136,7 +135,7 @@ def service_starts_without_a_home_of_its_own(site: Site, redis: RedisServer, api
 
 def simulated_engine_publishes(site: Site, number: int) -> Running:
     return site.start(
-        f"engine-{number}", "engine", "--worker", f"engine-{number}", "--model", MODEL, "--seed", number, "--rate", 20
+        f"engine-{number}", "demo", "--engine", f"engine-{number}", "--model", MODEL, "--seed", number, "--rate", 20
     )
 
 
@@ -147,7 +146,7 @@ def bridge_reads_an_engine(site: Site, vllm: ZmqEngine, api: Api) -> None:
     vllm.send(payload(stored([1, 2], range(128), block_size=64)))
     live = {"engine-0": "live", "engine-1": "live", "vllm-0": "live"}
     wait_until(lambda: api.states() == live, 60, f"three live workers; they are {api.states()}")
-    shown = site.run("workers", "--url", api.url)
+    shown = site.run("top", "--ranks", "--once", "--url", api.url)
     assert all(re.search(rf"{worker}\b.*\blive\b", shown) for worker in live)
     assert max(map(len, shown.splitlines())) <= 80
 

@@ -79,7 +79,7 @@ def test_the_command_serves_https_with_a_locked_key(certificates: Certificates, 
     }
     with ServiceProcess(tmp_path, **variables) as service:
         asked = kvsight(
-            *("workers", "--url", service.url),
+            *("top", "--ranks", "--once", "--url", service.url),
             environment={"SSL_CERT_FILE": str(certificates.ca), "PATH": os.environ["PATH"]},
         )
     assert (asked.returncode, asked.stdout, asked.stderr) == (0, "no worker is known\n", "")

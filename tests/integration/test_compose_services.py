@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvsight.cli.console import compile_kernels
+from kvsight.cli.shared.process import compile_kernels
 from tests.support import compose
 from tests.support.servers.child_process import ChildProcess, free_port
 from tests.support.servers.redis_server import RedisServer

@@ -1,4 +1,4 @@
-"""`kvsight diff` of a log and a live service that follows it."""
+"""`kvsight replay --diff` of a log and a live service that follows it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_service_that_follows_a_log_equals_its_end_and_differs_from_earlier_mo
             writer.append(stream.batch(stored((0, [page + 1]), tier=page % 4)))
     with ServiceProcess(tmp_path, KVSIGHT_EVENT_LOG_DIR=str(folder)) as service:
         service.wait_until_ready()
-        done = CliRunner().invoke(app, ["diff", str(folder), "--url", service.url])
+        done = CliRunner().invoke(app, ["replay", str(folder), "--diff", service.url])
         assert (done.exit_code, done.stdout) == (0, "no difference\n")
-        done = CliRunner().invoke(app, ["diff", str(folder), "--url", service.url, "--from", "8"])
+        done = CliRunner().invoke(app, ["replay", str(folder), "--diff", service.url, "--at", "8"])
         assert "engine-0 gained, for example: 9, 10" in done.stdout

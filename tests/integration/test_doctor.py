@@ -144,7 +144,7 @@ def test_missing_topics_are_named(chain: Chain) -> None:
     other = own_topics(chain.topics["KVSIGHT_KAFKA"])
     found = examine(other, url=chain.service.url)
     assert_broken(found, "topics", other["KVSIGHT_EVENTS_TOPIC"], other["KVSIGHT_CONTROL_TOPIC"])
-    assert "kvsight topics create" in found.remedy
+    assert "kvsight doctor --create-topics" in found.remedy
 
 
 def test_topics_with_other_settings_are_named(chain: Chain) -> None:

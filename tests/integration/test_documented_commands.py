@@ -54,7 +54,7 @@ NOT_HERE = {
     "kvsight serve --kafka localhost:9092 --tls-cert-file cert.pem --tls-key-file key.pem": "runs in test_api_tls.py",
     "SSL_CERT_FILE=ca.pem": "the same",
     "kvsight replay recording --serve": "runs in test_replay_server.py",
-    "kvsight hash": "runs in tests/unit/docs/test_code_blocks.py",
+    "kvsight query --show-hashes": "runs in tests/unit/docs/test_code_blocks.py",
     "kvsight query --model my-model --text": "needs an engine's tokenizer; runs in test_terminal.py",
 }
 """Beginning of a command line -> why it does not run here."""
@@ -62,7 +62,7 @@ RUNS_ON = {
     "kvsight serve": "listens on",
     "kvsight tail": "engine-0",
     "kvsight record": "recording",
-    "kvsight engine": "engine-2",
+    "kvsight demo --engine": "engine-2",
     "kvsight bridge": "reading",
     "curl -sN": "kvsight",
 }

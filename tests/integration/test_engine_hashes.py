@@ -1,4 +1,4 @@
-"""`kvsight hash` compared with the events that SGLang's released recorder makes of a page."""
+"""`kvsight query --show-hashes` compared with the events that SGLang's released recorder makes of a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_events.tokens import token_array
-from kvsight.cli.hash import hashes_of
+from kvsight.cli.hashes import hashes_of
 from tests.support.engines.released_modules import forget_engine_modules, sglang_recorder
 
 TOKENS = list(range(1, 13))

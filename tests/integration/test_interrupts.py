@@ -47,7 +47,7 @@ def test_an_interrupt_at_any_moment_leaves_no_traceback(
         assert "Unclosed" not in output, case
 
 
-@pytest.mark.parametrize("command", ["doctor", "topics check", "replay", "simulate --requests 10"])
+@pytest.mark.parametrize("command", ["doctor", "doctor --create-topics", "replay", "simulate --requests 10"])
 def test_an_interrupt_ends_a_command_that_waits_for_a_broker(command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)

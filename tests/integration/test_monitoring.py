@@ -56,7 +56,7 @@ def targets(kafka_bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> I
     ports = {f"kvsight-{name}": free_port() for name in ("engine", "bridge", "record")}
     with ZmqEngine() as zmq_engine, ServiceProcess(folder, **topics, KVSIGHT_RECORD=folder / "recording") as service:
         lines = {
-            "kvsight-engine": ["engine", "--worker", "e", "--kafka", kafka_bootstrap],
+            "kvsight-engine": ["demo", "--engine", "e", "--kafka", kafka_bootstrap],
             "kvsight-record": ["record", str(folder / "record"), "--kafka", kafka_bootstrap],
             "kvsight-bridge": ["bridge", "--engine", f"worker=b,model=m,block_size=4,endpoint={zmq_engine.endpoint}"],
         }

@@ -55,7 +55,7 @@ def test_engines_and_recordings_are_not_ready_while_the_broker_is_away(
     topics = own_topics(kafka_broker.bootstrap)
     flags = ["--kafka", kafka_broker.bootstrap, "--events-topic", topics["KVSIGHT_EVENTS_TOPIC"]]
     with (
-        process(tmp_path, "engine", "--worker", "w", *flags) as engine,
+        process(tmp_path, "demo", "--engine", "w", *flags) as engine,
         process(tmp_path, "record", str(tmp_path / "log"), *flags) as recording,
     ):
         for port in (engine, recording):

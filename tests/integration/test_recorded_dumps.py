@@ -173,7 +173,7 @@ def assert_equal(timeline: Timeline, moments: list[Moment]) -> None:
 @pytest.fixture
 def topics(kafka_bootstrap: str) -> dict[str, Any]:
     found = own_topics(kafka_bootstrap, KVSIGHT_TOPIC_PARTITIONS=str(NUM_PARTITIONS))
-    created = kvsight("topics", "create", environment=found)
+    created = kvsight("doctor", "--create-topics", environment=found)
     assert created.returncode == 0, created.stderr
     return found
 

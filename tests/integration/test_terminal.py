@@ -24,7 +24,9 @@ from typer.testing import CliRunner
 from kv_events.hashing import sequence_hashes, token_array
 from kv_events.log.event_log import EventLogWriter
 from kv_events.records import LogRecord
+from kvsight.cli.app import MOVED
 from kvsight.cli.main import app, run
+from kvsight.cli.shared.console import UsageError
 from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.terminal import COLUMNS, ENVIRONMENT, Shown, command, on_terminal, piped
@@ -75,10 +77,17 @@ def test_every_command_has_the_common_options(name: str) -> None:
     assert {"-v", "--version"} <= {flag for parameter in LEAVES[name].params for flag in parameter.opts}
 
 
-def test_the_version_is_one_line() -> None:
-    assert CliRunner().invoke(app, ["--version"]).stdout.splitlines() == [
-        CliRunner().invoke(app, ["version"]).stdout.split("\n")[0].replace("  ", " ")
-    ]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(name, f"kvsight: `kvsight {name}` is now: kvsight {new}\n") for name, new in MOVED.items()]
+    + [("log cat LOG --limit 3", "kvsight: `kvsight log cat` is now: kvsight tail --log LOG --full\n")],
+)
+def test_a_command_of_the_version_before_names_its_new_form(words: str, said: str) -> None:
+    done = CliRunner().invoke(app, words.split())
+    assert isinstance(done.exception, UsageError)
+    assert f"kvsight: {done.exception}\n" == said
+    new = said.partition(": kvsight ")[2].split()
+    assert new[0] in LEAVES or " ".join(new[:2]) in LEAVES or new[0].startswith("--")
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +161,7 @@ def test_a_replay_shows_whole_names_and_says_why_others_are_absent(
 
 @pytest.mark.parametrize("screen", SCREENS)
 def test_workers_are_listed_uncut_in_natural_order(screen: Callable[..., Shown], url: str) -> None:
-    shown = screen("workers", "--url", url)
+    shown = screen("top", "--ranks", "--once", "--url", url)
     assert shown.code == 0
     lines = shown.output.splitlines()
     assert lines[0] == "model m, pages of 4 tokens: 4 workers"
@@ -162,15 +171,18 @@ def test_workers_are_listed_uncut_in_natural_order(screen: Callable[..., Shown],
 
 
 def test_workers_print_the_answer_of_the_api(url: str) -> None:
-    listed = json.loads(piped("workers", "--url", url, "--json").output)
+    listed = json.loads(piped("top", "--ranks", "--once", "--url", url, "--json").output)
     assert {worker["instance_id"] for worker in listed} == {LONG, "engine-2", "engine-9", "engine-10"}
-    assert json.loads(piped("workers", "--url", url, "--model", "other", "--json").output) == []
-    assert piped("workers", "--url", url, "--model", "other").output == "no worker is known for model other\n"
+    assert json.loads(piped("top", "--ranks", "--once", "--url", url, "--model", "other", "--json").output) == []
+    assert (
+        piped("top", "--ranks", "--once", "--url", url, "--model", "other").output
+        == "no worker is known for model other\n"
+    )
 
 
 def test_workers_are_watched_until_ctrl_c(url: str) -> None:
     process = subprocess.Popen(
-        command("workers", "--url", url, "--watch", "--interval", 0.1, "--json"),
+        command("top", "--ranks", "--url", url, "--interval", 0.1, "--json"),
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Topics: only publishers and `kvsight topics` create them, and one setting names them for every writer and reader."""
+"""Topics: only publishers and `kvsight doctor` create them, and one setting names them for every writer and reader."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_a_reader_creates_no_topic_and_says_once_what_it_waits_for(
         await source.request(ResyncRequest("default/m/w/0", 1, "test"))
     assert await existing(own) == {}
     for topic in (own["events_topic"], own["control_topic"]):
-        said = f"waiting for topic {topic}: create it with `kvsight topics create` or start a publisher"
+        said = f"waiting for topic {topic}: create it with `kvsight doctor --create-topics` or start a publisher"
         assert caplog.text.count(said) == 1
     await create(own["kafka"], own["events_topic"], partitions=2)
 
@@ -204,19 +204,24 @@ def test_a_default_is_a_lower_bound_and_a_setting_is_exact() -> None:
 
 
 def test_the_command_creates_and_checks_topics(own: dict[str, Any]) -> None:
-    missing = kvsight("topics", "check", *flags(own))
-    assert (missing.returncode, missing.stdout.count("missing: ")) == (1, 3)
-    made = kvsight("topics", "create", *flags(own), "--topic-partitions", 2, "--topic-retention-s", 7200)
+    missing = kvsight("doctor", *flags(own))
+    assert (
+        missing.returncode,
+        f"{own['events_topic']} and {own['control_topic']}: no such topic" in missing.stdout,
+    ) == (1, True)
+    made = kvsight("doctor", "--create-topics", *flags(own), "--topic-partitions", 2, "--topic-retention-s", 7200)
     assert (made.returncode, made.stderr) == (0, "")
     assert made.stdout.splitlines() == [
         f"created: {own['events_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
         f"created: {own['control_topic']}: 1 partition, 1 replica, kept for 2:00:00",
         f"created: {own['decisions_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
     ]
-    checked = kvsight("topics", "check", *flags(own))
-    assert checked.returncode == 1
-    assert "it has 2 partitions, and KVSIGHT_TOPIC_PARTITIONS is 8" in checked.stdout
-    assert kvsight("topics", "check", *flags(own), "--topic-partitions", 2).returncode == 0
+    again = kvsight("doctor", "--create-topics", *flags(own))
+    assert (again.returncode, again.stdout.count("exists: ")) == (0, 3)
+    assert "it has 2 partitions, and KVSIGHT_TOPIC_PARTITIONS is 8" in again.stderr
+    assert "it has 2 partitions, and KVSIGHT_TOPIC_PARTITIONS is 8" in kvsight("doctor", *flags(own)).stdout
+    assert "kept for 7200 s" in kvsight("doctor", *flags(own), "--topic-partitions", 2).stdout
+    assert kvsight("doctor", "--create-topics", "--kafka", "127.0.0.1:1").returncode == 2
 
 
 def test_a_simulation_without_a_broker_fails_in_seconds() -> None:

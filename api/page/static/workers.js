@@ -126,7 +126,7 @@ export class Workers {
     if (!shown) {
       this.#empty.replaceChildren(...(fleet.num_workers
         ? ["No worker's name contains this text."]
-        : ["No worker yet. Start one next to Kafka: ", h("code", {}, "kvsight engine --kafka HOST:PORT"),
+        : ["No worker yet. Start one next to Kafka: ", h("code", {}, "kvsight demo --engine NAME --kafka HOST:PORT"),
           " , or let this service read a running engine: ", h("code", {}, "POST /register"), " (see ",
           h("a", { href: "docs" }, "API"), "). ", h("code", {}, "kvsight doctor"), " checks each link."]));
     }

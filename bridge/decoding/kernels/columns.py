@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kv_events.kernels.bundles import I64Matrix, I64Vector, U8Vector, U32Vector, U64Vector
 from kv_events.kernels.declare import array_helper
+from kv_events.schema import NUM_MEDIA
 
 # columns of a row
 KIND, REASON, START, STOP, SHAPE, CONTINUES = range(6)
@@ -15,10 +16,12 @@ MEDIUM, MEDIUM_LENGTH, LORA, LORA_LENGTH, SALT, SALT_LENGTH, SPEC, SPEC_LENGTH =
 LOCALITY, LOCALITY_LENGTH, EXTRA, EXTRA_LENGTH = range(25, 29)
 # only in the first row of a run: row of its first store (-1: none), number of its locations, and rows that name them
 STORE_ROW, NUM_LOCATIONS, LOCATION_ROWS = range(29, 32)
-MAX_LOCATIONS = 4
+MAX_LOCATIONS = NUM_MEDIA
 NUM_COLUMNS = LOCATION_ROWS + MAX_LOCATIONS
 
-REMOVAL = 4
+REMOVAL = NUM_MEDIA
+"""Added to the tier of an event that removes pages, as in the publisher's events."""
+
 # kinds of event; BAD_STORE: an invalid store, which at least removes nothing
 STORED, REMOVED, CLEARED, MOONCAKE_EVENT, UNREADABLE, BAD_STORE = range(6)
 

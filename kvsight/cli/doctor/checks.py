@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kv_events.errors import KvsightError
-from kvsight.cli.console import UsageError
-from kvsight.cli.tables import printable
+from kvsight.cli.shared.console import UsageError
+from kvsight.cli.shared.tables import printable
 
 _STATE_WIDTH, _NAME_WIDTH = 9, 12
 
@@ -26,7 +26,7 @@ class SkippedError(KvsightError):
     """A check cannot be done here. The text says why. The chain may still be whole."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check."""
 
     check: str
@@ -52,7 +52,7 @@ class Check(NamedTuple):
     """What to do about an error that is not a BrokenError."""
 
 
-def examine(checks: Iterable[Check]) -> Iterator[Finding]:
+def examine(checks: Iterable[Check]) -> Iterator[CheckResult]:
     """Run checks in order, and yield the finding of each one up to the first that fails. Raises UsageError."""
     for check in checks:
         finding = _finding(check)
@@ -61,14 +61,14 @@ def examine(checks: Iterable[Check]) -> Iterator[Finding]:
             return
 
 
-def _finding(check: Check) -> Finding:
+def _finding(check: Check) -> CheckResult:
     try:
-        return Finding(check=check.name, state="ok", detail=check.run())
+        return CheckResult(check=check.name, state="ok", detail=check.run())
     except UsageError:
         raise
     except SkippedError as reason:
-        return Finding(check=check.name, state="skipped", detail=str(reason))
+        return CheckResult(check=check.name, state="skipped", detail=str(reason))
     except BrokenError as error:
-        return Finding(check=check.name, state="FAILED", detail=str(error), remedy=error.remedy)
+        return CheckResult(check=check.name, state="FAILED", detail=str(error), remedy=error.remedy)
     except KvsightError as error:
-        return Finding(check=check.name, state="FAILED", detail=str(error), remedy=check.remedy)
+        return CheckResult(check=check.name, state="FAILED", detail=str(error), remedy=check.remedy)

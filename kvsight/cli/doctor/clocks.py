@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvsight.cli.doctor.checks import BrokenError, SkippedError
-from kvsight.cli.doctor.engine import ClockReading
+from kvsight.cli.shared.engine_client import ClockReading
 
 _MAX_SKEW_S = 2.0
 _DATE_ERROR_S = 0.5

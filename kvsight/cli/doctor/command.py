@@ -9,30 +9,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kv_events.http.service import DEFAULT_URL
-from kvsight.cli.connection_flags import with_kafka_and_redis_flags
-from kvsight.cli.console import UsageError, print_json, print_lines, waiting
-from kvsight.cli.doctor.checks import Check, Finding, examine
-from kvsight.cli.options import ApiToken, AsJson, Url
-from kvsight.cli.prompts import parse_tokens, read_text
+from kvsight.cli.doctor.checks import Check, CheckResult, examine
+from kvsight.cli.doctor.topics import create_topics
+from kvsight.cli.shared.console import UsageError, print_json, print_lines, waiting
+from kvsight.cli.shared.flags import BROKER, KAFKA, REDIS, ApiToken, AsJson, Flag, Url, with_flags
+from kvsight.cli.shared.prompts import parse_tokens, read_text
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from kvsight.cli.doctor.infrastructure import Infrastructure
-    from kvsight.cli.doctor.probe import Probe
+    from kvsight.cli.doctor.probe import PromptTrace
+    from kvsight.cli.doctor.servers import Servers
 
 _EXIT_BROKEN = 1
 _DEFAULT_TENANT = "default"
 
 
-@with_kafka_and_redis_flags
+_FLAGS = {
+    "kafka": BROKER,
+    "redis": Flag(str, "Redis of the snapshots: redis://HOST:PORT/DB"),
+    "topic_partitions": Flag(int, "Partitions of events and of decisions."),
+    "topic_replication": Flag(int, "Replicas of all topics."),
+    "topic_retention_s": Flag(int, "Seconds for which new topics keep records."),
+    "snapshot_interval_s": Flag(float, "Seconds between snapshots."),
+}
+"""Of `IndexerSettings`."""
+
+
+@with_flags(_FLAGS, KAFKA, REDIS)
 def doctor(
     *,
-    kafka: Annotated[
-        str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
-    ] = None,
-    redis: Annotated[
-        str | None, typer.Option(help="Redis of the snapshots: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS")
-    ] = None,
+    should_create: Annotated[
+        bool, typer.Option("--create-topics", help="Only create the topics that do not exist.")
+    ] = False,
     url: Url = DEFAULT_URL,
     api_token: ApiToken = None,
     engine: Annotated[str | None, typer.Option(help="HTTP address of an engine: http://HOST:PORT")] = None,
@@ -42,11 +50,8 @@ def doctor(
     worker: Annotated[str | None, typer.Option(help="Only events and pages of this worker.")] = None,
     tenant: Annotated[str, typer.Option(help="Tenant (routing group).")] = _DEFAULT_TENANT,
     wait: Annotated[float, typer.Option(help="Seconds to wait for events.", min=0.1, max=600)] = 5.0,
-    snapshot_interval_s: Annotated[
-        float | None, typer.Option(help="Seconds between snapshots.", envvar="KVSIGHT_SNAPSHOT_INTERVAL_S")
-    ] = None,
     as_json: AsJson = False,
-    connection: dict[str, Any],
+    flags: dict[str, Any],
 ) -> None:
     """Check the whole chain, and name the first broken link.
 
@@ -56,33 +61,39 @@ def doctor(
 
     Ends with exit code 1 at the first failure, and prints what to do.
 
+    --create-topics creates the topics of events, resync requests and decisions. Those that exist are not changed;
+    differences from the settings are reported on stderr.
+
     Example: kvsight doctor --kafka localhost:9092 --engine http://localhost:8001
     """
     if prompt is not None and engine is None:
         raise UsageError("--prompt needs --engine")
-    if redis is not None:
+    if flags["redis"] is not None:
         require_serve("kvsight doctor --redis")
     from indexer.settings import IndexerSettings
     from kv_events.runtime.settings import read_secret
-    from kvsight.cli.doctor.engine import Engine
-    from kvsight.cli.doctor.infrastructure import Infrastructure
-    from kvsight.cli.doctor.probe import Probe
+    from kvsight.cli.doctor.probe import PromptTrace
+    from kvsight.cli.doctor.servers import Servers
+    from kvsight.cli.shared.engine_client import EngineClient
     from kvsight.client import Client
 
-    settings = IndexerSettings.from_flags(
-        kafka=kafka, redis=redis, snapshot_interval_s=snapshot_interval_s, **connection
-    )
+    settings = IndexerSettings.from_flags(**flags)
+    if should_create:
+        if settings.kafka is None:
+            raise UsageError("--create-topics needs --kafka HOST:PORT")
+        create_topics(settings)
+        return
     token = None if engine_token_file is None else read_secret("engine_token_file", engine_token_file)
     typed = _prompt(prompt)
     with ExitStack() as open_clients:
         client = open_clients.enter_context(Client(url, token=api_token))
-        known = None if engine is None else open_clients.enter_context(Engine(engine, token))
-        servers = Infrastructure(settings, client, url)
-        probe = Probe(servers, known, typed, model, worker, tenant, wait)
+        known = None if engine is None else open_clients.enter_context(EngineClient(engine, token))
+        servers = Servers(settings, client, url)
+        probe = PromptTrace(servers, known, typed, model, worker, tenant, wait)
         _report(_checks(servers, probe), as_json)
 
 
-def _checks(servers: Infrastructure, probe: Probe) -> list[Check]:
+def _checks(servers: Servers, probe: PromptTrace) -> list[Check]:
     """The chain, from the log to the answer."""
     of_kafka = "see `Connect to Kafka` in docs/operations.md"
     return [
@@ -101,7 +112,7 @@ def _checks(servers: Infrastructure, probe: Probe) -> list[Check]:
 
 
 def _report(checks: list[Check], as_json: bool) -> None:
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     with waiting("checking"):
         for finding in examine(checks):
             findings.append(finding)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from kv_events.hash_seed import SEED, SEED_VARIABLE, process_seed
 from kv_events.streams import split_group
-from kvsight.cli.console import UsageError, run_until_interrupted
 from kvsight.cli.doctor.arrivals import Arrival, listen
 from kvsight.cli.doctor.checks import BrokenError, SkippedError
 from kvsight.cli.doctor.clocks import judge_clocks, seconds_ahead
-from kvsight.cli.doctor.engine import Engine
-from kvsight.cli.doctor.infrastructure import Infrastructure
-from kvsight.cli.tables import count, duration, names
+from kvsight.cli.doctor.servers import Servers
+from kvsight.cli.shared.console import UsageError
+from kvsight.cli.shared.engine_client import EngineClient
+from kvsight.cli.shared.process import run_until_interrupted
+from kvsight.cli.shared.tables import count, duration, names
 from kvsight.errors import KvsightHttpError
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ _WRONG_PAGES = "block size "
 
 
 @dataclass
-class Probe:
+class PromptTrace:
     """One prompt, and what the checks have found out about it so far."""
 
-    servers: Infrastructure
-    engine: Engine | None
+    servers: Servers
+    engine: EngineClient | None
     prompt: list[int] | str | None
     """Tokens or text. None: random tokens, so that each run sees new events."""
     model: str | None
@@ -130,12 +131,12 @@ class Probe:
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
-    def _require_engine(self) -> Engine:
+    def _require_engine(self) -> EngineClient:
         if self.engine is None:
             raise SkippedError("no --engine")
         return self.engine
 
-    def _prompt_tokens(self, engine: Engine) -> list[int]:
+    def _prompt_tokens(self, engine: EngineClient) -> list[int]:
         if isinstance(self.prompt, str):
             return engine.tokenize(self._served, self.prompt)
         if self.prompt is not None:

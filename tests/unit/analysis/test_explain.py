@@ -16,7 +16,7 @@ from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
 from kv_events.streams import StreamId
-from kvsight.cli.prompts import decode_query
+from kvsight.cli.shared.prompts import decode_query
 from tests.support.log.late_log import write_late_log
 from tests.support.log.planted_causes import (
     MODEL,

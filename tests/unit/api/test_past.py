@@ -146,7 +146,7 @@ async def test_steps_lead_from_batch_to_batch(log: Path) -> None:
 
 
 async def test_differences_are_those_of_the_command(log: Path) -> None:
-    expected = CliRunner().invoke(cli, ["diff", str(log), "--from", "80", "--to", "300", "--json"])
+    expected = CliRunner().invoke(cli, ["replay", str(log), "--at", "80", "--diff", str(log), "--to", "300", "--json"])
     assert expected.exit_code == 0, expected.stderr
     async with serving(log) as client:
         assert (await client.get("/diff?from=80&at=300")).json() == json.loads(expected.stdout)

@@ -63,7 +63,7 @@ def test_every_command_line_is_one_the_command_accepts(where: str) -> None:
 
 def test_every_simulated_engine_has_a_name_and_a_seed_of_its_own() -> None:
     engines = [SERVICES[name]["command"] for name in ENGINES]
-    assert sorted(option(words, "--worker") for words in engines) == ["engine-0", "engine-1"]
+    assert sorted(option(words, "--engine") for words in engines) == ["engine-0", "engine-1"]
     assert len({option(words, "--seed") for words in engines}) == len(engines)
 
 

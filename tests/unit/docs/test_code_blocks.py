@@ -147,16 +147,22 @@ def test_commands_of_kvsight_exist_with_their_options() -> None:
             continue
         assert words[1] in known, f"{page}: kvsight {words[1]}"
         found = known[words[1]]
-        found = getattr(found, "commands", {}).get("".join(words[2:3]), found)  # such as `kvsight topics check`
+        found = getattr(found, "commands", {}).get("".join(words[2:3]), found)  # such as `kvsight log info`
         options = {name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)}
         unknown = {word.partition("=")[0] for word in words[2:] if word.startswith("--")} - options - {"--help"}
         assert not unknown, f"{page}: kvsight {words[1]} {unknown}"
         seen.add(words[1])
-    assert "hash" in seen
+    assert "query" in seen
 
 
-def test_what_kvsight_hash_is_shown_to_print_is_what_it_prints() -> None:
-    shown = [text.partition("\n") for page, _, text in blocks("console") if "$ kvsight hash" in text]
+def test_the_readme_lists_the_commands_as_the_help_does() -> None:
+    shown = re.findall(r"^\| `kvsight (\S+)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
+    known = typer.main.get_group(app).commands
+    assert shown == [(name, each.get_short_help_str(200)) for name, each in known.items() if not each.hidden]
+
+
+def test_what_show_hashes_is_shown_to_print_is_what_it_prints() -> None:
+    shown = [text.partition("\n") for page, _, text in blocks("console") if "--show-hashes" in text]
     assert len(shown) == 2
     for line, _, output in shown:
         done = CliRunner().invoke(app, shlex.split(line.removeprefix("$ kvsight ")))

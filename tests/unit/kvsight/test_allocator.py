@@ -8,7 +8,7 @@ import sys
 ROUNDS = 20
 PROGRAM = f"""
 import resource, sys
-from kvsight.cli.allocator import keep_freed_memory
+from kvsight.cli.shared.process import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 for round in range({ROUNDS} + 1):

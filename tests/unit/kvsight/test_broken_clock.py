@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import utc_text
+from kvsight.cli.logs.lines import RecordLine
+from kvsight.cli.logs.moments import local_time
 from kvsight.cli.main import app
-from kvsight.cli.moments import local_time
-from kvsight.cli.tail_events import TailEvent
 from tests.support.log.records import Stream, stored
 
 SHOWN = f"@{2**62 / 1000:g}"
@@ -32,12 +32,18 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "words",
-    ["replay LOG", "replay LOG --at 4", "explain LOG --prompt PROMPT", "log info LOG", "diff LOG --from 2 --to 5"],
+    [
+        "replay LOG",
+        "replay LOG --at 4",
+        "explain LOG --prompt PROMPT",
+        "log info LOG",
+        "replay LOG --at 2 --diff LOG --to 5",
+    ],
 )
 def test_every_command_shows_the_time_as_a_number(words: str, log: Path) -> None:
     prompt = log.parent / "prompt.json"
     done = CliRunner().invoke(app, words.replace("LOG", str(log)).replace("PROMPT", str(prompt)).split())
-    assert done.exit_code in (0, 1), done.output  # 1: `explain` found what is not held, and `diff` a difference
+    assert done.exit_code in (0, 1), done.output  # 1: `explain` found what is not held, and `--diff` a difference
     assert done.exception is None or isinstance(done.exception, SystemExit), done.output
     assert SHOWN in done.output
 
@@ -48,5 +54,5 @@ def test_a_time_that_no_calendar_has_is_a_number(seconds: float) -> None:
 
 
 def test_an_event_with_such_a_time_has_a_line() -> None:
-    line = TailEvent(time_ms=2**62, kinds=("rejected",), reason="no batch").line()
+    line = RecordLine(time_ms=2**62, kinds=("rejected",), reason="no batch").line()
     assert line.startswith(f"{SHOWN}  ")

@@ -24,7 +24,7 @@ def returned(client: type) -> set[type]:
     while waiting:
         each = waiting.pop()
         waiting += typing.get_args(each)
-        if isinstance(each, type) and each.__module__.startswith("kvsight") and each not in seen:
+        if isinstance(each, type) and each.__module__.startswith(("kvsight", "kv_events.http")) and each not in seen:
             seen.add(each)
             waiting += typing.get_type_hints(each).values()
     return seen

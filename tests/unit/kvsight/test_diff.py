@@ -1,4 +1,4 @@
-"""`kvsight diff`: pages gained, lost and moved between two moments, two logs, or a log and a service."""
+"""`kvsight replay --diff`: pages gained, lost and moved between two moments, two logs, or a log and a service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_two_moments_of_a_log_differ_by_pages_gained_lost_and_moved(log: Path) -> None:
-    found = json.loads(kvsight("diff", log, "--from", 2, "--json").stdout)
+    found = json.loads(kvsight("replay", log, "--at", 2, "--diff", log, "--json").stdout)
     changed = next(each for each in found if each["worker"] == "engine-2")
     assert (changed["before"], changed["after"]) == (3, 4)
     assert (changed["gained"], changed["lost"], changed["moved"]) == (2, 1, 1)
@@ -42,7 +42,7 @@ def test_two_moments_of_a_log_differ_by_pages_gained_lost_and_moved(log: Path) -
 
 
 def test_the_table_shows_the_workers_that_differ_with_examples(log: Path) -> None:
-    done = kvsight("diff", log, "--from", 2)
+    done = kvsight("replay", log, "--at", 2, "--diff", log)
     assert done.stdout.splitlines() == [
         "worker    before  after  gained  lost  moved",
         "engine-2       3      4       2     1      1",
@@ -52,12 +52,12 @@ def test_the_table_shows_the_workers_that_differ_with_examples(log: Path) -> Non
         "engine-2 moved, for example: 2 (gpu+cpu -> cpu)",
     ]
     assert "after 2 records" in done.stderr
-    assert kvsight("diff", log, log).stdout == "no difference\n"
+    assert kvsight("replay", log, "--diff", log).stdout == "no difference\n"
 
 
 def test_two_logs_differ_by_the_workers_that_one_lacks(log: Path, tmp_path: Path) -> None:
     assert kvsight("log", "slice", log, tmp_path / "one", "--worker", "engine-2").exit_code == 0
-    found = json.loads(kvsight("diff", tmp_path / "one", log, "--json").stdout)
+    found = json.loads(kvsight("replay", tmp_path / "one", "--diff", log, "--json").stdout)
     assert [(each["worker"], each["gained"], each["lost"]) for each in found] == [
         ("engine-10", 2, 0),
         ("engine-2", 0, 0),
@@ -85,13 +85,16 @@ def test_a_dump_of_several_block_sizes_has_the_names_of_its_streams(log: Path) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "give --from, another log, or --url"),
-        (["--from", 9], "--from 9 is behind the end of the log"),
-        (["--from", 1, "--to", 0], "--to 0 is before the start of the log"),
-        (["--from", "@5"], "--from @5 is before the start of the log"),
-        (["--from", 1, "--url", "http://localhost:1", "--to", 2], "no other moment than now"),
-        (["/nowhere"], "/nowhere: no such folder"),
+        (["--to", 1], "--to needs --diff"),
+        (["--diff", "LOG", "--at", 9], "--at 9 is behind the end of the log"),
+        (["--diff", "LOG", "--at", 1, "--to", 0], "--to 0 is before the start of the log"),
+        (["--diff", "LOG", "--at", "@5"], "--at @5 is before the start of the log"),
+        (["--diff", "http://localhost:1", "--to", 2], "no other moment than now"),
+        (["--diff", "LOG", "--serve"], "give either --serve or --diff"),
+        (["--diff", "LOG", "--query", "prompt.json"], "give either --diff or --query"),
+        (["--diff", "/nowhere"], "/nowhere: no such folder"),
     ],
 )
 def test_wrong_input_is_one_line(log: Path, words: list[object], said: str) -> None:
-    assert said in str(kvsight("diff", log, *words).exception)
+    words = [log if word == "LOG" else word for word in words]
+    assert said in str(kvsight("replay", log, *words).exception)

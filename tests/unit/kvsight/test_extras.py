@@ -42,7 +42,9 @@ def test_only_what_is_missing_is_named() -> None:
     assert (ended.returncode, ended.stderr) == (2, "kvsight serve needs uvicorn: pip install 'kvsight[serve]'\n")
 
 
-@pytest.mark.parametrize("arguments", [("version",), ("hash", "1", "2", "3", "4", "--block-size", "4"), ("--help",)])
+@pytest.mark.parametrize(
+    "arguments", [("--version",), ("query", "--show-hashes", "--tokens", "1,2,3,4", "--block-size", "4"), ("--help",)]
+)
 def test_other_commands_need_no_extra(arguments: tuple[str, ...]) -> None:
     ended = run_without(SERVE, *arguments)
     assert (ended.returncode, ended.stderr) == (0, "")

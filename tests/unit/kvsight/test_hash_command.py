@@ -1,4 +1,4 @@
-"""`kvsight hash` compared with published test vectors."""
+"""`kvsight query --show-hashes` compared with published test vectors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvsight.cli.main import app
 
 LOCAL = [0xCB38E4D7FB2DCA5C, 0xE8D3EC39B907B74C, 0x06B748F1777D599C, 0x01E03482F18B34E9]
 ROLLING = [0xCB38E4D7FB2DCA5C, 0x44A2B2379D6D3C3D, 0xAEA1E67A6C80CF84, 0x1AAA5EB6E2524A3B]
-TOKENS = [str(token) for token in range(1, 19)]
+TOKENS = ["--tokens", ",".join(map(str, range(1, 19)))]
+EIGHT, NINE = ["--tokens", "1,2,3,4,5,6,7,8"], ["--tokens", "1 2 3 4 5 6 7 8 9"]
 
 
 def invoke(*arguments: str, stdin: str = "") -> str:
-    done = CliRunner().invoke(app, ["hash", *arguments], input=stdin)
+    done = CliRunner().invoke(app, ["query", "--show-hashes", *arguments], input=stdin)
     if done.exception is not None:
         raise done.exception
     return done.stdout
@@ -53,7 +54,7 @@ def test_the_seed_may_be_chosen() -> None:
     ],
 )
 def test_lora_and_salt_enter_the_hashes(options: list[str], name: int) -> None:
-    assert hashes("1", "2", "3", "4", "--block-size", "4", *options)["seq_hashes"] == [name]
+    assert hashes("--tokens", "1 2 3 4", "--block-size", "4", *options)["seq_hashes"] == [name]
 
 
 def test_later_pages_of_a_namespace_are_rolled_with_the_seed_alone() -> None:
@@ -73,12 +74,12 @@ def test_later_pages_of_a_namespace_are_rolled_with_the_seed_alone() -> None:
 def test_sglangs_hashes_are_those_that_its_release_0_5_23_publishes(
     options: list[str], default: list[int], dynamo: list[int]
 ) -> None:
-    found = hashes(*TOKENS[:8], "--block-size", "4", *options)
+    found = hashes(*EIGHT, "--block-size", "4", *options)
     assert (found["sglang"], found["sglang_dynamo"]) == (default, dynamo)
 
 
 def test_pages_of_pairs_overlap_by_a_token() -> None:
-    found = hashes(*TOKENS[:9], "--block-size", "4", "--eagle")
+    found = hashes(*NINE, "--block-size", "4", "--eagle")
     assert found["local_hashes"] == [1914873892905420881, 1929047464662796003]
 
 
@@ -89,31 +90,37 @@ def test_a_prompt_may_come_from_a_file_or_stdin(text: str, tmp_path: Path) -> No
     file = tmp_path / "prompt"
     file.write_text(text)
     for where, stdin in ((str(file), ""), ("-", text)):
-        assert hashes("--file", where, "--block-size", "4", stdin=stdin)["local_hashes"] == LOCAL[:1]
+        assert hashes("--tokens", f"@{where}", "--block-size", "4", stdin=stdin)["local_hashes"] == LOCAL[:1]
+
+
+def test_the_body_of_a_query_names_its_adapter_and_salt() -> None:
+    body = '{"model_name": "m", "token_ids": [1, 2, 3, 4], "lora_name": "ad", "cache_salt": "x"}'
+    assert hashes("-", "--block-size", "4", stdin=body)["seq_hashes"] == [0xA98797FCBCFD72B9]
 
 
 def test_the_table_shows_decimals_and_hex() -> None:
     table = invoke(*TOKENS, "--block-size", "4")
     assert "44a2b2379d6d3c3d" in table
     assert str(0x44A2B2379D6D3C3D) in table
-    assert "3 tokens: less than one page of 4" in invoke("1", "2", "3", "--block-size", "4")
+    assert "3 tokens: less than one page of 4" in invoke("--tokens", "1,2,3", "--block-size", "4")
 
 
 @pytest.mark.parametrize(
     ("arguments", "stdin", "words"),
     [
-        ([], "", "token ids or --file"),
-        (["1", "--file", "-"], "", "token ids or --file"),
-        (["1", "x"], "", "token_ids: got 'x'"),
-        (["1", "4294967296"], "", r"token_ids\[1\]: got 4294967296"),
-        (["9" * 5000], "", "token_ids: got"),
-        (["--file", "-"], "[1, 2.5]", "float"),
-        (["--file", "-"], "[1, -2]", r"token_ids\[1\]: got -2"),
-        (["--file", "-"], '{"tokens": [1]}', "token_ids"),
-        (["--file", "-"], "[1", "not JSON"),
-        (["--file", "-"], "[" * 100_000, "stdin: "),
-        (["1", "--seed", "abc"], "", "--seed: got 'abc'"),
-        (["1", "--lora", "\udcff"], "", "--lora"),
+        ([], "", "give a file with the query, or --model"),
+        (["-", "--tokens", "1"], "", "either a file or --tokens"),
+        (["-"], '{"model_name": "m", "seq_hashes": [1]}', "token_ids"),
+        (["--tokens", "1 x"], "", "--tokens: got 'x'"),
+        (["--tokens", "1 4294967296"], "", r"token_ids\[1\]: got 4294967296"),
+        (["--tokens", "9" * 5000], "", "--tokens: got"),
+        (["--tokens", "@-"], "[1, 2.5]", "float"),
+        (["--tokens", "@-"], "[1, -2]", r"token_ids\[1\]: got -2"),
+        (["--tokens", "@-"], '{"tokens": [1]}', "token_ids"),
+        (["--tokens", "@-"], "[1", "not JSON"),
+        (["--tokens", "@-"], "[" * 100_000, "stdin: "),
+        (["--tokens", "1", "--seed", "abc"], "", "--seed: got 'abc'"),
+        (["--tokens", "1", "--lora", "\udcff"], "", "--lora"),
     ],
 )
 def test_what_is_wrong_is_reported(arguments: list[str], stdin: str, words: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 _PROGRAM = """
 import sys
 from kv_events.kernels.load import declared_kernels
-from kvsight.cli.console import import_without_kernels
+from kvsight.cli.shared.process import import_without_kernels
 first, later = (words.split(",") for words in sys.argv[1:])
 import_without_kernels(*first)
 print(*(kernel.source for kernel in declared_kernels(tuple(later))))

@@ -69,7 +69,7 @@ def test_without_the_key_frame_one_line_says_that_the_log_begins_late(late: Path
     frame.unlink()
     for words in (
         ("replay", late),
-        ("diff", late, "--from", len(PROMPT) + 2),
+        ("replay", late, "--at", len(PROMPT) + 2, "--diff", late),
         ("explain", late, "--prompt", late.parent / "prompt.json"),
     ):
         done = kvsight(*words)

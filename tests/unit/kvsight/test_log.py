@@ -13,19 +13,21 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from indexer.replay import LogIndexer, Timeline
+from indexer.replay import LogIndexer, Timeline, log_indexer
 from indexer.settings import IndexerSettings
 from kv_events.codec import encode_resync
 from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, ResyncRequest
+from kvsight.cli.logs import reading
 from kvsight.cli.main import app
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run
@@ -53,7 +55,7 @@ def records_of(folder: Path) -> list[LogRecord]:
 
 
 def cat(*words: object) -> list[dict[str, Any]]:
-    done = kvsight("log", "cat", *words)
+    done = kvsight("tail", "--full", "--log", *words)
     assert done.exit_code == 0, done.output
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -141,10 +143,21 @@ def test_cat_filters(log: Path, filters: list[str], indices: list[int]) -> None:
     assert [each["index"] for each in cat(log, *filters)] == indices
 
 
-@pytest.mark.parametrize("command", ["info", "cat", "verify", "index"])
+@pytest.mark.parametrize("command", ["info", "info --verify", "slice", "export --parquet new"])
 def test_a_folder_that_is_no_log_is_one_line_and_exit_code_2(command: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvsight", "log", command, str(tmp_path)], capture_output=True, text=True, timeout=200
+        [
+            sys.executable,
+            "-m",
+            "kvsight",
+            "log",
+            *command.split(),
+            str(tmp_path),
+            *(["new"] if command == "slice" else []),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"kvsight: {tmp_path}: not an event log: it has no files *.kvlog\n"
@@ -153,38 +166,38 @@ def test_a_folder_that_is_no_log_is_one_line_and_exit_code_2(command: str, tmp_p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cat", "--from", "2999-01-01"], "--from 2999-01-01 is outside the log"),
-        (["cat", "--to", "1999-01-01"], "--to 1999-01-01 is outside the log"),
-        (["cat", "--from", "50"], "indices 0 to 42"),
-        (["cat", "--from", "soon"], "--from: got 'soon'"),
-        (["cat", "--seq", "-3"], "--seq: got '-3', expected NUMBER or FIRST-LAST"),
-        (["cat", "--block-hash", "abc"], "--block-hash: got 'abc', expected a 64-bit integer"),
-        (["cat", "--medium", "tape"], "expected one of gpu, cpu, disk, external"),
-        (["cat", "--channel", "news"], "expected one of events, control, decisions, dead_letters"),
+        (["--from", "2999-01-01"], "--from 2999-01-01 is outside the log"),
+        (["--to", "1999-01-01"], "--to 1999-01-01 is outside the log"),
+        (["--from", "50"], "indices 0 to 42"),
+        (["--from", "soon"], "--from: got 'soon'"),
+        (["--seq", "-3"], "--seq: got '-3', expected NUMBER or FIRST-LAST"),
+        (["--block-hash", "abc"], "--block-hash: got 'abc', expected a 64-bit integer"),
+        (["--medium", "tape"], "expected one of gpu, cpu, disk, external"),
+        (["--channel", "news"], "expected one of events, control, decisions, dead_letters"),
     ],
 )
 def test_a_moment_outside_the_log_or_a_wrong_filter_is_named(log: Path, words: list[str], said: str) -> None:
-    done = kvsight("log", words[0], log, *words[1:])
+    done = kvsight("tail", "--log", log, *words)
     assert said in str(done.exception)
 
 
 def test_verify_names_damage_with_its_place_and_uses_the_rest(log: Path) -> None:
-    assert kvsight("log", "verify", log).exit_code == 0
+    assert kvsight("log", "info", "--verify", log).exit_code == 0
     first, second, third, *_, last = sorted(log.glob("*.kvlog"))
     next_record = 24 + 12 + int.from_bytes(first.read_bytes()[24:28], "little")
     damage(first, 24 + 12 + 40)
     damage(first, next_record + 3)
     second.unlink()
     os.truncate(last, last.stat().st_size - 1)
-    done = kvsight("log", "verify", log)
+    done = kvsight("log", "info", "--verify", log)
     assert done.exit_code == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("damaged: ")]
     assert f"{first}: a record's checksum is wrong at byte 24, record 0" in lines[0]
     assert f"{last}: a torn tail of" in lines[-1]
-    found = json.loads(kvsight("log", "verify", log, "--json").stdout)
+    found = json.loads(kvsight("log", "info", "--verify", log, "--json").stdout)
     lost = 3 + int(third.stem) - int(second.stem)
     assert (found["records"], found["next_index"]) == (43 - lost, 42)
-    done = kvsight("log", "cat", log)
+    done = kvsight("tail", "--full", "--log", log)
     assert (done.exit_code, len(done.stdout.splitlines())) == (1, 43 - lost)
     assert kvsight("log", "info", log).exit_code == 1
 
@@ -192,18 +205,18 @@ def test_verify_names_damage_with_its_place_and_uses_the_rest(log: Path) -> None
 def test_a_missing_segment_is_named(log: Path) -> None:
     first, second, third, *_ = sorted(log.glob("*.kvlog"))
     second.unlink()
-    done = kvsight("log", "verify", log)
+    done = kvsight("log", "info", "--verify", log)
     assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
     assert f"{first}: records up to {int(third.stem)} are missing at byte {first.stat().st_size}" in done.stderr
 
 
 def test_damaged_key_frames_and_time_indices_are_named(log: Path) -> None:
-    assert kvsight("log", "index", log).exit_code == 0
+    LogIndexer(log).advance()
     times = min(log.glob("*.kvtimes"))
     frame = log / f"{5:020d}.kvframe"
     frame.write_bytes(b"KVSFRM02 and more")
     damage(times, 20)
-    done = kvsight("log", "verify", log)
+    done = kvsight("log", "info", "--verify", log)
     assert done.exit_code == 1
     assert f"damaged: {times}" in done.stderr
     assert f"damaged: {frame}" in done.stderr
@@ -214,7 +227,7 @@ def test_logs_of_both_versions_are_read(records: list[LogRecord], tmp_path: Path
     folder.mkdir()
     write_version_1(folder, records[:10])
     write(folder, records[10:])
-    assert kvsight("log", "verify", folder).exit_code == 0
+    assert kvsight("log", "info", "--verify", folder).exit_code == 0
     assert len(cat(folder)) == len(records)
 
 
@@ -238,7 +251,7 @@ def test_a_slice_of_a_worker_or_a_channel_has_its_records_alone(log: Path, tmp_p
 def test_offsets_are_those_of_the_events(log: Path, tmp_path: Path) -> None:
     found = cat(log, "--from", "0:0", "--to", "0:504")
     assert [(each["channel"], each["offset"]) for each in found] == [("events", 500), ("events", 502)]
-    done = kvsight("log", "cat", log, "--from", "0:0", "--channel", "control")
+    done = kvsight("tail", "--log", log, "--from", "0:0", "--channel", "control")
     assert "--from 0:0 names offsets of the events' topic: give times for other channels" in str(done.exception)
     assert kvsight("log", "slice", log, tmp_path / "part", "--from", "0:538").exit_code == 0
     assert {record.channel for record in records_of(tmp_path / "part")} == {Channel.EVENTS}
@@ -268,7 +281,7 @@ def test_the_damage_of_all_logs_is_named(log: Path, records: list[LogRecord], tm
     other = write(tmp_path / "other", records)
     for folder in (log, other):
         damage(min(folder.glob("*.kvlog")), 24 + 12 + 40)
-    for words in (["log", "merge", log, other, tmp_path / "both"], ["diff", log, other]):
+    for words in (["log", "merge", log, other, tmp_path / "both"], ["replay", log, "--diff", other]):
         done = kvsight(*words)
         named = [line for line in done.stderr.replace("\n", "").split("damaged: ") if "next sound record" in line]
         assert (done.exit_code, len(named)) == (1, 2), done.stderr
@@ -335,22 +348,19 @@ def test_a_full_disk_leaves_the_source_and_what_was_copied(log: Path, tmp_path: 
     assert records_of(copy) == before[: len(records_of(copy))]
 
 
-def test_key_frames_that_do_not_fit_are_named_and_the_log_stays(log: Path) -> None:
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
-
-    before = records_of(log)
-    done = subprocess.run(
-        [sys.executable, "-m", "kvsight", "log", "index", str(log)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        preexec_fn=limit,
+def test_the_first_replay_of_a_large_log_writes_its_key_frames(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kvsight("replay", log, "--json").stdout
+    assert list(log.glob("*.kvframe")) == []
+    monkeypatch.setattr(reading, "LARGE_BYTES", 100)
+    monkeypatch.setattr(
+        log_indexer, "save_frame", full_disk := Mock(side_effect=OSError(28, "No space left on device"))
     )
-    assert (done.returncode, "damaged: [Errno 27] File too large" in done.stderr) == (1, True), done.stderr
-    assert records_of(log) == before
-    assert {path.suffix for path in log.iterdir()} == {".kvlog", ".lock"}
+    done = kvsight("replay", log, "--json")
+    assert (done.stdout, full_disk.called, "No space left on device" in done.stderr) == (before, True, True)
+    monkeypatch.undo()
+    monkeypatch.setattr(reading, "LARGE_BYTES", 100)
+    assert kvsight("replay", log, "--json").stdout == before
+    assert list(log.glob("*.kvframe")) != []
 
 
 def test_the_documented_queries_run_on_an_export(log: Path, tmp_path: Path) -> None:
@@ -412,16 +422,15 @@ def test_commands_that_write_report_it_as_json(log: Path, tmp_path: Path) -> Non
     for words, expected in commands:
         done = kvsight("log", *words, "--json")
         assert (done.exit_code, json.loads(done.stdout)) == (0, expected | sound), done.stderr
-    found = json.loads(kvsight("log", "index", log, "--json").stdout)
-    num_frames = len(list(log.glob("*.kvframe")))
-    assert found == {"key_frames_written": num_frames, "next_index": 43} | sound
     last = max(log.glob("*.kvlog"))
     last.write_bytes(last.read_bytes() + bytes([200, 0, 0]))
     done = kvsight("log", "merge", tmp_path / "a", log, tmp_path / "d", "--json")
     assert (done.exit_code, json.loads(done.stdout)["torn_tail_bytes"]) == (1, 3)
 
 
-@pytest.mark.parametrize("words", [["replay"], ["diff", "--from", "5"], ["log", "index"], ["log", "verify"]])
+@pytest.mark.parametrize(
+    "words", [["replay"], ["log", "info"], ["log", "info", "--verify"], ["tail", "--full", "--log"]]
+)
 def test_a_torn_tail_is_damage_for_each_command(log: Path, words: list[str]) -> None:
     assert kvsight(*words, log).exit_code == 0
     last = max(log.glob("*.kvlog"))

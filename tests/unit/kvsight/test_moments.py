@@ -9,8 +9,8 @@ import pytest
 
 from kv_events.log.moments import LogExtent
 from kv_events.records import LogRecord
-from kvsight.cli.console import UsageError
-from kvsight.cli.moments import local_time, moment_fault, parse_moment
+from kvsight.cli.logs.moments import local_time, moment_fault, parse_moment
+from kvsight.cli.shared.console import UsageError
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvsight.cli.answers import Asked, answer_lines
-from kvsight.cli.streams import StreamRow, streams_lines
-from kvsight.cli.tables import Column, duration, names, natural_order, printable, table_lines
+from kvsight.cli.shared.answers import Asked, answer_lines
+from kvsight.cli.shared.streams import StreamRow, streams_lines
+from kvsight.cli.shared.tables import Column, duration, names, natural_order, printable, table_lines
 
 LONG = "w" * 90
 

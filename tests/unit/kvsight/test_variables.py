@@ -111,7 +111,7 @@ def run(program: str, **variables: str) -> str:
     return done.stderr
 
 
-COMMAND = "import sys; from kvsight.cli.main import run; sys.argv[1:] = ['version']; run()"
+COMMAND = "import sys; from kvsight.cli.main import run; sys.argv[1:] = ['demo', '--prompt']; run()"
 SETTINGS_OF_A_PROGRAM = "from kv_events.kafka.settings import KafkaSettings; KafkaSettings(); KafkaSettings()"
 
 

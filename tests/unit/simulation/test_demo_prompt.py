@@ -33,7 +33,7 @@ def test_engines_of_different_seeds_serve_different_requests() -> None:
 
 
 def test_the_command_prints_the_query() -> None:
-    printed = CliRunner().invoke(app, ["demo-prompt", "--model", "m"]).stdout
+    printed = CliRunner().invoke(app, ["demo", "--prompt", "--model", "m"]).stdout
     query = msgspec.json.decode(printed)
     assert query == {"model_name": "m", "token_ids": demo_prompt().tolist()}
     assert printed.count("\n") == 1

@@ -7,44 +7,53 @@ from typing import Any
 import pytest
 
 from tests.support.bridge.rig import GPU, Rig, on
-from tests.support.engines.event_payloads import names_of, pairs, payload, removed, stored
+from tests.support.engines.event_payloads import Event, names_of, pairs, payload, removed, stored
 
 TOKENS = list(range(100, 116))
 NAMES = names_of(TOKENS)
 HASHES = [11, 12, 13, 14]
+PAIRED = [*TOKENS, 7]
+FIRST, SECOND = "00000000deadbeef" + "0" * 48, "0" * 15 + "7" + "f" * 48
+"""Identifiers of objects: the first 16 digits count."""
 
 
-def test_tokens_may_be_pairs() -> None:
-    tokens = [*TOKENS, 7]
-    rig = Rig().take(stored(HASHES[:2], pairs(tokens[:9]), 4), stored(HASHES[2:], pairs(tokens[8:]), 4, parent=12))
-    assert rig.pages == on(GPU, names_of(tokens, is_bigram=True))
+def whole(**fields: Any) -> list[Event]:
+    """A store of the whole prompt."""
+    return [stored(HASHES, TOKENS, **fields)]
 
 
-def test_pairs_that_do_not_overlap_are_a_mistake() -> None:
-    rig = Rig().take(stored([1], [[1, 2], [3, 4], [4, 5], [5, 6]]), stored([2], TOKENS[:4]))
-    assert rig.pages == on(GPU, NAMES[:1])
-    assert rig.counters.bad_events == {"tokens": 1}
+def halves(**fields: Any) -> list[Event]:
+    """Two stores of the prompt. Only the first has the fields."""
+    return [stored(HASHES[:2], TOKENS[:8], **fields), stored(HASHES[2:], TOKENS[8:], parent=12)]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"lora_name": "ad"},
-        {"lora_name": "ad", "lora_id": 3},
-        {"lora_name": "ad", "extra_keys": [["ad"]] * 4},
-    ],
-)
-def test_an_adapters_pages_have_their_own_hashes(fields: dict[str, Any]) -> None:
-    assert Rig().take(stored(HASHES, TOKENS, **fields)).pages == on(GPU, names_of(TOKENS, lora="ad"))
+# fmt: off
+CASES: list[tuple[str, list[Event], list[int]]] = [
+    ("pairs of tokens",
+     [stored(HASHES[:2], pairs(PAIRED[:9])), stored(HASHES[2:], pairs(PAIRED[8:]), parent=12)],
+     names_of(PAIRED, is_bigram=True)),
+    ("an adapter", whole(lora_name="ad"), names_of(TOKENS, lora="ad")),
+    ("an adapter with a number", whole(lora_name="ad", lora_id=3), names_of(TOKENS, lora="ad")),
+    ("an adapter in extra keys", whole(lora_name="ad", extra_keys=[["ad"]] * 4), names_of(TOKENS, lora="ad")),
+    ("an adapter without a name", whole(lora_id=3), names_of(TOKENS, lora="3")),
+    ("a salt and an adapter", whole(cache_salt="s", lora_name="ad"), names_of(TOKENS, lora="ad", salt="s")),
+    ("children inherit a salt among extra keys", halves(extra_keys=[["s"], None]), names_of(TOKENS, salt="s")),
+    ("a salt with the text of the adapter's name", whole(lora_name="x", extra_keys=[["x", "x"], *[["x"]] * 3]),
+     names_of(TOKENS, lora="x", salt="x")),
+    ("objects", whole(extra_keys=[None, [FIRST], [[SECOND, 12], FIRST], None]),
+     names_of(TOKENS, objects=[[], [0xDEADBEEF], [7, 0xDEADBEEF], []])),
+    ("a page with one object has the peer's name", [stored([1], [1, 2, 3, 4], extra_keys=[[FIRST]])],
+     [15207512089340001072]),
+    ("objects of a salted prompt",
+     [stored(HASHES, range(1, 17), extra_keys=[[FIRST, "x"], None, [FIRST, SECOND], None])],
+     [0x237426C75E38349F, 0x5D7D327961598A46, 0x2DE98B0DC4859AC9, 0xF93311B40B476FF4]),
+]
+# fmt: on
 
 
-def test_an_adapter_without_a_name_goes_by_its_number() -> None:
-    assert Rig().take(stored(HASHES, TOKENS, lora_id=3)).pages == on(GPU, names_of(TOKENS, lora="3"))
-
-
-def test_a_salt_in_a_field_of_its_own() -> None:
-    rig = Rig().take(stored(HASHES, TOKENS, cache_salt="s", lora_name="ad"), form="map")
-    assert rig.pages == on(GPU, names_of(TOKENS, lora="ad", salt="s"))
+@pytest.mark.parametrize(("events", "names"), [pytest.param(*case, id=name) for name, *case in CASES])
+def test_a_page_has_the_name_of_all_that_its_content_depends_on(events: list[Event], names: list[int]) -> None:
+    assert Rig().take(*events, form="map").pages == on(GPU, names)
 
 
 def test_a_salt_in_a_map_where_others_have_the_adapters_name() -> None:
@@ -52,10 +61,10 @@ def test_a_salt_in_a_map_where_others_have_the_adapters_name() -> None:
     assert Rig().take_payload(payload(event)).pages == on(GPU, names_of(TOKENS, salt="s"))
 
 
-def test_a_salt_among_the_extra_keys_of_a_prompts_first_page_goes_down_to_its_children() -> None:
-    rig = Rig().take(stored(HASHES[:2], TOKENS[:8], extra_keys=[["s"], None]))
-    rig.take(stored(HASHES[2:], TOKENS[8:], parent=12))
-    assert rig.pages == on(GPU, names_of(TOKENS, salt="s"))
+def test_pairs_that_do_not_overlap_are_a_mistake() -> None:
+    rig = Rig().take(stored([1], [[1, 2], [3, 4], [4, 5], [5, 6]]), stored([2], TOKENS[:4]))
+    assert rig.pages == on(GPU, NAMES[:1])
+    assert rig.counters.bad_events == {"tokens": 1}
 
 
 def test_salted_and_plain_chains_may_alternate_in_one_batch() -> None:
@@ -70,18 +79,8 @@ def test_salted_and_plain_chains_may_alternate_in_one_batch() -> None:
     assert rig.pages == on(GPU, names_of(TOKENS, salt="s")) | on(GPU, names_of(other))
 
 
-def test_a_salt_with_the_text_of_the_adapters_name_is_a_salt() -> None:
-    rig = Rig().take(stored(HASHES, TOKENS, lora_name="x", extra_keys=[["x", "x"], ["x"], ["x"], ["x"]]))
-    assert rig.pages == on(GPU, names_of(TOKENS, lora="x", salt="x"))
-
-
 def test_equal_hashes_under_two_salts_are_two_pages_and_one_removal_means_both() -> None:
-    rig = Rig().take(
-        stored(HASHES, TOKENS),
-        stored(HASHES, TOKENS, cache_salt="a"),
-        stored(HASHES, TOKENS, cache_salt="b"),
-        form="map",
-    )
+    rig = Rig().take(*whole(), *whole(cache_salt="a"), *whole(cache_salt="b"), form="map")
     plain, a, b = (names_of(TOKENS, salt=salt) for salt in (None, "a", "b"))
     assert rig.pages == on(GPU, plain + a + b)
     rig.take(stored([15], TOKENS[:4], parent=14, cache_salt="b"), removed([12]), form="map")
@@ -95,25 +94,6 @@ def test_a_parent_under_another_salt_is_not_the_parent() -> None:
     )
     assert rig.pages == on(GPU, names_of(TOKENS[:4], salt="a"))
     assert rig.counters.unknown_parents == 1
-
-
-def test_multimodal_pages_are_named_by_their_objects_too() -> None:
-    first, second = "00000000deadbeef" + "0" * 48, "0" * 15 + "7" + "f" * 48
-    keys = [None, [first], [[second, 12], first], None]
-    rig = Rig().take(stored(HASHES, TOKENS, extra_keys=keys))
-    assert rig.pages == on(GPU, names_of(TOKENS, objects=[[], [0xDEADBEEF], [7, 0xDEADBEEF], []]))
-
-
-def test_a_page_with_one_object_has_the_peers_name() -> None:
-    rig = Rig().take(stored([1], [1, 2, 3, 4], extra_keys=[["00000000deadbeef" + "0" * 48]]))
-    assert rig.pages == on(GPU, [15207512089340001072])
-
-
-def test_pages_with_objects_of_a_salted_prompt_are_chained_as_any_others() -> None:
-    first, second = "00000000deadbeef" + "0" * 48, "0" * 15 + "7" + "f" * 48
-    event = stored(HASHES, list(range(1, 17)), extra_keys=[[first, "x"], None, [first, second], None])
-    names = [0x237426C75E38349F, 0x5D7D327961598A46, 0x2DE98B0DC4859AC9, 0xF93311B40B476FF4]
-    assert Rig().take(event).pages == on(GPU, names)
 
 
 @pytest.mark.parametrize(
@@ -133,18 +113,13 @@ def test_the_pages_of_a_namespace_are_chained_with_the_base(fields: dict[str, An
 
 
 def test_extra_keys_that_are_unknown_keep_a_page_apart_from_the_plain_one() -> None:
-    rig = Rig().take(stored(HASHES, TOKENS, extra_keys=[None, [b"embeds"], [{"kind": "new"}], [["?", "?"]]]))
+    rig = Rig().take(*whole(extra_keys=[None, [b"embeds"], [{"kind": "new"}], [["?", "?"]]]))
     assert len(rig.pages) == 4
     assert rig.pages & on(GPU, NAMES) == on(GPU, NAMES[:1])
 
 
 @pytest.mark.parametrize("salt", ["s", "ab" * 32])
-def test_a_salt_that_the_event_names_is_not_taken_for_an_object_where_the_extra_keys_have_it_too(salt: str) -> None:
-    rig = Rig().take(stored(HASHES, TOKENS, cache_salt=salt, extra_keys=[[salt], None, None, None]), form="map")
-    assert rig.pages == on(GPU, names_of(TOKENS, salt=salt))
-    assert rig.counters.guessed_salts == 0
-
-
-def test_a_salt_that_only_extra_keys_name_is_counted_as_a_guess() -> None:
-    rig = Rig().take(stored(HASHES, TOKENS, extra_keys=[["s"], None, None, None]))
-    assert rig.counters.guessed_salts == 1
+def test_a_salt_is_a_guess_only_if_the_event_does_not_name_it(salt: str) -> None:
+    rig = Rig().take(*whole(cache_salt=salt, extra_keys=[[salt], None, None, None]), form="map")
+    assert (rig.pages, rig.counters.guessed_salts) == (on(GPU, names_of(TOKENS, salt=salt)), 0)
+    assert Rig().take(*whole(extra_keys=[["s"], None, None, None])).counters.guessed_salts == 1

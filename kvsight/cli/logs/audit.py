@@ -1,0 +1,240 @@
+"""`kvsight audit`"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
+
+import msgspec
+import typer
+
+from kv_events.log.format import list_segments
+from kvsight.cli.logs.moments import local_time
+from kvsight.cli.logs.reading import LogFolder, LogInput
+from kvsight.cli.shared.console import out, print_result, progress_bar
+from kvsight.cli.shared.flags import AsJson
+from kvsight.cli.shared.html import HtmlReport, check_html, write_html
+from kvsight.cli.shared.process import compile_kernels
+from kvsight.cli.shared.tables import Column, count, duration, natural_order, printable, table_lines
+from kvsight.extras import require_serve
+
+if TYPE_CHECKING:
+    from analysis.audit.report import AuditReport, Example, Funnel, Loss
+
+EXIT_DAMAGED = 1
+_MOST_ROWS = 10
+_MOST_DAMAGE = 20
+_LONGEST_NAME = 200
+_MEDIA = ("gpu", "cpu", "disk", "external")
+
+
+def audit(
+    log: LogFolder,
+    churn: Annotated[float, typer.Option(help="Seconds for which pages are expected to stay.", min=0.001)] = 10.0,
+    examples: Annotated[Path | None, typer.Option(help="Write prompts for `kvsight explain` here.")] = None,
+    html: HtmlReport = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what went wrong, and where cached tokens were lost.
+
+    First the verdict, then its causes by weight, then streams, pages, resyncs and the prefixes that are used most. If
+    routers report their decisions, the funnel follows: from the tokens of prompts to those that the engines found in
+    their caches, with the cause of each loss and examples for `kvsight explain`.
+
+    The exit code is 1 if parts of the log cannot be read. The rest of it is audited.
+    """
+    require_serve("kvsight audit")
+    check_html(html, "kvsight audit --html")
+    source = LogInput(log)
+    source.find_torn_tail()
+    known_damage = [str(source.tail)] if source.tail else []
+    compile_kernels("analysis.audit.audit")
+    from analysis.audit.audit import audit_log
+    from analysis.audit.curves import AuditCurves
+
+    series = None if html is None else AuditCurves()
+    with progress_bar() as bar:
+        task = bar.add_task("records", total=None)
+        first_index = list_segments(log)[0].first_index
+
+        def show(next_index: int) -> None:
+            bar.update(task, completed=next_index - first_index)
+
+        report = audit_log(log, churn, show, known_damage, series)
+    if examples is not None and report.funnel is not None:
+        _write_examples(examples, report.funnel)
+    if html is not None and series is not None:
+        from analysis.html.audit_page import write_audit_page
+
+        write_html(html, lambda path: write_audit_page(path, report, series))
+    print_result(report, _lines(report, examples, out.width), as_json=as_json)
+    raise typer.Exit(EXIT_DAMAGED if report.damage else 0)
+
+
+def _write_examples(folder: Path, funnel: Funnel) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in funnel.losses:
+        for example in each.examples:
+            _prompt_file(folder, example).write_bytes(msgspec.json.encode(example.query))
+
+
+def _prompt_file(folder: Path, example: Example) -> Path:
+    """Names of requests come from other machines, so they are quoted."""
+    return folder / f"{quote(example.request_id, safe='')[:_LONGEST_NAME]}.json"
+
+
+def _lines(report: AuditReport, examples: Path | None, width: int) -> Iterator[str]:
+    yield f"verdict: {report.verdict}"
+    yield from (f"  {finding.weight:6.1%}  {finding.text}" for finding in report.findings)
+    yield ""
+    yield from _span_lines(report)
+    yield from _stream_lines(report, width)
+    yield from _page_lines(report, width)
+    yield from _resync_lines(report, width)
+    yield from _prefix_lines(report, width)
+    if report.funnel is not None:
+        yield from _funnel_lines(report.funnel, width)
+        yield from _example_lines(report.log, report.funnel, examples)
+
+
+def _span_lines(report: AuditReport) -> Iterator[str]:
+    first, last = local_time(report.first_time), local_time(report.last_time)
+    size = f"{count(report.records, 'record')}, {report.bytes:,} bytes"
+    yield f"{report.log}: {size} of {count(len(report.streams), 'stream')}, {first} to {last}"
+    rates = report.rates
+    peak = f"at most {rates.peak_pages_per_s:,} in one second, {local_time(rates.peak_time)}"
+    yield f"{rates.pages_per_s:,.0f} pages/s stored and removed, {peak}; {rates.records_per_s:,.1f} records/s"
+    yield from (f"damage: {text}" for text in report.damage[:_MOST_DAMAGE])
+    if len(report.damage) > _MOST_DAMAGE:
+        yield f"and {len(report.damage) - _MOST_DAMAGE} more"
+
+
+def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
+    worst = sorted(report.streams, key=lambda each: ([-number for number in each.trouble], natural_order(each.stream)))
+    shown = worst[:_MOST_ROWS]
+    yield ""
+    yield f"streams{_of(len(shown), len(worst))}, the worst first"
+    columns = [
+        Column("stream", [each.stream for each in shown]),
+        Column("batches", [str(each.batches) for each in shown], is_number=True, rank=3),
+        Column("epochs", [str(each.epochs) for each in shown], is_number=True, rank=2),
+        Column("gaps", [str(each.gaps) for each in shown], is_number=True),
+        Column("missing", [str(each.missing_batches) for each in shown], is_number=True, rank=2),
+        Column("wrong digests", [str(each.digest_mismatches) for each in shown], is_number=True),
+        Column("first bad record", [_index(each.first_bad_batch) for each in shown], is_number=True, rank=1),
+        Column("resyncs", [str(each.resyncs) for each in shown], is_number=True, rank=2),
+        Column("not live", [duration(int(each.not_live_s * 1000)) for each in shown], is_number=True, rank=1),
+        Column("pages held", [str(each.pages_held) for each in shown], is_number=True, rank=4),
+    ]
+    yield from table_lines(columns, width)
+
+
+def _index(place: object) -> str:
+    return "" if place is None else str(getattr(place, "index"))  # noqa: B009  (a struct that is not imported here)
+
+
+def _page_lines(report: AuditReport, width: int) -> Iterator[str]:
+    from analysis.audit.report import PAGE_COUNTS
+
+    totals = [sum(counts[medium] for counts in report.pages.values()) for medium in range(len(_MEDIA))]
+    used = [medium for medium, total in enumerate(totals) if total] or [0]
+    yield ""
+    columns = [Column("pages", [text.format(churn=report.churn_s) for text in PAGE_COUNTS.values()])]
+    for medium in used:
+        cells = [str(report.pages[name][medium]) for name in PAGE_COUNTS]
+        columns.append(Column(_MEDIA[medium], cells, is_number=True))
+    yield from table_lines(columns, width)
+    yield f"{count(report.orphans, 'page')} held at the end whose parent is not held: no prompt can use them"
+    if report.untracked:
+        yield f"{count(report.untracked, 'page')} not followed, because there was no room for them"
+
+
+def _resync_lines(report: AuditReport, width: int) -> Iterator[str]:
+    if not report.resync_pages:
+        return
+    shown = report.resyncs[:_MOST_ROWS]
+    yield ""
+    yield f"{count(report.num_resyncs, 'resync')} sent {count(report.resync_pages, 'page')} again; the largest"
+    columns = [
+        Column("stream", [each.stream for each in shown]),
+        Column("reason", [each.reason for each in shown], rank=1),
+        Column("pages", [str(each.pages) for each in shown], is_number=True),
+        Column("bytes", [str(each.bytes) for each in shown], is_number=True, rank=2),
+        Column("took", [duration(int(each.seconds * 1000)) for each in shown], is_number=True, rank=1),
+        Column("time", [local_time(each.time) for each in shown], rank=3),
+        Column("end", ["complete" if each.is_complete else "cut off" for each in shown], rank=1),
+    ]
+    yield from table_lines(columns, width)
+
+
+def _prefix_lines(report: AuditReport, width: int) -> Iterator[str]:
+    if not report.hottest:
+        return
+    yield ""
+    yield "prefixes that are used most"
+    columns = [
+        Column("last page", [f"{each.sequence_hash:016x}" for each in report.hottest]),
+        Column("pages", [str(each.pages) for each in report.hottest], is_number=True),
+        Column("requests", [str(each.requests) for each in report.hottest], is_number=True),
+        Column("stores", [str(each.stores) for each in report.hottest], is_number=True),
+        Column("workers now", [str(each.workers) for each in report.hottest], is_number=True),
+    ]
+    yield from table_lines(columns, width)
+
+
+def _funnel_lines(funnel: Funnel, width: int) -> Iterator[str]:
+    yield ""
+    outcomes = f"{funnel.outcomes} with a known outcome"
+    yield f"funnel of {count(funnel.requests, 'request')}, {outcomes}"
+    tokens = funnel.steps.values()
+    columns = [
+        Column("tokens of prompts", list(funnel.steps)),
+        Column("tokens", [f"{number:,}" for number in tokens], is_number=True),
+        Column("share", [_share(number, funnel.prompt_tokens) for number in tokens], is_number=True),
+    ]
+    yield from table_lines(columns, width)
+    yield from _loss_lines("lost", funnel.losses, width)
+    yield from _loss_lines("gained", funnel.gains, width)
+    if funnel.unmatched_outcomes or funnel.duplicates:
+        yield f"{count(funnel.unmatched_outcomes, 'outcome')} without a decision, {funnel.duplicates} repeated"
+
+
+def _loss_lines(title: str, losses: list[Loss], width: int) -> Iterator[str]:
+    if losses:
+        yield ""
+        columns = [
+            Column(f"{title} before", [each.step for each in losses]),
+            Column("cause", [each.cause for each in losses]),
+            Column("tokens", [f"{each.tokens:,}" for each in losses], is_number=True),
+            Column("share", [f"{each.share:.1%}" for each in losses], is_number=True),
+            Column("requests", [str(each.requests) for each in losses], is_number=True, rank=1),
+        ]
+        yield from table_lines(columns, width)
+
+
+def _example_lines(log: str, funnel: Funnel, folder: Path | None) -> Iterator[str]:
+    yield ""
+    if folder is None:
+        yield "The largest losses of each cause; --examples FOLDER writes their prompts and prints how to explain them."
+    for loss in funnel.losses:
+        yield f"{loss.cause} ({loss.step})"
+        for each in loss.examples:
+            at = f"{math.floor(each.time * 1000) / 1000:.3f}"
+            if folder is None:
+                request, worker = printable(each.request_id), printable(each.worker)
+                yield f"  request {request} at @{at}, worker {worker}: {count(each.tokens, 'token')}"
+            else:
+                file, worker = shlex.quote(str(_prompt_file(folder, each))), shlex.quote(each.worker)
+                yield f"  kvsight explain {shlex.quote(log)} --prompt {file} --worker {printable(worker)} --at @{at}"
+
+
+def _share(number: int, whole: int) -> str:
+    return f"{number / max(1, whole):.1%}"
+
+
+def _of(shown: int, known: int) -> str:
+    return f", {shown} of {known}" if shown < known else ""

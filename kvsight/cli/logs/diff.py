@@ -1,0 +1,108 @@
+"""`kvsight replay --diff`: what the workers hold at two moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvsight.cli.logs.moments import extent_text, local_time, moment_fault, parse_moment
+from kvsight.cli.logs.reading import LogInput, exit_if_any_damaged
+from kvsight.cli.shared.console import UsageError, err, out, print_result
+from kvsight.cli.shared.process import compile_kernels
+from kvsight.cli.shared.streams import MEDIA
+from kvsight.cli.shared.tables import Column, count, natural_order, table_lines
+
+if TYPE_CHECKING:
+    from analysis.diff import Holdings
+    from kv_events.http.log import MovedPage, StreamDiff
+    from kv_events.log.moments import LogMoment
+
+
+def show_diff(folder: Path, at: str | None, other: str, to: str | None, api_token: str | None, as_json: bool) -> None:
+    """Compare what the workers hold at a moment of a log with another log, or with a live service.
+
+    at, to: moments of the log and of the other one. other: a folder, which may be the same one, or an address.
+    """
+    is_service = other.startswith(("http://", "https://"))
+    if is_service and to is not None:
+        raise UsageError("--to: a live service has no other moment than now")
+    moments = parse_moment(at), parse_moment(to, "--to")
+    sources = [LogInput(folder), LogInput(folder if is_service else Path(other))]
+    compile_kernels("indexer.replay")
+    from analysis.diff import diff
+
+    before = _of_log(sources[0], moments[0], "--at")
+    after = _of_service(other, api_token) if is_service else _of_log(sources[1], moments[1], "--to")
+    found = diff(before, after)
+    print_result(found, _lines(found, out.width), as_json=as_json)
+    exit_if_any_damaged(sources)
+
+
+def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
+    """What the workers hold at a moment of a log. Raises UsageError if the moment is outside."""
+    from analysis.diff import holdings_of
+
+    views, extent = source.views_at(moment)
+    if fault := moment_fault(extent, moment, flag):
+        raise UsageError(fault)
+    if not views.applier.records:
+        raise UsageError(f"{flag} {moment.typed}: no record is before this moment: {extent_text(extent)}")
+    err.print(
+        f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}",
+        markup=False,
+    )
+    return holdings_of(views)
+
+
+def _of_service(url: str, api_token: str | None) -> Holdings:
+    from analysis.diff import holdings_of_dump
+    from kvsight.client import Client
+
+    with Client(url, token=api_token) as client:
+        dump = client.dump()
+    err.print(f"{url}: views as of now", markup=False)
+    return holdings_of_dump(dump)
+
+
+def _lines(found: Sequence[StreamDiff], width: int) -> Iterator[str]:
+    different = sorted(
+        (each for each in found if not each.is_empty),
+        key=lambda each: (each.model, each.tenant, natural_order(each.worker), each.dp_rank),
+    )
+    if different:
+        yield from table_lines(list(_columns(different)), width)
+    num_equal = len(found) - len(different)
+    yield f"{count(num_equal, 'worker stream')} without a difference" if different else "no difference"
+    for each in different:
+        yield from _examples(each)
+
+
+def _columns(found: Sequence[StreamDiff]) -> Iterator[Column]:
+    yield Column("worker", [each.worker for each in found])
+    if any(each.dp_rank for each in found):
+        yield Column("rank", [str(each.dp_rank) for each in found], is_number=True)
+    if len({(each.model, each.tenant) for each in found}) > 1:
+        yield Column("model", [each.model for each in found], rank=1)
+        yield Column("tenant", [each.tenant for each in found], rank=2)
+    yield Column("before", [str(each.before) for each in found], is_number=True, rank=3)
+    yield Column("after", [str(each.after) for each in found], is_number=True, rank=3)
+    yield Column("gained", [str(each.gained) for each in found], is_number=True)
+    yield Column("lost", [str(each.lost) for each in found], is_number=True)
+    yield Column("moved", [str(each.moved) for each in found], is_number=True)
+
+
+def _examples(each: StreamDiff) -> Iterator[str]:
+    parts = [
+        ("gained", list(map(str, each.gained_examples))),
+        ("lost", list(map(str, each.lost_examples))),
+        ("moved", list(map(_moved, each.moved_examples))),
+    ]
+    for verb, pages in parts:
+        if pages:
+            yield f"{each.worker} {verb}, for example: {', '.join(pages)}"
+
+
+def _moved(page: MovedPage) -> str:
+    before, after = ("+".join(MEDIA[medium] for medium in media) for media in (page.before, page.after))
+    return f"{page.sequence_hash} ({before} -> {after})"

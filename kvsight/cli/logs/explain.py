@@ -1,0 +1,153 @@
+"""`kvsight explain`"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from kv_events.log.moments import LogExtent, LogMoment
+from kvsight.cli.logs.moments import extent_text, local_time, moment_fault, parse_moment
+from kvsight.cli.logs.reading import LogSource, open_source
+from kvsight.cli.shared.console import UsageError, err, out, print_result, read_json_object
+from kvsight.cli.shared.flags import KAFKA, AsJson, with_flags
+from kvsight.cli.shared.process import compile_kernels
+from kvsight.cli.shared.prompts import decode_query
+from kvsight.cli.shared.streams import namespace_text
+from kvsight.cli.shared.tables import Column, count, names, natural_order, printable, table_lines
+from kvsight.extras import require_serve
+
+if TYPE_CHECKING:
+    from analysis.explain.asked_prompt import AskedPrompt
+    from analysis.explain.tracer import History as Records
+    from kv_events.http.explanations import Explanation, Finding, WorkerExplanation
+
+
+@with_flags(KAFKA)
+def explain(
+    prompt: Annotated[Path, typer.Option(help='JSON file with the query. "-" reads stdin.')],
+    log: Annotated[Path | None, typer.Argument(help="Folder of an event log, from `kvsight record`.")] = None,
+    kafka: Annotated[str | None, typer.Option(help="Read a Kafka topic instead: HOST:PORT,...")] = None,
+    worker: Annotated[str | None, typer.Option(help="Explain only this worker.")] = None,
+    at: Annotated[str | None, typer.Option(help="The moment. Default: the end of the log.")] = None,
+    as_json: AsJson = False,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Explain why each worker holds no more of a prompt.
+
+    The prompt is a file with the body of POST /query or /query_by_hash, such as {"model_name": "m", "token_ids": [1,
+    2, 3]}. For each worker, the page at which its prefix ends is shown, with the cause and the batch that shows it.
+    Pages are counted from 1. --at accepts what `kvsight replay --at` does.
+
+    Example: kvsight explain run.log --prompt prompt.json --worker engine-0 --at 2026-01-31T12:03:00Z
+    """
+    require_serve("kvsight explain")
+    moment = parse_moment(at)
+    body = read_json_object(prompt)
+    source = open_source(log, kafka, flags, moment)
+    compile_kernels("analysis.explain.explanation", "api.queries.parsing")
+    from analysis.explain.asked_prompt import AskedPrompt
+
+    asked = AskedPrompt(*decode_query(body), worker)
+    found, extent = _explain(asked, source, moment)
+    print_result(found, _lines(found, asked, out.width), as_json=as_json)
+    as_of = f"as of {local_time(found.time)}, after {count(found.records, 'record')}"
+    err.print(f"{extent_text(extent)}\n{as_of}", markup=False)
+    source.exit_if_damaged()
+
+
+def _explain(asked: AskedPrompt, source: LogSource, moment: LogMoment) -> tuple[Explanation, LogExtent]:
+    """Raises UsageError if the moment is outside the log."""
+    from analysis.explain.explanation import NothingToExplainError
+    from analysis.explain.explanation import explain as explain_records
+
+    extent = LogExtent(source.name) if source.log is None else source.log.extent
+    views = None if source.log is None else source.log.views_before()
+    try:
+        found = explain_records(asked, _records(source, extent), moment, views)
+    except NothingToExplainError as error:
+        raise UsageError(moment_fault(extent, moment) or f"{source.name}: {error}") from error
+    fault = moment_fault(extent, moment)
+    if fault:
+        raise UsageError(fault)
+    damage = [] if source.log is None else source.log.damage_lines
+    return msgspec.structs.replace(found, damage=damage), extent
+
+
+def _records(source: LogSource, extent: LogExtent) -> Records:
+    """Return the records to follow. A topic has no indices."""
+    if source.log is not None:
+        return source.log.chunks("replaying")
+    return ((None, record) for _, record in source.records(extent))
+
+
+def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:
+    """Yield a table of the workers, and then their findings in sentences. width: terminal cells."""
+    workers = sorted(found.workers, key=_order)
+    sizes = sorted({worker.block_size for worker in workers})
+    size = sizes[0] if len(sizes) == 1 else 0
+    sizes_of_prompt = [] if found.num_tokens is None else [count(found.num_tokens, "token")]
+    if size or asked.tokens is None:
+        sizes_of_prompt.append(count(asked.num_pages(size), "page"))
+    yield f"prompt of {', '.join(sizes_of_prompt)}; {namespace_text(found.model_name, found.routing_group, size)}"
+    yield from table_lines(list(_columns(workers)), width)
+    yield ""
+    yield from _sentences(workers)
+
+
+def _order(worker: WorkerExplanation) -> tuple[Any, ...]:
+    return (-worker.held["external"], -worker.held["gpu"], natural_order(worker.instance_id), worker.dp_rank)
+
+
+def _columns(workers: Sequence[WorkerExplanation]) -> Iterator[Column]:
+    main = [worker.findings[0] for worker in workers]
+    yield Column("worker", [worker.instance_id for worker in workers])
+    if any(worker.dp_rank for worker in workers):
+        yield Column("rank", [str(worker.dp_rank) for worker in workers], is_number=True)
+    held = [f"{worker.held['external']}/{worker.num_pages}" for worker in workers]
+    yield Column("pages", held, is_number=True)
+    if any(worker.cause in ("group", "last_token") for worker in workers):
+        yield Column("reusable", [str(worker.reusable["external"]) for worker in workers], is_number=True)
+    if any(worker.held["gpu"] != worker.held["external"] for worker in workers):
+        yield Column("gpu", [str(worker.held["gpu"]) for worker in workers], is_number=True, rank=2)
+    yield Column("state", [worker.state or "" for worker in workers], rank=3)
+    yield Column("cause", [worker.cause.replace("_", " ") for worker in workers])
+    yield Column("page", ["" if each.page is None else str(each.page) for each in main], is_number=True)
+    if not any(each.evidence for each in main):
+        return
+    yield Column("at", [_time(each) for each in main], rank=1)
+    yield Column("record", [_record(each) for each in main], is_number=True, rank=1)
+    yield Column("batch", [_batch(each) for each in main], is_number=True, rank=1)
+
+
+def _time(finding: Finding) -> str:
+    shown = local_time(finding.evidence[-1].batch.time) if finding.evidence else ""
+    return shown if shown.startswith("@") else shown[5:23]
+
+
+def _record(finding: Finding) -> str:
+    if not finding.evidence:
+        return ""
+    batch = finding.evidence[-1].batch
+    return f"{batch.partition}:{batch.offset}" if batch.index is None else str(batch.index)
+
+
+def _batch(finding: Finding) -> str:
+    return str(finding.evidence[-1].batch.seq) if finding.evidence else ""
+
+
+def _sentences(workers: Sequence[WorkerExplanation]) -> Iterator[str]:
+    """Yield the findings of each worker. Workers with the same sentences share them."""
+    by_text: dict[tuple[str, ...], list[str]] = {}
+    has_ranks = any(worker.dp_rank for worker in workers)
+    for worker in workers:
+        texts = tuple(finding.text for finding in worker.findings)
+        name = f"{worker.instance_id} rank {worker.dp_rank}" if has_ranks else worker.instance_id
+        by_text.setdefault(texts, []).append(name)
+    for texts, several in by_text.items():
+        yield f"{names(several)}: {printable(texts[0])}"
+        yield from (f"  {printable(text)}" for text in texts[1:])

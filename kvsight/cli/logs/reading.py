@@ -1,0 +1,244 @@
+"""Reading of an event log, or of what a topic holds now: progress, extent, and damage, which ends with exit code 1."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeAlias
+
+import typer
+
+from kv_events.log.event_log import EventLogCorruptedError, EventLogError
+from kv_events.log.format import list_segments
+from kv_events.log.moments import LogExtent
+from kv_events.log.tail import TornTail, torn_tail
+from kvsight.cli.logs.moments import extent_text
+from kvsight.cli.shared.console import UsageError, at_most_one, err, progress_bar, waiting
+from kvsight.cli.shared.process import interrupting_loops, run_until_interrupted
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from indexer.replay import Replay
+    from kv_events.log.moments import LogMoment
+    from kv_events.log.reader import RecordChunk
+    from kv_events.records import LogRecord
+
+EXIT_DAMAGED = 1
+"""Exit code for a log of which something cannot be used. The rest has been used."""
+
+_MIB = 2**20
+LARGE_BYTES = 64 * _MIB
+"""A log of this size takes about a second to replay."""
+_MOST_SHOWN = 20
+
+LogFolder: TypeAlias = Annotated[Path, typer.Argument(help="Folder of an event log.")]
+
+
+@dataclass
+class LogInput:
+    """An event log that a command reads once, from its beginning to its end. Raises EventLogError for no log."""
+
+    folder: Path
+    damage: list[EventLogCorruptedError] = field(default_factory=list)
+    tail: TornTail | None = None
+    """The torn tail. None while a writer has the log open."""
+    faults: list[str] = field(default_factory=list)
+    """Other files that could not be used."""
+    warnings: list[str] = field(default_factory=list)
+    """What is unknown although nothing is damaged."""
+
+    def __post_init__(self) -> None:
+        if not self.folder.is_dir():
+            raise EventLogError(f"{self.folder}: no such folder")
+        if not list_segments(self.folder):
+            raise EventLogError(f"{self.folder}: not an event log: it has no files *.kvlog")
+        self.extent = LogExtent(str(self.folder))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.path.stat().st_size for segment in list_segments(self.folder))
+
+    def chunks(self, what: str, shared: Progress | None = None) -> Iterator[RecordChunk]:
+        """Yield all sound records, as chunks. what: for the progress bar, or for its line of a shared one.
+
+        Raises OSError.
+        """
+        from kv_events.log.reader import scan_log
+
+        with progress_bar() if shared is None else nullcontext(shared) as bar:
+            task = bar.add_task(f"{what} (MiB)", total=self.num_bytes // _MIB)
+            done, last = 0, None
+            for chunk in scan_log(self.folder, self.damage.append):
+                done += chunk.end - chunk.position
+                chunk.note_in(self.extent)
+                yield chunk
+                bar.update(task, completed=done // _MIB)
+                last = chunk
+        self.tail = torn_tail(self.folder, last, self.damage)
+
+    def records(self, what: str, shared: Progress | None = None) -> Iterator[tuple[int, LogRecord]]:
+        """Yield (index, record) of all sound records. See `chunks`."""
+        for chunk in self.chunks(what, shared):
+            yield from chunk.records()
+
+    def views_at(self, moment: LogMoment) -> tuple[Replay, LogExtent]:
+        """The views at a moment, and the extent of the log. Damage and warnings are noted. Raises OSError."""
+        from indexer.replay import Timeline
+
+        self.write_missing_frames()
+        timeline = Timeline(self.folder)
+        views, extent = timeline.at(moment), timeline.extent
+        extent.name = self.extent.name
+        if moment.offsets is not None:
+            with waiting("reading"):
+                extent.offsets = timeline.offsets()
+        self.damage, self.faults, self.warnings = timeline.damage, timeline.faults, timeline.warnings
+        self.find_torn_tail()
+        return views, extent
+
+    def views_before(self) -> Replay:
+        """Return the views before the first record. Notes it if they are unknown, and why. Raises OSError."""
+        from indexer.replay import open_beginning
+        from indexer.settings import IndexerSettings
+
+        beginning = open_beginning(self.folder, IndexerSettings())
+        self.faults += filter(None, [beginning.fault])
+        self.warnings += filter(None, [beginning.warning])
+        return beginning.views
+
+    def write_missing_frames(self) -> None:
+        """Write the key frames of a large log that has none, so that any moment opens fast from now on."""
+        has_frames = any(self.folder.glob("*.kvframe"))
+        if self.num_bytes > LARGE_BYTES and not has_frames and os.access(self.folder, os.W_OK):
+            write_key_frames(self.folder)
+
+    def find_torn_tail(self) -> None:
+        """Look for a torn tail in a log that is read by other means than `chunks`. Raises OSError."""
+        from kv_events.log.reader import scan_segment
+
+        last, damage = None, list[EventLogCorruptedError]()
+        for chunk in scan_segment(list_segments(self.folder)[-1], damage.append):
+            last = chunk
+        self.tail = torn_tail(self.folder, last, damage)
+
+    def exit_if_damaged(self) -> None:
+        """Print warnings and what could not be read. Ends with exit code 1 unless everything was read."""
+        exit_if_any_damaged([self])
+
+    @property
+    def damage_lines(self) -> list[str]:
+        """What could not be read, one line each."""
+        return [*map(str, self.damage), *self.faults, *([str(self.tail)] if self.tail else [])]
+
+    def fail_outside(self, what: str) -> NoReturn:
+        """End because a range has no record. Raises UsageError with the extent of the log."""
+        extent = self.extent
+        indices = f", indices {extent.first_index} to {extent.next_index - 1}" if extent.num_records else ""
+        raise UsageError(f"{what} is outside the log: {extent_text(extent)}{indices}")
+
+
+def write_key_frames(log: Path) -> None:
+    """Write the key frames and the time index of a log up to its present end. Raises EventLogError, OSError.
+
+    Files that cannot be written are only logged: a moment opens slower without them.
+    """
+    from indexer.replay import LogIndexer
+
+    indexer = LogIndexer(log)
+    with progress_bar() as bar:
+        task = bar.add_task("indexing", total=indexer.timeline.next_index)
+        indexer.advance(lambda done: bar.update(task, completed=done))
+
+
+def damage_facts(*sources: LogInput) -> dict[str, Any]:
+    """What could not be read of some logs, for `--json`."""
+    return {
+        "damage": [
+            {
+                "segment": error.segment.name,
+                "byte": error.position,
+                "record": error.index,
+                "detail": error.detail,
+                "next_record": None if error.resume is None else error.resume.record_index,
+            }
+            for source in sources
+            for error in source.damage
+        ],
+        "torn_tail_bytes": sum(source.tail.num_bytes for source in sources if source.tail is not None),
+        "faults": [fault for source in sources for fault in source.faults],
+    }
+
+
+def exit_if_any_damaged(logs: Iterable[LogInput]) -> None:
+    """Print the warnings of some logs and what could not be read. Ends with exit code 1 unless everything was read."""
+    logs = list(logs)
+    for line in dict.fromkeys(line for log in logs for line in log.warnings):
+        err.print(f"warning: {line}", markup=False)
+    lines = list(dict.fromkeys(line for log in logs for line in log.damage_lines))  # the logs may be the same
+    for line in lines[:_MOST_SHOWN]:
+        err.print(f"damaged: {line}", markup=False)
+    if len(lines) > _MOST_SHOWN:
+        err.print(f"and {len(lines) - _MOST_SHOWN} more")
+    if lines:
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+class LogSource(NamedTuple):
+    """The records of a log, from the oldest to the newest."""
+
+    name: str
+    read: Callable[[Progress], Iterator[tuple[int, LogRecord]]]
+    """Yields each record with its index, and shows the progress in its argument."""
+    log: LogInput | None = None
+    """None: a topic."""
+
+    def records(self, extent: LogExtent) -> Iterator[tuple[int, LogRecord]]:
+        """Yield each record with its index, noted in an extent, and show the progress on stderr."""
+        with progress_bar() as bar:
+            for index, record in self.read(bar):
+                extent.note(index, record)
+                yield index, record
+
+    def exit_if_damaged(self) -> None:
+        """Print warnings and what could not be read. Ends with exit code 1 unless everything was read."""
+        if self.log is not None:
+            self.log.exit_if_damaged()
+
+
+def open_source(log: Path | None, kafka: str | None, connection: dict[str, Any], moment: LogMoment) -> LogSource:
+    """Open the log that was asked for. connection: further settings of Kafka. Raises KvsightError."""
+    if at_most_one({"LOG": log, "--kafka": kafka}) is None:
+        raise UsageError("give the folder of an event log, or --kafka HOST:PORT")
+    if log is None:
+        return _topic(kafka, connection, moment)
+    source = LogInput(log)
+    return LogSource(str(log), lambda bar: source.records("replaying", bar), source)
+
+
+def _topic(kafka: str | None, connection: dict[str, Any], moment: LogMoment) -> LogSource:
+    from indexer.sources.kafka import KafkaSource
+    from indexer.sources.reader import source_records
+    from kv_events.kafka.connection import KafkaConnection
+    from kv_events.kafka.settings import KafkaSettings
+
+    if moment.index is not None:
+        raise UsageError(f"--at {moment.typed}: a topic has no index; give a time or PARTITION:OFFSET,...")
+    settings = KafkaSettings.from_flags(kafka=kafka, **connection)
+    run_until_interrupted(KafkaConnection(settings).check)  # before kernels are compiled
+    name = f"topic {settings.events_topic}"
+
+    def read(bar: Progress) -> Iterator[tuple[int, LogRecord]]:
+        task = bar.add_task("replaying", total=None)
+        records = source_records(KafkaSource(settings), lambda total: bar.update(task, total=total))
+        with interrupting_loops():
+            for index, record in enumerate(records):
+                if index % 256 == 0:
+                    bar.update(task, completed=index)
+                yield index, record
+
+    return LogSource(name, read)

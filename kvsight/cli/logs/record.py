@@ -1,0 +1,188 @@
+"""`kvsight record`"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kv_events.log.event_log import EventLogReader
+from kv_events.records import Channel
+from kv_events.runtime.quantities import BYTES, SECONDS, parse_quantity
+from kvsight.cli.logs.moments import parse_moment
+from kvsight.cli.logs.reading import write_key_frames
+from kvsight.cli.shared.console import UsageError, err
+from kvsight.cli.shared.flags import BROKER, KAFKA, METRICS_PORT, with_flags
+from kvsight.cli.shared.process import compile_kernels, stop_signals
+from kvsight.extras import require_serve
+
+if TYPE_CHECKING:
+    from indexer.recording.feed import Feed, Selection
+    from indexer.recording.recorder import Recorder
+    from kv_events.kafka.settings import KafkaSettings
+    from kv_events.log.moments import LogMoment
+    from kv_events.log.retention import DeletedSegment
+
+_SHOW_S = 0.5
+_FLAGS = {"kafka": BROKER._replace(default=...), **METRICS_PORT}
+
+
+class Kind(str, Enum):  # noqa: UP042  (typer shows its values)
+    """What can be recorded."""
+
+    EVENTS = "events"
+    CONTROL = "control"
+    DECISIONS = "decisions"
+    DEAD_LETTERS = "dead_letters"
+
+
+@with_flags(_FLAGS, KAFKA)
+def record(
+    folder: Annotated[Path, typer.Argument(help="Folder of the event log, new or to continue.")],
+    once: Annotated[bool, typer.Option("--once", help="Stop at the current end of the topics.")] = False,
+    since: Annotated[str | None, typer.Option("--from", help="First moment: a time, or PARTITION:OFFSET,...")] = None,
+    until: Annotated[str | None, typer.Option("--to", help="Last moment, in the same forms; then stop.")] = None,
+    worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
+    channel: Annotated[list[Kind] | None, typer.Option(help="Only this channel. Repeatable.")] = None,
+    *,
+    max_bytes: Annotated[str | None, typer.Option(help="Bound on the log's size, such as 20GiB.")] = None,
+    max_age: Annotated[str | None, typer.Option(help="Bound on the age of records, such as 7d.")] = None,
+    segment_bytes: Annotated[str | None, typer.Option(help="Size of a file of the log.")] = None,
+    flags: dict[str, Any],
+) -> None:
+    """Copy the topics of a deployment into an event log.
+
+    These are events, control messages, decisions and dead letters.
+    `kvsight replay` and `kvsight explain` read it. Runs until Ctrl-C, or until the moment of --to. Records keep their
+    partition, offset and timestamp. A bound is kept by deleting whole files of the log, oldest first.
+
+    Moments are times (ISO 8601, or @SECONDS since 1970), or offsets of the events' topic: PARTITION:OFFSET,... Records
+    from --from up to --to are copied; the offset of --to is not.
+
+    Example: kvsight record incident --kafka localhost:9092 --from 2026-01-31T12:00:00Z --to 2026-01-31T12:10:00Z
+    """
+    from indexer.recording.feed import Selection
+    from indexer.recording.recorder import Recorder, segment_bytes_within
+    from kv_events.kafka.settings import KafkaSettings
+
+    metrics_port = flags.pop("metrics_port")
+    if metrics_port is not None:
+        require_serve("kvsight record --metrics-port")
+    settings = KafkaSettings.from_flags(**flags)
+    first, last = _moment("--from", since), _moment("--to", until)
+    has_offsets = first.offsets is not None or last.offsets is not None
+    feeds = _feeds(settings, channel, last, Selection(worker, model), has_offsets=has_offsets)
+    size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES))
+    age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
+    segment = segment_bytes_within(size)
+    if segment_bytes is not None:
+        segment = max(1, int(parse_quantity("--segment-bytes", segment_bytes, BYTES)))
+    compile_kernels("indexer.replay")
+    recorder = Recorder(
+        folder,
+        segment_bytes=segment,
+        max_bytes=size,
+        max_age_s=age_s,
+        is_patient=not once,
+        on_deleted=_report_deletion,
+    )
+    recorder.open()
+    begun = f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops"
+    has_events = any(feed.is_recorded and feed.channel == Channel.EVENTS for feed in feeds)
+    is_short = once and size is None and age_s is None  # no file is deleted before its records are indexed at the end
+    indexed = folder if has_events and not is_short else None
+    asyncio.run(_record(recorder, feeds, first, begun, once=once, indexed=indexed, metrics_port=metrics_port))
+    if has_events:
+        write_key_frames(folder)
+    num_records = recorder.next_index - EventLogReader(folder).first_index
+    err.print(f"stopped; {folder} holds {num_records} records")
+
+
+def _report_deletion(segment: DeletedSegment) -> None:
+    records = f"records {segment.first_index} to {segment.last_index}, {segment.num_bytes} bytes"
+    err.print(f"deleted {segment.path.name}: {records}")
+
+
+async def _record(
+    recorder: Recorder,
+    feeds: list[Feed],
+    since: LogMoment,
+    begun: str,
+    *,
+    once: bool,
+    indexed: Path | None,
+    metrics_port: int | None,
+) -> None:
+    """begun: printed when Ctrl-C stops in order. indexed: folder of the log, if key frames are written meanwhile."""
+    stop = stop_signals()
+    err.print(begun)
+    from indexer.replay.background import indexing
+
+    if metrics_port is not None:
+        _serve_metrics(recorder, metrics_port)
+    for feed in feeds:
+        await _begin(feed, since)
+    async with nullcontext() if indexed is None else indexing(indexed):
+        await _run(recorder, feeds, stop, once=once)
+
+
+def _serve_metrics(recorder: Recorder, port: int) -> None:
+    from api.telemetry.families import Collected, recording_families
+    from publisher.metrics import serve_metrics
+
+    serve_metrics(port, Collected(lambda: recording_families(recorder)), lambda: recorder.obstacle)
+
+
+async def _run(recorder: Recorder, feeds: list[Feed], stop: asyncio.Event, *, once: bool) -> None:
+    running = asyncio.create_task(recorder.run(feeds, stop, once=once))
+    with err.status("") as status:
+        while not (await asyncio.wait({running}, timeout=_SHOW_S))[0]:
+            status.update(f"{recorder.next_index} records")
+    await running
+
+
+async def _begin(feed: Feed, since: LogMoment) -> None:
+    """Find the offsets at which a range begins. Raises SourceUnavailableError."""
+    from indexer.sources.kafka import KafkaSource
+
+    feed.begins = since.offsets or {}
+    if since.time_s is not None:
+        feed.since_s = since.time_s
+        assert isinstance(feed.source, KafkaSource)  # as `create_feeds` makes them
+        try:
+            await feed.source.start({})
+            feed.begins = await feed.source.offsets_at(since.time_s)
+        finally:
+            await feed.source.stop()
+
+
+def _feeds(
+    settings: KafkaSettings, channels: list[Kind] | None, until: LogMoment, selection: Selection, *, has_offsets: bool
+) -> list[Feed]:
+    """The topics to read. Offsets belong to the events' topic, so a range of offsets contains nothing else."""
+    from indexer.assembly import create_feeds
+
+    kinds = set(channels or ((Kind.EVENTS, Kind.DEAD_LETTERS) if has_offsets else Kind))
+    events, *others = create_feeds(settings)
+    if has_offsets and kinds - {Kind.EVENTS, Kind.DEAD_LETTERS}:
+        raise UsageError("--from and --to name offsets of the events' topic: give times for other kinds of records")
+    names = {Channel.CONTROL: Kind.CONTROL, Channel.DECISIONS: Kind.DECISIONS}
+    events.is_recorded, events.has_dead_letters = Kind.EVENTS in kinds, Kind.DEAD_LETTERS in kinds
+    feeds = [events] if events.is_recorded or events.has_dead_letters else []
+    feeds += [feed for feed in others if names[feed.channel] in kinds]
+    for feed in feeds:
+        feed.accepts, feed.until = selection.takes, until
+    return feeds
+
+
+def _moment(flag: str, text: str | None) -> LogMoment:
+    """A moment of a topic. Raises UsageError."""
+    moment = parse_moment(text, flag)
+    if moment.index is not None:
+        raise UsageError(f"{flag}: got {text}; a topic has no index: give a time or PARTITION:OFFSET,...")
+    return moment

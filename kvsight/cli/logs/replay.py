@@ -1,0 +1,223 @@
+"""`kvsight replay`"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from kv_events.log.moments import LogExtent, LogMoment
+from kvsight.cli.logs.diff import show_diff
+from kvsight.cli.logs.moments import extent_text, local_time, moment_fault, parse_moment
+from kvsight.cli.logs.reading import LogInput, LogSource, open_source
+from kvsight.cli.shared.answers import Asked, answer_lines
+from kvsight.cli.shared.console import (
+    EXIT_USAGE,
+    UsageError,
+    at_most_one,
+    err,
+    out,
+    print_json,
+    print_lines,
+    print_result,
+    read_json_object,
+    waiting,
+)
+from kvsight.cli.shared.flags import HTTP, KAFKA, ApiToken, AsJson, with_flags
+from kvsight.cli.shared.process import allow_open_files, compile_kernels, keep_freed_memory
+from kvsight.cli.shared.prompts import decode_query
+from kvsight.cli.shared.streams import StreamRow, streams_lines
+from kvsight.cli.shared.tables import count
+from kvsight.extras import require_serve
+
+if TYPE_CHECKING:
+    from indexer.replay import Replay
+    from kv_events.http.parsed_query import ParsedQuery, PromptArray
+
+
+@with_flags(KAFKA, HTTP)
+def replay(
+    log: Annotated[Path | None, typer.Argument(help="Folder of an event log, from `kvsight record`.")] = None,
+    kafka: Annotated[str | None, typer.Option(help="Read a Kafka topic instead: HOST:PORT,...")] = None,
+    at: Annotated[str | None, typer.Option(help="The moment. Default: the end of the log.")] = None,
+    query: Annotated[Path | None, typer.Option(help="JSON file with a query to answer.")] = None,
+    as_json: AsJson = False,
+    diff: Annotated[str | None, typer.Option(help="Compare with this log, or service (URL).")] = None,
+    to: Annotated[str | None, typer.Option(help="Moment of that log. Default: its end.")] = None,
+    api_token: ApiToken = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the page and the HTTP API over the past.")] = False,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, with --serve.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on, with --serve.", envvar="KVSIGHT_PORT")] = None,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Rebuild the router's views as of some moment, and query them.
+
+    --at is a time (ISO 8601, or @SECONDS since 1970), a record's index in an event log, or PARTITION:OFFSET,... of a
+    Kafka topic. A time without a zone is local. Records before an index or an offset are applied. A moment outside the
+    log is reported, and the exit code is 2.
+
+    The query may be any body that the API accepts; the answer is the API's. Without a query, the views are listed. With
+    --kafka, the topic is read from its oldest record to its present end.
+
+    With --diff, shows for each worker the pages that were gained, lost, and moved to other tiers since that moment: in
+    the same log up to --to, in another one, or in a live service.
+
+    With --serve, the page of kvsight serve and its HTTP API show any moment of an event log: requests name it by the
+    parameter `at`, and those that name none get the moment of --at.
+
+    Example: kvsight replay run.log --at 2026-01-31T12:00:00Z --query prompt.json
+    """
+    others = {"--kafka": kafka, "--query": query}
+    if serve:
+        _serve(
+            _only(log, "--serve", others | {"--diff": diff, "--json": as_json or None}),
+            at,
+            host=host,
+            port=port,
+            **flags,
+        )
+        return
+    if diff is not None:
+        show_diff(_only(log, "--diff", others), at, diff, to, api_token, as_json)
+        return
+    if to is not None:
+        raise UsageError("--to needs --diff")
+    if query is not None:
+        require_serve("kvsight replay --query")
+    moment = parse_moment(at)
+    body = None if query is None else read_json_object(query)
+    source = open_source(log, kafka, flags, moment)
+    compile_kernels(
+        "indexer.replay",
+        "api.queries.encoding",
+        *(["api.fast.local_answers", "api.queries.parsing"] if query is not None else []),
+    )
+    asked = None if body is None else decode_query(body)
+    replayed, extent = _replay(source, moment)
+    fault = moment_fault(extent, moment)
+    if not replayed.applier.records:
+        raise UsageError(fault or f"--at {moment.typed}: no record is before this moment: {extent_text(extent)}")
+    if body is None or asked is None:
+        _show_views(replayed, as_json)
+    else:
+        _show_answer(body, *asked, replayed, as_json)
+    err.print(f"{extent_text(extent)}\n{_used(moment, replayed)}", markup=False)
+    if fault:
+        err.print(f"warning: {fault}", markup=False)
+        raise typer.Exit(EXIT_USAGE)
+    source.exit_if_damaged()
+
+
+def _only(log: Path | None, flag: str, others: Mapping[str, object]) -> Path:
+    """The log of a flag that takes nothing else. others: flags that exclude it -> their values. Raises UsageError."""
+    for other, value in others.items():
+        at_most_one({flag: True, other: value})
+    if log is None:
+        raise UsageError("give the folder of an event log")
+    return log
+
+
+def _serve(folder: Path, at: str | None, **flags: Any) -> None:
+    """Serve the past of an event log until SIGINT or SIGTERM. Raises UsageError, and the errors of `listen`."""
+    require_serve("kvsight replay --serve")
+    from api.settings import ApiSettings
+
+    settings = ApiSettings.from_flags(**flags)
+    log, moment = LogInput(folder), parse_moment(at)
+    log.find_torn_tail()
+    # each moment that is opened would repeat them; the page shows them as marks
+    logging.getLogger("indexer.applier").setLevel(logging.ERROR)
+    keep_freed_memory()
+    allow_open_files(settings.max_connections)
+    compile_kernels("api.replay.app")
+    from api.replay.app import create_past_app
+    from api.replay.moments import OutsideTheLogError
+    from api.server import listen, run_server, url_of
+
+    log.write_missing_frames()
+    try:
+        app = create_past_app(folder, settings, moment, log.damage_lines)
+    except OutsideTheLogError as error:
+        raise UsageError(f"--at {error}") from None
+    bound = listen(settings)
+    for line in log.damage_lines:
+        err.print(f"damaged: {line}", markup=False)
+    err.print(f"the past of {folder} is served on {url_of(bound, settings)} (docs at /docs)", markup=False)
+    run_server(app, settings, bound)
+
+
+def _replay(source: LogSource, moment: LogMoment) -> tuple[Replay, LogExtent]:
+    from indexer.replay import Replay
+
+    if source.log is not None:
+        with waiting("replaying"):
+            return source.log.views_at(moment)
+    extent = LogExtent(source.name)
+    return Replay().apply_all((record for _, record in source.records(extent)), moment), extent
+
+
+def _used(moment: LogMoment, replayed: Replay) -> str:
+    """The moment that was used, in words."""
+    zone = " (the local zone)" if moment.is_naive else ""
+    asked = "" if moment.time_s is None else f"; asked for {local_time(moment.time_s)}{zone}"
+    return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"
+
+
+def _show_views(replayed: Replay, as_json: bool) -> None:
+    print_result(list(_views(replayed)), streams_lines(_rows(replayed), out.width), as_json=as_json)
+
+
+def _show_answer(
+    body: dict[str, msgspec.Raw], question: ParsedQuery, numbers: PromptArray, replayed: Replay, as_json: bool
+) -> None:
+    from api.queries.answers import general_answer, namespaces_of
+
+    asked_of = namespaces_of(question, replayed.namespaces)
+    encoded = general_answer(question, numbers, asked_of, replayed.freshness, replayed.now)
+    found = msgspec.json.decode(encoded, type=dict[str, Any])
+    if as_json:
+        print_json(found)
+    else:
+        asked = Asked.of(msgspec.json.decode(msgspec.json.encode(body), type=dict[str, Any]))
+        print_lines(answer_lines(found, asked, list(_rows(replayed)), out.width))
+
+
+def _views(replayed: Replay) -> Iterator[dict[str, Any]]:
+    from kv_events.schema import MEDIA
+
+    for view in replayed.namespaces.views:
+        yield {
+            "model": view.stream.model,
+            "worker": view.stream.worker,
+            "dp_rank": view.stream.dp_rank,
+            "state": replayed.freshness.state(view).value,
+            "epoch": view.epoch,
+            "next_seq": view.next_seq,
+            **{medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
+        }
+
+
+def _rows(replayed: Replay) -> Iterator[StreamRow]:
+    from api.queries.encoding import age_ms
+    from kv_events.schema import MEDIA
+    from kv_events.streams import split_group
+
+    for view in replayed.namespaces.views:
+        model, group = split_group(view.stream.model)
+        yield StreamRow(
+            model,
+            view.stream.tenant,
+            view.block_size,
+            view.stream.worker,
+            view.stream.dp_rank,
+            group or "",
+            replayed.freshness.state(view).value,
+            view.reason,
+            age_ms(view.heard_at, replayed.now),
+            {medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
+        )

@@ -1,0 +1,131 @@
+"""The flags that several commands have: of settings, of log lines, of the API and of JSON."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+import typer
+
+from kv_events.runtime.variables import PREFIX, SETTINGS
+from kvsight.cli.shared.log_lines import Format, Level, configure_logs
+
+Url: TypeAlias = Annotated[str, typer.Option(help="Address of the API.", envvar="KVSIGHT_URL")]
+ApiToken: TypeAlias = Annotated[
+    str | None, typer.Option(help="Bearer token, if the API requires one.", envvar="KVSIGHT_API_TOKEN")
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class Flag(NamedTuple):
+    """A flag of a field of some settings, which has the field's name and variable."""
+
+    kind: type
+    help: str
+    panel: str | None = None
+    default: Any = None
+    """None: the settings have it. Ellipsis: the flag or the variable is required."""
+    bounds: tuple[float, float] | tuple[None, None] = (None, None)
+    shorter: tuple[str, ...] = ()
+
+
+_KAFKA, _REDIS, _HTTP, _SERVICE = "Kafka connection and topics", "Redis connection", "HTTP", "Service"
+BROKER = Flag(str, "Kafka bootstrap servers: HOST:PORT,...")
+METRICS_PORT = {"metrics_port": Flag(int, "Serve Prometheus metrics on this port.", bounds=(1, 65_535))}
+KAFKA = {
+    "kafka_client_id": Flag(str, "Name of this client for the broker.", _KAFKA),
+    "kafka_tls": Flag(bool, "Use TLS.", _KAFKA),
+    "kafka_ca_file": Flag(Path, "CAs trusted for the broker's certificate.", _KAFKA),
+    "kafka_cert_file": Flag(Path, "Client certificate.", _KAFKA),
+    "kafka_key_file": Flag(Path, "Its key, if that is in another file.", _KAFKA),
+    "kafka_key_password_file": Flag(Path, "File with the password of that key.", _KAFKA),
+    "kafka_sasl_mechanism": Flag(str, "PLAIN, SCRAM-SHA-256/-512 or OAUTHBEARER.", _KAFKA),
+    "kafka_username": Flag(str, "User of PLAIN and SCRAM.", _KAFKA),
+    "kafka_password_file": Flag(Path, "File with the password of that user.", _KAFKA),
+    "kafka_token_file": Flag(Path, "File with the token of OAUTHBEARER.", _KAFKA),
+    "kafka_token_command": Flag(str, "Command that prints such a token.", _KAFKA),
+    "events_topic": Flag(str, "Topic of the events.", _KAFKA),
+    "control_topic": Flag(str, "Topic of the resync requests.", _KAFKA),
+    "decisions_topic": Flag(str, "Topic of the routers' decisions.", _KAFKA),
+}
+"""Of `KafkaSettings`. A password has no flag, because other users see command lines."""
+REDIS = {
+    "redis_password_file": Flag(Path, "File with the password of the URL's user.", _REDIS),
+    "redis_ca_file": Flag(Path, "CAs trusted for the server's certificate.", _REDIS),
+    "redis_cert_file": Flag(Path, "Client certificate.", _REDIS),
+    "redis_key_file": Flag(Path, "Its private key, if it is in another file.", _REDIS),
+    "redis_key_password_file": Flag(Path, "File with the password of that key.", _REDIS),
+}
+"""Of `RedisSettings`."""
+AWAY = {"bridge_away_s": Flag(float, "Seconds until a lost engine's pages go.", _SERVICE)}
+HTTP = {
+    "api_tokens_file": Flag(Path, "TOML file of tokens with scopes.", _HTTP),
+    "tls_cert_file": Flag(Path, "Serve HTTPS with this certificate.", _HTTP, shorter=("--tls-cert",)),
+    "tls_key_file": Flag(Path, "Its key, if that is in another file.", _HTTP, shorter=("--tls-key",)),
+    "tls_key_password_file": Flag(Path, "File with the password of that key.", _HTTP),
+    "allowed_hosts": Flag(str, "Names of this service for callers.", _HTTP),
+    "max_connections": Flag(int, "Open connections at most.", _HTTP),
+    "metrics_max_workers": Flag(int, "Workers with series of their own.", _HTTP),
+    "explain_timeout_s": Flag(float, "Seconds until POST /explain gives up.", _HTTP),
+}
+"""Of `ApiSettings`."""
+LOG_LINES = {
+    "log_level": Flag(Level, "Least severe log lines to write.", default=Level.INFO),
+    "log_format": Flag(Format, "Form of the log lines on stderr.", default=Format.TEXT),
+}
+"""Of a service. They are applied before its command runs."""
+
+
+def with_flags(*groups: Mapping[str, Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add flags to a command, which arrive in its argument `flags`: field -> value, None if it is not given."""
+    flags = {field: flag for group in groups for field, flag in group.items()}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def with_flags(**values: Any) -> None:
+            given = {field: values.pop(field) for field in flags}
+            if "log_level" in given:
+                configure_logs(given.pop("log_level"), given.pop("log_format"))
+            command(**values, flags=given)
+
+        own = [parameter for parameter in parameters_of(command) if parameter.name != "flags"]
+        return set_parameters(with_flags, [*own, *(_parameter(*each) for each in flags.items())])
+
+    return decorate
+
+
+def parameters_of(command: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a command, as keywords."""
+    found = inspect.signature(command, eval_str=True).parameters.values()
+    return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in found]
+
+
+def set_parameters(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Callable[..., Any]:
+    """Let Typer see these parameters of a command. Returns the command."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # Typer reads both
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _parameter(field: str, flag: Flag) -> inspect.Parameter:
+    name = field.replace("_", "-")
+    spelled = f"--{name}/--no-{name}" if flag.kind is bool else f"--{name}"
+    has_variable = field in SETTINGS or field in LOG_LINES
+    option = typer.Option(
+        spelled,
+        *flag.shorter,
+        help=flag.help,
+        envvar=f"{PREFIX}{field.upper()}" if has_variable else None,
+        show_envvar=flag.panel is None and field not in LOG_LINES,
+        case_sensitive=False,
+        min=flag.bounds[0],
+        max=flag.bounds[1],
+        rich_help_panel=flag.panel,
+    )
+    kind = flag.kind | None if flag.default is None else flag.kind
+    default = inspect.Parameter.empty if flag.default is ... else flag.default
+    annotation = Annotated[kind, option]  # type: ignore[valid-type]
+    return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
