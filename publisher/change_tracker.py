@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,7 @@ from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Engine
 from publisher.change_queue import ChangeQueue, PageChanges, QueueStats
 from publisher.event_columns import (
     BadEventError,
-    EventColumns,
-    StoredColumns,
+    PageEvents,
     check_extra_key,
     derived_columns,
     medium_index,
@@ -26,7 +26,6 @@ from publisher.event_columns import (
     stored_columns,
     token_rows,
 )
-from publisher.fair_lock import FairLock
 from publisher.kernels.blocks import BlockTable
 from publisher.kernels.changes import REMOVAL
 from publisher.ledger import Ledger, LedgerCopy
@@ -50,6 +49,24 @@ _COPY_PASSES = 3
 _STEP_PAGES = 8192
 
 _place = operator.attrgetter("medium", "extra_key")
+
+
+class FairLock:
+    """A lock for `with`. A thread that acquires a `threading.Lock` in a loop would hardly ever let others acquire it.
+
+    It has a turnstile: a thread that waits for the lock holds the turnstile, and a returning thread must pass it first.
+    """
+
+    def __init__(self) -> None:
+        self._turnstile = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._turnstile:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class TakenChanges(NamedTuple):
@@ -84,9 +101,7 @@ class ChangeTracker:
         self._lock = FairLock()  # guards everything below
         self._change_queue = ChangeQueue(settings.queue_pages)
         if blocks is None:
-            from publisher.own_blocks import OwnBlocks  # has a kernel that the bridge does not need
-
-            blocks = OwnBlocks(settings.ledger_pages)
+            blocks = BlockTable(settings.ledger_pages)
         self._ledger = Ledger(settings.ledger_pages, self._change_queue, blocks)
         self._rejected: Counter[str] = Counter()
         self._logged: dict[str, int] = {}
@@ -115,7 +130,7 @@ class ChangeTracker:
             self._absorb()
             self._record(call)
 
-    def change(self, events: EventColumns, extra_key: str | None) -> None:
+    def change(self, events: PageEvents, extra_key: str | None) -> None:
         """Record stores and removals in order. Raises InvalidValueError if the stream carries tokens.
 
         The lock is released between steps, because one call may carry a hundred thousand pages and must not block the
@@ -202,7 +217,7 @@ class ChangeTracker:
         check_extra_key(extra_key)
         columns = self._columns(events)
         tokens = self._page_tokens(events) if self._tokens is not None else None
-        queued = self._ledger.change(EventColumns.stored(columns, tier), extra_key)
+        queued = self._ledger.change(columns.stored_on(tier), extra_key)
         if self._tokens is not None and tokens is not None:
             self._tokens.extend(entry for entry, is_queued in zip(tokens, queued, strict=True) if is_queued)
             if self._change_queue.is_broken:
@@ -211,9 +226,9 @@ class ChangeTracker:
     def _remove(self, events: list[BlockRemoved], medium: Any, extra_key: Any) -> None:
         tier = medium_index(medium)
         check_extra_key(extra_key)
-        self._ledger.change(EventColumns.removed(removed_words(events), tier), extra_key)
+        self._ledger.change(PageEvents.removed(removed_words(events), tier), extra_key)
 
-    def _columns(self, events: list[BlockStored]) -> StoredColumns:
+    def _columns(self, events: list[BlockStored]) -> PageEvents:
         if len(events) > 1 or events[0].sequence_hashes:
             return stored_columns(events, self._block_size)
         event, parent = events[0], None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.supervised import keep_running
@@ -15,7 +16,9 @@ from publisher.change_tracker import ChangeTracker
 from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
-from publisher.traced_records import traced_records
+
+if TYPE_CHECKING:
+    from kv_events.runtime.spans import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -239,3 +242,36 @@ class Drain:
                 self.num_skipped_requests += 1
             elif self._builder.answer(request):
                 self._awake.set()
+
+
+@contextmanager
+def traced_records(
+    spans: Spans, records: Sequence[OutRecord], epoch: int, first_seq: int
+) -> Iterator[Sequence[OutRecord]]:
+    """Run a block that sends records, and yield them with the contexts of their spans. Spans end with the block.
+
+    first_seq: sequence number of the first record.
+    """
+    started = [
+        spans.start("publish", "producer", _attributes(record, epoch, seq))
+        for seq, record in enumerate(records, first_seq)
+    ]
+    try:
+        yield [record._replace(headers=spans.headers(span)) for record, span in zip(records, started, strict=True)]
+    except Exception as error:
+        for span in started:
+            spans.fail(span, repr(error))
+        raise
+    finally:
+        for span in started:
+            span.end()
+
+
+def _attributes(record: OutRecord, epoch: int, seq: int) -> dict[str, str | int]:
+    return {
+        "kvsight.stream": record.key.decode(),
+        "kvsight.epoch": epoch,
+        "kvsight.seq": seq,
+        "kvsight.pages": record.num_pages,
+        "messaging.message.body.size": len(record.payload),
+    }

@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes, token_array
@@ -40,83 +39,76 @@ class BadEventError(KvsightError):
         self.reason = reason
 
 
-class StoredColumns(NamedTuple):
-    """Stored pages of several events of one namespace."""
+class PageEvents(NamedTuple):
+    """Stores and removals of several events of one namespace, in order."""
 
     block_hashes: U64Input
     """[n] block hashes of the pages of all events, concatenated."""
     hashes: U64Input
-    """[n] sequence hashes."""
+    """[n] sequence hashes. Not used for removals."""
     lengths: I64Input
     """[m] number of pages of each event."""
     parents: U64Input
-    """[m] block hash of the parent of each event's first page."""
+    """[m] block hash of the parent of each stored event's first page."""
     has_parent: U8Input
     """[m] 1 if the element of `parents` is valid."""
+    kinds: U8Input = np.empty(0, np.uint8)
+    """[m] medium for a store, REMOVAL + medium for a removal of all copies, COPY_REMOVAL + medium for that of one.
+    Events with other values are skipped. Empty as long as the media are not known."""
 
-    def part(self, events: slice, pages: slice) -> StoredColumns:
+    def with_kinds(self, kinds: U8Input) -> PageEvents:
+        """Return the same events with other kinds."""
+        return PageEvents(*self[:5], kinds)
+
+    def stored_on(self, medium: int) -> PageEvents:
+        """Return events that store all pages on one medium."""
+        return self.with_kinds(np.full(len(self.lengths), medium, np.uint8))
+
+    @classmethod
+    def removed(cls, block_hashes: U64Array, medium: int, *, is_copy: bool = False) -> PageEvents:
+        """Return one event that removes pages from one medium. is_copy: one copy of each; otherwise all copies."""
+        lengths = np.array([len(block_hashes)], np.int64)
+        kinds = (_COPY_REMOVALS if is_copy else _REMOVALS)[medium]
+        return cls(block_hashes, block_hashes, lengths, _NO_PARENT, _HAS_NO_PARENT, kinds)
+
+    def part(self, events: slice, pages: slice) -> PageEvents:
         """Return views of some events and of their pages."""
-        return StoredColumns(
+        return PageEvents(
             self.block_hashes[pages],
             self.hashes[pages],
             self.lengths[events],
             self.parents[events],
             self.has_parent[events],
+            self.kinds[events],
         )
 
-
-class EventColumns(NamedTuple):
-    """Stores and removals of several events of one namespace, in order."""
-
-    kinds: npt.NDArray[np.uint8]
-    """[m] medium for a store, REMOVAL + medium for a removal of all copies, COPY_REMOVAL + medium for that of one.
-    Events with other values are skipped."""
-    pages: StoredColumns
-    """The pages of the events. For removals, only block hashes and lengths are used."""
-
-    @classmethod
-    def stored(cls, pages: StoredColumns, medium: int) -> EventColumns:
-        """Return events that store all pages on one medium."""
-        return cls(np.full(len(pages.lengths), medium, np.uint8), pages)
-
-    def parts(self, max_pages: int) -> Iterator[EventColumns]:
+    def parts(self, max_pages: int) -> Iterator[PageEvents]:
         """Yield the events in parts of at most `max_pages` pages. A longer event is split into several."""
-        if len(self.pages.block_hashes) <= max_pages:
+        if len(self.block_hashes) <= max_pages:
             yield self
             return
-        kinds, pages = self._cut(max_pages)
-        ends = np.cumsum(pages.lengths)
+        whole = self._cut(max_pages)
+        ends = np.cumsum(whole.lengths)
         first, first_page = 0, 0
         while first < len(ends):
             last = int(np.searchsorted(ends, first_page + max_pages, "right"))
-            here = slice(first, last)
-            yield EventColumns(kinds[here], pages.part(here, slice(first_page, int(ends[last - 1]))))
+            yield whole.part(slice(first, last), slice(first_page, int(ends[last - 1])))
             first, first_page = last, int(ends[last - 1])
 
-    def _cut(self, max_pages: int) -> EventColumns:
+    def _cut(self, max_pages: int) -> PageEvents:
         """Return the same changes as events of at most `max_pages` pages.
 
         Each piece of a longer event is the child of the previous piece.
         """
-        pages = self.pages
-        num_pieces = np.maximum(1, -(-pages.lengths // max_pages))
+        num_pieces = np.maximum(1, -(-self.lengths // max_pages))
         events = np.repeat(np.arange(len(num_pieces)), num_pieces)
         number = np.arange(len(events)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-        lengths = np.minimum(max_pages, pages.lengths[events] - number * max_pages)
+        lengths = np.minimum(max_pages, self.lengths[events] - number * max_pages)
         before = np.maximum(0, np.cumsum(lengths) - lengths - 1)  # index of the page before each piece
         is_rest = number > 0
-        parents = np.where(is_rest, pages.block_hashes[before], pages.parents[events])
-        has_parent = np.where(is_rest, np.uint8(1), pages.has_parent[events])
-        return EventColumns(
-            self.kinds[events], StoredColumns(pages.block_hashes, pages.hashes, lengths, parents, has_parent)
-        )
-
-    @classmethod
-    def removed(cls, block_hashes: U64Array, medium: int, *, is_copy: bool = False) -> EventColumns:
-        """Return one event that removes pages from one medium. is_copy: one copy of each; otherwise all copies."""
-        lengths = np.array([len(block_hashes)], np.int64)
-        kinds = (_COPY_REMOVALS if is_copy else _REMOVALS)[medium]
-        return cls(kinds, StoredColumns(block_hashes, block_hashes, lengths, _NO_PARENT, _HAS_NO_PARENT))
+        parents = np.where(is_rest, self.block_hashes[before], self.parents[events])
+        has_parent = np.where(is_rest, np.uint8(1), self.has_parent[events])
+        return PageEvents(self.block_hashes, self.hashes, lengths, parents, has_parent, self.kinds[events])
 
 
 def medium_index(medium: Any) -> int:
@@ -141,7 +133,7 @@ def check_extra_key(extra_key: Any) -> None:
         raise BadEventError("extra_key", f"{num_bytes} bytes, at most {MAX_EXTRA_KEY_BYTES}")
 
 
-def stored_columns(events: Sequence[BlockStored], block_size: int) -> StoredColumns:
+def stored_columns(events: Sequence[BlockStored], block_size: int) -> PageEvents:
     """Return the columns of events that carry their sequence hashes. Raises BadEventError if any event is invalid."""
     try:
         lists = _hash_lists(events)
@@ -157,7 +149,7 @@ def stored_columns(events: Sequence[BlockStored], block_size: int) -> StoredColu
         raise BadEventError("hash_range", str(error)) from None
 
 
-def derived_columns(event: BlockStored, block_size: int, parent: int | None) -> StoredColumns:
+def derived_columns(event: BlockStored, block_size: int, parent: int | None) -> PageEvents:
     """Return the columns of an event without sequence hashes, which are computed from its tokens.
 
     parent: sequence hash of the parent of the first page, or None for the start of a prompt. Raises BadEventError; the
@@ -237,11 +229,9 @@ def _check_token_counts(num_tokens: list[int], lengths: list[int], block_size: i
             raise BadEventError("token_count", f"token_ids: {got} entries, expected {num_pages} x {block_size}")
 
 
-def _columns(
-    events: Sequence[BlockStored], lists: list[list[int]], lengths: list[int], hashes: U64Array
-) -> StoredColumns:
+def _columns(events: Sequence[BlockStored], lists: list[list[int]], lengths: list[int], hashes: U64Array) -> PageEvents:
     parents = [event.parent_block_hash for event in events]
-    return StoredColumns(
+    return PageEvents(
         _words(_joined(lists)),
         hashes,
         np.array(lengths, np.int64),

@@ -14,9 +14,10 @@ from kv_events.kernels import page_table
 from kv_events.kernels.arrays import zeros
 from kv_events.kernels.bundles import resident
 from kv_events.kernels.page_table import make_table
+from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import NUM_MEDIA
-from publisher.change_queue import ChangeQueue
-from publisher.event_columns import EventColumns
+from publisher.change_queue import ChangeQueue, PageChanges
+from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
 from publisher.kernels.changes import advance_digest
 from publisher.kernels.ledger import (
@@ -27,12 +28,13 @@ from publisher.kernels.ledger import (
     PARENT,
     SLICE_PAGES,
     LedgerArrays,
+    change_pages,
     find_entry,
     require_groups,
 )
 from publisher.kernels.queue import queue_cleared
 
-__all__ = ["SLICE_PAGES", "Ledger", "LedgerCopy"]
+__all__ = ["SLICE_PAGES", "Ledger", "LedgerCopy", "resync_changes"]
 
 U64Array = npt.NDArray[np.uint64]
 
@@ -100,15 +102,15 @@ class Ledger:
         """Return total pages by result."""
         return dict(zip(COUNT_NAMES, self._arrays.counts.tolist(), strict=True))
 
-    def change(self, events: EventColumns, extra_key: str | None) -> npt.NDArray[np.bool_]:
+    def change(self, events: PageEvents, extra_key: str | None) -> npt.NDArray[np.bool_]:
         """Apply stores and removals in order.
 
         Returns bool[n], True for each stored page that became resident on its medium and was queued. Removals of
         unknown pages are counted.
         """
-        queued = np.zeros(len(events.pages.block_hashes), np.bool_)
+        queued = np.zeros(len(events.block_hashes), np.bool_)
         salt = namespace_salt(extra_key)
-        self._blocks.change_pages(self._resident, self._queue, events.kinds, events.pages, salt, queued)
+        change_pages(self._resident, self._queue, events, salt, queued)
         return queued
 
     def require_groups(self, num_groups: int) -> None:
@@ -211,6 +213,21 @@ class Ledger:
             _check_equal("held", held.tolist(), np.flatnonzero(copies >= num_groups).tolist())
             advance_digest(digest, np.full(len(held), medium, np.uint8), arrays.pages.keys[held])
         _check_equal("digest", digest.tolist(), arrays.digest.tolist())
+
+
+def resync_changes(held: LedgerCopy) -> PageChanges:
+    """Return stores of all pages held, ordered by medium, with parents before children.
+
+    The order of the walk down the prefixes keeps the number of chains small.
+    """
+    live = np.flatnonzero(held.media)
+    order = live[prefix_order(held.hashes[live], held.parents[live])]
+    media = held.media[order]
+    on_medium = [order[media >> medium & 1 == 1] for medium in range(NUM_MEDIA)]
+    kinds = np.repeat(np.arange(NUM_MEDIA, dtype=np.uint8), [len(entries) for entries in on_medium])
+    rows = np.concatenate(on_medium)
+    spans = np.zeros(len(rows), np.uint32)
+    return PageChanges(kinds, held.hashes[rows], held.block_hashes[rows], held.parents[rows], spans)
 
 
 @lru_cache(maxsize=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -20,8 +21,7 @@ from kv_events.streams import StreamId
 from publisher.change_queue import QueueStats
 from publisher.change_tracker import ChangeTracker
 from publisher.drain import Drain
-from publisher.epochs import next_epoch
-from publisher.event_columns import EventColumns
+from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import BlockTable
 from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings
@@ -30,6 +30,8 @@ from publisher.sinks.base import OutRecord, Sink
 logger = logging.getLogger(__name__)
 
 _THREAD_GRACE_S = 5.0
+_epoch_lock = threading.Lock()  # guards the newest epoch
+_newest_epoch = 0
 
 
 class PublisherStateError(KvsightError):
@@ -90,7 +92,7 @@ class EventPublisher:
     """
 
     def __init__(self, settings: PublisherSettings, sink: Sink, blocks: BlockTable | None = None) -> None:
-        """blocks: a table that the caller fills, such as the bridge's `SharedBlocks`. Only stores of its blocks are
+        """blocks: a table that the caller fills, such as the bridge's. Only stores of its blocks are
         accepted. A publisher that used the table before must not be used any further. None for a table of its own.
 
         Raises InvalidValueError for arguments of other types.
@@ -131,7 +133,7 @@ class EventPublisher:
         self._tracker.record(events)
         self._drain.poll()
 
-    def publish_columns(self, events: EventColumns, extra_key: str | None) -> None:
+    def publish_columns(self, events: PageEvents, extra_key: str | None) -> None:
         """Publish stores and removals of one namespace that are given as columns. See `publish`."""
         try:
             self._tracker.change(events, extra_key)
@@ -285,3 +287,14 @@ class EventPublisher:
         running.set_result(None)
         assert self._ended is not None
         await self._ended.wait()
+
+
+def next_epoch() -> int:
+    """Return nanoseconds since 1970, or, if the clock was set back, one more than the newest epoch of this process.
+
+    A view treats the higher epoch as the newer one, so epochs of a process always increase. Thread-safe.
+    """
+    global _newest_epoch
+    with _epoch_lock:
+        _newest_epoch = max(_newest_epoch + 1, time.time_ns())
+        return _newest_epoch

@@ -6,18 +6,18 @@ It has no clock, no I/O and no tasks.
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kv_events.codec import encode_batch, encode_event
 from kv_events.digest import Digest, digest_bytes, empty_digest
 from kv_events.schema import CLOSED, LEDGER_FULL, ResyncRequest, SnapshotBegin, SnapshotEnd
-from publisher.backlog import Backlog
 from publisher.change_queue import PageChanges
 from publisher.change_tracker import ChangeTracker
 from publisher.kernels.changes import advance_digest
+from publisher.ledger import resync_changes
 from publisher.packing import BatchLimits, pack
-from publisher.resync import resync_changes
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord
 
@@ -45,6 +45,34 @@ class _PendingResync(NamedTuple):
     reason: str
     delay_s: float
     """Seconds to wait, counted from the first call that sees the request."""
+
+
+class Backlog:
+    """Up to which time the records state what the worker held, while changes wait for later records.
+
+    Changes are taken in the order of their arrival. Times are the caller's.
+    """
+
+    def __init__(self) -> None:
+        self._num_taken = 0
+        self._marks: deque[tuple[int, float]] = deque()  # total of changes by a time, and that time; both grow
+        self._as_of = 0.0
+
+    def look(self, num_queued: int, now: float) -> None:
+        """Note how many changes wait. The next ones come later."""
+        self._marks.append((self._num_taken + num_queued, now))
+
+    def take(self, number: int) -> float:
+        """Note that the oldest changes were taken. Returns a time before which all changes have been taken."""
+        self._num_taken += number
+        while self._marks and self._marks[0][0] <= self._num_taken:
+            self._as_of = self._marks.popleft()[1]
+        return self._as_of
+
+    def end(self, now: float) -> None:
+        """Note that no change from before this time waits."""
+        self._marks.clear()
+        self._as_of = now
 
 
 class RecordBuilder:

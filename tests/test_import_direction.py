@@ -29,7 +29,7 @@ MOST_MODULES = 15
 """In a room: a package or sub-package."""
 MOST_LINES = 450
 """In a file."""
-LARGER = {"publisher": 18}
+LARGER: dict[str, int] = {}
 LONGER = {"kv_events/kafka/connection.py": 516}
 TANGLED: set[str] = set()
 """What still has to be put in order: rooms, files, and packages whose rooms import each other both ways."""

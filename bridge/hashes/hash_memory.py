@@ -17,9 +17,8 @@ from kv_events.kernels import page_table
 from kv_events.kernels.arrays import zeros
 from kv_events.kernels.bundles import resident
 from kv_events.kernels.page_table import MAX_CAPACITY
-from publisher.event_columns import StoredColumns
-from publisher.kernels.blocks import states
-from publisher.shared_blocks import SharedBlocks
+from publisher.event_columns import PageEvents as PublishedEvents
+from publisher.kernels.blocks import BlockTable
 
 
 class HashNamespace(NamedTuple):
@@ -56,7 +55,7 @@ class AmbiguousPage(NamedTuple):
 class TranslatedPages(NamedTuple):
     """Pages of events, with sequence hashes."""
 
-    columns: StoredColumns
+    columns: PublishedEvents
     """Stored pages whose hashes are known, and removed pages, for the publisher. As many events as came, some empty."""
     ambiguous: list[AmbiguousPage]
     num_unknown: int
@@ -91,7 +90,7 @@ class HashMemory:
         If several engine hashes mean the same page, each counts.
         """
         capacity = min(held_pages + idle_pages + min(held_pages, _UNAPPLIED_PAGES), MAX_CAPACITY)
-        self.blocks = SharedBlocks(capacity)
+        self.blocks = BlockTable(capacity, is_shared=True)
         """For the ledger, which marks the pages that are held."""
         self._arrays = kernels.HashArrays(
             self.blocks.arrays,
@@ -132,7 +131,7 @@ class HashMemory:
             first, num_pages = int(cursor[kernels.LOCAL_IN]), int(pages.lengths[event])
             local[first : first + num_pages] = local_of(first, num_pages, int(seeds[event]))
         end = int(cursor[kernels.PAGE_OUT])
-        columns = StoredColumns(
+        columns = PublishedEvents(
             out.block_hashes[:end],
             out.sequence_hashes[:end],
             out.lengths[:num_events],
@@ -166,7 +165,7 @@ class HashMemory:
 
     def block_hashes_in(self, namespace: HashNamespace) -> U64Array:
         """The ledger's hashes of all pages remembered in a namespace."""
-        known = states(self._arrays.blocks) != 0
+        known = self.blocks.states() != 0
         here = np.flatnonzero(known & (self._arrays.namespaces[: len(known)] == namespace.number))
         hashes: U64Array = self._arrays.blocks.table.keys[here] ^ namespace.salt
         return hashes
@@ -184,12 +183,12 @@ class HashMemory:
         return self._translated, self._seeds[:num_events]
 
 
-def single_pages(block_hashes: U64Array, sequence_hashes: U64Array) -> StoredColumns:
+def single_pages(block_hashes: U64Array, sequence_hashes: U64Array) -> PublishedEvents:
     """Columns of pages whose position in a prompt is not known: one event for each."""
     num_pages = len(block_hashes)
     zeros = np.zeros(num_pages, np.uint64)
     ones, is_child = np.ones(num_pages, np.int64), np.zeros(num_pages, np.uint8)
-    return StoredColumns(block_hashes, sequence_hashes, ones, zeros, is_child)
+    return PublishedEvents(block_hashes, sequence_hashes, ones, zeros, is_child)
 
 
 def _empty_columns(num_pages: int, num_events: int) -> kernels.TranslatedColumns:

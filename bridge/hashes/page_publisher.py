@@ -13,7 +13,7 @@ from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import NUM_MEDIA, AllBlocksCleared
-from publisher.event_columns import EventColumns, StoredColumns
+from publisher.event_columns import PageEvents
 from publisher.kernels.changes import COPY_REMOVAL, REMOVAL
 from publisher.publisher import EventPublisher
 
@@ -61,7 +61,7 @@ class PagePublisher:
         if reassigned:
             self._store_reassigned(self.publisher, pages.columns, reassigned, namespace, tier)
         else:
-            self.publisher.publish_columns(EventColumns.stored(pages.columns, tier), namespace.label)
+            self.publisher.publish_columns(pages.columns.stored_on(tier), namespace.label)
 
     def remove(self, block_hashes: U64Array, namespace: HashNamespace, medium: Medium, *, names_group: bool) -> None:
         """Publish that the engine removed pages from a medium. names_group: whether its event names a group."""
@@ -78,7 +78,7 @@ class PagePublisher:
             return
         self._counters.pages_removed += len(block_hashes)
         hashes = self._collisions.all_of(block_hashes, namespace)
-        self.publisher.publish_columns(EventColumns.removed(hashes, tier, is_copy=is_copy), namespace.label)
+        self.publisher.publish_columns(PageEvents.removed(hashes, tier, is_copy=is_copy), namespace.label)
 
     def remove_everywhere(self, block_hashes: U64Array, namespace: HashNamespace) -> None:
         """Publish pages that were removed from all media."""
@@ -102,7 +102,7 @@ class PagePublisher:
             self._counters.pages_stored += num_pages - num_removed
             self._counters.pages_removed += num_removed
             self._is_clear = False
-            self.publisher.publish_columns(EventColumns(kinds, columns), namespace.label)
+            self.publisher.publish_columns(columns.with_kinds(kinds), namespace.label)
 
     def _change_one_by_one(self, pages: TranslatedPages, run: PageRun, namespace: HashNamespace) -> None:
         """Publish event by event, because the meaning of an ambiguous hash may depend on the events before."""
@@ -122,7 +122,7 @@ class PagePublisher:
     def _store_reassigned(
         self,
         publisher: EventPublisher,
-        columns: StoredColumns,
+        columns: PageEvents,
         reassigned: list[AmbiguousPage],
         namespace: HashNamespace,
         tier: int,
@@ -133,12 +133,12 @@ class PagePublisher:
             if start in positions:
                 self._remove_everywhere(columns.block_hashes[start : start + 1], namespace.label)
             part = single_pages(columns.block_hashes[start:stop], columns.hashes[start:stop])
-            publisher.publish_columns(EventColumns.stored(part, tier), namespace.label)
+            publisher.publish_columns(part.stored_on(tier), namespace.label)
 
     def _remove_everywhere(self, block_hashes: U64Array, label: str | None) -> None:
         if self.publisher is not None:
             for tier in range(NUM_MEDIA):
-                self.publisher.publish_columns(EventColumns.removed(block_hashes, tier), label)
+                self.publisher.publish_columns(PageEvents.removed(block_hashes, tier), label)
 
     def _tier(self, medium: Medium, num_pages: int) -> int | None:
         """The tier of a medium. None if it is unknown: `num_pages` are then left out."""

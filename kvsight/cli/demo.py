@@ -88,7 +88,7 @@ def demo(
 
     settings = ApiSettings.ignoring_environment(port=port)
     with listen(settings) as bound:
-        compile_kernels("api.app", "simulation", "publisher.own_blocks")
+        compile_kernels("api.app", "simulation", "publisher.ledger")
         fleet_settings = _fleet_settings(cache)
         workload = list(load_requests(None, requests, seed=0))
         _compare_policies(workload, fleet_settings)

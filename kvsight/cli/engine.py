@@ -30,7 +30,7 @@ def run_engine(worker: str, capacity_tokens: int, rate: float, seed: int, flags:
         raise UsageError("--engine needs --kafka HOST:PORT")
     if flags["metrics_port"] is not None:
         require_serve("kvsight demo --metrics-port")
-    load_kernels = import_without_kernels("simulation", "publisher.own_blocks")
+    load_kernels = import_without_kernels("simulation", "publisher.ledger")
     from publisher import PublisherSettings
 
     settings = PublisherSettings.from_flags(worker=worker, **flags)

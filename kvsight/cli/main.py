@@ -59,7 +59,7 @@ app.add_typer(logs, name="log")
 def compile_all_kernels() -> None:
     """Compile all numba kernels into the cache. For container images."""
     of_logs = ("indexer.replay", "analysis.audit.audit", "analysis.explain.explanation")
-    compile_kernels("publisher.own_blocks", "bridge", *of_logs, *(["api.app"] if has_serve() else []))
+    compile_kernels("publisher.ledger", "bridge", *of_logs, *(["api.app"] if has_serve() else []))
 
 
 @app.callback(invoke_without_command=True)

@@ -64,7 +64,7 @@ def simulate(
     broker = None if kafka is None else KafkaSettings.from_flags(kafka=kafka, **flags)
     if broker is not None:
         run_until_interrupted(KafkaConnection(broker).check)  # before a minute of compiling
-    load_kernels = import_without_kernels("simulation", "publisher.own_blocks")
+    load_kernels = import_without_kernels("simulation", "publisher.ledger")
     from simulation import POLICIES, SimulationSettings, create_policy, reports_table
     from simulation import simulate as run
 

@@ -1,12 +1,8 @@
-"""Blocks: pages by the engine's identifier (block hash XOR the salt of its namespace), with their media.
-
-A ledger either owns its table of blocks (`own_blocks`), or uses one that another object owns (`shared_blocks`).
-"""
+"""Blocks: pages by the engine's identifier (block hash XOR the salt of its namespace), with their media."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +27,7 @@ COPIED = 4 << NUM_MEDIA
 """The block was stored again while it was held: its row of `more_copies` is valid."""
 
 # elements of tally
-HELD, MOST_HELD = range(2)
+HELD, MOST_HELD, IS_SHARED = range(3)
 
 
 class Blocks(NamedTuple):
@@ -45,44 +41,55 @@ class Blocks(NamedTuple):
     """[capacity + 1, 4] copies of the block on each medium beyond the first. Only written for blocks with copies, so
     that it costs no memory otherwise."""
     tally: I64Vector
-    """[2] number of blocks held; the largest such number, as far as recorded."""
-
-
-class BlockTable(Protocol):
-    """What a ledger needs of a table of blocks: the arrays, and what depends on who owns them."""
-
-    @property
-    def arrays(self) -> Blocks:
-        """The table and its columns."""
-        ...
-
-    @property
-    def change_pages(self) -> Callable[..., None]:
-        """The kernel for ledgers with such a table, see `ledger_kernels.make_change_pages`."""
-        ...
-
-    def clear_residency(self) -> None:
-        """Record that no block is on any medium."""
-        ...
-
-
-def make_blocks(capacity: int) -> Blocks:
-    """Create an empty table for at most `capacity` entries. Reserves address space, not memory."""
-    return Blocks(
-        page_table.make_table(capacity),
-        zeros((capacity + 1, 2), np.uint32),
-        zeros((capacity + 1, NUM_MEDIA), np.uint32),
-        np.zeros(2, np.int64),
-    )
-
-
-def states(blocks: Blocks) -> npt.NDArray[np.uint32]:
-    """Return a view of the states, uint32[entries ever used]."""
-    used: npt.NDArray[np.uint32] = blocks.columns[: page_table.high_water(blocks.table), STATE]
-    return used
+    """[3] number of blocks held; the largest such number, as far as recorded; whether another object owns the table."""
 
 
 @array_helper
 def is_held(blocks, entry):
     """Return whether a block is held on any medium."""
     return blocks.columns[entry, STATE] & np.uint32(ON_MEDIA) != 0
+
+
+class BlockTable:
+    """The blocks of a ledger. It holds those that the worker holds, and no others, unless its table is shared.
+
+    The owner of a shared table inserts and removes entries, and remembers blocks that are no longer held. The ledger
+    only marks which blocks are held on a medium. It treats the store of a block without an entry like one beyond its
+    capacity.
+    """
+
+    def __init__(self, capacity: int, *, is_shared: bool = False) -> None:
+        """capacity: most entries. Reserves address space, not memory. is_shared: whether another object owns it."""
+        self.arrays = Blocks(
+            page_table.make_table(capacity),
+            zeros((capacity + 1, 2), np.uint32),
+            zeros((capacity + 1, NUM_MEDIA), np.uint32),
+            np.array([0, 0, is_shared], np.int64),
+        )
+
+    def states(self) -> npt.NDArray[np.uint32]:
+        """Return a view of the states, uint32[entries ever used]."""
+        used: npt.NDArray[np.uint32] = self.arrays.columns[: page_table.high_water(self.arrays.table), STATE]
+        return used
+
+    def clear_residency(self) -> None:
+        """Record that no block is on any medium. Takes a few ms per million entries of a shared table.
+
+        A shared table keeps all entries. Those that were held become used, because the engine may still hold them.
+        """
+        tally = self.arrays.tally
+        if tally[IS_SHARED]:
+            used = self.states()
+            was_held = used & np.uint32(ON_MEDIA) != 0
+            used &= np.uint32(REMEMBERED | RECENTLY_USED)
+            used[was_held] |= np.uint32(RECENTLY_USED)
+            tally[MOST_HELD] = max(tally[MOST_HELD], tally[HELD])
+        else:
+            page_table.clear(self.arrays.table)
+        tally[HELD] = 0
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self.states()[:] = 0
+        page_table.clear(self.arrays.table)
+        self.arrays.tally[[HELD, MOST_HELD]] = 0

@@ -5,12 +5,11 @@ The ledger has two tables of `kv_events.kernels.page_table`. *Blocks* are pages 
 multimodal prompts with equal tokens, or copies with two block hashes. A page counts once per medium, because the
 indexer keeps a set; the digest is also that of a set.
 
-`is_shared` is a constant of each compiled kernel: whether another object owns the table of blocks.
+`is_shared`: whether another object owns the table of blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from kv_events.digest import add_page, remove_page
 from kv_events.kernels.bundles import (
     BoolVector,
     I64Vector,
-    U8Input,
     U8Vector,
     U32Matrix,
     U32Vector,
@@ -32,8 +30,8 @@ from kv_events.kernels.declare import array_function, array_helper, array_kernel
 from kv_events.kernels.page_table import Table
 from kv_events.kernels.page_table_ops import AHEAD, fetch, find, find_or_insert, remove, was_used
 from kv_events.schema import NUM_MEDIA
-from publisher.event_columns import StoredColumns
-from publisher.kernels.blocks import COPIED, HELD, PAGE, STATE, Blocks, is_held
+from publisher.event_columns import PageEvents
+from publisher.kernels.blocks import COPIED, HELD, IS_SHARED, PAGE, STATE, Blocks, is_held
 from publisher.kernels.changes import CLEARED, COPY_REMOVAL, REMOVAL
 from publisher.kernels.queue import SPAN, QueueArrays, append
 
@@ -369,58 +367,53 @@ def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_co
 # --- entry points -------------------------------------------------------------------------------------------------
 
 
-def make_change_pages(*, is_shared: bool) -> Callable[..., None]:
-    """Return the kernel `change_pages` for ledgers that share their table of blocks, or for those that own it."""
+@array_kernel(types.void, LedgerArrays, QueueArrays, spread(PageEvents), types.uint64, BoolVector)
+def change_pages(ledger, queue, pages, salt, queued):
+    """Apply the events of one namespace in order, and queue each page that became resident or was removed.
 
-    @array_kernel(types.void, LedgerArrays, QueueArrays, U8Input, spread(StoredColumns), types.uint64, BoolVector)
-    def change_pages(ledger, queue, kinds, pages, salt, queued):
-        """Apply the events of one namespace in order, and queue each page that became resident or was removed.
-
-        kinds: uint8[m], see `EventColumns.kinds`.
-        pages: m events. salt: salt of the namespace. queued: bool[n], set for each stored page that became resident on
-        its medium.
-        """
-        previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # the page stored last
-        stored, removed = np.int64(-1), np.int64(-1)
-        start = event = 0
-        num_groups = np.uint32(ledger.num_groups[0])
-        while event < pages.lengths.shape[0]:
-            kind, stop = np.int64(kinds[event]), start + pages.lengths[event]
-            if kind < REMOVAL:
-                parent = _NO_HASH
-                if pages.has_parent[event]:
-                    key = pages.parents[event] ^ salt
-                    parent = previous_name if is_held and key == previous_key else _parent_name(ledger, key)
-                name, stored = _store(
-                    ledger, queue, pages, start, stop, parent, salt, kind, queued, stored, num_groups, is_shared
-                )
-                if stop > start:
-                    previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
-            elif kind < CLEARED or COPY_REMOVAL <= kind < COPY_REMOVAL + NUM_MEDIA:
-                while event + 1 < pages.lengths.shape[0] and kinds[event + 1] == kind:  # merge adjacent removals
-                    event += 1
-                    stop += pages.lengths[event]
-                is_copy = kind >= COPY_REMOVAL
-                medium = kind - COPY_REMOVAL if is_copy else kind - REMOVAL
-                removed = _remove(
-                    ledger,
-                    queue,
-                    pages.block_hashes,
-                    start,
-                    stop,
-                    salt,
-                    medium,
-                    removed,
-                    is_copy,
-                    num_groups,
-                    is_shared,
-                )
-                is_held = False
-            start = stop
-            event += 1
-
-    kernel: Callable[..., None] = change_pages
-    return kernel
+    pages: m events. salt: salt of the namespace. queued: bool[n], set for each stored page that became resident on
+    its medium.
+    """
+    previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # the page stored last
+    stored, removed = np.int64(-1), np.int64(-1)
+    start = event = 0
+    num_groups = np.uint32(ledger.num_groups[0])
+    is_shared = ledger.blocks.tally[IS_SHARED] != 0
+    kinds = pages.kinds
+    while event < pages.lengths.shape[0]:
+        kind, stop = np.int64(kinds[event]), start + pages.lengths[event]
+        if kind < REMOVAL:
+            parent = _NO_HASH
+            if pages.has_parent[event]:
+                key = pages.parents[event] ^ salt
+                parent = previous_name if is_held and key == previous_key else _parent_name(ledger, key)
+            name, stored = _store(
+                ledger, queue, pages, start, stop, parent, salt, kind, queued, stored, num_groups, is_shared
+            )
+            if stop > start:
+                previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
+        elif kind < CLEARED or COPY_REMOVAL <= kind < COPY_REMOVAL + NUM_MEDIA:
+            while event + 1 < pages.lengths.shape[0] and kinds[event + 1] == kind:  # merge adjacent removals
+                event += 1
+                stop += pages.lengths[event]
+            is_copy = kind >= COPY_REMOVAL
+            medium = kind - COPY_REMOVAL if is_copy else kind - REMOVAL
+            removed = _remove(
+                ledger,
+                queue,
+                pages.block_hashes,
+                start,
+                stop,
+                salt,
+                medium,
+                removed,
+                is_copy,
+                num_groups,
+                is_shared,
+            )
+            is_held = False
+        start = stop
+        event += 1
 
 
 @array_kernel(types.void, LedgerArrays, QueueArrays, types.int64)

@@ -48,7 +48,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def url(kafka_bootstrap: str, redis_server: RedisServer, environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
     """The address of the running stack."""
-    compile_kernels("publisher.own_blocks")  # here once, instead of in every process
+    compile_kernels("publisher.ledger")  # here once, instead of in every process
     port = free_port()
     addresses = {
         "kafka:9092": kafka_bootstrap,

@@ -14,10 +14,10 @@ from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batc
 from kv_events.schema import AllBlocksCleared
 from kv_events.streams import StreamId
 from publisher.change_queue import ChangeQueue
-from publisher.event_columns import EventColumns, StoredColumns
+from publisher.event_columns import PageEvents
+from publisher.kernels.blocks import BlockTable
 from publisher.kernels.changes import CLEARED, REMOVAL
 from publisher.ledger import Ledger
-from publisher.own_blocks import OwnBlocks
 from publisher.packing import pack
 
 CAPACITY = 300
@@ -66,12 +66,12 @@ class Model:
             self.held -= {(event.kind - REMOVAL, block) for block in event.blocks}
 
 
-def columns(events: list[Event]) -> EventColumns:
+def columns(events: list[Event]) -> PageEvents:
     blocks = [block for event in events for block in event.blocks]
     names = np.array([name_of(block) for block in blocks], np.uint64)
     lengths, nothing = np.array([len(event.blocks) for event in events], np.int64), np.zeros(len(events), np.uint64)
-    stored = StoredColumns(np.array(blocks, np.uint64), names, lengths, nothing, nothing.astype(np.uint8))
-    return EventColumns(np.array([event.kind for event in events], np.uint8), stored)
+    kinds = np.array([event.kind for event in events], np.uint8)
+    return PageEvents(np.array(blocks, np.uint64), names, lengths, nothing, nothing.astype(np.uint8), kinds)
 
 
 def drained(queue: ChangeQueue, pages: set[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -98,7 +98,7 @@ def drained(queue: ChangeQueue, pages: set[tuple[int, int]]) -> set[tuple[int, i
 def test_any_events_in_one_call_are_taken_in_their_order(is_shared: bool, calls: list[list[Event] | None]) -> None:
     queue = ChangeQueue(10_000)
     names, model = HashMemory(CAPACITY, CAPACITY), Model()
-    ledger = Ledger(CAPACITY, queue, names.blocks if is_shared else OwnBlocks(CAPACITY))
+    ledger = Ledger(CAPACITY, queue, names.blocks if is_shared else BlockTable(CAPACITY))
     view: set[tuple[int, int]] = set()
     for events in calls:
         if events is None:

@@ -26,10 +26,10 @@ print(*(kernel.source for kernel in declared_kernels(tuple(later))))
             "indexer.replay,api.queries.encoding,api.fast.local_answers,api.queries.parsing",
             "indexer.replay,api.queries.body_formats",
         ),
-        ("simulation,publisher.own_blocks", "simulation.live,publisher.sinks.kafka,publisher.sinks.memory"),
+        ("simulation,publisher.ledger", "simulation.live,publisher.sinks.kafka,publisher.sinks.memory"),
         ("bridge", "bridge.metrics,publisher.sinks.kafka"),
         (
-            "publisher.own_blocks,bridge,indexer.replay,api.app",
+            "publisher.ledger,bridge,indexer.replay,api.app",
             "simulation,engine_cache,bridge.plugins,indexer.replay,api.server",
         ),
     ],

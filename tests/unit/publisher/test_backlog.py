@@ -9,9 +9,8 @@ from hypothesis import given
 from kv_events.codec import decode_batch
 from kv_events.schema import BlockStored
 from publisher import PublisherSettings
-from publisher.backlog import Backlog
 from publisher.change_tracker import ChangeTracker
-from publisher.record_builder import RecordBuilder
+from publisher.record_builder import Backlog, RecordBuilder
 
 NOW = 1_700_000_000.0
 _PAGES = 10

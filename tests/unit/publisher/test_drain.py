@@ -27,8 +27,7 @@ from publisher import (
 )
 from publisher.change_queue import PageChanges
 from publisher.drain import Drain
-from publisher.ledger import LedgerCopy
-from publisher.resync import resync_changes
+from publisher.ledger import LedgerCopy, resync_changes
 from publisher.sinks import MemorySink
 from tests.support.log.records import words
 from tests.support.waiting import async_wait_until, wait_until

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from publisher.epochs import next_epoch
+from publisher.publisher import next_epoch
 
 
 def test_a_later_incarnation_has_a_higher_number_whatever_the_clock_shows(monkeypatch: pytest.MonkeyPatch) -> None:

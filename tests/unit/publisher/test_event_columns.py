@@ -15,8 +15,7 @@ from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 from publisher.event_columns import (
     MAX_PAGES_PER_EVENT,
     BadEventError,
-    EventColumns,
-    StoredColumns,
+    PageEvents,
     check_extra_key,
     derived_columns,
     medium_index,
@@ -151,28 +150,28 @@ def test_token_rows_are_the_pages_tokens() -> None:
 @given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 10), st.randoms(use_true_random=False))
 def test_parts_of_columns_state_what_the_whole_states(lengths: list[int], max_pages: int, random: Random) -> None:
     num_pages = sum(lengths)
-    pages = StoredColumns(
+    whole = PageEvents(
         np.arange(num_pages, dtype=np.uint64) + 1000,
         np.arange(num_pages, dtype=np.uint64) + 2000,
         np.array(lengths, np.int64),
         np.arange(len(lengths), dtype=np.uint64),
         np.array([random.randrange(2) for _ in lengths], np.uint8),
+        np.array([random.randrange(8) for _ in lengths], np.uint8),
     )
-    whole = EventColumns(np.array([random.randrange(8) for _ in lengths], np.uint8), pages)
     parts = list(whole.parts(max_pages))
     assert [page for part in parts for page in pages_of(part)] == pages_of(whole)
     for part in parts:
-        assert len(part.pages.block_hashes) == part.pages.lengths.sum() <= max_pages or part is whole
-        assert len(part.kinds) == len(part.pages.lengths) == len(part.pages.parents) == len(part.pages.has_parent)
+        assert len(part.block_hashes) == part.lengths.sum() <= max_pages or part is whole
+        assert len(part.kinds) == len(part.lengths) == len(part.parents) == len(part.has_parent)
 
 
-def pages_of(events: EventColumns) -> list[tuple[int, int, int, int | None]]:
+def pages_of(events: PageEvents) -> list[tuple[int, int, int, int | None]]:
     """Return the kind, both hashes and the parent of every page."""
     rows, page = [], 0
-    for kind, length, parent, has_parent in zip(events.kinds.tolist(), *events.pages[2:], strict=True):
+    for length, parent, has_parent, kind in zip(*events[2:], strict=True):
         before = int(parent) if has_parent else None
         for _ in range(length):
-            block_hash = int(events.pages.block_hashes[page])
-            rows.append((kind, block_hash, int(events.pages.hashes[page]), before))
+            block_hash = int(events.block_hashes[page])
+            rows.append((int(kind), block_hash, int(events.hashes[page]), before))
             before, page = block_hash, page + 1
     return rows

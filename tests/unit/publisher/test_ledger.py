@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from publisher.change_queue import ChangeQueue
-from publisher.event_columns import EventColumns, StoredColumns
+from publisher.event_columns import PageEvents
+from publisher.kernels.blocks import BlockTable
 from publisher.ledger import SLICE_PAGES, Ledger, LedgerCopy
-from publisher.own_blocks import OwnBlocks
 
 NUM_PAGES = 3 * SLICE_PAGES + 5
 
 
 @pytest.fixture
 def ledger() -> Ledger:
-    ledger = Ledger(2 * NUM_PAGES, ChangeQueue(10), OwnBlocks(2 * NUM_PAGES))
+    ledger = Ledger(2 * NUM_PAGES, ChangeQueue(10), BlockTable(2 * NUM_PAGES))
     store(ledger, range(NUM_PAGES))
     return ledger
 
@@ -27,12 +27,12 @@ def store(ledger: Ledger, names: Iterable[int]) -> None:
     words = np.array([*names], np.uint64)
     num_pages = len(words)
     lengths = np.ones(num_pages, np.int64)
-    columns = StoredColumns(words, words, lengths, np.zeros(num_pages, np.uint64), np.zeros(num_pages, np.uint8))
-    ledger.change(EventColumns.stored(columns, 0), None)
+    columns = PageEvents(words, words, lengths, np.zeros(num_pages, np.uint64), np.zeros(num_pages, np.uint8))
+    ledger.change(columns.stored_on(0), None)
 
 
 def remove(ledger: Ledger, names: Iterable[int]) -> None:
-    ledger.change(EventColumns.removed(np.array([*names], np.uint64), 0), None)
+    ledger.change(PageEvents.removed(np.array([*names], np.uint64), 0), None)
 
 
 def pages_of(held: LedgerCopy) -> list[int]:
@@ -68,7 +68,7 @@ def test_a_page_on_a_further_medium_makes_its_slice_stale(ledger: Ledger) -> Non
     copy_slices(ledger, held, ledger.stale_slices())
     one = np.array([7], np.uint64)
     no_parent = np.zeros(1, np.uint64), np.zeros(1, np.uint8)
-    ledger.change(EventColumns.stored(StoredColumns(one, one, np.ones(1, np.int64), *no_parent), 2), None)
+    ledger.change(PageEvents(one, one, np.ones(1, np.int64), *no_parent).stored_on(2), None)
     assert ledger.stale_slices() == [0]
     held = ledger.finish_copy(held)
     assert held.hashes[held.media == 0b101].tolist() == [7]

@@ -25,7 +25,7 @@ from kv_events.schema import (
     StorageMedium,
 )
 from publisher import EventPublisher, OutRecord, PublisherSettings
-from publisher.event_columns import EventColumns, StoredColumns
+from publisher.event_columns import PageEvents
 from publisher.sinks import MemorySink
 from tests.support.log.records import words
 
@@ -352,7 +352,7 @@ def test_a_million_pages_that_come_at_once_do_not_keep_the_drain_waiting() -> No
     publisher = make(queue_pages=total, ledger_pages=total)
     names = np.arange(total, dtype=np.uint64)
     no_parents = np.zeros(events, np.uint64), np.zeros(events, np.uint8)
-    columns = EventColumns.stored(StoredColumns(names, names, np.full(events, length), *no_parents), 0)
+    columns = PageEvents(names, names, np.full(events, length), *no_parents).stored_on(0)
     engine = threading.Thread(target=publisher.publish_columns, args=(columns, None))
     engine.start()
     while not publisher._builder.take_records(NOW, max_records=1):  # without that bound, until all are taken
