@@ -22,8 +22,11 @@ ENVIRONMENT = {
     name: value
     for name, value in os.environ.items()
     if not name.startswith("KVSIGHT_") and name not in ("COLUMNS", "TERM")
-} | {"TERM": "dumb"}
-"""Of the commands: no settings of the developer, and no colours."""
+} | {"TERM": "dumb", "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1"}
+"""Of the commands: no settings of the developer, and no colours.
+
+Where colorama is installed, as for MkDocs, numba starts it, and it writes `ESC[0m` at the end of a process.
+"""
 
 
 class Shown(NamedTuple):
