@@ -275,23 +275,6 @@ def test_people_read_one_line_for_each_check_and_what_to_do(chain: Chain) -> Non
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (["--prompt", "1 2"], "--prompt needs --engine"),
-        (["--engine", "engine-0:8000"], "--engine: got 'engine-0:8000', expected an address such as http://HOST:PORT"),
-        (["--engine", "http://h", "--prompt", " "], "--prompt is empty"),
-        (["--engine", "http://h", "--prompt", "1 99999999999"], "--prompt: got '99999999999', expected integers"),
-        (["--engine", "http://h", "--engine-token-file", "/nowhere"], "--engine-token-file: got '/nowhere'"),
-        (["--wait", "0"], "--wait: got '0', expected a number greater than or equal to 0.1"),
-    ],
-)
-def test_wrong_input_is_one_line(flags: list[str], line: str) -> None:
-    done = kvsight("doctor", *flags)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
-    assert done.stderr.startswith(f"kvsight: {line}")
-
-
 def test_a_prompt_shorter_than_a_page_is_one_line(chain: Chain) -> None:
     done = kvsight("doctor", "--url", chain.service.url, "--engine", chain.engine.url, "--prompt", "1 2 3")
     assert done.returncode == 2

@@ -13,7 +13,6 @@ import pytest
 
 from api.app import create_app
 from api.settings import ApiSettings
-from tests.support.commands import kvsight
 from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.log.hand_fed import HandFed
 from tests.support.servers.service_process import ServiceProcess
@@ -54,12 +53,6 @@ def test_the_life_of_a_worker_is_in_the_log_of_a_service(service: tuple[ServiceP
     wait_until(lambda: events()[-1] == "left", what="left")
     line = json_lines(process.log)[-1]
     assert (line["level"], line["logger"], line["reason"]) == ("INFO", "indexer.worker_log", "closed")
-
-
-def test_a_wrong_level_is_refused_with_the_known_ones() -> None:
-    done = kvsight("serve", "--log-level", "loud")
-    assert done.returncode == 2
-    assert "warning" in done.stderr
 
 
 async def test_every_error_answer_has_a_request_id_that_the_log_names(caplog: pytest.LogCaptureFixture) -> None:

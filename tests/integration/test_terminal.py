@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from kv_events.hashing import sequence_hashes, token_array
 from kv_events.log.event_log import EventLogWriter
 from kv_events.records import LogRecord
 from kvsight.cli.app import MOVED
-from kvsight.cli.main import app, run
+from kvsight.cli.main import app
 from kvsight.cli.shared.console import UsageError
 from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
@@ -273,45 +272,6 @@ def test_a_simulation_explains_its_columns(screen: Callable[..., Shown]) -> None
     for words in ("requests a worker", "Mtokens computed", "min / mean / max", "wrong", "pages"):
         assert words in titles
     assert max(map(len, shown.output.splitlines())) <= COLUMNS
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("serve", "--port", 99_999), "--port: got 99999, expected a port in 1 .. 65535"),
-        (("serve", "--kafka", "a:1", "--event-log-dir", "b"), "give either --kafka or --event-log-dir, not both"),
-        (("bridge", "--kafka", "a:1", "--event-log-dir", "b"), "give either --kafka or --event-log-dir, not both"),
-        (("simulate", "--trace", "a", "--requests", 3), "give either --trace or --requests, not both"),
-        (("simulate", "--kafka", "a:1", "--record", "b"), "give either --kafka or --record, not both"),
-        (("tail", "--kafka", "a:1", "--log", "b"), "give either --kafka or --log, not both"),
-        (("tail", "--from-beginning"), "--from-beginning needs --kafka or --log"),
-        (("tail", "--kind", "all"), "--kind: got 'all', expected one of stored, "),
-        (("query",), "give a file with the query, or --model"),
-        (("query", "a.json", "--model", "m"), "give either a file or --model, not both"),
-        (("query", "--model", "m", "--tokens", "1,x"), "--tokens: got 'x', expected integers in 0 .. 4294967295"),
-        (("query", "--model", "m", "--text", "x"), "--text and --tokenize-url belong together"),
-    ],
-)
-def test_a_wrong_flag_is_named_as_it_was_typed(
-    arguments: tuple[object, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvsight", *map(str, arguments)])
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            run()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err
-
-
-def test_a_variable_is_named_where_no_flag_was_typed() -> None:
-    done = subprocess.run(
-        command("serve"), env=ENVIRONMENT | {"KVSIGHT_PORT": "99999"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "KVSIGHT_PORT: got 99999, expected a port in 1 .. 65535" in done.stderr
 
 
 def test_an_interrupted_command_ends_without_a_traceback() -> None:

@@ -80,21 +80,3 @@ def test_a_dump_of_several_block_sizes_has_the_names_of_its_streams(log: Path) -
     assert {(each.model, each.tenant) for each in found} == {("m", "default")}
     with pytest.raises(InvalidValueError, match="GET /dump"):
         holdings_of_dump({"m:default": {"block_size": 4, "events": [{}]}})
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--to", 1], "--to needs --diff"),
-        (["--diff", "LOG", "--at", 9], "--at 9 is behind the end of the log"),
-        (["--diff", "LOG", "--at", 1, "--to", 0], "--to 0 is before the start of the log"),
-        (["--diff", "LOG", "--at", "@5"], "--at @5 is before the start of the log"),
-        (["--diff", "http://localhost:1", "--to", 2], "no other moment than now"),
-        (["--diff", "LOG", "--serve"], "give either --serve or --diff"),
-        (["--diff", "LOG", "--query", "prompt.json"], "give either --diff or --query"),
-        (["--diff", "/nowhere"], "/nowhere: no such folder"),
-    ],
-)
-def test_wrong_input_is_one_line(log: Path, words: list[object], said: str) -> None:
-    words = [log if word == "LOG" else word for word in words]
-    assert said in str(kvsight("replay", log, *words).exception)

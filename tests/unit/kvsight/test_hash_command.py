@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kv_events.errors import KvsightError
 from kvsight.cli.main import app
 
 LOCAL = [0xCB38E4D7FB2DCA5C, 0xE8D3EC39B907B74C, 0x06B748F1777D599C, 0x01E03482F18B34E9]
@@ -103,26 +102,3 @@ def test_the_table_shows_decimals_and_hex() -> None:
     assert "44a2b2379d6d3c3d" in table
     assert str(0x44A2B2379D6D3C3D) in table
     assert "3 tokens: less than one page of 4" in invoke("--tokens", "1,2,3", "--block-size", "4")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "stdin", "words"),
-    [
-        ([], "", "give a file with the query, or --model"),
-        (["-", "--tokens", "1"], "", "either a file or --tokens"),
-        (["-"], '{"model_name": "m", "seq_hashes": [1]}', "token_ids"),
-        (["--tokens", "1 x"], "", "--tokens: got 'x'"),
-        (["--tokens", "1 4294967296"], "", r"token_ids\[1\]: got 4294967296"),
-        (["--tokens", "9" * 5000], "", "--tokens: got"),
-        (["--tokens", "@-"], "[1, 2.5]", "float"),
-        (["--tokens", "@-"], "[1, -2]", r"token_ids\[1\]: got -2"),
-        (["--tokens", "@-"], '{"tokens": [1]}', "token_ids"),
-        (["--tokens", "@-"], "[1", "not JSON"),
-        (["--tokens", "@-"], "[" * 100_000, "stdin: "),
-        (["--tokens", "1", "--seed", "abc"], "", "--seed: got 'abc'"),
-        (["--tokens", "1", "--lora", "\udcff"], "", "--lora"),
-    ],
-)
-def test_what_is_wrong_is_reported(arguments: list[str], stdin: str, words: str) -> None:
-    with pytest.raises(KvsightError, match=words):
-        invoke(*arguments, stdin=stdin)

@@ -143,44 +143,6 @@ def test_cat_filters(log: Path, filters: list[str], indices: list[int]) -> None:
     assert [each["index"] for each in cat(log, *filters)] == indices
 
 
-@pytest.mark.parametrize("command", ["info", "info --verify", "slice", "export --parquet new"])
-def test_a_folder_that_is_no_log_is_one_line_and_exit_code_2(command: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "kvsight",
-            "log",
-            *command.split(),
-            str(tmp_path),
-            *(["new"] if command == "slice" else []),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"kvsight: {tmp_path}: not an event log: it has no files *.kvlog\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--from", "2999-01-01"], "--from 2999-01-01 is outside the log"),
-        (["--to", "1999-01-01"], "--to 1999-01-01 is outside the log"),
-        (["--from", "50"], "indices 0 to 42"),
-        (["--from", "soon"], "--from: got 'soon'"),
-        (["--seq", "-3"], "--seq: got '-3', expected NUMBER or FIRST-LAST"),
-        (["--block-hash", "abc"], "--block-hash: got 'abc', expected a 64-bit integer"),
-        (["--medium", "tape"], "expected one of gpu, cpu, disk, external"),
-        (["--channel", "news"], "expected one of events, control, decisions, dead_letters"),
-    ],
-)
-def test_a_moment_outside_the_log_or_a_wrong_filter_is_named(log: Path, words: list[str], said: str) -> None:
-    done = kvsight("tail", "--log", log, *words)
-    assert said in str(done.exception)
-
-
 def test_verify_names_damage_with_its_place_and_uses_the_rest(log: Path) -> None:
     assert kvsight("log", "info", "--verify", log).exit_code == 0
     first, second, third, *_, last = sorted(log.glob("*.kvlog"))
