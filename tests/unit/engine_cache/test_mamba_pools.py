@@ -15,7 +15,7 @@ from engine_cache import (
 )
 from engine_cache.tree.node import TreeNode, iter_nodes
 from kv_events.schema import AllBlocksCleared, BlockStored, StorageMedium
-from tests.support.caches.checks import check_cache
+from tests.models.cache_checks import check_cache
 
 torch = pytest.importorskip("torch", reason="device pools need torch: pip install kvsight[engine]")
 device = pytest.importorskip("engine_cache.pools.device")

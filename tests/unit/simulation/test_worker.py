@@ -10,7 +10,7 @@ from engine_cache import MatchPrefixParams, RadixKey
 from kv_events.schema import StorageMedium
 from simulation import Request, SimulatedWorker
 from simulation.direct import DirectFleet
-from tests.support.caches.checks import check_cache
+from tests.models.cache_checks import check_cache
 
 NO_ROWS = np.zeros(0, np.int64)
 
