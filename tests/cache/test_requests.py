@@ -256,8 +256,7 @@ def test_an_eagle_request_is_shared_once_the_token_behind_its_state_is_known(rig
     requests.compute(req, [*range(8)])
     req.mamba_last_track_seqlen = 8
     requests.share(req)
-    assert req.cache_protected_len == 0
-    req.mamba_last_track_seqlen = None
+    assert (req.cache_protected_len, req.mamba_last_track_seqlen) == (0, 8)
     requests.compute(req, [*range(9)])
     requests.share(req)
     assert (req.cache_protected_len, len(req.prefix_indices)) == (8, 9)
