@@ -174,7 +174,7 @@ def _parents(step: StoredPages) -> U64Array:
 def _view_tables(views: Replay) -> Iterator[Any]:
     for view in views.namespaces.views:
         stream = view.stream
-        facts = (*stream, views.namespaces.block_size(stream), views.freshness.state(view).value)
+        facts = (*stream, view.block_size, views.freshness.state(view).value)
         for part in view.index.stream_pages(view.number):
             arrays = [_repeated([fact], [len(part.hashes)], field) for fact, field in zip(facts, VIEWS, strict=False)]
             held = [pa.array((part.tiers >> tier & 1).astype(np.bool_)) for tier in range(len(MEDIA))]

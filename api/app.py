@@ -11,29 +11,28 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from api.access.auth import BearerToken
-from api.access.origins import BrowserGuard
-from api.access.tenants import TenantQueries
-from api.access.tokens import Tokens
-from api.decisions.routes import DecisionMetrics, DecisionRoute
-from api.documented import DocumentedApp
-from api.fast.fast_path import HotLane
-from api.page.live import LiveScene
+from api.access.guard import Guard, check_tokens
+from api.access.origins import check_origin
+from api.access.tenants import TenantRates
+from api.access.tokens import TokenRegistry
+from api.decisions.routes import DecisionRoute
+from api.fast.fast_path import FastPath
+from api.fast.local_answers import LocalAnswers
+from api.openapi import DocumentedApp
 from api.page.routes import page_routes
-from api.page.site import site_routes
+from api.page.state import LivePageState
 from api.page.tokenize import TokenizeRoute
 from api.queries.explain import ExplainRoute
-from api.queries.routes import HotRoutes
+from api.queries.routes import QueryRoutes
 from api.service import service_routes
 from api.settings import ApiSettings
-from api.static_files import docs_routes
-from api.telemetry.recording import RecordingMetrics
-from api.telemetry.request_log import RequestLog
-from api.telemetry.service_metrics import HttpMetrics, MeasureRequests
-from api.telemetry.tenant_metrics import TenantMetrics
+from api.static_files import static_routes
+from api.telemetry.families import recording_families
+from api.telemetry.requests import ObserveRequests
+from api.telemetry.service_metrics import HttpMetrics, decision_families, tenant_families
 from api.telemetry.traced_requests import TraceRequests
 from api.workers.dump import dump_routes
-from api.workers.event_stream import EventFeed, feed_routes
+from api.workers.event_stream import EventStream, feed_routes
 from api.workers.register import RegisterRoutes
 from api.workers.routes import worker_routes
 from indexer.consumer import Consumer
@@ -51,7 +50,7 @@ class Application(DocumentedApp):
 
     def end_streams(self) -> None:
         """End the endless answers, because the server is about to stop."""
-        feed: EventFeed = self.state.feed
+        feed: EventStream = self.state.feed
         feed.close()
 
 
@@ -73,14 +72,14 @@ def create_app(
     """
     decisions = decisions or DecisionLog(None)
     limits = consumer.tenant_limits
-    tenants = None if limits is None else TenantQueries(limits)
-    scene = LiveScene(consumer, registrations)
-    tokens = Tokens.of(settings)
+    tenants = None if limits is None else TenantRates(limits)
+    scene = LivePageState(consumer, registrations)
+    tokens = TokenRegistry.of(settings)
     spans = open_spans()
     degraded = str if recording is None else lambda: recording.degraded
 
     def forget_callers() -> None:
-        lane.heads.forget()
+        fast_path.heads.forget()
         feed.end_streams(lambda authorization: tokens.permits(authorization, "read"))
 
     @asynccontextmanager
@@ -107,24 +106,25 @@ def create_app(
 
     app = Application(lifespan, needs_token=tokens.are_required)
     app.state.scene = scene
-    app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
-    must_be_ready = not settings.answer_before_ready
-    hot: HotRoutes
-    if group is None:
-        hot, answers = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants), None
-    else:
-        hot = routes = group.routes(settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants)
-        answers = routes.answers()
-    endpoints = hot.endpoints()
+    app.state.feed = feed = EventStream(consumer, settings.max_event_clients)
+    local = LocalAnswers(consumer, tenants)
+    answerer = local if group is None else group.gatherer
+    queries = QueryRoutes(
+        answerer, lambda: settings.answer_before_ready or consumer.ready, settings.max_body_bytes, tenants
+    )
+    endpoints, fast = queries.endpoints(), None
+    if group is not None:
+        endpoints |= group.endpoints(settings.max_body_bytes)
+        fast = group.fast_answers(has_tenants=tenants is not None)
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
-    app.state.lane = lane = HotLane(consumer, settings, tokens, metrics, tenants, answers)
+    app.state.fast_path = fast_path = FastPath(consumer, settings, tokens, metrics, local, fast)
     if tenants is not None:
-        metrics.registry.register(TenantMetrics(consumer, tenants))
+        metrics.add(lambda: tenant_families(consumer, tenants))
     if registrations is not None:
         metrics.registry.register(registrations.metrics())
-    metrics.registry.register(DecisionMetrics(decisions))
+    metrics.add(lambda: decision_families(decisions))
     if recording is not None:
-        metrics.registry.register(RecordingMetrics(recording.recorder))
+        metrics.add(lambda: recording_families(recording.recorder))
     rare = (
         RegisterRoutes(registrations),
         DecisionRoute(consumer, decisions, scene.funnel.take),
@@ -135,22 +135,18 @@ def create_app(
     for path, endpoint in {**endpoints, **others}.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     app.include_router(service_routes(consumer, metrics, registrations, degraded))
-    app.include_router(worker_routes(consumer, registrations, consumer.demand_resync))
+    app.include_router(worker_routes(consumer, registrations, consumer.resyncs.demand))
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))
-    app.include_router(docs_routes())
+    app.router.routes += static_routes()
     app.include_router(page_routes(scene.open))
-    app.include_router(site_routes())
-    # no middleware sees the requests that `HotLane` answers; the lane has the rules of those below
+    # no middleware sees the requests that `FastPath` answers; the fast path has the rules of those below
     # the last middleware added is the outermost one, so that refused requests are counted, too
     if group is not None:
         group.add_to(app)
-        metrics.registry.register(group.metrics())
+        metrics.add(group.families)
     if spans is not None:
         app.add_middleware(TraceRequests, spans=spans, paths=endpoints)
-    if tokens.are_required:
-        app.add_middleware(BearerToken, tokens=tokens)
-    app.add_middleware(BrowserGuard, is_allowed_host=settings.is_allowed_host)
-    app.add_middleware(MeasureRequests, metrics=metrics)
-    app.add_middleware(RequestLog)
+    app.add_middleware(Guard, checks=[check_origin(settings.is_allowed_host), check_tokens(tokens)])
+    app.add_middleware(ObserveRequests, metrics=metrics)
     return app

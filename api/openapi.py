@@ -1,55 +1,60 @@
 """OpenAPI documentation generated from msgspec structs, which FastAPI does not understand.
 
-FastAPI routes declare their answers with `answers` and `problem`. `complete` adds the hot routes, which FastAPI does
+FastAPI routes declare their answers with `answers` and `problem`. `complete` adds the query routes, which FastAPI does
 not know, and the component schemas to which both refer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from functools import cache
 from http import HTTPStatus
+from importlib.metadata import PackageNotFoundError, version
 from inspect import cleandoc
+from types import ModuleType
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI
 from msgspec import UNSET, Struct, structs
 
-from api.access.auth import OPEN_PATHS
-from api.decisions.decision_requests import CandidateRequest, DecisionRequest, OutcomeRequest
-from api.page.tokenize import TokenizeRequest
-from api.problems import MEDIA_TYPE
+from api.access.guard import OPEN_PATHS
+from api.problems import MEDIA_TYPE, install
 from api.queries.body_formats import CONTENT_TYPES
-from api.queries.explain_requests import ExplainRequest
-from api.queries.query_requests import IntList, PeerQuery, RfcQuery
-from api.workers.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from indexer.views import ViewCounters
-from kv_events.http.decisions import DecisionsAccepted
-from kv_events.http.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
-from kv_events.http.fleet import (
-    Fleet,
-    FleetRank,
-    FleetWorker,
-    Funnel,
-    FunnelSums,
-    RecentDecision,
-    Residency,
-    ResidencyColumn,
-    ResidencyNamespace,
-    ResidencyRow,
-    StateChange,
-    Tokenized,
+from kv_events.http import (
+    decisions,
+    explanations,
+    fleet,
+    log,
+    problems,
+    queries,
+    registrations,
+    service,
+    shards,
+    workers,
 )
-from kv_events.http.log import BatchOfMoment, Mark, MomentOfLog, MovedPage, Span, StreamDiff
+from kv_events.http.decisions import CandidateRequest, DecisionRequest, DecisionsAccepted, OutcomeRequest
+from kv_events.http.explanations import ExplainRequest, Explanation
+from kv_events.http.fleet import Tokenized, TokenizeRequest
 from kv_events.http.problems import ProblemDocument
-from kv_events.http.queries import Missing, PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
-from kv_events.http.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
-from kv_events.http.service import Status
-from kv_events.http.shards import ShardMember, Shards
-from kv_events.http.workers import Listener, RadixView, ResyncAccepted, ViewPage, Worker
+from kv_events.http.queries import IntList, PeerAnswer, PeerQuery, RfcAnswer, RfcQuery
+from kv_events.http.registrations import (
+    PeerRegistered,
+    PeerRegistration,
+    PeerUnregistration,
+    RfcRegistered,
+    RfcRegistration,
+    RfcUnregistered,
+    RfcUnregistration,
+)
 
 Json = dict[str, Any]
 
 _TEMPLATE = "#/components/schemas/{name}"
+_MODULES = (decisions, explanations, fleet, log, problems, queries, registrations, service, shards, workers)
 _REQUESTS = (
     PeerQuery[IntList],
     RfcQuery[IntList],
@@ -63,48 +68,21 @@ _REQUESTS = (
     ExplainRequest,
     TokenizeRequest,
 )
-_ANSWERS: tuple[type[Struct], ...] = (
-    BatchOfMoment,
-    BatchPosition,
-    DecisionsAccepted,
-    Evidence,
-    Explanation,
-    Finding,
-    Fleet,
-    FleetRank,
-    FleetWorker,
-    Funnel,
-    FunnelSums,
-    Listener,
-    Mark,
-    Missing,
-    MomentOfLog,
-    MovedPage,
-    PeerAnswer,
-    PeerInstance,
-    PeerRegistered,
-    ProblemDocument,
-    RadixView,
-    RecentDecision,
-    Residency,
-    ResidencyColumn,
-    ResidencyNamespace,
-    ResidencyRow,
-    ResyncAccepted,
-    RfcInstance,
-    RfcRegistered,
-    RfcUnregistered,
-    ShardMember,
-    Shards,
-    Span,
-    StateChange,
-    Status,
-    StreamDiff,
-    Tokenized,
-    ViewPage,
-    Worker,
-    WorkerExplanation,
-)
+_OTHERS = {"BatchAnswer", "BatchQuery", "DecisionProbe", "DialectFields", "PromptFields", "PeerQuery", "RfcQuery"}
+_OTHERS |= {"RankBlocks", "_Registration"}
+"""Structs that are described by hand, by those that contain them, or not at all."""
+
+
+def _answers_of(module: ModuleType) -> Iterator[type[Struct]]:
+    """Yield the structs of a module that this server sends."""
+    for kind in vars(module).values():
+        is_own = isinstance(kind, type) and issubclass(kind, Struct) and kind.__module__ == module.__name__
+        if is_own and kind not in _REQUESTS and kind.__name__ not in _OTHERS:
+            yield kind
+
+
+_ANSWERS = sorted((kind for module in _MODULES for kind in _answers_of(module)), key=lambda kind: kind.__name__)
+
 _TEXTS = {
     "/query": "How much of a prompt each worker holds. The prompt is given by `token_ids`.",
     "/query_by_hash": (
@@ -174,7 +152,7 @@ def problem(status: int, description: str) -> dict[int | str, Json]:
 
 
 def complete(document: Json, *, needs_token: bool) -> None:
-    """Add component schemas, the hot routes and, if there is one, the bearer token to the document of FastAPI."""
+    """Add component schemas, the query routes and, if there is one, the bearer token to the document of FastAPI."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     _, components = msgspec.json.schema_components([*_REQUESTS, *_ANSWERS], ref_template=_TEMPLATE)
     schemas.update(components)
@@ -204,7 +182,7 @@ def complete(document: Json, *, needs_token: bool) -> None:
     asked = {"allOf": [_schema(ExplainRequest), query]}
     explained = {"200": _json("The cause for each worker", _schema(Explanation))}
     paths["/explain"] = _post("/explain", "queries", _EXPLAIN_TEXT, asked, explained, _EXPLAIN_PROBLEMS)
-    text = "The tokens of a text, from the engine at KVSIGHT_TOKENIZE_URL."
+    text = "The tokens of a text, from the engine at --tokenize-url."
     found = {"200": _json("The tokens", _schema(Tokenized))}
     problems = {"404": "The service knows no tokenizer", "503": "The tokenizer cannot be asked", **_BODY_PROBLEMS}
     paths["/tokenize"] = _post("/tokenize", "queries", text, _schema(TokenizeRequest), found, problems)
@@ -255,6 +233,29 @@ def _array(field: str, items: Json) -> Json:
     return {"type": "object", "properties": {field: {"type": "array", "items": items}}, "required": [field]}
 
 
+@cache
 def _schema(kind: Any) -> Json:
     (schema,), _components = msgspec.json.schema_components([kind], ref_template=_TEMPLATE)
     return schema
+
+
+class DocumentedApp(FastAPI):
+    """An application whose errors are problem documents and whose OpenAPI document is complete."""
+
+    def __init__(self, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], *, needs_token: bool) -> None:
+        super().__init__(title="kvsight", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
+        self.state.needs_token = needs_token
+        install(self)
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, which is built once."""
+        if self.openapi_schema is None:
+            complete(super().openapi(), needs_token=self.state.needs_token)
+        return super().openapi()
+
+
+def _version() -> str:
+    try:
+        return version("kvsight")
+    except PackageNotFoundError:
+        return "0"  # running from a checkout without installation

@@ -21,14 +21,14 @@ from starlette.applications import Starlette
 
 from api.access.bodies import BodyLimit
 from api.access.connections import RESERVED, ConnectionLimit
-from api.access.tls_handshakes import TlsHandshake
 from api.app import Application
-from api.errors import CannotListenError, PortInUseError
-from api.fast.connection import HotProtocol
-from api.fast.fast_path import HotLane
-from api.fast.http_limits import BoundedProtocol
+from api.fast.connection import FastConnection
+from api.fast.fast_path import FastPath
+from api.fast.http_limits import LimitedHttpProtocol
+from api.fast.tls_handshakes import TlsHandshake
 from api.followed_files import following
 from api.settings import ApiSettings
+from kv_events.errors import KvsightError
 from kv_events.runtime.event_loops import new_event_loop
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,33 @@ def run_server(app: Starlette, settings: ApiSettings, bound: socket.socket | Non
     application starts.
     """
     gc.freeze()  # modules and kernels live as long as the process, so the collector can skip them
-    with bound or listen(settings) as bound, asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_Server(app, settings).serve([bound]))
+    with bound or listen(settings) as bound:
+        server = _Server(app, settings)
+        with _signals_stop(server), asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(server.serve([bound]))
+
+
+@contextmanager
+def _signals_stop(server: uvicorn.Server) -> Iterator[None]:
+    """Let SIGINT and SIGTERM stop the server, and raise them again after the block, for the handlers from before.
+
+    uvicorn does so once its loop runs. An exception that a handler raises before, while uvloop starts, leaves a loop
+    that cannot be closed.
+    """
+    caught: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+        server.should_exit = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if caught:
+            signal.raise_signal(caught[0])
 
 
 @asynccontextmanager
@@ -98,10 +123,10 @@ class _Server(uvicorn.Server):
         self._app = app
         self._tls = settings.tls
         self._tls_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        http: Any = BoundedProtocol
+        http: Any = LimitedHttpProtocol
         if isinstance(app, Application):
-            lane: HotLane = app.state.lane
-            http = partial(HotProtocol, lane=lane)
+            fast_path: FastPath = app.state.fast_path
+            http = partial(FastConnection, fast_path=fast_path)
         limits = ConnectionLimit(_most_connections(settings)), BodyLimit(settings.max_body_bytes)
         http = partial(http, connection_limit=limits[0], body_limit=limits[1])
         if self._tls is not None:
@@ -166,3 +191,19 @@ class _EmbeddedServer(_Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class CannotListenError(KvsightError):
+    """The server cannot listen on its address."""
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        super().__init__(f"cannot listen on {host} port {port}: {reason}")
+        self.host = host
+        self.port = port
+
+
+class PortInUseError(CannotListenError):
+    """Another process listens on the port."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(host, port, "the port is in use")

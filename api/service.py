@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
@@ -19,9 +18,6 @@ from kv_events.http.service import Status
 
 if TYPE_CHECKING:
     from api.workers.registrations import Registrations
-
-
-_encoder = msgspec.json.Encoder()
 
 
 def service_routes(
@@ -46,7 +42,7 @@ def service_routes(
         if consumer.failure is not None:
             detail = f"the consumer has failed: {type(consumer.failure).__name__}"
             raise ProblemError(503, ProblemKind.UNAVAILABLE, detail)
-        return json_response(_encoder.encode(Status(status="ok", recording=degraded())))
+        return json_response(Status(status="ok", recording=degraded()))
 
     @router.get(
         "/ready", response_class=Response, responses={**answers(Status, "Ready"), **problem(503, "Not ready yet")}
@@ -59,7 +55,7 @@ def service_routes(
         reason = consumer.why_not_ready() or (registrations and registrations.why_not_ready())
         if reason:
             raise ProblemError(503, ProblemKind.UNAVAILABLE, reason, retry_after_s=1)
-        return json_response(_encoder.encode(Status(status="ready")))
+        return json_response(Status(status="ready"))
 
     @router.get("/metrics", response_class=Response)
     async def metrics_text() -> Response:

@@ -12,7 +12,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from api.workers.allowed_addresses import AllowedAddresses
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.quantities import BYTES, SECONDS, parse_quantity
-from kv_events.runtime.settings import KvsightSettings, argument
+from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.tls import TlsFiles
 from kv_events.runtime.variables import variable
 
@@ -30,7 +30,7 @@ class ApiSettings(KvsightSettings):
     reuse_port: bool = False
     """Whether several services of this machine may listen on the port. The kernel spreads connections over them."""
     api_token: SecretStr | None = Field(None, min_length=1)
-    """Token that callers must send as `Authorization: Bearer`, except to `api.access.auth.OPEN_PATHS`. If None, no
+    """Token that callers must send as `Authorization: Bearer`, except to `api.access.guard.OPEN_PATHS`. If None, no
     token is required.
     """
     tls_cert_file: Path | None = None
@@ -69,9 +69,9 @@ class ApiSettings(KvsightSettings):
     explain_timeout_s: float = Field(60.0, gt=0)
     """Seconds after which an explanation is given up."""
 
-    max_body_bytes: int = argument(32 * 2**20, ge=1024)
+    max_body_bytes: int = Field(32 * 2**20, ge=1024)
     """Maximum size of a request body. The default fits eight million packed tokens."""
-    max_event_clients: int = argument(64, ge=0)
+    max_event_clients: int = Field(64, ge=0)
     """Maximum number of concurrent clients of `GET /events`."""
 
     def is_allowed_host(self, host: str) -> bool:

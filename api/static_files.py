@@ -1,6 +1,8 @@
-"""The documentation page of the API: Swagger UI, with assets from an installed package instead of another server.
+"""Files that the service sends as they are: the page at `/`, and the documentation of the API at `/docs`.
 
-All addresses in the page are relative, so it also works behind a proxy that adds a prefix.
+The documentation is Swagger UI, with assets from an installed package instead of another server. All addresses in the
+files are relative, so they also work behind a proxy that adds a prefix. They contain nothing of this service's data, so
+they need no token.
 """
 
 from __future__ import annotations
@@ -10,26 +12,61 @@ from base64 import b64encode
 from hashlib import sha256
 from importlib.resources import files
 from mimetypes import guess_type
-from pathlib import Path
 
 import fastapi_offline
-from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.responses import HTMLResponse, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-_ASSETS = {name: f"docs/{name}" for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")}
-_CACHE = {"Cache-Control": "max-age=3600"}
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # asked for with an ETag, so that a new version is seen at once
+}
+_PAGE = {
+    "/" if file.name == "index.html" else f"/page/{file.name}": file
+    for file in (files("api.page") / "static").iterdir()
+}
+_DOCS = {name: f"docs/{name}" for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")}
 _INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
-DOCS_PATHS = frozenset({"/docs", "/openapi.json", *(f"/{path}" for path in _ASSETS.values())})
-"""Paths of the documentation. They describe the API and contain nothing of this service's data."""
+STATIC_PATHS = frozenset({*_PAGE, "/docs", "/openapi.json", *(f"/{path}" for path in _DOCS.values())})
 
 
-def docs_routes() -> APIRouter:
-    """Return the page and its assets. Like `/openapi.json`, they need no token."""
-    router = APIRouter(include_in_schema=False)
-    folder = Path(str(files(fastapi_offline) / "static"))
-    script, style, icon = _ASSETS.values()
+def static_routes() -> list[Route]:
+    """Return the routes of all files."""
+    routes: list[Route] = []
+
+    def add(path: str, content: bytes, media_type: str | None, headers: dict[str, str]) -> None:
+        async def serve(request: Request) -> Response:
+            tag = headers.get("ETag")
+            if tag is not None and request.headers.get("if-none-match") == tag:
+                return Response(status_code=304, headers=headers)
+            return Response(content, headers=headers, media_type=media_type)
+
+        route = Route(path, serve)
+        route.methods = {"GET"}
+        routes.append(route)
+
+    for path, file in _PAGE.items():
+        content = file.read_bytes()
+        tag = f'"{sha256(content).hexdigest()[:16]}"'
+        add(path, content, _TYPES[file.name[file.name.rindex(".") :]], {**_PAGE_HEADERS, "ETag": tag})
+    for name, path in _DOCS.items():
+        content = (files(fastapi_offline) / "static" / name).read_bytes()
+        add(f"/{path}", content, guess_type(name)[0], {"Cache-Control": "max-age=3600"})
+    page = _docs_page()
+    add("/docs", page, "text/html", {"Content-Security-Policy": _policy(page)})
+    return routes
+
+
+def _docs_page() -> bytes:
+    script, style, icon = _DOCS.values()
     page = get_swagger_ui_html(
         openapi_url="openapi.json",
         title="kvsight: HTTP API",
@@ -37,23 +74,7 @@ def docs_routes() -> APIRouter:
         swagger_css_url=style,
         swagger_favicon_url=icon,
     )
-    page.headers["Content-Security-Policy"] = _policy(bytes(page.body))
-
-    @router.get("/docs")
-    async def docs() -> HTMLResponse:
-        return page
-
-    def add_asset(name: str, path: str) -> None:
-        content, media_type = (folder / name).read_bytes(), guess_type(name)[0]
-
-        async def asset() -> Response:
-            return Response(content, headers=_CACHE, media_type=media_type)
-
-        router.add_api_route(f"/{path}", asset, response_class=Response)
-
-    for name, path in _ASSETS.items():
-        add_asset(name, path)
-    return router
+    return bytes(page.body)
 
 
 def _policy(page: bytes) -> str:

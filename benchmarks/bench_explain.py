@@ -21,6 +21,7 @@ from benchmarks.report import Figure, figure, main, timed
 from indexer.index import OverlapIndex
 from indexer.replay import Timeline
 from kv_events.hashing import U32Array, sequence_hashes
+from kv_events.http.parsed_query import ParsedQuery
 from kv_events.log.event_log import EventLogWriter
 from kv_events.records import LogRecord
 
@@ -54,7 +55,7 @@ def write_log(folder: Path, record_pages: int) -> U32Array:
 
 def explained(folder: Path, record_pages: int) -> list[Figure]:
     """Measure explanations from one log."""
-    prompt = AskedPrompt("model", "default", write_log(folder, record_pages))
+    prompt = AskedPrompt(ParsedQuery("model", "default", "token_ids"), write_log(folder, record_pages))
     seconds, cpu_seconds = [], []
     for _ in range(NUM_RUNS):
         log, began = Timeline(folder), time.process_time()

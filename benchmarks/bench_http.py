@@ -21,13 +21,13 @@ import numpy as np
 import uvloop
 
 from api.app import create_app
-from api.queries.routes import HotRoutes
+from api.fast.local_answers import LocalAnswers
+from api.queries.routes import QueryRoutes
 from api.server import running_server
 from api.settings import ApiSettings
 from benchmarks.report import Figure, figure, main
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.sources.memory import MemorySource
@@ -186,7 +186,8 @@ async def over_http(url: str, request: Request) -> list[Figure]:
 
 async def in_handler(consumer: Consumer, request: Request) -> Figure:
     """Measure the route alone, called as an ASGI application."""
-    endpoint = HotRoutes(consumer, ApiSettings().max_body_bytes).endpoints()[request.path]
+    routes = QueryRoutes(LocalAnswers(consumer), lambda: True, ApiSettings().max_body_bytes)
+    endpoint = routes.endpoints()[request.path]
     scope = {"type": "http", "headers": [(b"content-type", request.content_type.encode())]}
     statuses, milliseconds = set(), []
 

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from api.page.fleet import describe_fleet
-from api.page.live import LiveScene
 from api.page.residency import Wanted, describe_residency
+from api.page.state import LivePageState
 from benchmarks.bench_hostile import ordinary
 from benchmarks.bench_http import Caller, filled_consumer, server_process
 from benchmarks.report import Figure, figure, main
@@ -122,7 +122,7 @@ def _longest_step(steps: Generator[None, None, Any]) -> float:
 
 
 def _in_the_loop() -> list[Figure]:
-    live = LiveScene(filled_consumer(), None)
+    live = LivePageState(filled_consumer(), None)
     scene = asyncio.run(live.open(None))
     fleet, residency = [], []
     for _ in range(_ROUNDS):

@@ -22,10 +22,10 @@ from analysis.audit.audit import audit_log
 from benchmarks.report import Figure, figure, main
 from indexer.index import OverlapIndex
 from indexer.replay import LogIndexer, Replay, Timeline
-from indexer.replay.until import Until
 from kv_events.codec import RemovedPages, StoredPages, encode_batch, encode_event
 from kv_events.hashing import U64Array
 from kv_events.log.event_log import EventLogWriter
+from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA, PackedRemoved, PackedStored
@@ -122,12 +122,13 @@ def moments(folder: Path) -> list[Figure]:
     frames = sum(path.stat().st_size for path in folder.glob("*.kvframe"))
     chosen = random.Random(_RANDOM_SEED)
 
-    def open_at(until: Until) -> None:
+    def open_at(until: LogMoment) -> None:
         assert Timeline(folder).at(until).namespaces.views
 
-    by_index = [_cpu_s(partial(open_at, Until(offset=chosen.randrange(100, num_records)))) for _ in range(NUM_MOMENTS)]
+    indices = [chosen.randrange(100, num_records) for _ in range(NUM_MOMENTS)]
+    by_index = [_cpu_s(partial(open_at, LogMoment(index=index))) for index in indices]
     times = [_START_S + chosen.uniform(1, num_records * _STEP_S) for _ in range(NUM_MOMENTS)]
-    by_time = [_cpu_s(partial(open_at, Until(time_s=time_s))) for time_s in times]
+    by_time = [_cpu_s(partial(open_at, LogMoment(time_s=time_s))) for time_s in times]
     return [
         figure("write key frames and time index, 10M pages", "s", [indexing]),
         figure("size of the key frames, 10M pages", "MB", [frames / 1e6]),

@@ -63,7 +63,7 @@ async def _copied(namespaces: Namespaces) -> SnapshotParts:
 async def _save(store: SnapshotStore, namespaces: Namespaces) -> None:
     keeper = SnapshotKeeper(store, IndexerSettings(), 0.0)
     await keeper.close(lambda: _copied(namespaces))
-    if not keeper.written:
+    if not keeper.counts.written:
         raise RuntimeError("the snapshot could not be written")
 
 

@@ -17,14 +17,13 @@ import msgspec
 import numpy as np
 import uvloop
 
-from api.queries.answers import Answers
-from api.queries.body_formats import codec_of
-from api.queries.questions import BY_HASH, decode_question
+from api.fast.local_answers import LocalAnswers
+from api.queries.body_formats import format_of
+from api.queries.parsing import BY_HASH, decode_question
 from benchmarks.bench_http import PAGE_TOKENS
 from benchmarks.report import Figure, figure, main, timed
 from benchmarks.services import broker
 from indexer.assembly import create_consumer
-from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
 from kv_events.codec import StoredPages
@@ -76,7 +75,7 @@ async def catch_up(kafka: str, topics: dict[str, Any]) -> tuple[float, float]:
     """Return the seconds, and the CPU seconds, from the first record until a consumer is ready."""
     consumer = create_consumer(IndexerSettings(kafka=kafka, **topics))
     async with consumer.running():
-        while not consumer.num_records:  # noqa: ASYNC110  (a consumer has no event to wait for)
+        while not consumer.applier.records:  # noqa: ASYNC110  (a consumer has no event to wait for)
             await asyncio.sleep(_POLL_S)
         began, cpu_began = time.perf_counter(), time.process_time()
         while not consumer.ready:  # noqa: ASYNC110
@@ -107,9 +106,10 @@ def broad_answers(holders: int) -> Iterator[Figure]:
     starts = np.zeros(8, np.uint8)
     starts[0] = 1
     event = StoredPages(0, hashes, hashes, starts, np.zeros(1, np.uint64))
-    body, codec = msgspec.msgpack.encode({"model_name": "m", "seq_hashes": hashes.tobytes()}), codec_of(MSGPACK)
+    body, codec = msgspec.msgpack.encode({"model_name": "m", "seq_hashes": hashes.tobytes()}), format_of(MSGPACK)
     settings = IndexerSettings(max_pages=2**18, max_streams=2**14, worker_ttl_s=_DAY_S, forget_after_s=_DAY_S)
-    namespaces, freshness, answers = Namespaces(settings), create_consumer(settings).freshness, Answers()
+    consumer = create_consumer(settings)
+    namespaces, answers = consumer.namespaces, LocalAnswers(consumer)
     for number in range(holders):
         view = namespaces.add_view(StreamId("m", "default", f"worker-{number}", 0), PAGE_TOKENS)
         view.index.store(view.number, event, 0, len(hashes))
@@ -117,7 +117,7 @@ def broad_answers(holders: int) -> Iterator[Figure]:
 
     def answer() -> bytes:
         question, numbers = decode_question(body, codec, BY_HASH)
-        return answers.answer(question, numbers, namespaces, freshness, time.time())
+        return answers.answer_one(question, numbers)
 
     size = len(answer())
     yield figure(f"answer 64 pages, {holders:,} workers hold all", "us", [timed(answer) * 1e6 for _ in range(300)])

@@ -88,7 +88,7 @@ def make_model(name: str) -> Model:
         layers = {layer: own for own, layer in enumerate(every_other[1])}
         requests = HybridReqToTokenPool(2, SIZE, mamba_pool=states, mamba_allocator=slots, mamba_map=layers)
         specs = pools_of(HybridLinearKVPool(kv, every_other[0]), rows, req_pool=requests)
-        return Model(name, specs, rows, [MambaComponent(slots, enable_extra_buffer=True)], slots)
+        return Model(name, specs, rows, [MambaComponent(slots, enable_mamba_extra_buffer=True)], slots)
     return Model(name, pools_of(kv, rows), rows)
 
 

@@ -13,15 +13,14 @@ import zmq.asyncio
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.hashes.identity import EngineRules, RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.inbox import Inboxes
+from bridge.stream.messages import Inboxes
 from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
+from bridge.threads import DecodeThreads
 from bridge.worker_stream import StreamStatus
-from bridge.worker_threads import WorkerThreads
 from kv_events.endpoints import Locate
 from kv_events.engine_wire import parse_topic
 from kv_events.errors import shorten
@@ -51,7 +50,7 @@ class EngineStatus(NamedTuple):
     counters: BridgeCounters
 
 
-class EngineReader:
+class EngineConnection:
     """Owns the task that reads one rank, and its engine streams.
 
     A task that fails is restarted with a growing delay.
@@ -63,7 +62,7 @@ class EngineReader:
         engine: EngineSettings,
         registry: StreamRegistry,
         decoder: Decoder,
-        threads: WorkerThreads,
+        threads: DecodeThreads,
         inboxes: Inboxes,
         locate: Locate,
     ) -> None:
@@ -95,11 +94,11 @@ class EngineReader:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.gather(*(engine_stream.close(deadline_s, clear=clear) for engine_stream in self._all_streams()))
+        await asyncio.gather(*(each.ranks.close(deadline_s, clear=clear) for each in self._all_streams()))
 
     def status(self) -> EngineStatus:
         """Current status."""
-        streams = [status for engine_stream in list(self._engine_streams.values()) for status in engine_stream.status()]
+        streams = [status for each in list(self._engine_streams.values()) for status in each.ranks.status()]
         return EngineStatus(
             self.engine,
             ConnectionState.FAILED if self._failure is not None else self._subscriber.state,
@@ -181,7 +180,7 @@ class EngineReader:
                     del self._engine_streams[topic]
                     self._leaving.append(engine_stream)
         if self._leaving:
-            await asyncio.gather(*(leaving.close(_LEAVING_DEADLINE_S, clear=True) for leaving in self._leaving))
+            await asyncio.gather(*(leaving.ranks.close(_LEAVING_DEADLINE_S, clear=True) for leaving in self._leaving))
             self._leaving.clear()
 
     def _all_streams(self) -> list[EngineStream]:
@@ -197,9 +196,9 @@ class EngineReader:
         if engine.replay_endpoint is not None:
             replay = ReplayClient(self._context, engine.replay_endpoint, settings.bridge_replay_timeout_s, self._locate)
         stream = StreamId(model, engine.tenant, worker, engine.dp_rank)
-        rules = EngineRules(engine.eagle, engine.count_copies, engine.attention_chunk_size or 0)
-        defaults = RegistrationDefaults(engine.block_size, engine.lora_name, engine.cache_salt, rules)
-        return EngineStream(stream, defaults, self._registry, self._decoder, self.counters, replay, self._threads)
+        return EngineStream(
+            stream, engine.defaults, self._registry, self._decoder, self.counters, replay, self._threads
+        )
 
 
 def _publisher_failure(streams: list[StreamStatus]) -> str | None:

@@ -9,12 +9,12 @@ from typing import Self
 import zmq.asyncio
 
 from bridge.decoding.decoder import Decoder
-from bridge.engine import EngineReader, EngineStatus
+from bridge.engine import EngineConnection, EngineStatus
 from bridge.registry import StreamRegistry
 from bridge.settings import BridgeSettings, EngineSettings
 from bridge.shared_sink import SharedSink
-from bridge.stream.inbox import Inboxes
-from bridge.worker_threads import WorkerThreads
+from bridge.stream.messages import Inboxes
+from bridge.threads import DecodeThreads
 from kv_events.endpoints import Locate, as_given
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.log.memory import MemoryLog
@@ -54,12 +54,12 @@ class Fleet:
         self._sink = SharedSink(sink)
         self._registry = StreamRegistry(settings, template, self._sink)
         self._decoder = Decoder()
-        self._threads = WorkerThreads()
+        self._threads = DecodeThreads()
         self._inboxes = Inboxes()
         self._locate = locate
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._readers: dict[_Key, EngineReader] = {}
+        self._readers: dict[_Key, EngineConnection] = {}
         self._stopping: dict[_Key, asyncio.Task[None]] = {}  # removed, but still closing their streams
 
     @classmethod
@@ -84,7 +84,7 @@ class Fleet:
                 raise EngineConflictError(reader.engine, rank)
         new = [rank for rank in ranks if _key(rank) not in self._readers]
         for rank in new:
-            reader = self._readers[_key(rank)] = EngineReader(
+            reader = self._readers[_key(rank)] = EngineConnection(
                 self._context, rank, self._registry, self._decoder, self._threads, self._inboxes, self._locate
             )
             reader.start()

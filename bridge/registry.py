@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 
 from bridge.counters import BridgeCounters
-from bridge.hashes.identity import RegistrationDefaults
-from bridge.settings import BridgeSettings
+from bridge.settings import BridgeSettings, EngineDefaults
 from bridge.shared_sink import SharedSink
-from bridge.worker_stream import StreamContext, WorkerStream
+from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher.kernels.blocks import BlockTable
@@ -24,9 +23,6 @@ class StreamRegistry:
         self.settings = settings
         self._template = template
         self._sink = sink
-        self._home = StreamContext(
-            self._new_publisher, self._release, template.ledger_pages, settings.bridge_name_pages
-        )
         self._streams: dict[StreamId, WorkerStream] = {}
         self._registered: set[StreamId] = set()
         self._lock = threading.Lock()  # guards both
@@ -34,9 +30,10 @@ class StreamRegistry:
     def open(
         self,
         stream: StreamId,
-        defaults: RegistrationDefaults,
+        defaults: EngineDefaults,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
+        state: EngineState,
         *,
         is_registered: bool,
     ) -> WorkerStream | None:
@@ -53,11 +50,20 @@ class StreamRegistry:
                 holder.is_replaced = True
             if is_registered:
                 self._registered.add(stream)
-            opened = WorkerStream(self._home, stream, defaults, counters, limited_logger)
-            self._streams[stream] = opened
+            opened = self._streams[stream] = WorkerStream(
+                stream,
+                defaults,
+                counters,
+                limited_logger,
+                self._new_publisher,
+                state,
+                ledger_pages=self._template.ledger_pages,
+                name_pages=self.settings.bridge_name_pages,
+            )
             return opened
 
-    def _release(self, stream: WorkerStream) -> None:
+    def release(self, stream: WorkerStream) -> None:
+        """Note that a stream is closed."""
         with self._lock:
             if self._streams.get(stream.stream) is stream:
                 del self._streams[stream.stream]
@@ -66,4 +72,4 @@ class StreamRegistry:
     def _new_publisher(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
         own = {**stream._asdict(), "block_size": block_size}
         # names and sizes were checked when the engine was registered
-        return EventPublisher(self._template.model_copy(update=own), self._sink.lane(stream), blocks)
+        return EventPublisher(self._template.model_copy(update=own), self._sink.sink_of(stream), blocks)

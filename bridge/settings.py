@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,7 +13,7 @@ from pydantic import Field
 from kv_events.endpoints import endpoint_of_rank, has_wildcard
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, SOCKET_FILES
-from kv_events.runtime.settings import KvsightSettings, argument
+from kv_events.runtime.settings import KvsightSettings
 from kv_events.streams import DEFAULT_TENANT, MAX_GROUP_SIZE
 
 MAX_RANKS = 1024
@@ -28,20 +29,31 @@ class BridgeSettings(KvsightSettings):
     bridge_away_s: float = Field(default=30.0, gt=0)
     """Time after which the pages of an unreachable engine are dropped, and a worker that named itself is forgotten."""
 
-    bridge_name_pages: int = argument(4_000_000, ge=1024, le=2**30)
+    bridge_name_pages: int = Field(4_000_000, ge=1024, le=2**30)
     """Bound, for each stream, on remembered hashes of pages that the worker no longer holds. As many are kept as the
     worker ever held at a time, at least 65,536.
     """
-    bridge_replay_timeout_s: float = argument(5.0, gt=0)
+    bridge_replay_timeout_s: float = Field(5.0, gt=0)
     """Silence after which a replay request is abandoned."""
-    bridge_replay_attempts: int = argument(3, ge=1)
+    bridge_replay_attempts: int = Field(3, ge=1)
     """Consecutive requests without progress after which a replay is abandoned."""
-    bridge_replay_deadline_s: float = argument(60.0, gt=0)
+    bridge_replay_deadline_s: float = Field(60.0, gt=0)
     """Time after which a replay is abandoned in any case: live batches wait for it."""
-    bridge_idle_check_s: float = argument(5.0, gt=0)
+    bridge_idle_check_s: float = Field(5.0, gt=0)
     """Silence after which an engine with a replay socket is asked for its newest batch."""
-    bridge_max_workers: int = argument(1024, ge=1)
+    bridge_max_workers: int = Field(1024, ge=1)
     """Bound on workers that may name themselves by their topics on one address."""
+
+
+class EngineDefaults(NamedTuple):
+    """What is known of an engine besides its events. See `EngineSettings`."""
+
+    block_size: int | None = None
+    lora_name: str = ""
+    cache_salt: str = ""
+    eagle: bool = False
+    count_copies: bool = True
+    attention_chunk_size: int | None = None
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +101,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 endpoint_of_rank(address, self.num_ranks - 1, field)
         if self.replay_endpoint is not None and has_wildcard(self.replay_endpoint):
             raise InvalidValueError("replay_endpoint", self.replay_endpoint, "the engine's address, without a wildcard")
+
+    @property
+    def defaults(self) -> EngineDefaults:
+        """What its events leave out."""
+        return EngineDefaults(*(getattr(self, field) for field in EngineDefaults._fields))
 
     @property
     def binds(self) -> bool:

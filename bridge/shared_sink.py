@@ -29,20 +29,20 @@ class _Part:
 
 
 class SharedSink:
-    """Owns the real sink. Its lanes are sinks, too; what they send at the same time goes out in one call."""
+    """Owns the real sink. Each publisher has a `StreamSink`; what these send at the same time goes out in one call."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self.outage = sink.outage
-        self._lanes: dict[str, SinkLane] = {}  # by key of the stream
+        self._sinks: dict[str, StreamSink] = {}  # by key of the stream
         self._lock = asyncio.Lock()  # one call of the sink at a time
         self._waiting: list[_Part] = []
         self._listener: asyncio.Task[None] | None = None
 
-    def lane(self, stream: StreamId) -> SinkLane:
-        """Make a sink for one publisher. It receives the stream's requests, instead of any older lane."""
-        lane = self._lanes[stream.key] = SinkLane(self, stream.key)
-        return lane
+    def sink_of(self, stream: StreamId) -> StreamSink:
+        """Make a sink for one publisher. It receives the stream's requests, instead of any older one."""
+        sink = self._sinks[stream.key] = StreamSink(self, stream.key)
+        return sink
 
     async def stop(self) -> None:
         """Stop the real sink. All publishers must be closed."""
@@ -75,10 +75,10 @@ class SharedSink:
         if part.error is not None:
             raise part.error
 
-    def forget(self, lane: SinkLane) -> None:
-        """Remove the lane of a publisher that was closed."""
-        if self._lanes.get(lane.key) is lane:
-            del self._lanes[lane.key]
+    def forget(self, sink: StreamSink) -> None:
+        """Remove the sink of a publisher that was closed."""
+        if self._sinks.get(sink.key) is sink:
+            del self._sinks[sink.key]
 
     async def _send_together(self, parts: list[_Part]) -> None:
         outcome: Exception | None = None
@@ -98,13 +98,13 @@ class SharedSink:
     async def _forward_requests(self) -> None:
         async for request in self._sink.requests():
             if request is None:
-                for lane in self._lanes.values():
-                    lane.take(None)
-            elif (wanted := self._lanes.get(request.stream)) is not None:
+                for sink in self._sinks.values():
+                    sink.take(None)
+            elif (wanted := self._sinks.get(request.stream)) is not None:
                 wanted.take(request)
 
 
-class SinkLane:
+class StreamSink:
     """A publisher's share of a `SharedSink`. See `Sink`."""
 
     def __init__(self, shared: SharedSink, key: str) -> None:
@@ -114,7 +114,7 @@ class SinkLane:
 
     @property
     def outage(self) -> Outage:
-        """The outage of the real sink, which all lanes share."""
+        """The outage of the real sink, which all of them share."""
         return self._shared.outage
 
     async def start(self) -> None:
@@ -122,11 +122,11 @@ class SinkLane:
         await self._shared.open()
 
     async def send(self, records: Sequence[OutRecord]) -> None:
-        """Send records together with those of other lanes."""
+        """Send records together with those of other streams."""
         await self._shared.send(records)
 
     async def stop(self) -> None:
-        """Leave the real sink running for the other lanes."""
+        """Leave the real sink running for the other streams."""
         self._shared.forget(self)
 
     async def requests(self) -> AsyncIterator[ResyncRequest | None]:

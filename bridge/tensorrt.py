@@ -14,21 +14,20 @@ from typing import Any
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.runs import AttentionSpec, BadEvent, ClearedRun, Location, PageEvents, RemovedRun, Run, StoredRun
-from bridge.hashes.event_translator import EventTranslator
-from bridge.hashes.identity import EngineRules, StreamIdentity
+from bridge.decoding.events import AttentionSpec, InvalidEvent, Medium, PageEvents, PageRun, Run
+from bridge.settings import EngineDefaults
+from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
-from kv_events.schema import BATCHES_LOST, CLOSED
-from kv_events.streams import group_model
+from kv_events.schema import CLOSED
 from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
 
 logger = logging.getLogger(__name__)
 
-_LOCATIONS = (Location("GPU"), Location("CPU"))
+_MEDIA = (Medium(0), Medium(1))
 """By cache level."""
 _MASK64 = 2**64 - 1
 _STATES = -1
@@ -40,7 +39,7 @@ class _BadEventError(KvsightError):
 
 
 def from_tensorrt(event: Mapping[str, Any], block_size: int, widest_window: int = 0) -> list[Run]:
-    """Convert a polled event to runs. Unknown fields are ignored; an invalid event becomes a BadEvent.
+    """Convert a polled event to runs. Unknown fields are ignored; an invalid event becomes an InvalidEvent.
 
     block_size: the engine's `tokens_per_block`, which events do not name. widest_window: see `widest_window_of`; layers
     with this window, or with none, have full attention. So have all others of the first cache manager, which names no
@@ -49,7 +48,7 @@ def from_tensorrt(event: Mapping[str, Any], block_size: int, widest_window: int 
     try:
         return list(_runs(event, block_size, widest_window))
     except (_BadEventError, LookupError, TypeError, AttributeError, ValueError, OverflowError):
-        return [BadEvent("type", may_remove=not _is_store(event))]
+        return [InvalidEvent("type", may_remove=not _is_store(event))]
 
 
 def widest_window_of(events: Iterable[Mapping[str, Any]], known: int = 0) -> int:
@@ -80,8 +79,7 @@ class PolledEvents:
         self._make_publisher = make_publisher
         self._name_pages = name_pages
         self._widest_window = 0
-        self._rank_streams: dict[int, EventTranslator] = {}
-        self._is_degraded: set[int] = set()  # ranks
+        self._streams: dict[int, WorkerStream] = {}  # by rank
         self._last_ids: dict[int, int] = {}
 
     def take(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -98,50 +96,42 @@ class PolledEvents:
             except Exception:
                 logger.exception("an event of TensorRT-LLM is left out")
                 self.counters.bad_events["error"] += 1
-                for rank, translator in self._rank_streams.items():
-                    translator.clear()
-                    self._is_degraded.add(rank)
-        for rank, translator in self._rank_streams.items():
-            translator.end_batch()
-            reason = BATCHES_LOST if rank in self._is_degraded else translator.problem
-            for publisher in translator.publishers:
-                publisher.set_degraded_reason(reason)
+                for stream in self._streams.values():
+                    stream.drop_all_pages()
+        for stream in self._streams.values():
+            for _ in stream.end_batch():
+                pass
+            for publisher in stream.take_publishers().retired:
+                publisher.set_degraded_reason(CLOSED)
 
     def _take(self, event: Mapping[str, Any]) -> None:
         rank = _integer(event.get("attention_dp_rank") or 0)
-        translator = self._rank(rank)
-        number, last = event.get("event_id"), self._last_ids.get(rank)
+        if rank not in self._streams:
+            self._streams[rank] = self._new_stream(rank)
+        stream, number, last = self._streams[rank], event.get("event_id"), self._last_ids.get(rank)
         if isinstance(number, int):
             if last is not None and number != last + 1:
                 self.counters.losses += 1
-                translator.apply(ClearedRun())
-                self._is_degraded.add(rank)
+                for _ in stream.end_batch():  # the pages go, but not their hashes
+                    pass
+                stream.drop_all_pages()
             self._last_ids[rank] = number
         self.counters.events += 1
         for run in from_tensorrt(event, self._settings.block_size, self._widest_window):
-            translator.apply(run)
-            if isinstance(run, BadEvent) and run.may_remove:
-                self._is_degraded.add(rank)
+            stream.apply(run)
 
-    def _rank(self, rank: int) -> EventTranslator:
-        if rank not in self._rank_streams:
-            settings = PublisherSettings(**{**self._settings.model_dump(), "dp_rank": rank})
-
-            def make_publisher(_: int, group: str, blocks: BlockTable | None) -> EventPublisher:
-                model = group_model(settings.model, group) if group else settings.model
-                return self._make_publisher(settings.model_copy(update={"model": model}), blocks)
-
-            self._rank_streams[rank] = EventTranslator(
-                StreamIdentity(settings.model, settings.tenant, rules=EngineRules(count_copies=False)),
-                self.counters,
-                RateLimitedLogger(logger, f"engine {settings.stream.key}"),
-                make_publisher,
-                lambda publisher: publisher.set_degraded_reason(CLOSED),
-                block_size=settings.block_size,
-                ledger_pages=settings.ledger_pages,
-                name_pages=self._name_pages,
-            )
-        return self._rank_streams[rank]
+    def _new_stream(self, rank: int) -> WorkerStream:
+        settings = PublisherSettings(**{**self._settings.model_dump(), "dp_rank": rank})
+        return WorkerStream(
+            settings.stream,
+            EngineDefaults(settings.block_size, count_copies=False),
+            self.counters,
+            RateLimitedLogger(logger, f"engine {settings.stream.key}"),
+            lambda stream, _, blocks: self._make_publisher(settings.model_copy(update=stream._asdict()), blocks),
+            EngineState(is_receiving=True),
+            ledger_pages=settings.ledger_pages,
+            name_pages=self._name_pages,
+        )
 
 
 def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iterator[Run]:
@@ -156,16 +146,15 @@ def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iter
         case "stored":
             yield from _stored(data, block_size, attention_group, spec)
         case "removed":
-            hashes = _hashes(data["block_hashes"])
-            yield from (
-                RemovedRun(hashes, location, attention_group) for location in _LOCATIONS
-            )  # the event does not name the level
+            events = PageEvents.one(_hashes(data["block_hashes"]))
+            for medium in _MEDIA:  # the event does not name the level
+                yield PageRun(events, medium, attention_group, is_removal=True)
         case "updated":
             yield from _moved(data, block_size, attention_group, spec)
         case "created":
             pass
         case _:
-            yield BadEvent("tag")
+            yield InvalidEvent("tag")
 
 
 def _is_store(event: Mapping[str, Any]) -> bool:
@@ -183,18 +172,15 @@ def _stored(
         tokens = [token for block in blocks for token in block["tokens"]]
         hashes = _hashes([block["block_hash"] for block in blocks])
         extra = [_extra_keys(block) for block in blocks]
-        yield StoredRun(
-            PageEvents.stored(hashes, parent),
-            np.array([token["token_id"] for token in tokens], np.uint32),
-            len(tokens),
-            is_bigram=False,
+        yield PageRun(
+            PageEvents.one(hashes, parent),
+            _MEDIA[_integer(level)],
+            attention_group,
+            tokens=np.array([token["token_id"] for token in tokens], np.uint32),
+            num_positions=len(tokens),
             block_size=block_size,
-            location=_LOCATIONS[_integer(level)],
-            attention_group=attention_group,
             spec=spec,
-            lora_name="",
-            cache_salt="",
-            extra_keys=extra if any(extra) else [],
+            extra_keys=extra if any(extra) else (),
         )
         parent = int(hashes[-1])
 
@@ -204,18 +190,14 @@ def _moved(data: Mapping[str, Any], block_size: int, attention_group: int | None
     levels = data.get("cache_level")
     if levels is None:
         return
-    hashes = _hashes([data["block_hash"]])
-    old, new = (_LOCATIONS[_integer(levels[side])] for side in ("old_value", "new_value"))
-    no_tokens = np.empty(0, np.uint32)
-    yield StoredRun(
-        PageEvents.stored(hashes, None), no_tokens, 0, is_bigram=False, block_size=block_size, location=new,
-        attention_group=attention_group, spec=spec, lora_name="", cache_salt="", extra_keys=[],
-    )  # fmt: skip
-    yield RemovedRun(hashes, old, attention_group)
+    events = PageEvents.one(_hashes([data["block_hash"]]))
+    old, new = (_MEDIA[_integer(levels[side])] for side in ("old_value", "new_value"))
+    yield PageRun(events, new, attention_group, block_size=block_size, spec=spec)
+    yield PageRun(events, old, attention_group, is_removal=True)
 
 
 def _extra_keys(block: Mapping[str, Any]) -> list[Any]:
-    """What went into a page's hash besides tokens, in vLLM's form; see `bridge.hashes.extra_keys`."""
+    """What went into a page's hash besides tokens, in vLLM's form; see `bridge.hashes.page_namer`."""
     numbers = {token.get("token_extra_id") or 0 for token in block["tokens"]} - {0}
     keys = [{"token_extra_id": number} for number in sorted(numbers)]
     objects: Sequence[Any] = block.get("mm_keys") or ()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.runs import ClearedRun, Run
-from bridge.hashes.event_translator import EventTranslator
-from bridge.hashes.identity import RegistrationDefaults, StreamIdentity
+from bridge.decoding.events import ClearedRun, InvalidEvent, Run
+from bridge.hashes.event_translator import EventTranslator, NewPublisher
+from bridge.settings import EngineDefaults
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, REPLAYING
-from kv_events.streams import StreamId, group_model
+from kv_events.streams import StreamId
 from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher, PublisherStats
 
@@ -38,45 +39,68 @@ class StreamStatus(NamedTuple):
         return 0 if self.publisher is None else self.publisher.pages["held"]
 
 
-class StreamContext(NamedTuple):
-    """What a worker stream needs of the registry that opened it."""
+class ChangedPublishers(NamedTuple):
+    """Publishers of a worker stream since they were last taken."""
 
-    new_publisher: Callable[[StreamId, int, BlockTable | None], EventPublisher]
-    """(stream, block size, its table of blocks) -> a publisher that is not started."""
-    release: Callable[[WorkerStream], None]
-    """Called when the stream is closed."""
-    ledger_pages: int
-    """Most pages that a worker may hold."""
-    name_pages: int
-    """Most pages that are remembered beyond those held."""
+    unstarted: list[EventPublisher]
+    retired: list[EventPublisher]
+    """Those of old incarnations, and of group streams that are not needed any more."""
+
+
+class EngineState(NamedTuple):
+    """What all streams of an engine have in common."""
+
+    is_receiving: bool = False
+    """Whether messages of the engine arrive."""
+    is_replaying: bool = False
+    """Whether its events are of the past."""
 
 
 class WorkerStream:
-    """Applies one worker's events. `apply` and `restart` never wait; `settle` starts and closes publishers for them."""
+    """Applies one worker's events.
+
+    Only `start_and_close_publishers` and `close` wait. An owner without an event loop calls `take_publishers` instead.
+    """
 
     def __init__(
         self,
-        home: StreamContext,
         stream: StreamId,
-        defaults: RegistrationDefaults,
+        defaults: EngineDefaults,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
+        new_publisher: NewPublisher,
+        state: EngineState,
+        *,
+        ledger_pages: int,
+        name_pages: int,
     ) -> None:
+        """new_publisher: makes one that is not started. ledger_pages, name_pages: see `EventTranslator`."""
         self.stream = stream
         self.is_replaced = False
         """Whether another engine was registered under this name. The stream must then be closed and not be used."""
-        self._home = home
-        self._defaults = defaults
-        self._counters = counters
-        self._limited_logger = limited_logger
-        self._unstarted: list[EventPublisher] = []
-        self._retired: list[EventPublisher] = []
-        self._spare: EventPublisher | None = None  # made before the block size of its incarnation was known
-        self._is_receiving = False
-        self._is_replaying = False
+        self._changed = ChangedPublishers([], [])
+        self._provisional: EventPublisher | None = None  # made before the block size of its incarnation was known
+        self._state = state
         self._is_incomplete = False  # the engine may hold pages that its events since then did not name
+        self._new_publisher = new_publisher
+        self._new_translator = partial(
+            EventTranslator,
+            stream,
+            defaults,
+            counters,
+            limited_logger,
+            self._publisher_of_size,
+            lambda publisher: self._changed.retired.append(publisher),
+            ledger_pages=ledger_pages,
+            name_pages=name_pages,
+        )
         self._translator = self._new_translator()
         self._update_degraded_reason()
+
+    @property
+    def publishers(self) -> list[EventPublisher]:
+        """See `EventTranslator.publishers`."""
+        return self._translator.publishers
 
     @property
     def problem(self) -> str:
@@ -93,31 +117,32 @@ class WorkerStream:
         self._translator.apply(run)
         if isinstance(run, ClearedRun):
             self._is_incomplete = False
+        elif isinstance(run, InvalidEvent) and run.may_remove:
+            self.mark_incomplete()
 
     def end_batch(self) -> Iterator[None]:
         """Apply what waited for the end of the engine's batch, in steps."""
         yield from self._translator.end_batch_in_steps()
         self._update_degraded_reason()
 
-    def set_receiving(self, is_receiving: bool) -> None:
-        """Note whether messages of the engine arrive. False at first."""
-        self._is_receiving = is_receiving
+    def set_state(self, state: EngineState) -> None:
+        """Note the engine's state."""
+        self._state = state
         self._update_degraded_reason()
 
-    def set_replaying(self, is_replaying: bool) -> None:
-        """Note whether the events are of the past. False at first."""
-        self._is_replaying = is_replaying
-        self._update_degraded_reason()
-
-    def begin_late(self) -> None:
+    def mark_incomplete(self) -> None:
         """Note that batches before the next one are missing. The engine may hold unknown pages until it clears all."""
         self._is_incomplete = True
         self._update_degraded_reason()
 
-    def lose(self) -> None:
+    def clear(self) -> None:
+        """Publish that the worker holds no pages."""
+        self._translator.clear()
+
+    def drop_all_pages(self) -> None:
         """Note that batches were lost: drop all pages, because some may have been removed."""
         self._translator.clear()
-        self.begin_late()
+        self.mark_incomplete()
 
     def restart(self, *, is_certain: bool) -> None:
         """Drop all pages and begin a new epoch at once, with the old block size until a store proves another one.
@@ -127,35 +152,37 @@ class WorkerStream:
         """
         old = self._translator.publisher
         self._is_incomplete = False
-        if old is not None and old is not self._spare:  # a spare one has published nothing yet
+        if old is not None and old is not self._provisional:  # a provisional one has published nothing yet
             if is_certain:
                 self._forget(old.block_size)
             else:
                 self._translator.replace_publisher(old.block_size)
         self._update_degraded_reason()
 
-    async def settle(self) -> None:
+    def take_publishers(self) -> ChangedPublishers:
+        """Return new publishers, which are to be started, and old ones, which are to be closed."""
+        taken, self._changed = self._changed, ChangedPublishers([], [])
+        return taken
+
+    async def start_and_close_publishers(self) -> None:
         """Start new publishers and close those of old incarnations."""
-        while self._unstarted:
-            await self._unstarted.pop(0).start()
-        while self._retired:
-            old = self._retired.pop()
+        unstarted, retired = self.take_publishers()
+        for new in unstarted:
+            await new.start()
+        for old in retired:
             await old.aclose(_OLD_DEADLINE_S, goodbye=old.stream != self.stream)  # the engine may have lost the group
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
         """Publish what is queued for at most `deadline_s`. clear: first publish that the worker holds no pages."""
-        try:
-            await self.settle()
-            if clear:
-                self._translator.clear()
-            await asyncio.gather(
-                *(
-                    each.aclose(deadline_s, goodbye=not self.is_replaced or each.stream != self.stream)
-                    for each in self._translator.publishers
-                )
+        await self.start_and_close_publishers()
+        if clear:
+            self._translator.clear()
+        await asyncio.gather(
+            *(
+                each.aclose(deadline_s, goodbye=not self.is_replaced or each.stream != self.stream)
+                for each in self.publishers
             )
-        finally:
-            self._home.release(self)
+        )
 
     def status(self) -> list[StreamStatus]:
         """Current status of the stream and of its group streams."""
@@ -168,45 +195,29 @@ class WorkerStream:
 
     def _update_degraded_reason(self) -> None:
         reason = self._degraded_reason()
-        for publisher in self._translator.publishers:
+        for publisher in self.publishers:
             publisher.set_degraded_reason(reason)
 
     def _degraded_reason(self) -> str:
-        if not self._is_receiving:
+        if not self._state.is_receiving:
             return ENGINE_UNHEARD
         if self._is_incomplete:
             return BATCHES_LOST
-        return REPLAYING if self._is_replaying else self._translator.problem
+        return REPLAYING if self._state.is_replaying else self.problem
 
     def _forget(self, block_size: int) -> None:
         """Begin with an empty translator, and with a publisher whose block size is not certain yet."""
         self._translator.close()
         self._translator = self._new_translator()
         if self._translator.publisher is None:
-            self._spare = self._translator.open_publisher(block_size)
+            self._provisional = self._translator.open_publisher(block_size)
 
-    def _new_translator(self) -> EventTranslator:
-        own = self._defaults
-        return EventTranslator(
-            StreamIdentity(self.stream.model, self.stream.tenant, own.lora_name, own.cache_salt, own.rules),
-            self._counters,
-            self._limited_logger,
-            self._publisher_of_size,
-            self._retired.append,
-            block_size=self._defaults.block_size,
-            ledger_pages=self._home.ledger_pages,
-            name_pages=self._home.name_pages,
-        )
-
-    def _publisher_of_size(self, block_size: int, group: str, blocks: BlockTable | None) -> EventPublisher:
-        """The spare publisher if its block size is right, else a new one."""
-        stream = self.stream
-        if group:
-            stream = stream._replace(model=group_model(stream.model, group))
-        else:
-            spare, self._spare = self._spare, None
-            if spare is not None and spare.block_size == block_size:
-                return spare
-        publisher = self._home.new_publisher(stream, block_size, blocks)
-        self._unstarted.append(publisher)
+    def _publisher_of_size(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
+        """The provisional publisher if it is the stream's and has the right block size, else a new one."""
+        if stream == self.stream:
+            provisional, self._provisional = self._provisional, None
+            if provisional is not None and provisional.block_size == block_size:
+                return provisional
+        publisher = self._new_publisher(stream, block_size, blocks)
+        self._changed.unstarted.append(publisher)
         return publisher

@@ -188,14 +188,17 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free at least the requested amounts, in whole nodes, if unlocked nodes hold as much. The counts in the result
-        include data that is freed together with a node."""
+        """Free at least the requested amounts, in whole nodes, if unlocked nodes hold as much.
+
+        The counts in the result include data that is freed together with a node.
+        """
 
     @abstractmethod
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
         """Protect from eviction the KV of the node and its ancestors, and the states needed to continue from the node.
 
-        Raises CacheStateError for a node of another tree."""
+        Raises CacheStateError for a node of another tree.
+        """
 
     @abstractmethod
     def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
@@ -203,7 +206,8 @@ class BasePrefixCache(ABC):
         lock needs no params.
 
         Raises CacheStateError if the node is not locked or belongs to another tree, and InvalidValueError if required
-        params are missing."""
+        params are missing.
+        """
 
     @abstractmethod
     def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:
@@ -213,7 +217,8 @@ class BasePrefixCache(ABC):
     def cache_finished_req(self, req: Request, *, is_insert: bool = True) -> None:
         """End a request: insert or free its whole pages, free its other rows, and release its lock.
 
-        The caller frees its line in the `ReqToTokenPool`."""
+        The caller frees its line in the `ReqToTokenPool`.
+        """
 
     @abstractmethod
     def evictable_size(self) -> int:

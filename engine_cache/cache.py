@@ -6,17 +6,14 @@
               ├─ host        None, or copies on the host: backups, load-backs
               └─ store       None, or an attached storage backend: archives, prefetches
 
-The cache classes choose components, tiers and rules: `radix.py`, `hiradix.py`, `mamba.py`, `himamba.py`, `unified.py`.
-A scheduler can make the same calls with any set of tiers. Calls that concern a missing tier have no effect.
+The classes of `presets.py` choose components, tiers and rules. A scheduler can make the same calls with any set of
+tiers. Calls that concern a missing tier have no effect.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import takewhile
-from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +34,10 @@ from engine_cache.base import (
 )
 from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.components.mamba import MambaComponent
-from engine_cache.components.match import MatchedPath, num_accepted
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.requests import Requests
-from engine_cache.rules import Rules
 from engine_cache.sanity import check_tree
 from engine_cache.storage.base import HiCacheStorage, PoolName
 from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation, StoragePolicy
@@ -54,9 +49,11 @@ from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.tree.events import EventRecorder, KVCacheEventMixin
 from engine_cache.tree.eviction import EvictionQueue, find_policy
 from engine_cache.tree.key import RadixKey
-from engine_cache.tree.node import TreeNode, compute_node_hash_values
+from engine_cache.tree.node import TreeNode
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray, no_indices
+from engine_cache.variants import CacheVariant
+from engine_cache.walks import Walks
 from kv_events.errors import InvalidValueError, check_type
 from kv_events.hashing import namespace_seed
 from kv_events.schema import BlockStored
@@ -64,23 +61,6 @@ from kv_events.schema import BlockStored
 logger = logging.getLogger(__name__)
 
 _MOST_LOADED_NOTES = 4_096
-
-
-class CacheOptions(TypedDict, total=False):
-    """Options of every cache. See `TreeCache`."""
-
-    req_to_token_pool: ReqToTokenPool | None
-    enable_kv_cache_events: bool
-    emit_group_events: bool
-    is_eagle: bool
-    disable: bool
-    seed_of_extra_key: Callable[[str], int]
-
-
-class RadixOptions(CacheOptions, total=False):
-    """Options of caches with a configurable eviction policy."""
-
-    eviction_policy: str
 
 
 def salted_seed(extra_key: str) -> int:
@@ -92,12 +72,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     """Common implementation of all caches.
 
     page_size: units per page. allocator: frees the rows of evicted and duplicate pages; None leaves them to the caller.
-    components: the kinds of state besides Full KV; they belong to this cache afterwards. rules: how caches of this
-    class behave. req_to_token_pool: rows of running requests, for `cache_unfinished_req` and `cache_finished_req`.
+    components: the kinds of state besides Full KV, for this cache alone. req_to_token_pool: rows of running requests.
     eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys are converted to bigrams. disable: nothing is cached
     and every result is empty. seed_of_extra_key: returns the seed of a namespace's local hashes.
-    enable_kv_cache_events: record the events that `take_events` returns. emit_group_events: record the events that
-    `take_group_events` returns.
+    enable_kv_cache_events, emit_group_events: record what `take_events` and `take_group_events` return.
     """
 
     def __init__(
@@ -106,7 +84,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         page_size: int,
         allocator: PagedTokenToKVPoolAllocator | SWATokenToKVPoolAllocator | None,
         components: Sequence[AuxiliaryComponent] = (),
-        rules: Rules,
+        variant: CacheVariant,
         req_to_token_pool: ReqToTokenPool | None = None,
         eviction_policy: str = "lru",
         enable_kv_cache_events: bool = False,
@@ -129,26 +107,20 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.req_to_token_pool = req_to_token_pool
         self.is_eagle = is_eagle
         self.disable = disable
-        self.rules = rules
+        self.variant = variant
         self.auxiliaries = tuple(components)
-        """The kinds of state besides Full KV."""
         self.event_groups = tuple(component.event_group for component in components)
+        groups = self.event_groups if emit_group_events else ()
         self.events = EventRecorder(
-            page_size,
-            enabled=enable_kv_cache_events,
-            groups=self.event_groups if emit_group_events else (),
-            seed_of_extra_key=seed_of_extra_key,
+            page_size, enabled=enable_kv_cache_events, groups=groups, seed_of_extra_key=seed_of_extra_key
         )
+        policy, copies_hits = find_policy(eviction_policy), variant.split_copies_hits
         self.tree = RadixTree(
-            page_size,
-            find_policy(eviction_policy),
-            is_eagle=is_eagle,
-            has_states=bool(components),
-            split_copies_hits=rules.split_copies_hits,
+            page_size, policy, is_eagle=is_eagle, has_states=bool(components), split_copies_hits=copies_hits
         )
         for component in components:
             component.attach(self.tree, self.events)
-        self.device = DeviceTier(self.tree, self.events, allocator, self.auxiliaries, rules)
+        self.device = DeviceTier(self.tree, self.events, allocator, self.auxiliaries, variant)
         self.host: HostTier | None = None
         """None if the device is the only tier."""
         self.store: StorageTier | None = None
@@ -159,31 +131,19 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self._evictor: DeviceTier | HostTier = self.device  # decides what happens to an evicted device leaf
         self._num_skipped_archives = 0  # of detached storage backends
         self._requests = Requests(self, self.device, self.states)
+        self._walks = Walks(self.device, self.states, self._requests)
         self.events.all_cleared()
 
     def _add_host_tier(self, controller: HiCacheController, write_policy: str, load_back_threshold: int) -> None:
-        """Add a host tier. The cache must be empty.
-
-        Raises the errors of `HostTier`, and InvalidValueError if the controller does not use the allocator of a
-        component.
-        """
-        for component in self.auxiliaries:
-            entry = controller.entry(component.pool)
-            if entry.device_allocator is not component.device_allocator:
-                raise InvalidValueError("device_allocator", entry.device_allocator, f"that of {component.pool.value}")
+        """Add a host tier, whose errors are passed on. The cache must be empty."""
         assert self.allocator is not None
-        host = HostTier(self.device, controller, self.allocator, write_policy, load_back_threshold)
-        self.host = self._evictor = host
-        for component in self.auxiliaries:
-            component.entry = controller.entry(component.pool)
-            component.entry.host_evict_fn = partial(host.leaves.evict_component, component)
-            component.entry.device_evict_fn = partial(self.evict_component, component)
+        self.host = self._evictor = HostTier(self.device, controller, self.allocator, write_policy, load_back_threshold)
+        self._walks.backups = self.host.backups
 
     def reset(self) -> None:
-        if self.host is not None:
-            self.host.clear()
-        if self.store is not None:
-            self.store.clear()
+        for tier in (self.host, self.store):
+            if tier is not None:
+                tier.clear()
         for component in self.auxiliaries:
             component.clear()
         self.prefetch_loaded_tokens_by_reqid.clear()
@@ -198,81 +158,23 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def evictable_leaves(self) -> EvictionQueue:
-        """Device leaves that can be evicted."""
         return self.tree.device_leaves
 
     @property
     def evictable_host_leaves(self) -> EvictionQueue:
-        """Host leaves that can be evicted."""
         return self.tree.host_leaves
 
     def sanity_check(self) -> None:
         """Recount sizes, locks, leaves and LRU lists. Raises CacheStateError with both figures of a mismatch."""
         check_tree(self.tree, self.auxiliaries)
 
-    # --- match and insert -------------------------------------------------------------------------------------------
-
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         if params.cow_mamba and params.req is None:
             raise InvalidValueError("req", None, "the request that takes the state, with cow_mamba")
-        nodes, _ = self.tree.descend(self.whole_pages(params.key))
-        if self.host is None and not self.auxiliaries:
-            self.tree.touch(nodes)
-            last = nodes[-1] if nodes else self.tree.root
-            device_rows = np.concatenate([node.value for node in nodes]) if nodes else no_indices()
-            return MatchResult(device_rows, last, last, last)
-        path = self._matched(nodes)
-        best = path.nodes[: path.num_best]
-        self.tree.touch(best)
-        rows = [node.value for node in best[: path.num_device] if node.value is not None]
-        device_node = best[path.num_device - 1] if path.num_device else self.tree.root
-        best_node = best[-1] if best else self.tree.root
-        if self.host is not None and self.rules.match_ends_on_host:
-            while best_node.host_value is None and best_node.parent is not None:
-                best_node = best_node.parent
-        units = sum(len(node.key) for node in best[path.num_device :])
-        device_rows = np.concatenate(rows) if rows else no_indices()
-        result = MatchResult(device_rows, device_node, best_node, best_node, units)
-        return self._match_states(result, path, params) if self.auxiliaries else result
-
-    def _matched(self, nodes: list[TreeNode]) -> MatchedPath:
-        """Return how far a path can be used, on any tier and on the device."""
-        if self.host is not None:
-            nodes = list(takewhile(lambda node: node.value is not None or node.host_value is not None, nodes))
-        validators = [each.create_match_validator(self.host is None) for each in self.auxiliaries]
-        num_best = num_accepted(nodes, validators) if validators else len(nodes)
-        if self.host is None:
-            return MatchedPath(nodes, num_best, num_best)
-        if self.auxiliaries and self.rules.device_match_needs_states:
-            on_device = [each.create_match_validator(match_device_only=True) for each in self.auxiliaries]
-            return MatchedPath(nodes, num_best, num_accepted(nodes, on_device))
-        num_device = num_best
-        while num_device and nodes[num_device - 1].value is None:
-            num_device -= 1
-        return MatchedPath(nodes, num_best, num_device)
-
-    def _match_states(self, result: MatchResult, path: MatchedPath, params: MatchPrefixParams) -> MatchResult:
-        if self.host is not None:
-            for component in self.auxiliaries:
-                result = component.finalize_match_result(result, path)
-        req, states = params.req, self.states
-        if states is not None:
-            is_reported = self.host is None or not self.rules.device_match_needs_states
-            if is_reported and path.num_best < len(path.nodes):
-                cached = sum(len(node.key) for node in path.nodes if node.value is not None)
-                usable = sum(len(node.key) for node in path.nodes[: path.num_best])
-                result = result._replace(mamba_branching_seqlen=states.branching_seqlen(cached, usable))
-            if params.cow_mamba and req is not None:
-                best = path.nodes[path.num_best - 1] if path.num_best else self.tree.root
-                needed = {best, result.last_device_node} if self.rules.device_match_needs_states else {best}
-                self._requests.copy_on_write(req, states.data(best).value, list(needed))
-        if req is not None:
-            req.swa_host_hit_length = result.swa_host_hit_length
-            req.mamba_host_hit_length = result.mamba_host_hit_length
-        return result
+        return self._walks.match(self.whole_pages(params.key), params)
 
     def whole_pages(self, key: RadixKey) -> RadixKey:
-        """Convert the key to the cache's units and cut it to whole pages. The result is empty if the cache is disabled.
+        """Convert the key to the cache's units and cut it to whole pages, or to nothing if the cache is disabled.
 
         Raises TransferError after a failed load.
         """
@@ -286,120 +188,31 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     def insert(self, params: InsertParams) -> InsertResult:
         if self.disable:
-            return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
+            return InsertResult(0, mamba_exist=self.variant.frees_duplicates)
         key, value = self._whole_pages(params.key, params.value)
-        if value is None and not self.rules.frees_duplicates:
-            value = key.raw.astype(np.int64)
-        if value is None or (self.states is not None and len(value) != len(key)):
-            rows = 0 if value is None else len(value)
-            raise InvalidValueError("value", f"{rows} rows", f"one for each of {len(key)} units in whole pages")
-        if not len(key):
-            return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
-        if self.auxiliaries:
-            if params.key is not key or params.value is not value or len(value) != len(key):
-                value = value[: len(key)]
-                params = params._replace(key=key, value=value)
-            for component in self.auxiliaries:
-                component.check_insert(params)
-        return self._insert(key, value, params)
-
-    def _insert(self, key: RadixKey, value: IndexArray, params: InsertParams) -> InsertResult:
-        if self.auxiliaries:
-            path, matched = self.tree.descend(key, self._touch_on_insert)
-        else:
-            path, matched = self.tree.descend(key)
-            self.tree.touch(path)
-        self._use(path, params)  # before a component splits a node, because both parts are used
-        prefix_len = matched
-        if self.host is not None or self.rules.frees_duplicates:
-            prefix_len = self._insert_overlap(path, value, params)
-        if matched == len(key):
-            is_taken = self._finish_insert(path[-1], params)
-        elif self.auxiliaries and any(each.should_skip_leaf_creation(len(key), params) for each in self.auxiliaries):
-            self.device.free(value[max(matched, params.prev_prefix_len) :])
-            key, is_taken = key[:matched], False
-        else:
-            path.append(self._add_leaf(path, key, value, matched, params))
-            is_taken = self._finish_insert(path[-1], params)
-        if self.host is not None and path and not params.chunked:
-            # last, because a backup copies what the node has at this time
-            for node in reversed(self.tree.path_to_root(path[-1])):
-                self.host.backups.back_up_if_due(node)
-        return InsertResult(prefix_len, len(key), mamba_exist=not is_taken)
-
-    def _touch_on_insert(self, node: TreeNode) -> None:
-        self.tree.touch_kv([node])
-        for component in self.auxiliaries:
-            component.touched_on_insert(node)
-
-    def _use(self, nodes: Sequence[TreeNode], params: InsertParams) -> None:
-        """Record that an insert uses the nodes."""
-        counts_evicted = self.rules.counts_hits_of_evicted_nodes
-        is_hit = not params.chunked and (self.host is None or self.host.backups.counts_hits)
-        for node in nodes:
-            if params.priority > node.priority:
-                node.priority = params.priority
-            if is_hit and (counts_evicted or node.value is not None):
-                node.hit_count += 1
-
-    def _insert_overlap(self, path: list[TreeNode], value: IndexArray, params: InsertParams) -> int:
-        """Insert into existing nodes: nodes on the device keep their rows, the others become owners of the new ones.
-
-        Returns `prefix_len` of the insert.
-        """
-        start = prefix_len = 0
-        for node in path:
-            end = start + len(node.key)
-            if node.value is None:
-                self.device.put(node, value[start:end])
-                for component in self.auxiliaries:
-                    component.recover_after_unevict(node, start, params)
-                prefix_len += (end - start) * self.rules.counts_evicted_overlap
-            else:
-                for component in self.auxiliaries:
-                    component.update_on_overlap(node, start, params)
-                if self.rules.frees_duplicates and end > params.prev_prefix_len:
-                    self.device.free(value[max(start, params.prev_prefix_len) : end])
-                prefix_len += end - start
-            start = end
-        return prefix_len
-
-    def _add_leaf(
-        self, path: list[TreeNode], key: RadixKey, value: IndexArray, start: int, params: InsertParams
-    ) -> TreeNode:
-        parent = path[-1] if path else self.tree.root
-        leaf = self.device.add_leaf(parent, key, value, start, params.priority)
-        for component in self.auxiliaries:
-            component.recover_after_unevict(leaf, start, params)
-        self._use([leaf], params)  # a node that a component splits off above the leaf starts without hits
-        return leaf
-
-    def _finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
-        verdicts = [component.finish_insert(end, params) for component in self.auxiliaries]
-        return all(verdicts)
-
-    # --- eviction and locks -----------------------------------------------------------------------------------------
+        return self._walks.insert(key, value, params)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        full, before = self.tree.evictable_size, [each.device_size for each in self.auxiliaries]
+        full, before = self.tree.evictable_size, {each.pool: each.device_size for each in self.auxiliaries}
         self._evictor.evict_leaves(params.num_tokens)
         if not self.auxiliaries:
             return EvictResult(full - self.tree.evictable_size)
-        for component, size in zip(self.auxiliaries, before, strict=True):
-            wanted = params.mamba_num if component.pool is PoolName.MAMBA else params.swa_num_tokens
-            self.evict_component(component, wanted - (size - component.device_size) * self.rules.shares_eviction)
-        freed = {each.pool: size - each.device_size for each, size in zip(self.auxiliaries, before, strict=True)}
+        for each in self.auxiliaries:
+            requested = params.mamba_num if each.pool is PoolName.MAMBA else params.swa_num_tokens
+            num_freed = (before[each.pool] - each.device_size) * self.variant.shares_eviction
+            self._evictor.evict_component(each, requested - num_freed)
+        freed = {each.pool: before[each.pool] - each.device_size for each in self.auxiliaries}
         return EvictResult(full - self.tree.evictable_size, freed.get(PoolName.MAMBA, 0), freed.get(PoolName.SWA, 0))
 
-    def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
-        """Free device rows of one kind, least recently used first. Returns their number.
+    def evict_mamba_host(self, mamba_num: int) -> int:
+        """Free recurrent states on the host, least recently used first. Returns their number."""
+        if self.host is None or self.states is None:
+            return 0
+        return self.host.leaves.evict_component(self.states, mamba_num)
 
-        A leaf loses all its data. Any other node loses this kind and the kinds that cannot be used without it, which is
-        not an event.
-        """
-        before = component.device_size
-        self.device.evict_component(component, num_rows, self._evictor.evict_leaf)
-        return before - component.device_size
+    def evict_full(self, num_tokens: int) -> EvictResult:
+        """Evict leaves until `num_tokens` units of KV are free or none is left."""
+        return self.evict(EvictParams(num_tokens))
 
     def evict_mamba(self, mamba_num: int) -> EvictResult:
         """Free recurrent states on the device, least recently used first."""
@@ -417,8 +230,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """Undo the `inc_lock_ref` that returned `lock`."""
         return self.dec_lock_ref(lock.node, lock.to_dec_params())
 
-    # --- requests ---------------------------------------------------------------------------------------------------
-
     def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:
         self._requests.unfinished(req, chunked=chunked)
 
@@ -434,22 +245,20 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def ongoing_write_through(self) -> Mapping[int, BackupOperation]:
-        """Backups that have not been acknowledged."""
         return {} if self.host is None else self.host.backups.ongoing
 
     @property
     def ongoing_load_back(self) -> Mapping[int, TreeNode]:
-        """Nodes whose load has not been acknowledged."""
         return {} if self.host is None else self.host.loads.ongoing
 
     @property
     def num_failed_backups(self) -> int:
-        """Number of copies to the host that failed twice since the cache was created."""
+        """Copies to the host that failed twice since the cache was created."""
         return 0 if self.host is None else self.host.backups.num_failed
 
     @property
     def num_refused_backups(self) -> int:
-        """Number of copies to the host that were refused for lack of room since the cache was created."""
+        """Copies to the host that were refused for lack of room since the cache was created."""
         return 0 if self.host is None else self.host.backups.num_refused
 
     def check_hicache_events(self) -> None:
@@ -465,7 +274,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
             self.host.backups.writing_check(write_back)
 
     def flush_write_through_acks(self) -> None:
-        """Call `writing_check` without waiting."""
         self.writing_check()
 
     def loading_check(self) -> None:
@@ -478,36 +286,30 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return -1 if self.host is None else self.host.controller.start_loading()
 
     def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
-        """Start to copy a device node to the host. Returns its units, or 0 if there is no room or its parent has no
-        host copy.
+        """Start to copy a device node to the host.
 
-        The pages stay locked until `writing_check`, except in a write-back.
+        Returns its units, or 0 if there is no room or its parent has no host copy. The pages stay locked until
+        `writing_check`, except in a write-back.
         """
         return 0 if self.host is None else self.host.backups.write(node, write_back)
 
     def evict_host(self, num_tokens: int) -> int:
-        """Delete nodes that are only on the host until `num_tokens` units of host rows are free or no such node is
-        left.
-
-        Returns the number of units.
-        """
+        """Delete nodes that are only on the host until `num_tokens` host rows are free. Returns their number."""
         return 0 if self.host is None else self.host.leaves.evict(num_tokens)
 
     def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
-        """Allocate device rows for an evicted node and its evicted ancestors. `ready_to_load_host_cache` starts to fill
-        them.
-
-        Returns the rows, root side first. Returns None, and loads nothing, if the load is too small, exceeds
-        `mem_quota` units, or there is no room.
+        """Allocate device rows for an evicted node and its evicted ancestors; `ready_to_load_host_cache` starts to
+        fill them. Returns the rows, root side first, or None if the load is too small, exceeds `mem_quota` units,
+        or there is no room.
         """
         return None if self.host is None else self.host.loads.load(node, mem_quota, req)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
         """Load back a match if it is large enough.
 
-        Returns the rows that KV received, and the deepest node of the match from which the request can continue now. If
-        part of the match has been deleted since, the node is in the remaining part. With recurrent states,
-        `device_indices` may extend beyond that node; the request keeps the rows up to it.
+        Returns the rows that KV received, and the deepest node from which the request can continue now, in what remains
+        of the match. With recurrent states, `device_indices` may extend beyond that node; the request keeps the rows up
+        to it.
 
         Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there is no
         slot for the state that the request starts from.
@@ -541,7 +343,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def ongoing_backup(self) -> Mapping[ArchiveOperation, TreeNode]:
-        """Archives that have not been acknowledged."""
         return {} if self.store is None else self.store.ongoing_archives
 
     @property
@@ -560,10 +361,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return self._num_skipped_archives + (0 if self.store is None else self.store.num_skipped_archives)
 
     def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
-        """Attach a storage backend to an idle cache. Returns whether it is attached now, and a message.
+        """Attach a storage backend to an idle cache, or update the policy of an attached one.
 
-        If this backend is already attached, only its policy is updated. If another backend is attached, the call is
-        refused. policy: defaults to the policy of an attached backend, else to `StoragePolicy()`.
+        Returns whether it is attached now, and a message. policy: defaults to that of an attached backend, else to
+        `StoragePolicy()`.
         """
         if self.host is None:
             return False, "the cache has no host tier"
@@ -580,11 +381,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return True, "attached already" if policy is None else "attached already, policy updated"
 
     def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
-        """Attach a storage backend to a cache without one.
-
-        Raises InvalidValueError if the cache has no host tier or already has a backend, and the errors of
-        `StorageTier`.
-        """
+        """Attach a storage backend. Raises the errors of `StorageTier`, and InvalidValueError if there is one."""
         if self.host is None:
             raise InvalidValueError("store", type(backend).__name__, "a cache with a host tier")
         if self.store is not None:
@@ -592,11 +389,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.store = StorageTier(self.host, backend, policy or StoragePolicy())
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        """Abort the operations of the storage backend, wait for them and release the backend. It stays open for another
-        cache.
-
-        Returns whether this succeeded, and a message.
-        """
+        """Abort all storage operations and release the backend, which stays open. Returns success and a message."""
         if self.store is None:
             return True, "no store is attached"
         failure = self.store.detach()
@@ -628,9 +421,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         last_host_node: from the result of a match. extra_key: the namespace, if the node is the root. last_hash: the
         node's last block hash, computed by default.
 
-        Does nothing without a storage backend, for too few units, above the rate limit, without room on the host, or if
-        the node has lost its host copy since the match. Raises InvalidValueError if the request already has a prefetch,
-        or if extra_key or last_hash does not fit the node.
+        Does nothing without a backend, for too few units, above the rate limit, without room on the host, or if the
+        node has lost its host copy. Raises InvalidValueError for a second prefetch of a request, and if extra_key or
+        last_hash does not fit the node.
         """
         if req_id in self.ongoing_prefetch:
             raise InvalidValueError("req_id", req_id, "a request without a prefetch in flight")
@@ -638,18 +431,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         namespace = extra_key if is_root else last_host_node.key.extra_key
         if extra_key is not None and extra_key != namespace:
             raise InvalidValueError("extra_key", extra_key, f"that of node {last_host_node.id}, {namespace!r}")
-        if self.store is None or (last_host_node.host_value is None and not is_root):
-            return
-        key = self.whole_pages(RadixKey(new_input_tokens, namespace))
-        if self.store.can_prefetch(len(key)):
-            self.store.prefetch(req_id, last_host_node, key, self._last_hash(last_host_node, last_hash))
-
-    def _last_hash(self, node: TreeNode, given: str | None) -> str | None:
-        hashes = compute_node_hash_values(node, self.page_size) if node is not self.tree.root else []
-        last_hash = hashes[-1] if hashes else None
-        if given is not None and given != last_hash:
-            raise InvalidValueError("last_hash", given, f"that of node {node.id}, {last_hash}")
-        return last_hash
+        if self.store is not None and (is_root or last_host_node.host_value is not None):
+            key = self.whole_pages(RadixKey(new_input_tokens, namespace))
+            self.store.prefetch(req_id, last_host_node, key, last_hash)
 
     def check_prefetch_progress(self, req_id: str) -> bool:
         """Return whether the request can stop waiting. The first time it can, the tree receives the fetched pages."""
@@ -667,10 +451,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return True
 
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        """Return the units that a prefetch added to the tree, and forget the figure.
-
-        Returns 0 for a request without a prefetch, or if 4,096 newer prefetches have ended.
-        """
+        """Return the units that a prefetch added to the tree, once. 0 without a prefetch or after 4,096 newer ones."""
         return self.prefetch_loaded_tokens_by_reqid.pop(req_id, 0)
 
     def release_aborted_request(self, req_id: str) -> None:

@@ -27,8 +27,6 @@ from kv_events.errors import InvalidValueError
 
 
 class RequestCache(Protocol):
-    """The parts of a cache that requests use."""
-
     disable: bool
     req_to_token_pool: ReqToTokenPool | None
 
@@ -128,12 +126,11 @@ class Requests:
         own_from, evicted = req.cache_protected_len, min(req.swa_evicted_seqlen, len(key))
         params = InsertParams(key, rows[: len(key)], chunked, req.priority, slot, own_from, evicted)
         result = self._cache.insert(params)
-        if not self._device.rules.frees_duplicates:
+        if not self._device.variant.frees_duplicates:
             self._device.free(rows[own_from : result.prefix_len])
         return result
 
     def _share_rows(self, req: Request, key: RadixKey, rows: IndexArray) -> None:
-        """Let the request use the tree's rows of `key`, which was just inserted, and lock their last node for it."""
         path, length = self._tree.descend(key)
         own_from = req.cache_protected_len
         shared = np.concatenate([rows[:0], *(node.value for node in path if node.value is not None)])
@@ -159,7 +156,7 @@ class Requests:
         if self._states is None:
             return self._cache.whole_pages(RadixKey(req.token_ids, req.extra_key)), None
         field, length, slot = "mamba_pool_idx", len(req.token_ids), req.mamba_pool_idx
-        if self._states.enable_extra_buffer:
+        if self._states.has_extra_buffer:
             field, length, slot = "mamba_track_idx", req.mamba_last_track_seqlen or 0, req.mamba_track_idx
         if length % self._tree.page_size or length > len(req.token_ids):
             expected = f"whole pages of {self._tree.page_size} among {len(req.token_ids)} tokens"
@@ -174,8 +171,8 @@ class Requests:
     def _fork_state(self, slot: IndexArray) -> IndexArray | None:
         assert self._states is not None
         copy = self._alloc_slot()
-        if copy is not None and self._states.state_pool is not None:
-            self._states.state_pool.copy_from(slot, copy)
+        if copy is not None and self._states.mamba_pool is not None:
+            self._states.mamba_pool.copy_from(slot, copy)
         return copy
 
     def _alloc_slot(self) -> IndexArray | None:

@@ -17,7 +17,6 @@ def require(found: object, expected: object, what: str) -> None:
 
 
 def check_tree(tree: RadixTree, components: Sequence[AuxiliaryComponent]) -> None:
-    """Raise CacheStateError with both figures at the first mismatch."""
     nodes = list(iter_nodes(tree.root))
     for node in nodes:
         _check_node(node, tree.root)

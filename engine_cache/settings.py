@@ -1,4 +1,4 @@
-"""Settings of caches, pools and storage, from `KVSIGHT_*` variables."""
+"""Settings of caches, pools and storage, from `KVSIGHT_*` variables. Those of Mooncake have Mooncake's own names."""
 
 from __future__ import annotations
 
@@ -8,22 +8,15 @@ import re
 from pydantic import Field, field_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.runtime.settings import KvsightSettings, argument
+from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.variables import variable
 
-DEBUG_POOLS = "KVSIGHT_DEBUG_POOLS"
 HOST_MEMORY_RESERVE = "KVSIGHT_HOST_MEMORY_RESERVE_BYTES"
+CHECK_FREES = False
+"""Whether allocators check for double frees and foreign indices. Tests set it."""
 HICACHE_HOST_MEMORY_RESERVE_BYTES = 10 * 1024**3
 
 _HOST_AND_PORT = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/]+):[0-9]{1,5}")
-
-
-def debug_pools() -> bool:
-    """Whether allocators check for double frees and foreign indices: `KVSIGHT_DEBUG_POOLS`, 0 (default) or 1."""
-    value = os.environ.get(DEBUG_POOLS, "0")
-    if value not in ("0", "1"):
-        raise InvalidValueError(DEBUG_POOLS, value, "0 or 1")
-    return value == "1"
 
 
 def host_memory_reserve_bytes() -> int:
@@ -50,18 +43,25 @@ class MooncakeSettings(KvsightSettings):
     mooncake_segment_bytes: int = Field(2**30, ge=0)
     """Memory of this machine that the store may use, over all ranks of a tensor-parallel group. 0: none."""
 
-    mooncake_buffer_bytes: int = argument(2**24, ge=2**20)
+    mooncake_buffer_bytes: int = Field(2**24, ge=2**20)
     """Memory of the client itself. Pages do not pass through it."""
-    mooncake_connect_timeout_s: float = argument(3.0, gt=0)
+    mooncake_connect_timeout_s: float = Field(3.0, gt=0)
     """Time limit for the first connection."""
-    mooncake_call_timeout_s: float = argument(5.0, ge=0.001)
+    mooncake_call_timeout_s: float = Field(5.0, ge=0.001)
     """Time limit for an answer of the master. The first client of a process sets it for all."""
-    mooncake_watch_interval_s: float = argument(1.0, gt=0)
+    mooncake_watch_interval_s: float = Field(1.0, gt=0)
     """Time between checks that the master is reachable and has kept its state."""
-    mooncake_max_tracked_pages: int = argument(2**20, ge=1)
+    mooncake_max_tracked_pages: int = Field(2**20, ge=1)
     """Maximum number of pages reported as stored. Above it, the least recently used page is reported as removed."""
-    mooncake_owns_store: bool = argument(False)
+    mooncake_owns_store: bool = Field(False)
     """Whether the store has no other users, so that clearing may remove everything in it."""
+
+    @field_validator("mooncake_segment_bytes", mode="before")
+    @classmethod
+    def _units_are_bytes(cls, value: object) -> object:
+        """Mooncake also accepts 4gb, which is 4 GiB."""
+        found = re.fullmatch(r"([0-9]{1,9})([kmg])b", value.strip().lower()) if isinstance(value, str) else None
+        return value if found is None else int(found[1]) * 2 ** (10 * ("kmg".index(found[2]) + 1))
 
     @field_validator("mooncake_master")
     @classmethod

@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 
 class TieredCache(Protocol):
-    """What a builder requires of a cache."""
-
     def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
         """Attach a storage backend to a cache without one. Raises if that fails."""
 
@@ -57,8 +55,6 @@ class HostTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Description of one kind of state. Its `PoolEntry` is built from it."""
-
     name: PoolName
     make_host_pool: Callable[..., Any]
     """Class of the host pool. Called with the device pool, the anchor's host pool if rows are shared, and options."""
@@ -70,8 +66,6 @@ class PoolSpec:
 
 
 class StackOptions(TypedDict, total=False):
-    """Further parts of a stack."""
-
     config: HostTierConfig
     make_engine: Callable[[], CopyEngine]
     """Defaults to CUDA streams, or threads for other devices."""
@@ -124,8 +118,7 @@ def build_mamba_hybrid_stack(
 
 def nsa_pools(kv_pool: NSATokenToKVPool, allocator: RowAllocator) -> list[PoolSpec]:
     """Compressed KV and INDEXER on the same rows, in every layer."""
-    from engine_cache.pools.host import MLATokenToKVPoolHost
-    from engine_cache.pools.host_indexer import NSAIndexerPoolHost
+    from engine_cache.pools.host import MLATokenToKVPoolHost, NSAIndexerPoolHost
 
     layers = {layer: layer for layer in range(kv_pool.shape.layer_num)}
     return [
@@ -136,7 +129,7 @@ def nsa_pools(kv_pool: NSATokenToKVPool, allocator: RowAllocator) -> list[PoolSp
 
 def mamba_pools(kv_pool: HybridLinearKVPool, req_pool: HybridReqToTokenPool, allocator: RowAllocator) -> list[PoolSpec]:
     """KV of the attention layers, and MAMBA."""
-    from engine_cache.pools.mamba_host import MambaPoolHost
+    from engine_cache.pools.host import MambaPoolHost
 
     full_layers = kv_pool.full_attention_layer_id_mapping
     return [
@@ -161,7 +154,8 @@ def pools_of(
     swa_allocator: RowAllocator | None = None,
 ) -> list[PoolSpec]:
     """Return the pools of the kind of model with this KV pool and, optionally, recurrent states (req_pool) or windows
-    (swa_allocator). Raises InvalidValueError, with pool and components, for an unknown kind."""
+    (swa_allocator). Raises InvalidValueError, with pool and components, for an unknown kind.
+    """
     from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
     from engine_cache.pools.device_swa import SWAKVPool
     from engine_cache.pools.mamba import HybridLinearKVPool
@@ -219,7 +213,7 @@ def build_hybrid_stack(
 
 def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitStack) -> HostPoolGroup:
     """Allocate the host pools, all or none; `opened` releases them."""
-    from engine_cache.pools.host_tensors import allocate_host_pools
+    from engine_cache.pools.host import allocate_host_pools
 
     entries: list[PoolEntry] = []
     for spec in specs:
@@ -237,7 +231,6 @@ def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitS
 
 
 def _planned_host_pool(spec: PoolSpec, anchor: PoolEntry | None, config: HostTierConfig) -> HostPool:
-    """Create a host pool without allocating its tensors."""
     size: dict[str, Any] = {"ratio": config.ratio}
     if anchor is None:
         size["host_size_gb"] = config.host_size_gb

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.decisions.log import DecisionLog
-from indexer.decisions.recorded import RecordedDecisions
 from indexer.namespaces import Namespaces
 from indexer.recording.feed import Feed
 from indexer.recording.recorder import Recorder, segment_bytes_within
 from indexer.recording.thread import RecordingThread
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotStore
-from indexer.snapshots.folder import FolderStore
+from indexer.snapshots.folder import SNAPSHOT_NAME, FolderStore
 from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
-from indexer.tenant_gate import TenantGate
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantGate, TenantLimits
 from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
-from kv_events.records import Channel
+from kv_events.records import Channel, LogRecord
 from kv_events.runtime.variables import variable
 
 if TYPE_CHECKING:
@@ -57,8 +55,7 @@ def create_consumer(
         from indexer.shards.share import Share
         from indexer.sources.kafka import KafkaSource
 
-        has_snapshots = settings.redis is not None or settings.snapshot_dir is not None
-        divisible = KafkaSource(settings, settings.snapshot_interval_s if has_snapshots else None)
+        divisible = KafkaSource(settings, settings.interval_of_snapshots)
         stores = partial(_create_store_of_partition, settings, membership.group)
         share = partial(Share, membership, divisible, applier, settings, stores)
         return Consumer(divisible, applier, settings, limits=limits, share=share)
@@ -72,23 +69,21 @@ def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | N
 
     what: part of the names of files and keys for the other image.
     """
-    if settings.redis is not None:
-        from indexer.snapshots.redis import RedisStore
-
-        return RedisStore(settings, f"kvsight:{what}") if what else RedisStore(settings)
-    if settings.snapshot_dir is not None:
-        return FolderStore(settings.snapshot_dir, f"{what}.json") if what else FolderStore(settings.snapshot_dir)
-    return None
+    return _store(settings, what, f"{what}.json") if what else _store(settings, "snapshot", SNAPSHOT_NAME)
 
 
 def _create_store_of_partition(settings: IndexerSettings, group: str, partition: int) -> SnapshotStore | None:
     """Create the store of the snapshots of one partition, which all members of a group use."""
     name = f"group-{group}-{partition}"
+    return _store(settings, f"snapshot:{name}", f"{name}.kvsnap")
+
+
+def _store(settings: IndexerSettings, key: str, file_name: str) -> SnapshotStore | None:
     if settings.redis is not None:
         from indexer.snapshots.redis import RedisStore
 
-        return RedisStore(settings, f"kvsight:snapshot:{name}")
-    return None if settings.snapshot_dir is None else FolderStore(settings.snapshot_dir, f"{name}.kvsnap")
+        return RedisStore(settings, f"kvsight:{key}")
+    return None if settings.snapshot_dir is None else FolderStore(settings.snapshot_dir, file_name)
 
 
 def create_recording(
@@ -135,20 +130,28 @@ def create_decision_log(settings: IndexerSettings, recording: RecordingThread | 
     if settings.kafka is not None:
         from indexer.decisions.kafka import KafkaDecisions
 
-        return DecisionLog(KafkaDecisions(settings))
+        topic = KafkaDecisions(settings)
+        return DecisionLog(topic.write, topic.stop)
     if settings.event_log_dir is not None:
         from indexer.decisions.file import FileDecisions
 
-        return DecisionLog(FileDecisions(settings.event_log_dir / DECISIONS_FOLDER))
-    return DecisionLog(None if recording is None else RecordedDecisions(recording.recorder.offer))
+        folder = FileDecisions(settings.event_log_dir / DECISIONS_FOLDER)
+        return DecisionLog(folder.write, folder.stop)
+    if recording is None:
+        return DecisionLog(None)
+
+    async def offer(records: Sequence[LogRecord]) -> None:
+        for record in records:
+            recording.recorder.offer(record)
+
+    return DecisionLog(offer)
 
 
 def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:
     if settings.kafka is not None:
         from indexer.sources.kafka import KafkaSource
 
-        has_snapshots = settings.redis is not None or settings.snapshot_dir is not None
-        return KafkaSource(settings, settings.snapshot_interval_s if has_snapshots else None)
+        return KafkaSource(settings, settings.interval_of_snapshots)
     if settings.event_log_dir is not None:
         return FileSource(settings.event_log_dir)
     return MemorySource(log or MemoryLog())

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from indexer.applier import Applier
-from indexer.forgetting import Forgetting
 from indexer.freshness import NO_HEARTBEAT, Freshness
 from indexer.namespaces import Namespaces
 from indexer.progress import Progress
@@ -20,10 +18,10 @@ from indexer.settings import IndexerSettings
 from indexer.slices import Interval, Slices
 from indexer.snapshots.base import SnapshotStore
 from indexer.snapshots.image import SnapshotParts, take
-from indexer.snapshots.keeper import SnapshotKeeper
+from indexer.snapshots.keeper import SnapshotCounts, SnapshotKeeper
 from indexer.sources.base import LogReplacedError, Source
 from indexer.sources.reader import SourceReader
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantLimits
 from indexer.views import View
 from indexer.worker_log import WorkerLog
 from kv_events.records import LogRecord
@@ -45,6 +43,15 @@ _MAX_KEY = 1024
 """Characters of a record's key in a span. Any program may write to the topic."""
 
 
+class _Removal(NamedTuple):
+    """Streams to drop once the event log is applied up to a goal."""
+
+    streams: Collection[StreamId]
+    goal: Mapping[int, int]
+    """Partition -> offset."""
+    done: asyncio.Future[None]
+
+
 class Consumer:
     """Reads a source into views, in one event loop. Queries run between two slices of its work.
 
@@ -61,7 +68,7 @@ class Consumer:
         clock: Callable[[], float] = time.time,
         *,
         limits: TenantLimits | None = None,
-        share: Callable[[Progress, Slices], Share] | None = None,
+        share: Callable[[Progress, Slices, SnapshotCounts], Share] | None = None,
     ) -> None:
         """clock: seconds since 1970. limits: those to which the applier holds tenants. share: creates the share of a
         member of a group; None: reads everything.
@@ -79,13 +86,16 @@ class Consumer:
         self._clock = clock
         self._slices = Slices()
         self._spans = open_spans()
-        self.share = None if share is None else share(self.progress, self._slices)
+        self.snapshot_counts = SnapshotCounts()
+        self.share = None if share is None else share(self.progress, self._slices, self.snapshot_counts)
         """The partitions that this member of a group keeps. None: it is in no group and keeps all."""
         is_behind = (lambda _: False) if self.share is None else self.share.is_behind
-        self._planner = ResyncPlanner(settings, self.freshness, is_behind=is_behind)
-        self._requester = ResyncRequester(self._planner, self._reader)
-        self._forgetting = Forgetting(applier, self.freshness, settings.forget_after_s, self._slices)
-        self._snapshots = SnapshotKeeper(store, settings, now)
+        self.resyncs = ResyncPlanner(settings, self.freshness, is_behind=is_behind)
+        """Chooses whose publishers are asked to send everything again."""
+        self._requester = ResyncRequester(self.resyncs, self._reader)
+        self._forget_after_s = settings.forget_after_s
+        self._removals: list[_Removal] = []
+        self._snapshots = SnapshotKeeper(store, settings, now, self.snapshot_counts)
         self._probe_interval = Interval(_PROBE_S)
         self._probing: asyncio.Task[None] | None = None
         self._stopping = False
@@ -133,31 +143,6 @@ class Consumer:
         reason = self.freshness.reason(view)
         return str(self.log_outage) or reason if reason == NO_HEARTBEAT else reason
 
-    @property
-    def resyncs_requested(self) -> Counter[str]:
-        """Reason -> requests sent to publishers so far."""
-        return self._planner.requested
-
-    @property
-    def snapshots_written(self) -> int:
-        """Snapshots written so far."""
-        return self._snapshots.written + (0 if self.share is None else self.share.snapshots_written)
-
-    @property
-    def snapshot_failures(self) -> int:
-        """Snapshots that could not be written."""
-        return self._snapshots.failures + (0 if self.share is None else self.share.snapshot_failures)
-
-    @property
-    def num_records(self) -> int:
-        """Records of events seen so far."""
-        return self.applier.records
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """Reason -> records that became dead letters."""
-        return self.applier.dead_letters.counts
-
     def now(self) -> float:
         """Return the wall clock's time in seconds since 1970, at which the views are shown."""
         return self._clock()
@@ -166,20 +151,14 @@ class Consumer:
         """Records in the event log that are not applied yet, as of the last probe. None if it is unknown."""
         return self.progress.lag() if self.log_outage.since is None else None
 
-    def demand_resync(self, view: View) -> None:
-        """Ask the view's publisher to resend everything it holds, at the next opportunity."""
-        self._planner.demand(view)
-
-    def is_resync_requested(self, view: View) -> bool:
-        """Return whether the view's publisher was asked to resend everything and has not answered yet."""
-        return self._planner.is_requested(view)
-
     async def forget(self, streams: Collection[StreamId]) -> None:
         """Drop streams with their pages, once everything that is in the event log now has been applied.
 
         Raises SourceUnavailableError.
         """
-        await self._forgetting.demand(streams, await self._source.ends())
+        removal = _Removal(streams, await self._source.ends(), asyncio.get_running_loop().create_future())
+        self._removals.append(removal)
+        await removal.done
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -260,7 +239,7 @@ class Consumer:
         with self._traced(record):
             await self._slices.run(self.applier.apply(record, now - late_s, time.monotonic() - late_s))
         self.progress.advance(record)
-        await self._slices.breathe()
+        await self._slices.yield_if_due()
 
     def _traced(self, record: LogRecord) -> AbstractContextManager[object]:
         """Continue the trace of a record's publisher. A restart reads old records again: they are not traced again."""
@@ -275,7 +254,7 @@ class Consumer:
         return self._spans.span("apply", "consumer", attributes, record.headers)
 
     async def _between_records(self, now: float) -> None:
-        await self._forgetting.drop_demanded(self.progress)
+        await self._forget_demanded()
         if self.share is not None:
             await self.share.follow()
         if not self.ready:
@@ -286,11 +265,28 @@ class Consumer:
         elif self._probing is None and self._probe_interval.is_due(now):
             self._probing = asyncio.create_task(self._probe(), name="log-probe")
         if self.ready and self._requester.start_when_due(self.namespaces, now):
-            await self._forgetting.drop_silent()
+            await self._forget_silent()
         self.worker_log.look(self.namespaces.views, now)
         await self._snapshots.save_when_due(now, self._copy)
         if self.share is not None:
             await self.share.save_when_due(now)
+
+    async def _forget_demanded(self) -> None:
+        """Drop the streams of calls of `forget` whose goal has been reached."""
+        for removal in [each for each in self._removals if self.progress.has_reached(each.goal)]:
+            self._removals.remove(removal)
+            for stream in removal.streams:
+                if self.namespaces.view(stream) is not None:
+                    await self._slices.run(self.namespaces.forget(stream))
+            if not removal.done.done():
+                removal.done.set_result(None)
+
+    async def _forget_silent(self) -> None:
+        """Drop workers that have been silent for too long, and refused ones that have expired."""
+        self.namespaces.drop_refused(self.freshness.expired_before())
+        for view in self.namespaces.views:
+            if self.freshness.silence_s(view) > self._forget_after_s:
+                await self._slices.run(self.namespaces.forget(view.stream))
 
     async def _probe(self) -> None:
         """Ask the event log for its ends. Once ready, this happens beside reading: a broker that holds back the answer

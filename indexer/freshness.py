@@ -8,9 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from indexer.lateness import LATE_S
-from indexer.view_columns import FAULT_CLOSED, FAULT_NONE, ViewColumns
-from indexer.views import STATES, View, ViewState
+from indexer.views import FAULT_CLOSED, FAULT_NONE, LATE_S, STATES, View, ViewColumns, ViewState
 from kv_events.streams import HEARTBEAT_S
 
 NO_HEARTBEAT = "no heartbeat"
@@ -113,7 +111,7 @@ class Freshness:
 
         So are they while the batches arrive that have waited for the end of an outage.
         """
-        return view.heard_tick < self.late_before() or view.is_behind
+        return view.heard_tick < self.late_before() or view.is_delayed
 
     def reason(self, view: View) -> str:
         """Return why the view cannot be fully trusted, or "" if it can."""

@@ -9,13 +9,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from indexer.errors import IndexFullError
 from indexer.kernels import apply, holder_sets, prefixes
 from indexer.kernels.find import PageLookup, find
 from indexer.kernels.reuse import sets_of_pages, trim_to_reusable
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.digest import Digest, empty_digest
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table
 from kv_events.kernels.arrays import give_back, zeros
@@ -34,6 +33,15 @@ _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 _NO_MARKS = np.zeros(0, np.uint8)
 
 Marks = npt.NDArray[np.uint8]
+
+
+class IndexFullError(KvsightError):
+    """A limit of the index is reached. Raise the setting, or let workers expire."""
+
+    def __init__(self, what: str, bound: int) -> None:
+        super().__init__(f"index full: at most {bound} {what}")
+        self.what = what
+        self.bound = bound
 
 
 class Matches(msgspec.Struct, frozen=True, gc=False):

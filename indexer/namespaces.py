@@ -12,11 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from indexer.errors import IndexFullError
-from indexer.index import OverlapIndex
+from indexer.index import IndexFullError, OverlapIndex
 from indexer.settings import IndexerSettings
-from indexer.view_columns import ViewColumns
-from indexer.views import View
+from indexer.views import View, ViewColumns
 from kv_events.streams import StreamId, split_group
 
 _MAX_REFUSED = 4096
@@ -47,7 +45,7 @@ class Namespace:
     groups: dict[str, Namespace] = field(default_factory=dict, repr=False)
     """Namespaces of its group streams, of the same tenant and block size."""
     group_streams: dict[str, GroupStreams] = field(default_factory=dict, repr=False)
-    """What `indexer.reuse` keeps about them."""
+    """What `indexer.scores` keeps about them."""
 
 
 class GroupStreams(NamedTuple):
@@ -79,13 +77,10 @@ class Namespaces:
     def __init__(self, settings: IndexerSettings | None = None) -> None:
         self._settings = settings or IndexerSettings()
         self._namespaces: dict[NamespaceKey, Namespace] = {}
-        self._by_model: dict[tuple[str, str], list[Namespace]] = {}
-        self._homes: dict[StreamId, Namespace] = {}
+        self._found: dict[tuple[str, str | None], list[Namespace]] = {}  # by tenant, and by tenant and model
         self._views: dict[StreamId, View] = {}
-        self._by_tenant: dict[str, list[Namespace]] = {}
         self.refused: dict[StreamId, RefusedStream] = {}
         """Streams without a view, the first ones if there are very many."""
-        self._groups_of: dict[NamespaceKey, dict[str, Namespace]] = {}  # also for namespaces that do not exist (yet)
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(self._namespaces.values())
@@ -104,22 +99,22 @@ class Namespaces:
         """Return the view of a stream, or None if it is unknown."""
         return self._views.get(stream)
 
-    def block_size(self, stream: StreamId) -> int:
-        """Return the block size of a known stream."""
-        return self._homes[stream].key.block_size
+    def _home(self, view: View) -> Namespace:
+        return self._namespaces[NamespaceKey(view.stream.model, view.stream.tenant, view.block_size)]
 
     def group_views(self, stream: StreamId) -> dict[str, View]:
         """Return the group streams of a known stream, by the name of the group."""
-        found = {name: group.by_rank.get(stream[2:]) for name, group in self._homes[stream].groups.items()}
+        groups = self._home(self._views[stream]).groups
+        found = {name: group.by_rank.get(stream[2:]) for name, group in groups.items()}
         return {name: view for name, view in sorted(found.items()) if view is not None}
 
     def find(self, model: str, tenant: str) -> Sequence[Namespace]:
         """Return the namespaces of a model and tenant, one for each block size that workers use."""
-        return self._by_model.get((model, tenant), ())
+        return self._found.get((tenant, model), ())
 
     def of_tenant(self, tenant: str) -> Sequence[Namespace]:
         """Return all namespaces of a tenant, with those of groups."""
-        return self._by_tenant.get(tenant, ())
+        return self._found.get((tenant, None), ())
 
     def num_streams(self, tenant: str) -> int:
         """Return the number of a tenant's views."""
@@ -132,7 +127,7 @@ class Namespaces:
     @property
     def tenants(self) -> list[str]:
         """Tenants that have a view."""
-        return list(self._by_tenant)
+        return [tenant for tenant, model in self._found if model is None]
 
     def refuse(self, stream: StreamId, refused: RefusedStream) -> bool:
         """Note that a stream gets no view. Returns whether this is news."""
@@ -160,7 +155,7 @@ class Namespaces:
     def add_view(self, stream: StreamId, block_size: int) -> View:
         """Create an empty view. Raises IndexFullError if a limit of the settings is reached."""
         namespace = self.add_namespace(stream.model, stream.tenant, block_size)
-        view = View(stream, namespace.index, namespace.index.add_stream(), namespace.columns)
+        view = View(stream, block_size, namespace.index, namespace.index.add_stream(), namespace.columns)
         self.adopt(namespace, view)
         return view
 
@@ -170,7 +165,7 @@ class Namespaces:
         namespace.num_changes += 1
         namespace.views[view.number] = view
         namespace.by_rank[view.stream.worker, view.stream.dp_rank] = view
-        self._homes[view.stream], self._views[view.stream] = namespace, view
+        self._views[view.stream] = view
 
     def add_namespace(self, model: str, tenant: str, block_size: int) -> Namespace:
         """Return the namespace, and create it if it is new. Raises IndexFullError if there are too many."""
@@ -180,13 +175,18 @@ class Namespaces:
             if len(self._namespaces) == self._settings.max_namespaces:
                 raise self._too_many_namespaces()
             index = OverlapIndex(self._settings.max_pages, self._settings.max_streams, self._settings.max_set_bytes)
-            namespace = self._namespaces[key] = Namespace(key, index, groups=self._groups_of.setdefault(key, {}))
-            self._by_model.setdefault((model, tenant), []).append(namespace)
-            self._by_tenant.setdefault(tenant, []).append(namespace)
-            base, group = _base_key(key)
-            if group is not None:
-                self._groups_of.setdefault(base, {})[group] = namespace
+            namespace = self._namespaces[key] = Namespace(key, index)
+            for name in (None, model):
+                self._found.setdefault((tenant, name), []).append(namespace)
+            self._link_groups(namespace)
         return namespace
+
+    def _link_groups(self, new: Namespace) -> None:
+        """Add a namespace to the groups of its model, or the groups that exist to it."""
+        for namespace in self.of_tenant(new.key.tenant):
+            base, group = _base_key(namespace.key)
+            if group is not None and new.key in (base, namespace.key) and base in self._namespaces:
+                self._namespaces[base].groups[group] = namespace
 
     def check_room(self, expected: Mapping[StreamId, int]) -> None:
         """Check that there is room for the views of these streams, too. expected: stream -> block size.
@@ -209,38 +209,28 @@ class Namespaces:
 
         If pages of the view cannot be removed (see `OverlapIndex.remove`), the view stays and can be dropped later.
         """
-        namespace, view = self._homes[stream], self._views[stream]
+        view = self._views[stream]
+        namespace = self._home(view)
         yield from view.clear()
         if any(view.num_pages):
             return
         namespace.index.drop_stream(view.number)
         namespace.num_changes += 1
-        del namespace.views[view.number], self._homes[stream], self._views[stream]
-        del namespace.by_rank[stream.worker, stream.dp_rank]
+        del namespace.views[view.number], self._views[stream], namespace.by_rank[stream.worker, stream.dp_rank]
         if not namespace.views:
             self._drop_namespace(namespace)
-            self._drop_groups_of(namespace.key)
 
     def _drop_namespace(self, namespace: Namespace) -> None:
         del self._namespaces[namespace.key]
         model, tenant, _ = namespace.key
-        self._by_model[model, tenant].remove(namespace)
-        if not self._by_model[model, tenant]:
-            del self._by_model[model, tenant]
-        self._by_tenant[tenant].remove(namespace)
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
-
-    def _drop_groups_of(self, gone: NamespaceKey) -> None:
-        """Drop the links of a removed namespace to its groups, unless some groups remain."""
-        base, group = _base_key(gone)
-        if group is not None:
-            del self._groups_of[base][group]
-            if (home := self._namespaces.get(base)) is not None:
-                home.group_streams.pop(group, None)
-        for key in (base, gone):
-            if key not in self._namespaces and not self._groups_of.get(key, True):
-                del self._groups_of[key]
+        for key in ((tenant, None), (tenant, model)):
+            self._found[key].remove(namespace)
+            if not self._found[key]:
+                del self._found[key]
+        base, group = _base_key(namespace.key)
+        if group is not None and (home := self._namespaces.get(base)) is not None:
+            del home.groups[group]
+            home.group_streams.pop(group, None)
 
 
 def _base_key(key: NamespaceKey) -> tuple[NamespaceKey, str | None]:

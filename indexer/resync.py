@@ -13,8 +13,7 @@ from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.slices import Interval
 from indexer.sources.reader import SourceReader
-from indexer.tenant_limits import TENANT_PAGES
-from indexer.views import INDEX_FULL, RESYNC_CUT_OFF, View, ViewState
+from indexer.views import INDEX_FULL, RESYNC_CUT_OFF, TENANT_PAGES, View, ViewState
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 

@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.settings import KafkaSettings
-from kv_events.runtime.settings import KvsightSettings, argument
+from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.variables import variable
 
 _CREDENTIALS = re.compile("//.*@")
@@ -90,10 +90,15 @@ class IndexerSettings(KafkaSettings, RedisSettings):
     forget_after_s: float = Field(600.0, gt=0)
     """Silence after which a worker is removed with its pages."""
 
-    resync_rate_per_s: float = argument(5.0, gt=0)
+    resync_rate_per_s: float = Field(5.0, gt=0)
     """Resync requests per second, over all workers: a storm of resyncs must not delay live events."""
-    resync_retry_s: float = argument(2.0, gt=0)
+    resync_retry_s: float = Field(2.0, gt=0)
     """First pause before the same worker is asked for a resync again. It doubles up to a minute."""
+
+    @property
+    def interval_of_snapshots(self) -> float | None:
+        """Time between snapshots, in seconds. None: there are none."""
+        return None if self.redis is None and self.snapshot_dir is None else self.snapshot_interval_s
 
     @property
     def is_embedded(self) -> bool:

@@ -25,9 +25,9 @@ class Slices:
                 next(steps)
             except StopIteration as end:
                 return end.value
-            await self.breathe()
+            await self.yield_if_due()
 
-    async def breathe(self) -> None:
+    async def yield_if_due(self) -> None:
         """Let other tasks run if this slice has lasted long enough."""
         if time.perf_counter() - self._began > self._slice_s:
             await asyncio.sleep(0)

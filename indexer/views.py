@@ -6,21 +6,39 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from indexer.index import SLICE_PAGES, Marks, OverlapIndex
-from indexer.lateness import LATE_S, Lateness
 from indexer.position import START, Admission, Position
-from indexer.tenant_limits import TENANT_PAGES
-from indexer.view_columns import FAULT_CLOSED, FAULT_DOUBTED, FAULT_NONE, ViewColumns
 from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
 from kv_events.digest import digest_bytes, page_counts
 from kv_events.schema import CLOSED, ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, SnapshotEnd
-from kv_events.streams import StreamId
+from kv_events.streams import HEARTBEAT_S, StreamId
 
 INDEX_FULL = "index full"
 """Stale reason of a view whose pages did not all fit. A resync helps only after room has become available."""
+TENANT_PAGES = "tenant limit: pages"
+"""Stale reason of a view whose pages did not all fit into the bound of its tenant."""
 RESYNC_CUT_OFF = "resync cut off"
 """Stale reason of a view whose resync did not end."""
+
+LATE_S = 2 * HEARTBEAT_S + 0.5
+"""Silence after which two heartbeats are missing. A batch that is later than this is delayed."""
+
+_JITTER_S = 1.0
+_DRIFT = 0.001  # of two clocks, seconds a second
+_STEADY_S = 2.5
+_STEADY_WITHIN_S = 0.3
+
+FAULT_NONE, FAULT_DEGRADED, FAULT_CLOSED = range(3)
+"""What the newest batch shows beside its pages: nothing; that its stream is incomplete, as the publisher said, or that
+newer batches are on the way; that no other batch follows."""
+
+_FIRST_SIZE: Final = 64
 
 _LONGEST_RESYNC_S = 60.0
 """Seconds after which a resync without an end is requested again."""
@@ -67,11 +85,88 @@ class ViewCounters:
     clears: int = 0
 
 
+class Lateness(msgspec.Struct, array_like=True):  # its fields are part of key frames
+    """The lateness of a stream's newest batch, against the most punctual one before it.
+
+    At first, both clocks are believed to be right: the first batch may be late as well.
+    After an outage, a publisher first sends the batches that have waited. They are right about a time that has passed.
+    A batch whose time is before that of its predecessor shows that a clock was set back; so does a lateness that stays
+    the same for some seconds.
+    """
+
+    seconds: float = 0.0
+    """Lateness of the newest batch."""
+    _transit_s: float = math.inf  # of a punctual batch: difference of the clocks included
+    _made_at: float = -math.inf
+    _tick: float = -math.inf
+    _steady_tick: float = 0.0  # of the batch that the steady lateness is counted from
+    _steady_s: float = math.inf  # its lateness
+
+    def note(self, made_at: float, at: float, tick: float) -> None:
+        """Record the arrival of a batch.
+
+        made_at: by the publisher's clock. at: by ours, in seconds since 1970, too. tick: by our clock that never goes
+        back.
+        """
+        if self._transit_s == math.inf:
+            self._transit_s = tick - at
+        else:
+            self._transit_s += _DRIFT * (tick - self._tick)
+        transit_s = tick - made_at
+        if made_at < self._made_at or transit_s < self._transit_s or self._is_steady(transit_s - self._transit_s, tick):
+            self._transit_s = transit_s
+        self.seconds = transit_s - self._transit_s
+        self._made_at, self._tick = made_at, tick
+
+    @property
+    def clocks_agree(self) -> bool:
+        """Whether the clocks agree, so that no batch that is punctual by both is delayed."""
+        return abs(self._transit_s) < _JITTER_S / 2
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds by which the newest batch is delayed, at most LATE_S. Small differences are none."""
+        return min(self.seconds, LATE_S) if self.seconds > _JITTER_S else 0.0
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the newest batch was delayed, so that newer ones are on the way."""
+        return self.seconds > LATE_S
+
+    def _is_steady(self, late_s: float, tick: float) -> bool:
+        if not abs(late_s - self._steady_s) <= _STEADY_WITHIN_S:
+            self._steady_s, self._steady_tick = late_s, tick
+        return tick - self._steady_tick >= _STEADY_S
+
+
+class ViewColumns:
+    """The columns. They double when a stream number does not fit; arrays that were read before are then outdated."""
+
+    def __init__(self) -> None:
+        self.states: npt.NDArray[np.uint8] = np.zeros(_FIRST_SIZE, np.uint8)
+        """[n] position in `ViewState` of the state from the batches alone: LIVE, SYNCING or STALE."""
+        self.faults: npt.NDArray[np.uint8] = np.zeros(_FIRST_SIZE, np.uint8)
+        """[n] one of FAULT_NONE, FAULT_DEGRADED, FAULT_CLOSED."""
+        self.heard_at: npt.NDArray[np.float64] = np.zeros(_FIRST_SIZE)
+        """[n] `View.heard_at`."""
+        self.heard_tick: npt.NDArray[np.float64] = np.zeros(_FIRST_SIZE)
+        """[n] `View.heard_tick`."""
+
+    def reserve(self, number: int) -> None:
+        """Make room for a stream number."""
+        while number >= len(self.states):
+            self.states = np.concatenate((self.states, np.zeros_like(self.states)))
+            self.faults = np.concatenate((self.faults, np.zeros_like(self.faults)))
+            self.heard_at = np.concatenate((self.heard_at, np.zeros_like(self.heard_at)))
+            self.heard_tick = np.concatenate((self.heard_tick, np.zeros_like(self.heard_tick)))
+
+
 @dataclass(slots=True)
 class View:
     """One worker stream's radix view: its part of the namespace's index, and its state."""
 
     stream: StreamId
+    block_size: int
     index: OverlapIndex
     number: int
     """The stream's number in the index."""
@@ -99,8 +194,8 @@ class View:
 
     It is the arrival of the newest batch, or later the moment from which its partition is read here.
     """
-    is_behind: bool = False
-    """Whether the newest batch tells of the past, or is being applied after a silence."""
+    is_delayed: bool = False
+    """Whether the newest batch was delayed, or is being applied after a silence."""
     _degraded_reason: str = ""
 
     def __post_init__(self) -> None:
@@ -190,7 +285,7 @@ class View:
             self.mark_stale("gap")
         return admission.is_applied
 
-    def hear(self, batch: DecodedBatch, at: float, tick: float) -> None:
+    def note_arrival(self, batch: DecodedBatch, at: float, tick: float) -> None:
         """Record the arrival of an admitted batch. If its publisher has no contact with its engine, the age of the view
         does not change.
         """
@@ -200,7 +295,7 @@ class View:
         self.lateness.note(batch.timestamp, at, tick)
         self.heard_tick = max(self.heard_tick, tick - self.lateness.lag_s)
         self.silent_from = max(self.silent_from, tick)
-        self.is_behind = was_late or self.lateness.is_behind
+        self.is_delayed = was_late or self.lateness.is_delayed
         self._note_fault()
 
     def apply(self, batch: DecodedBatch) -> Iterator[None]:
@@ -209,9 +304,9 @@ class View:
         for step in batch.steps:
             yield from self._apply_step(step)
 
-    def confirm(self, batch: DecodedBatch) -> None:
+    def compare_digest(self, batch: DecodedBatch) -> None:
         """Compare the digests after a batch. If they are equal, the view is correct regardless of earlier errors."""
-        self.is_behind = self.lateness.is_behind
+        self.is_delayed = self.lateness.is_delayed
         self.degraded_reason = batch.degraded_reason
         if self.marks is not None:
             if self.heard_tick - self.resync_began > _LONGEST_RESYNC_S:
@@ -249,7 +344,7 @@ class View:
         if self.is_closed:
             fault = FAULT_CLOSED
         else:
-            fault = FAULT_DOUBTED if self.degraded_reason or self.is_behind else FAULT_NONE
+            fault = FAULT_DEGRADED if self.degraded_reason or self.is_delayed else FAULT_NONE
         self.columns.faults[self.number] = fault
 
     def _begin_epoch(self, batch: DecodedBatch, *, is_restart: bool) -> None:
@@ -300,7 +395,7 @@ class View:
             self.counters.pages_removed += removed
             yield
         self.marks = None
-        self.state, self.stale_reason = ViewState.STALE, "digest"  # until `confirm` finds equal digests
+        self.state, self.stale_reason = ViewState.STALE, "digest"  # until `compare_digest` finds equal digests
         self.counters.resyncs += 1
 
 

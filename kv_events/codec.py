@@ -7,6 +7,7 @@ are ignored. Any other deviation raises `RecordRejectedError`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -26,6 +27,7 @@ from kv_events.limits import (
     MAX_RECORD_BYTES,
 )
 from kv_events.schema import (
+    MEDIA,
     MEDIUM_INDEX,
     SCHEMA_MAJOR,
     SCHEMA_VERSION,
@@ -74,6 +76,13 @@ class RemovedPages(NamedTuple):
 Step: TypeAlias = StoredPages | RemovedPages | AllBlocksCleared | SnapshotBegin | SnapshotEnd
 
 
+class BatchPages(NamedTuple):
+    """The pages of a batch by medium."""
+
+    stored: Counter[str]
+    removed: Counter[str]
+
+
 class DecodedBatch(NamedTuple):
     """One checked record of the log. `steps` is empty in a heartbeat."""
 
@@ -87,6 +96,15 @@ class DecodedBatch(NamedTuple):
     """uint64[8], read-only: digest of the pages that the worker holds after this batch."""
     degraded_reason: str = ""
     """Why the publisher reports that its stream may be incomplete. "" if there is no reason."""
+
+    def pages(self) -> BatchPages:
+        """Count the pages that the batch stores and removes."""
+        counts = BatchPages(Counter(), Counter())
+        for step in self.steps:
+            if isinstance(step, StoredPages | RemovedPages):
+                counted = counts.stored if isinstance(step, StoredPages) else counts.removed
+                counted[MEDIA[step.medium].value] += len(step.hashes)
+        return counts
 
 
 def encode_batch(

@@ -29,6 +29,13 @@ class InvalidValueError(KvsightError, ValueError):
         self.expected = expected
 
 
+class UnknownVariableError(KvsightError, ValueError):
+    """The environment has a `KVSIGHT_*` variable that does not exist."""
+
+    def __init__(self, name: str, nearest: str) -> None:
+        super().__init__(f"{name} is not a setting; the nearest name is {nearest}")
+
+
 class RecordRejectedError(KvsightError):
     """A record cannot be decoded or breaks the contract. The record is dead-lettered, never applied in part.
 

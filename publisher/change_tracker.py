@@ -140,7 +140,7 @@ class ChangeTracker:
         if not self._is_deferring or len(call) > _MAX_DEFERRED_PAGES:
             return False
         try:
-            return sum([len(getattr(event, "block_hashes", ())) for event in call]) <= _MAX_DEFERRED_PAGES
+            return sum([len(getattr(event, "block_hashes", ())) for event in call]) <= _MAX_DEFERRED_PAGES  # noqa: C419
         except Exception:  # noqa: BLE001  (an invalid event)
             return False
 

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_PAGES_PER_BATCH, MAX_RECORD_BYTES
-from kv_events.runtime.settings import argument
 from kv_events.runtime.variables import variable
 from kv_events.streams import DEFAULT_TENANT, HEARTBEAT_S, StreamId
 
@@ -40,13 +39,13 @@ class PublisherSettings(KafkaSettings):
     """Address of the replay socket, with ranks as above. None: no replay."""
     zmq_topic: str = Field(default="", max_length=MAX_NAME_BYTES)
     """Topic of every message."""
-    zmq_encoding: Literal["array", "map"] = argument("array")
+    zmq_encoding: Literal["array", "map"] = Field("array")
     """Form of events: arrays, which every reader understands, or maps, as newer versions of vLLM and SGLang write."""
-    zmq_replay_layout: Literal["new", "old"] = argument("new")
+    zmq_replay_layout: Literal["new", "old"] = Field("new")
     """Frames of a replayed batch: topic, number and batch; "old" leaves out the topic."""
-    zmq_buffer_steps: int = argument(10_000, ge=1, le=10_000_000)
+    zmq_buffer_steps: int = Field(10_000, ge=1, le=10_000_000)
     """Batches kept for replay."""
-    zmq_hwm: int = argument(100_000, ge=1, le=2**31 - 1)
+    zmq_hwm: int = Field(100_000, ge=1, le=2**31 - 1)
     """Batches that may wait for a slow reader. It misses later ones and can request a replay."""
 
     metrics_port: int | None = Field(default=None, ge=1, le=65_535)
@@ -58,21 +57,21 @@ class PublisherSettings(KafkaSettings):
     ledger_pages: int = Field(default=4_000_000, ge=1, le=2**30)
     """Bound on the pages that the worker may hold. Pages beyond it are not published."""
 
-    queue_pages: int = argument(1_000_000, ge=1, le=2**30)
+    queue_pages: int = Field(1_000_000, ge=1, le=2**30)
     """Bound on page changes that wait or are in flight: 29 MB. A full queue costs a resync, not correctness."""
-    batch_pages: int = argument(8192, ge=1, le=MAX_PAGES_PER_BATCH)
+    batch_pages: int = Field(8192, ge=1, le=MAX_PAGES_PER_BATCH)
     """Most pages of a record."""
-    batch_bytes: int = argument(262_144, ge=1024, le=MAX_RECORD_BYTES - _RECORD_OVERHEAD_BYTES)
+    batch_bytes: int = Field(262_144, ge=1024, le=MAX_RECORD_BYTES - _RECORD_OVERHEAD_BYTES)
     """Bytes at which a record is closed."""
-    linger_ms: float = argument(5.0, ge=0)
+    linger_ms: float = Field(5.0, ge=0)
     """Shortest time between two records. The first event after a pause is sent at once; under load, records fill."""
-    inflight_batches: int = argument(32, ge=1)
+    inflight_batches: int = Field(32, ge=1)
     """Most records handed to the sink at once."""
-    heartbeat_s: float = argument(HEARTBEAT_S, gt=0)
+    heartbeat_s: float = Field(HEARTBEAT_S, gt=0)
     """Interval of records without events while nothing happens. Well below the indexer's `worker_ttl_s`."""
-    resync_min_interval_s: float = argument(1.0, ge=0)
+    resync_min_interval_s: float = Field(1.0, ge=0)
     """Shortest time between two resyncs."""
-    resync_jitter_s: float = argument(0.5, ge=0)
+    resync_jitter_s: float = Field(0.5, ge=0)
     """A requested resync waits for a random time up to this, so that workers do not answer all at once."""
 
     @model_validator(mode="after")

@@ -4,8 +4,8 @@ Owns workloads (generated, or Mooncake traces), workers with a real cache of any
 that see only what a router sees, and the reports. The engines compute nothing and copies move no bytes; everything
 between cache and router is real. Imports `kv_events`, `engine_cache`, `publisher` and `indexer`.
 
-Start at `run.simulate`; then read `trial` (one request), `worker` (the cache's part of it), `direct` and `live` (how
-events reach the router).
+Start at `run.simulate`; then read `trial` (one request), `worker` (the cache's part of it) and `live` (how events
+reach a router that runs).
 """
 
 from simulation.caches import WorkerCache, create_cache

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from threading import Lock
 from typing import ClassVar
 
-from engine_cache.storage import HiCacheStorage, PagedHostPool, PoolName, StorageStats
+from engine_cache.storage import HiCacheStorage, PagedHostPool, PoolName
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
 
@@ -28,35 +27,20 @@ class BytelessStore(HiCacheStorage):
         self._capacity = capacity_pages
         self._lock = Lock()  # guards everything below
         self._kinds_of_key: dict[str, set[PoolName]] = {}  # least recently used first
-        self._removed: dict[str, None] = {}  # keys for take_removed(), in order
-        self._counts: Counter[str] = Counter()
-
-    def is_held(self, key: str) -> bool:
-        self._check_open()
-        with self._lock:
-            return PoolName.KV in self._kinds_of_key.get(key, ())
 
     def held_keys(self) -> set[str]:
         """Return a copy of the keys of all KV pages."""
-        with self._lock:
-            return {key for key, kinds in self._kinds_of_key.items() if PoolName.KV in kinds}
-
-    def take_removed(self) -> list[str]:
-        self._check_open()
-        with self._lock:
-            removed, self._removed = self._removed, {}
-        return list(removed)
+        return set(self._held.keys())
 
     def clear(self) -> None:
         self._check_open()
         with self._lock:
             self._kinds_of_key.clear()
-            self._removed.clear()
+            self._held.forget_all()
 
-    def get_stats(self) -> StorageStats:
+    def _size(self) -> tuple[int, int]:
         with self._lock:
-            counts = {name: self._counts[name] for name in StorageStats._fields}
-            return StorageStats(**counts)._replace(num_held=sum(map(len, self._kinds_of_key.values())))
+            return sum(map(len, self._kinds_of_key.values())), 0
 
     def _present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
         with self._lock:
@@ -66,22 +50,23 @@ class BytelessStore(HiCacheStorage):
         there = self._present(name, keys)
         with self._lock:
             self._touch([key for key, is_there in zip(keys, there, strict=True) if is_there])
-            self._counts.update(num_read=sum(there), num_missed=len(there) - sum(there))
+        self._count(num_read=sum(there), num_missed=len(there) - sum(there))
         return there
 
     def _write(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
         kept = keys[: self._capacity]  # the beginning of a prefix is more useful than its end
         with self._lock:
+            num_known = sum(name in self._kinds_of_key.get(key, ()) for key in kept)
             for key in kept:
-                kinds = self._kinds_of_key.setdefault(key, set())
-                self._counts["num_already_stored" if name in kinds else "num_written"] += 1
-                kinds.add(name)
-                self._removed.pop(key, None)
+                self._kinds_of_key.setdefault(key, set()).add(name)
+            if name is PoolName.KV:
+                self._held.hold(kept, self._held.moment)
             self._touch(kept)
-            self._counts["num_failed_writes"] += len(keys) - len(kept)
             while len(self._kinds_of_key) > self._capacity:
                 self._evict_oldest()
-        return [True] * len(kept) + [False] * (len(keys) - len(kept))
+        num_failed = len(keys) - len(kept)
+        self._count(num_already_stored=num_known, num_written=len(kept) - num_known, num_failed_writes=num_failed)
+        return [True] * len(kept) + [False] * num_failed
 
     def _touch(self, keys: Sequence[str]) -> None:
         """Mark keys as used, the first one last, so that the end of a prefix is evicted before its beginning."""
@@ -91,6 +76,5 @@ class BytelessStore(HiCacheStorage):
     def _evict_oldest(self) -> None:
         key = next(iter(self._kinds_of_key))
         kinds = self._kinds_of_key.pop(key)
-        self._counts["num_evicted"] += len(kinds)
-        if PoolName.KV in kinds:
-            self._removed[key] = None
+        self._count(num_evicted=len(kinds))
+        self._held.lose([key], self._held.moment)

@@ -1,36 +1,157 @@
-"""Construction of the caches of simulated workers: pools without bytes, tiers, states."""
+"""The caches of simulated workers: pools without bytes, tiers, states.
+
+An engine with tiers takes these steps before and after it serves a request. Copies take no time here: every copy has
+ended when a method returns.
+
+    match ── prefetch ──> host ── load back ──> device      before: find(), on any tier
+    insert ── backup ──> host ── archive ──> disk           after: settle()
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import count
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from engine_cache import (
     BytelessHostPool,
+    EvictParams,
     HiCacheController,
     HiMambaRadixCache,
     HiRadixCache,
     HostPoolGroup,
     HybridCacheController,
+    IndexArray,
+    InitLoadBackParams,
+    InsertParams,
     MambaRadixCache,
     MambaSlotAllocator,
     ManualCopyEngine,
+    MatchPrefixParams,
+    MatchResult,
     PagedTokenToKVPoolAllocator,
     PoolEntry,
     RadixCache,
+    RadixKey,
+    StoragePolicy,
     TreeCache,
+    TreeNode,
 )
 from engine_cache.pools.host_rows import host_pool_size
 from engine_cache.storage import PoolName
+from kv_events.hashing import U64Array
 from simulation.byteless_store import BytelessStore
 from simulation.settings import SimulationSettings
-from simulation.states import States
-from simulation.tiers import Tiers
 
 _TOKENS_PER_STATE = 512  # a state is as large as the KV of a few hundred tokens, so there are few of them
 _MIN_STATES = 8
 _CHUNK_TOKENS = 64  # an engine saves states only between chunks
+
+
+TieredCache: TypeAlias = HiRadixCache | HiMambaRadixCache
+
+
+class Found(NamedTuple):
+    """The prefix that a request can reuse."""
+
+    rows: IndexArray
+    """Device rows of the prefix, owned by the tree."""
+    node: TreeNode
+    """Node at the end of the prefix."""
+    branching_seqlen: int | None = None
+    """As in `MatchResult`, if KV continues without a state."""
+
+
+class Tiers:
+    """A cache's copy engine and its storage backend, which is attached here and announced like the other tiers."""
+
+    def __init__(self, cache: TieredCache, engine: ManualCopyEngine, store: BytelessStore) -> None:
+        self.store = store
+        self._cache = cache
+        self._engine = engine
+        self._request_ids = count()
+        attached, message = cache.attach_storage_backend(store, StoragePolicy(emit_storage_events=True))
+        assert attached, message
+
+    def find(self, key: RadixKey) -> Found:
+        """Return the cached prefix of a prompt, after copying it to the device as far as there is room."""
+        match = self._match(key)
+        if self._prefetch(key, match.last_host_node):
+            match = self._match(key)
+        rows, node = match.device_indices, match.last_device_node
+        if match.host_hit_length or match.mamba_host_hit_length:
+            loaded, node = self._cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
+            self._cache.ready_to_load_host_cache()
+            self.settle()
+            rows = np.concatenate((rows, loaded))
+        return Found(rows[: _prefix_len(node)], node, match.mamba_branching_seqlen)
+
+    def settle(self) -> None:
+        """Finish copies and update the tree, twice, because a finished backup starts an archive."""
+        for _ in range(2):
+            self._engine.drain()
+            self._cache.check_hicache_events()
+
+    def on_disk(self) -> tuple[U64Array, int]:
+        """Return the sequence hashes of the pages on disk, and the number of pages there that were not announced."""
+        keys, announced = self.store.held_keys(), dict(self._cache.iter_announced())
+        words = b"".join(event.sequence_hashes for key, event in announced.items() if key in keys)
+        return np.frombuffer(words, "<u8").astype(np.uint64), len(keys - announced.keys())
+
+    def _match(self, key: RadixKey) -> MatchResult:
+        return self._cache.match_prefix(MatchPrefixParams(key))
+
+    def _prefetch(self, key: RadixKey, start_node: TreeNode) -> bool:
+        """Prefetch the pages on disk that follow the prefix of the start node. Returns whether there were any."""
+        req_id, rest = str(next(self._request_ids)), key[_prefix_len(start_node) :]
+        self._cache.prefetch_from_storage(req_id, start_node, rest.raw, extra_key=key.extra_key)
+        self.settle()  # a prefetch that found too little has ended
+        self._cache.check_prefetch_progress(req_id)
+        return self._cache.pop_prefetch_loaded_tokens(req_id) > 0
+
+
+def _prefix_len(node: TreeNode) -> int:
+    """Return the number of units from the root to the end of the node."""
+    length = 0
+    step: TreeNode | None = node
+    while step is not None:
+        length += len(step.key)
+        step = step.parent
+    return length
+
+
+class States:
+    """The state slots of a cache for a model with recurrent layers."""
+
+    def __init__(self, cache: TreeCache, slots: MambaSlotAllocator) -> None:
+        self._cache = cache
+        self._slots = slots
+
+    def insert(self, key: RadixKey, rows: IndexArray, num_found: int, ends: set[int]) -> None:
+        """Insert the key with a state at its end and, if slots are available, at each of `ends`.
+
+        rows: one for each unit. The tree owns the first `num_found` and becomes the owner of the others.
+        """
+        lengths = sorted({end for end in ends if num_found < end < len(key)} | {len(key)})
+        # all slots first: an eviction for one must not remove what the previous insert has added
+        slots = self._allocate(len(lengths))
+        for length, slot in zip(lengths[len(lengths) - len(slots) :], slots, strict=True):
+            state = slot.reshape(1)
+            params = InsertParams(key[:length], rows[:length], mamba_value=state, prev_prefix_len=num_found)
+            if self._cache.insert(params).mamba_exist:
+                self._slots.free(state)
+            num_found = max(num_found, length)
+
+    def _allocate(self, wanted: int) -> IndexArray:
+        missing = wanted - self._slots.available_size()
+        if missing > 0:
+            self._cache.evict(EvictParams(0, mamba_num=missing))
+        slots = self._slots.alloc(min(wanted, self._slots.available_size()))
+        assert slots is not None, "the request fits into the free slots"
+        return slots
 
 
 class WorkerCache(NamedTuple):

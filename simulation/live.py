@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import NamedTuple
 
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.sources.base import Source
 from indexer.sources.memory import MemorySource
 from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch
+from kv_events.errors import KvsightError
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings, Sink
 from publisher.sinks.memory import MemorySink
-from simulation.errors import SimulationError
 from simulation.report import PolicyReport
 from simulation.requests import Requests
 from simulation.settings import SimulationSettings
@@ -36,50 +35,30 @@ _POLL_S = 0.01
 _FLUSH_S = 5.0
 
 
-class Transport(Protocol):
+class SimulationError(KvsightError):
+    """A part of a live fleet has ended, or a view did not catch up in time."""
+
+
+class Transport(NamedTuple):
     """A log that a fleet writes and a router reads."""
 
-    def sink(self, settings: PublisherSettings) -> Sink:
-        """Return the writing end for one publisher."""
-        ...
-
-    def source(self) -> Source:
-        """Return a reading end."""
-        ...
+    sink: Callable[[PublisherSettings], Sink]
+    """Returns the writing end for one publisher."""
+    source: Callable[[], Source]
+    """Returns a reading end."""
 
 
-class MemoryTransport:
-    """A log in memory."""
-
-    def __init__(self, log: MemoryLog) -> None:
-        self._log = log
-
-    def sink(self, settings: PublisherSettings) -> Sink:
-        """See `Transport`."""
-        return MemorySink(self._log)
-
-    def source(self) -> Source:
-        """See `Transport`."""
-        return MemorySource(self._log)
+def memory_transport(log: MemoryLog) -> Transport:
+    """Return the ends of a log in memory."""
+    return Transport(lambda _: MemorySink(log), lambda: MemorySource(log))
 
 
-class KafkaTransport:
-    """Topics of a Kafka broker."""
+def kafka_transport(kafka: KafkaSettings) -> Transport:
+    """Return the ends of the topics of a broker."""
+    from indexer.sources.kafka import KafkaSource
+    from publisher.sinks.kafka import KafkaSink
 
-    def __init__(self, kafka: KafkaSettings) -> None:
-        self._kafka = kafka
-
-    def sink(self, settings: PublisherSettings) -> Sink:
-        """See `Transport`."""
-        from publisher.sinks.kafka import KafkaSink
-
-        return KafkaSink(settings.model_copy(update=dict(self._kafka)))
-
-    def source(self) -> Source:
-        """See `Transport`."""
-        from indexer.sources.kafka import KafkaSource
-
-        return KafkaSource(self._kafka)
+    return Transport(lambda own: KafkaSink(own.model_copy(update=dict(kafka))), lambda: KafkaSource(kafka))
 
 
 class _AppliedBatches:

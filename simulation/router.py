@@ -7,8 +7,7 @@ from functools import partial
 
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
-from indexer.questions import score_all
-from indexer.scores import WorkerScore
+from indexer.scores import WorkerScore, score_all
 from kv_events.decisions import VERSION, Candidate, Decision
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.limits import MAX_CANDIDATES, MAX_PAGES_PER_DECISION

@@ -12,13 +12,12 @@ from indexer.namespaces import Namespaces
 from kv_events.streams import group_model
 from publisher import EventPublisher, PublisherSettings
 from simulation.caches import create_cache, num_ledger_pages
-from simulation.divergence import divergent_pages
 from simulation.policies import create_policy
 from simulation.report import Course, PolicyReport, WorkerLoad
 from simulation.requests import Request
 from simulation.router import Router
 from simulation.settings import SimulationSettings
-from simulation.worker import SimulatedWorker
+from simulation.worker import SimulatedWorker, divergent_pages
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called at intervals with the policy's name, the number of requests done, and the total."""

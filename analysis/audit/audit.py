@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.audit.curves import AuditSeries
-from analysis.audit.decision_audit import FunnelAudit
-from analysis.audit.findings import judge
+from analysis.audit.curves import AuditCurves
+from analysis.audit.decision_audit import DecisionAudit
+from analysis.audit.findings import add_findings
 from analysis.audit.report import AuditReport
 from analysis.audit.residency import milliseconds
-from analysis.audit.sorted_decisions import Decisions
-from analysis.audit.stream_audit import EventAudit, settings_of_audits
+from analysis.audit.sorted_decisions import SortedDecisions
+from analysis.audit.stream_audit import StreamAudit, settings_of_audits
 from indexer.replay import open_beginning
 from kv_events.codec import batch_time
 from kv_events.log.event_log import EventLogReader
@@ -29,7 +29,7 @@ def audit_log(
     churn_s: float = CHURN_S,
     on_chunk: Callable[[int], None] = lambda _: None,
     known_damage: Sequence[str] = (),
-    series: AuditSeries | None = None,
+    series: AuditCurves | None = None,
 ) -> AuditReport:
     """Audit an event log.
 
@@ -44,9 +44,9 @@ def audit_log(
     EventLogReader(folder)  # there is such a folder
     beginning = open_beginning(folder, settings_of_audits(), is_bounded=False)
     damage = [*known_damage, *filter(None, [beginning.fault])]
-    events = EventAudit(churn_s, beginning.views, series)
-    funnel = FunnelAudit(events, series)
-    with closing(Decisions(folder)) as decisions:
+    events = StreamAudit(churn_s, beginning.views, series)
+    funnel = DecisionAudit(events, series)
+    with closing(SortedDecisions(folder)) as decisions:
         for chunk in scan_log(folder, lambda error: damage.append(str(error))):
             for row in np.flatnonzero(chunk.channels == Channel.EVENTS).tolist():
                 index, record = chunk.first_index + row, chunk.record(row)
@@ -65,7 +65,7 @@ def audit_log(
             report.funnel = funnel.report()
         if decisions.unreadable:
             report.unreadable["decision"] = decisions.unreadable
-    judge(report)
+    add_findings(report)
     return report
 
 

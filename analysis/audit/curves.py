@@ -12,6 +12,7 @@ import numpy.typing as npt
 from analysis.audit.report import StreamReport
 from analysis.audit.residency_kernels import COUNT_NAMES
 from analysis.curves import Levels, Sums, TimeBins
+from analysis.stream_history import StreamChange
 from indexer.views import View, ViewState
 from kv_events.schema import NUM_MEDIA
 
@@ -29,7 +30,7 @@ outcome. Of the requests with candidates: their prompts, and what the best, the 
 """
 
 
-class Mark(NamedTuple):
+class ChartMarker(NamedTuple):
     """Something that happened to a stream."""
 
     stream: str
@@ -38,35 +39,21 @@ class Mark(NamedTuple):
     end_ms: int
 
 
-class _Facts(NamedTuple):
-    """What has happened to a stream so far."""
-
-    gaps: int = 0
-    restarts: int = 0
-    mismatches: int = 0
-    resyncs: int = 0
-
-
-_NOTHING = _Facts()
-
-
 @dataclass
 class _Stream:
     """What was last seen of a stream."""
 
-    view: View
     is_new: bool = True
-    """Whether the log begins before its first batch."""
+    """Whether the log begins before its first batch, and nothing has happened to it yet."""
     pages: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_MEDIA, np.int64))
     """[NUM_MEDIA] that it holds."""
-    facts: _Facts = _NOTHING
     had_mismatch: bool = False
     state: ViewState = ViewState.LIVE
     since_ms: int = 0
     until_ms: int = 0
 
 
-class AuditSeries:
+class AuditCurves:
     """Takes batches and decisions in the order of the log. Times are those of the log's records."""
 
     def __init__(self) -> None:
@@ -81,7 +68,7 @@ class AuditSeries:
         """Worker -> [bins, 1] pages held, summed over its streams and the media."""
         self.requests = Sums(self.bins, MEAN + 1)
         """[bins, 10] tokens of requests, by the time of their decision."""
-        self.marks: list[Mark] = []
+        self.marks: list[ChartMarker] = []
         self.num_more_marks = 0
         """Marks for which there was no room."""
         self._streams: dict[str, _Stream] = {}
@@ -91,7 +78,7 @@ class AuditSeries:
 
     def begin_with(self, report: StreamReport, view: View) -> None:
         """Note what a stream held before the log."""
-        stream = self._streams[report.stream] = _Stream(view, is_new=False)
+        stream = self._streams[report.stream] = _Stream(is_new=False)
         stream.pages = np.array(view.num_pages, np.int64)
         self._held += stream.pages
         self.tiers.before[:] = self._held
@@ -101,12 +88,19 @@ class AuditSeries:
             levels.before[0] = self._held_by[report.worker]
 
     def note_batch(
-        self, ms: int, report: StreamReport, view: View, counts: npt.NDArray[np.int64], *, is_sound: bool
+        self,
+        ms: int,
+        report: StreamReport,
+        view: View,
+        counts: npt.NDArray[np.int64],
+        change: StreamChange,
+        *,
+        is_sound: bool,
     ) -> None:
         """Note a batch that was applied.
 
-        counts: [names * media] pages so far, of all streams. is_sound: whether the view is live, or only in doubt
-        because the log begins after the first batches.
+        counts: [names * media] pages so far, of all streams. change: what the batch showed, less what precedes the log.
+        is_sound: whether the view is live, or incomplete only because the log begins after the first batches.
         """
         if not 0 <= ms <= _LATEST_MS:
             return
@@ -116,9 +110,9 @@ class AuditSeries:
         self.batches.values[place] += 1
         stream = self._streams.get(report.stream)
         if stream is None:
-            stream = self._streams[report.stream] = _Stream(view)
+            stream = self._streams[report.stream] = _Stream()
         self._note_pages(place, report.worker, stream, np.array(view.num_pages, np.int64))
-        self._note_facts(ms, report, stream, view)
+        self._note_change(ms, report, stream, change)
         self._note_state(ms, report.stream, stream, ViewState.LIVE if is_sound else view.state)
 
     def note_choice(self, ms: int, prompt: int, best: int, chosen: int, predicted: int, offered: Sequence[int]) -> None:
@@ -155,32 +149,28 @@ class AuditSeries:
             self.workers[worker], self._held_by[worker] = Levels(self.bins, 1), 0
         return self.workers.get(worker)
 
-    def _note_facts(self, ms: int, report: StreamReport, stream: _Stream, view: View) -> None:
-        counters = view.counters
-        before = (
-            stream.facts if stream.view is view else _Facts(gaps=stream.facts.gaps, mismatches=stream.facts.mismatches)
-        )
-        now = _Facts(report.gaps, counters.restarts, report.digest_mismatches, counters.resyncs)
-        is_first = before == _NOTHING and stream.is_new and not report.earlier_batches  # a stream begins with a resync
-        has_mismatch = now.mismatches > before.mismatches
-        for kind, happened in (
-            (GAP, now.gaps > before.gaps),
-            (RESTART, now.restarts > before.restarts or stream.view is not view),
-            (DIGEST, has_mismatch and not stream.had_mismatch),
-            (RESYNC, now.resyncs > before.resyncs and not is_first),
-        ):
-            if happened:
-                self._mark(Mark(report.stream, kind, ms, ms))
-        stream.view, stream.facts, stream.had_mismatch = view, now, has_mismatch
+    def _note_change(self, ms: int, report: StreamReport, stream: _Stream, change: StreamChange) -> None:
+        is_first = stream.is_new and not report.earlier_batches  # a stream begins with a resync
+        has = {
+            GAP: change.gap is not None,
+            RESTART: change.is_restart,
+            DIGEST: change.is_wrong,
+            RESYNC: change.is_resynced,
+        }
+        is_repeated = {DIGEST: stream.had_mismatch, RESYNC: is_first}
+        for kind in has:
+            if has[kind] and not is_repeated.get(kind):
+                self._mark(ChartMarker(report.stream, kind, ms, ms))
+        stream.had_mismatch, stream.is_new = change.is_wrong, stream.is_new and not any(has.values())
 
     def _note_state(self, ms: int, name: str, stream: _Stream, state: ViewState) -> None:
         stream.until_ms = max(stream.until_ms, ms)
         if state is not stream.state:
             if stream.state is not ViewState.LIVE:
-                self._mark(Mark(name, stream.state.value, stream.since_ms, stream.until_ms))
+                self._mark(ChartMarker(name, stream.state.value, stream.since_ms, stream.until_ms))
             stream.state, stream.since_ms, stream.until_ms = state, ms, ms
 
-    def _mark(self, mark: Mark) -> None:
+    def _mark(self, mark: ChartMarker) -> None:
         if len(self.marks) < MOST_MARKS:
             self.marks.append(mark)
         else:

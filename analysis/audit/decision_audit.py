@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from analysis.audit.curves import AuditSeries
+from analysis.audit.curves import AuditCurves
 from analysis.audit.report import Example, ExampleQuery, Funnel, Loss
 from analysis.audit.residency import milliseconds
-from analysis.audit.stream_audit import EventAudit
+from analysis.audit.stream_audit import StreamAudit
 from indexer.scores import WorkerScore, score
 from kv_events.decisions import Decision, DecisionRecord, Outcome
 from kv_events.hashing import U64Array
@@ -59,10 +59,10 @@ class _Chosen(NamedTuple):
     """Number of the last batch before the choice."""
 
 
-class FunnelAudit:
+class DecisionAudit:
     """Takes decisions and outcomes in the order of time, between the records of events."""
 
-    def __init__(self, events: EventAudit, series: AuditSeries | None = None) -> None:
+    def __init__(self, events: StreamAudit, series: AuditCurves | None = None) -> None:
         self._events = events
         self._series = series
         self._funnel = Funnel()

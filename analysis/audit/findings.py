@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from analysis.audit.decision_audit import NEW, NO_OUTCOME, NO_PAGE
-from analysis.audit.report import AuditReport, Finding, Place, StreamReport
-from indexer.replay.moments import utc_text
+from analysis.audit.report import AuditReport, Finding, StreamReport
+from kv_events.http.explanations import BatchPosition
+from kv_events.log.moments import utc_text
 
 _LEAST_WEIGHT = 0.001
 _NO_FAULTS = (NEW, NO_PAGE, NO_OUTCOME)
 """Causes in the funnel that nobody can do anything about."""
 
 
-def judge(report: AuditReport) -> None:
+def add_findings(report: AuditReport) -> None:
     """Add the findings and the verdict to a report."""
     report.findings = sorted(_findings(report), key=lambda finding: -finding.weight)
     streams = _count(len(report.streams), "stream")
@@ -118,12 +119,12 @@ def _of_the_funnel(report: AuditReport) -> Iterator[Finding]:
             yield Finding(kind=loss.cause, weight=loss.share, text=f"{text} ({_count(loss.requests, 'request')})")
 
 
-def _placed(stream: StreamReport, place: Place | None) -> str:
+def _placed(stream: StreamReport, place: BatchPosition | None) -> str:
     assert place is not None
     return f"record {place.index}, {stream.stream}, seq {place.seq}, {utc_text(place.time)}"
 
 
-def _time(place: Place | None) -> float:
+def _time(place: BatchPosition | None) -> float:
     assert place is not None
     return place.time
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kv_events.http.explanations import BatchPosition
+
 MEDIA_ORDER = "GPU, CPU_PINNED, DISK, EXTERNAL"
 """The order of counts by medium."""
 PAGE_COUNTS = {
@@ -17,18 +19,6 @@ PAGE_COUNTS = {
     "swept": "dropped by clears and resyncs",
 }
 """Names in `AuditReport.pages`, and what they count, in words. churn: `AuditReport.churn_s`."""
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch in the log."""
-
-    index: int
-    """Of the record in the event log."""
-    partition: int
-    offset: int
-    time: float
-    epoch: int
-    seq: int
 
 
 class StreamReport(msgspec.Struct, kw_only=True):
@@ -45,10 +35,10 @@ class StreamReport(msgspec.Struct, kw_only=True):
     missing_batches: int = 0
     earlier_batches: int = 0
     """Batches of the first epoch before the log begins. They are not missing, and count as no gap."""
-    first_gap: Place | None = None
+    first_gap: BatchPosition | None = None
     """The batch that came after the first gap."""
     digest_mismatches: int = 0
-    first_bad_batch: Place | None = None
+    first_bad_batch: BatchPosition | None = None
     """The first batch after which the view differed from the publisher's ledger, without a gap before it."""
     resyncs: int = 0
     clears: int = 0

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.audit import residency_kernels
-from analysis.audit.residency_kernels import COUNT_NAMES, UNTRACKED, Book, Prefixes, Residencies
+from analysis.audit.residency_kernels import COUNT_NAMES, UNTRACKED, KnownPages, PageArrays, Residencies
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table
@@ -37,7 +37,7 @@ def milliseconds(seconds: float) -> int:
     return int(bounded(seconds) * 1000)
 
 
-class Moment(NamedTuple):
+class BatchTime(NamedTuple):
     """When something happened, for the book."""
 
     ms: int
@@ -68,12 +68,12 @@ class Prefix(NamedTuple):
     """Prompts that begin with it. 0 if the log has no decisions."""
 
 
-class PageBook:
+class ResidencyIndex:
     """Follows stores and removals of all streams. A stream has a number, and so has each namespace."""
 
     def __init__(self, churn_s: float, capacity: int = CAPACITY) -> None:
         """churn_s: seconds for which a page is expected to stay. capacity: most pages held, and most distinct pages."""
-        self._book = Book(
+        self._book = PageArrays(
             Residencies(
                 make_table(capacity),
                 hashes=np.zeros(capacity, np.uint64),
@@ -85,7 +85,7 @@ class PageBook:
                 marks=np.zeros(capacity, np.uint16),
                 seen=np.zeros(capacity, np.uint8),
             ),
-            Prefixes(
+            KnownPages(
                 make_table(capacity),
                 hashes=np.zeros(capacity, np.uint64),
                 parents=np.zeros(capacity, np.uint32),
@@ -99,13 +99,15 @@ class PageBook:
         self._facts = np.zeros(9, np.int64)
         self._facts[8] = int(churn_s * 1000)
 
-    def store(self, stream: int, namespace: int, step: StoredPages, at: Moment, mark: int, *, is_resync: bool) -> None:
+    def store(
+        self, stream: int, namespace: int, step: StoredPages, at: BatchTime, mark: int, *, is_resync: bool
+    ) -> None:
         """Note pages that were stored. mark: number of the stream's resync."""
         self._state(stream, namespace, step.medium, at)
         self._facts[6:8] = mark & 0xFFFF, is_resync
         residency_kernels.store(self._resident, step.hashes, step.chain_starts, step.parents, self._facts)
 
-    def begin_with(self, stream: int, namespace: int, pages: HeldBefore, at: Moment) -> None:
+    def begin_with(self, stream: int, namespace: int, pages: HeldBefore, at: BatchTime) -> None:
         """Note what a stream held before the log, which is counted nowhere. at: a time long before the log."""
         order = _parents_first(pages.hashes, pages.parents)
         hashes, parents, tiers, resent = (column[order] for column in pages)
@@ -119,7 +121,7 @@ class PageBook:
         self._book.counts[:UNTRACKED] = 0
         self._book.known.stores[:] = 0
 
-    def remove(self, stream: int, step: RemovedPages, at: Moment) -> None:
+    def remove(self, stream: int, step: RemovedPages, at: BatchTime) -> None:
         """Note pages that were removed."""
         self._state(stream, 0, step.medium, at)
         residency_kernels.remove(self._resident, step.hashes, self._facts)
@@ -177,7 +179,7 @@ class PageBook:
         columns: tuple[npt.NDArray[np.integer], ...] = (known.hashes, known.depths, known.stores, known.requests)
         return [Prefix(*(int(column[entry]) for column in columns)) for entry in best.tolist()]
 
-    def _state(self, stream: int, namespace: int, medium: int, at: Moment) -> None:
+    def _state(self, stream: int, namespace: int, medium: int, at: BatchTime) -> None:
         facts = self._facts
         facts[0], facts[1] = _signed_key(stream, 1), _signed_key(namespace, 2)
         facts[2], facts[3], facts[4], facts[5] = stream, medium, at.ms & 0xFFFFFFFF, at.batch & 0xFFFFFFFF

@@ -43,7 +43,7 @@ class Residencies(NamedTuple):
     """Media on which that resync named the page."""
 
 
-class Prefixes(NamedTuple):
+class KnownPages(NamedTuple):
     """Every page that any stream has held, one entry for each page of a namespace."""
 
     table: Table
@@ -59,11 +59,11 @@ class Prefixes(NamedTuple):
     """Prompts that contain the page."""
 
 
-class Book(NamedTuple):
+class PageArrays(NamedTuple):
     """Everything that is followed."""
 
     held: Residencies
-    known: Prefixes
+    known: KnownPages
     counts: I64Vector
     """[4 * counts + 1] see the names above: index `count * 4 + medium`."""
 
@@ -93,7 +93,7 @@ def _know(known, key, page_hash, parent):
 
 @array_kernel(
     types.void,
-    Book,
+    PageArrays,
     U64Input,
     U8Input,
     U64Input,
@@ -157,7 +157,7 @@ def store(book, hashes, chain_starts, parents, facts):
         held.seen[entry] |= bit
 
 
-@array_kernel(types.void, Book, U64Input, I64Vector)
+@array_kernel(types.void, PageArrays, U64Input, I64Vector)
 def remove(book, hashes, facts):
     """Note pages that were removed from a medium. Arguments as in `store`."""
     held = book.held
@@ -180,7 +180,7 @@ def remove(book, hashes, facts):
             page_table_ops.remove(held.table, entry)
 
 
-@array_kernel(types.void, Book, types.int64, types.int64)
+@array_kernel(types.void, PageArrays, types.int64, types.int64)
 def sweep(book, stream, mark):
     """Drop the pages of a stream that resync number `mark` did not name, medium by medium. mark: -1: all pages."""
     held = book.held
@@ -198,7 +198,7 @@ def sweep(book, stream, mark):
             page_table_ops.remove(held.table, entry)
 
 
-@array_kernel(types.int64, Book, types.uint64, U64Input, types.int64, types.int64, types.int64)
+@array_kernel(types.int64, PageArrays, types.uint64, U64Input, types.int64, types.int64, types.int64)
 def first_lost(book, stream_key, hashes, start, stop, since):
     """Return the first page in [start, stop) of a prompt that the stream does not hold now, or not without a break.
 
@@ -213,7 +213,7 @@ def first_lost(book, stream_key, hashes, start, stop, since):
     return stop
 
 
-@array_kernel(types.int64, Book, types.uint64, U64Input)
+@array_kernel(types.int64, PageArrays, types.uint64, U64Input)
 def note_request(book, namespace_key, hashes):
     """Count a request for the pages of a prompt that any stream has held. Returns the number of these pages."""
     known = book.known
@@ -227,7 +227,7 @@ def note_request(book, namespace_key, hashes):
     return found
 
 
-@array_kernel(types.int64, Book, I64Vector)
+@array_kernel(types.int64, PageArrays, I64Vector)
 def count_orphans(book, stream_keys):
     """Return how many held pages have a parent that their stream does not hold. stream_keys: by stream, as u64."""
     held = book.held
@@ -240,13 +240,13 @@ def count_orphans(book, stream_keys):
     return found
 
 
-@array_kernel(types.int64, Book, types.uint64, types.uint64)
+@array_kernel(types.int64, PageArrays, types.uint64, types.uint64)
 def holds(book, stream_key, page):
     """Return whether a stream holds a page now."""
     return np.int64(page_table_ops.find(book.held.table, page ^ stream_key) >= 0)
 
 
-@array_kernel(types.void, Prefixes, U32Vector, U8Vector)
+@array_kernel(types.void, KnownPages, U32Vector, U8Vector)
 def mark_inner(known, weights, inner):
     """Mark the pages that are followed by a page of equal weight: they are inside a prefix, not at its end.
 

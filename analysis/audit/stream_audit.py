@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
-from typing import NamedTuple
 
 import numpy as np
 
-from analysis.audit.curves import AuditSeries
-from analysis.audit.report import AuditReport, HotPrefix, Place, Rates, Resync, StreamReport
-from analysis.audit.residency import HeldBefore, Moment, PageBook, bounded, milliseconds
+from analysis.audit.curves import AuditCurves
+from analysis.audit.report import AuditReport, HotPrefix, Rates, Resync, StreamReport
+from analysis.audit.residency import BatchTime, HeldBefore, ResidencyIndex, bounded, milliseconds
+from analysis.stream_history import StreamHistory
 from indexer.replay import Replay
 from indexer.settings import IndexerSettings
 from indexer.views import View, ViewCounters, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages
+from kv_events.http.explanations import BatchPosition
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId
@@ -29,18 +30,6 @@ _MOST_SECONDS = 4096
 """Seconds of which pages are counted at one time. Records are not quite in the order of time."""
 
 
-class _Counts(NamedTuple):
-    """Counters of a view after a batch."""
-
-    gaps: int
-    restarts: int
-    resyncs: int
-    digest_mismatches: int
-
-
-_NONE = _Counts(0, 0, 0, 0)
-
-
 @dataclass
 class _Stream:
     """One stream while the log is read."""
@@ -49,26 +38,24 @@ class _Stream:
     namespace: int
     view: View
     report: StreamReport
-    before: _Counts = _NONE
-    epoch: int = -1
-    seq: int = -1
+    history: StreamHistory = field(default_factory=StreamHistory)
     mark: int = 0
     resync: Resync | None = None
     """The one in progress."""
     not_live_since: float | None = None
     is_partial: bool = False
-    """Whether the view is only in doubt because of what precedes the log."""
+    """Whether the view is incomplete only because of what precedes the log."""
 
 
-class EventAudit:
+class StreamAudit:
     """Applies the records of a log to views, as an indexer does, and notes what happens."""
 
-    def __init__(self, churn_s: float, views: Replay | None = None, series: AuditSeries | None = None) -> None:
+    def __init__(self, churn_s: float, views: Replay | None = None, series: AuditCurves | None = None) -> None:
         """views: before the first record of the log; they are changed. None: empty ones."""
         self.replay = views or Replay(settings_of_audits())
         self.replay.applier.on_applied.append(self._note)
         self.replay.forgets = False  # a stream that was silent for long is part of the report
-        self.book = PageBook(churn_s)
+        self.book = ResidencyIndex(churn_s)
         self.num_batches = 0
         self.num_resyncs = self.resync_pages = 0
         self._series = series
@@ -85,11 +72,11 @@ class EventAudit:
     def _begin_with_views(self) -> None:
         """Note what the streams held before the log. Nothing of before is counted."""
         self.replay.applier.dead_letters.counts.clear()
-        before = Moment(round((self.replay.now - self._report.churn_s) * 1000) - 1, 0)
+        before = BatchTime(round((self.replay.now - self._report.churn_s) * 1000) - 1, 0)
         for view in self.replay.namespaces.views:
             view.counters = ViewCounters()
-            stream = self._add(view, self.replay.namespaces.block_size(view.stream))
-            stream.epoch, stream.seq, stream.report.epochs = view.epoch, view.next_seq - 1, 1
+            stream = self._add(view, view.block_size)
+            stream.history, stream.report.epochs = StreamHistory(view), 1
             lacks_batches = self.replay.lacks_beginning and view.state is not ViewState.LIVE
             stream.is_partial = lacks_batches or view.state is ViewState.STALE
             if lacks_batches:
@@ -176,17 +163,15 @@ class EventAudit:
     def _note(self, view: View, batch: DecodedBatch) -> None:
         stream = self._stream(view, batch)
         self.num_batches += 1
-        now, before = view.counters, stream.before
-        after = _Counts(now.gaps, now.restarts, now.resyncs, now.digest_mismatches)
-        if after.gaps > before.gaps:
-            self._note_gap(stream, batch)
-        if batch.epoch != stream.epoch:
-            stream.report.epochs += 1
-        if after.gaps > before.gaps or after.restarts > before.restarts:
+        is_known = stream.history.seq >= 0
+        change = stream.history.note(view, batch)
+        if change.gap is not None:
+            self._note_gap(stream, batch, change.gap, is_known=is_known)
+        stream.report.epochs += change.begins_epoch
+        if change.gap is not None or change.is_restart:
             self._end_resync(stream, bounded(batch.timestamp), is_complete=False)  # a gap and a restart cut it off
-        was_swept = after.resyncs > before.resyncs
-        self._note_steps(stream, batch, was_swept=was_swept)
-        is_bad = after.digest_mismatches > before.digest_mismatches and (was_swept or not stream.is_partial)
+        self._note_steps(stream, batch, was_swept=change.is_resynced)
+        is_bad = change.is_wrong and (change.is_resynced or not stream.is_partial)
         stream.report.digest_mismatches += is_bad
         if is_bad and view.position.first_missing is None and stream.report.first_bad_batch is None:
             stream.report.first_bad_batch = self._place(batch)
@@ -196,10 +181,10 @@ class EventAudit:
         stream.report.batches += 1
         stream.report.heartbeats += not batch.steps
         stream.report.bytes += len(self._record[1].payload)
-        stream.epoch, stream.seq, stream.before = batch.epoch, batch.seq, after
         if self._series is not None:
+            seen = change._replace(gap=change.gap if is_known else None, is_wrong=is_bad)
             at_ms, is_sound = self._record[1].timestamp_ms, stream.not_live_since is None
-            self._series.note_batch(at_ms, stream.report, view, self.book.totals, is_sound=is_sound)
+            self._series.note_batch(at_ms, stream.report, view, self.book.totals, seen, is_sound=is_sound)
 
     def _stream(self, view: View, batch: DecodedBatch) -> _Stream:
         found = self._streams.get(view.stream)
@@ -209,7 +194,7 @@ class EventAudit:
             self._end(found)
             self.book.sweep(found.number)
             found.namespace = self.namespace_number(view.stream.model, view.stream.tenant, batch.block_size)
-            found.view, found.before = view, _NONE
+            found.view = view
         return found
 
     def _add(self, view: View, block_size: int) -> _Stream:
@@ -227,30 +212,31 @@ class EventAudit:
         report.duplicate_batches += counters.duplicate_batches
         report.old_epoch_batches += counters.old_epoch_batches
 
-    def _note_gap(self, stream: _Stream, batch: DecodedBatch) -> None:
-        if stream.seq < 0:
+    def _note_gap(self, stream: _Stream, batch: DecodedBatch, gap: range, *, is_known: bool) -> None:
+        if not is_known:
             stream.report.earlier_batches, stream.is_partial = batch.seq, True
             return
         stream.is_partial = False
         stream.report.gaps += 1
-        expected = stream.seq + 1 if batch.epoch == stream.epoch else 0
-        stream.report.missing_batches += max(0, batch.seq - expected)
+        stream.report.missing_batches += len(gap)
         if stream.report.first_gap is None:
             stream.report.first_gap = self._place(batch)
 
-    def _place(self, batch: DecodedBatch) -> Place:
-        index, record = self._record
-        return Place(
+    def _place(self, batch: DecodedBatch) -> BatchPosition:
+        (index, record), pages = self._record, batch.pages()
+        return BatchPosition(
             index=index,
             partition=record.partition,
             offset=record.offset,
             time=bounded(batch.timestamp),
             epoch=batch.epoch,
             seq=batch.seq,
+            pages_stored=pages.stored.total(),
+            pages_removed=pages.removed.total(),
         )
 
     def _note_steps(self, stream: _Stream, batch: DecodedBatch, *, was_swept: bool) -> None:
-        at = Moment(milliseconds(batch.timestamp), self.num_batches)
+        at = BatchTime(milliseconds(batch.timestamp), self.num_batches)
         if stream.resync is not None:
             self._count_batch(stream.resync)
         for step in batch.steps:
@@ -279,7 +265,7 @@ class EventAudit:
                         self.book.sweep(stream.number, stream.mark)
                         self._end_resync(stream, bounded(batch.timestamp), is_complete=True)
 
-    def _count_pages(self, at: Moment, number: int) -> None:
+    def _count_pages(self, at: BatchTime, number: int) -> None:
         second = at.ms // 1000
         self._num_pages += number
         self._pages_by_second[second] = self._pages_by_second.get(second, 0) + number

@@ -6,7 +6,6 @@ service explains in a process of its own, because a replay in a thread would del
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,17 +13,18 @@ from pathlib import Path
 
 import msgspec
 
+from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.explanation import NothingToExplainError, explain
 from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
 from indexer.replay import Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from kv_events.errors import KvsightError
 from kv_events.http.explanations import Explanation
+from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.log.tail import torn_tail
 from kv_events.records import Channel
-
-_NICENESS = 10
+from kv_events.runtime.helper_process import become_helper, write_result
 
 
 class _OutsideTheLogError(KvsightError):
@@ -33,54 +33,53 @@ class _OutsideTheLogError(KvsightError):
 
 def main() -> int:
     """Do one job. Returns the exit code."""
-    os.nice(_NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal of the service, which ends this process itself
+    become_helper(ends_with_stdin=False)
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
     signal.alarm(int(job.timeout_s) + 1)  # if the service has died
+    prompt = job.prompt()
     try:
-        answer: Explanation | Refusal = _explain(job)
+        answer: Explanation | Refusal = _explain(job, prompt)
     except _OutsideTheLogError as error:
         answer = Refusal(field="at", detail=str(error))
     except NothingToExplainError as error:
-        answer = Refusal(field="model_name" if job.worker is None else "worker", detail=str(error))
+        answer = Refusal(field="model_name" if prompt.worker is None else "worker", detail=str(error))
     except (KvsightError, OSError) as error:
         answer = Refusal(field=None, detail=str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    write_result(answer)
     return EXIT_REFUSED if isinstance(answer, Refusal) else 0
 
 
-def _explain(job: Job) -> Explanation:
+def _explain(job: Job, prompt: AskedPrompt) -> Explanation:
     log = Timeline(Path(job.folder))
     beginning = open_beginning(Path(job.folder), IndexerSettings())
-    first_s, last_s = float("inf"), 0.0
+    extent = LogExtent()  # of the events
     last: RecordChunk | None = None
 
     def chunks() -> Iterator[RecordChunk]:
-        nonlocal first_s, last_s, last
+        nonlocal last
         for chunk in log.chunks(log.first_index):
             last = chunk
-            times = chunk.timestamps_ms[chunk.channels == Channel.EVENTS]
-            if len(times):
-                first_s, last_s = min(first_s, int(times.min()) / 1000), max(last_s, int(times.max()) / 1000)
+            events = chunk._replace(rows=chunk.rows[chunk.channels == Channel.EVENTS])
+            if len(events.rows):
+                events.note_in(extent)
             yield chunk
 
     try:
-        found = explain(job.prompt(), chunks(), job.moment(), beginning.views)
+        found = explain(prompt, chunks(), job.moment(), beginning.views)
     except NothingToExplainError as error:
-        _check_moment(job.at, first_s, last_s, error)
+        _check_moment(job.at, extent, error)
         raise
-    _check_moment(job.at, first_s, last_s)
+    _check_moment(job.at, extent)
     tail = torn_tail(Path(job.folder), last, log.damage)
     damage = [*log.damage, *filter(None, [beginning.fault, tail])]
     return msgspec.structs.replace(found, damage=list(map(str, damage)))
 
 
-def _check_moment(at: float | None, first_s: float, last_s: float, cause: Exception | None = None) -> None:
-    if not last_s:
+def _check_moment(at: float | None, extent: LogExtent, cause: Exception | None = None) -> None:
+    if not extent.num_records:
         raise _OutsideTheLogError("the log has no record of events yet") from cause
-    if at is not None and not first_s <= at <= last_s:
-        side = "before the start" if at < first_s else "behind the end"
-        raise _OutsideTheLogError(f"at: {at} is {side} of the log, which has {first_s} to {last_s}") from cause
+    if outside := extent.fault(LogMoment(time_s=at)):
+        raise _OutsideTheLogError(f"at: {at} is {outside}") from cause
 
 
 if __name__ == "__main__":

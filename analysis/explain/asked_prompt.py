@@ -5,35 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_events.hashing import U32Array, U64Array, num_whole_pages
+from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """A prompt, as a query gives it. Exactly one of `tokens` and `hashes` is given."""
+    """A query, and the worker to explain."""
 
-    model: str
-    tenant: str
-    tokens: U32Array | None = None
-    """uint32[n]"""
-    hashes: U64Array | None = None
-    """uint64[pages] sequence hashes. They cannot be computed under another rule."""
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    is_bigram: bool = False
-    """Whether pages consist of token pairs."""
-    block_size: int | None = None
-    """The only block size that the query accepts; None: any."""
-    worker: str | None = None
-    """The only worker to explain; None: all."""
+    query: ParsedQuery
+    numbers: PromptArray
+    """Those of the prompt, see `ParsedQuery.field`."""
+    named: str | None = None
+    """The worker that is named beside the query."""
+
+    @property
+    def worker(self) -> str | None:
+        """The only worker to explain; None: all."""
+        return self.query.instance if self.named is None else self.named
+
+    @property
+    def tokens(self) -> U32Array | None:
+        """uint32[n], or None if the prompt is given by hashes."""
+        return self.numbers if self.query.field == "token_ids" else None
+
+    @property
+    def hashes(self) -> U64Array | None:
+        """uint64[pages] sequence hashes, or None. They cannot be computed under another rule."""
+        return None if self.query.field == "token_ids" else self.query.hashes(self.numbers, 0)
 
     def num_pages(self, block_size: int) -> int:
         """Return the number of whole pages."""
-        if self.tokens is None:
-            return 0 if self.hashes is None else len(self.hashes)
-        return num_whole_pages(len(self.tokens), block_size, is_bigram=self.is_bigram)
+        if self.query.field != "token_ids":
+            return len(self.numbers)
+        return num_whole_pages(len(self.numbers), block_size, is_bigram=self.query.is_bigram)
 
     def num_tail_tokens(self, block_size: int) -> int:
         """Return the number of tokens behind the last whole page."""
-        if self.tokens is None:
+        if self.query.field != "token_ids":
             return 0
-        return max(0, len(self.tokens) - self.is_bigram - self.num_pages(block_size) * block_size)
+        return max(0, len(self.numbers) - self.query.is_bigram - self.num_pages(block_size) * block_size)

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.explain import messages
-from analysis.explain.page_history import NEVER, Leaving, Trail
+from analysis.explain.page_history import NEVER, PageHistory, RemovalKind
 from analysis.explain.prompts import Column, Variant
-from analysis.explain.tracer import Batch, Follower, StreamHistory
-from indexer.reuse import StreamReuse, stream_reuse
+from analysis.explain.tracer import BeforeLog, PromptTracer, StreamTrace
+from indexer.scores import StreamReuse, stream_reuse
 from indexer.views import ViewState
 from kv_events.http.explanations import BatchPosition, Evidence, Finding
 from kv_events.schema import MEDIA, NUM_MEDIA
@@ -20,9 +20,9 @@ from kv_events.streams import parse_group
 
 TIERS = ("gpu", "cpu", "disk", "external")
 _CAUSE_OF_LEAVING = {
-    Leaving.REMOVED: "evicted",
-    Leaving.CLEARED: "cleared",
-    Leaving.RESYNCED: "not_resent",
+    RemovalKind.REMOVED: "evicted",
+    RemovalKind.CLEARED: "cleared",
+    RemovalKind.RESYNCED: "not_resent",
 }
 
 
@@ -34,11 +34,11 @@ class Elsewhere(NamedTuple):
     tokens: int
     namespace: dict[str, str | int | bool | None]
     """See `Finding.namespace`."""
-    first: Batch
+    first: BatchPosition
     """Stored the first page."""
 
 
-class Prefixes(NamedTuple):
+class HeldPrefixes(NamedTuple):
     """The pages of the prompt that a view holds."""
 
     held: npt.NDArray[np.uint8]
@@ -52,10 +52,10 @@ class Prefixes(NamedTuple):
         return self.lengths[-1]
 
 
-def prefixes(history: StreamHistory, asked: Variant) -> Prefixes:
+def prefixes(history: StreamTrace, asked: Variant) -> HeldPrefixes:
     """Return what the view of a stream holds."""
     held = history.view.index.tiers_held(asked.hashes, history.view.number)
-    return Prefixes(held, tuple(_leading(held & np.uint8(2 ** (tier + 1) - 1)) for tier in range(NUM_MEDIA)))
+    return HeldPrefixes(held, tuple(_leading(held & np.uint8(2 ** (tier + 1) - 1)) for tier in range(NUM_MEDIA)))
 
 
 def _leading(held: npt.NDArray[np.uint8]) -> int:
@@ -66,18 +66,18 @@ def _leading(held: npt.NDArray[np.uint8]) -> int:
 class Causes:
     """The findings about one stream, from a log that has been followed."""
 
-    def __init__(self, follower: Follower, history: StreamHistory) -> None:
-        self._follower = follower
+    def __init__(self, tracer: PromptTracer, history: StreamTrace) -> None:
+        self._tracer = tracer
         self._history = history
-        self._asked = follower.hashes.asked(history.block_size)
-        self._trail = history.trails.get(self._asked.number)
-        self._freshness = follower.replay.freshness
+        self._asked = tracer.hashes.asked(history.block_size)
+        self._past = history.page_histories.get(self._asked.number)
+        self._freshness = tracer.replay.freshness
         self.state = self._freshness.state(history.view)
         self.state_reason = self._freshness.reason(history.view)
         self.prefixes = prefixes(history, self._asked)
         self.reuse = self._reuse()
         if not self.reuse.has_full:
-            self.prefixes = Prefixes(self.prefixes.held, (self.num_pages,) * NUM_MEDIA)
+            self.prefixes = HeldPrefixes(self.prefixes.held, (self.num_pages,) * NUM_MEDIA)
 
     @property
     def num_pages(self) -> int:
@@ -86,9 +86,9 @@ class Causes:
 
     def findings(self) -> list[Finding]:
         """Return the reasons why the prefix ends, the main one first."""
-        found = [*self._of_the_worker(), *self._of_groups(), *self._of_the_end()]
+        found = [*self._of_the_worker(), *self._of_groups(), *self._prefix_end()]
         found += [*self._of_tiers(), *self._of_hidden_pages()] if self.reuse.has_full else []
-        tail = self._follower.prompt.num_tail_tokens(self._history.block_size)
+        tail = self._tracer.prompt.num_tail_tokens(self._history.block_size)
         if not self.num_pages or (tail and self.prefixes.longest == self.num_pages):
             text = messages.partial_page(tail, self._history.block_size, self.num_pages)
             found.append(Finding(cause="partial_page", page=self.num_pages + 1, text=text))
@@ -97,10 +97,10 @@ class Causes:
     # --- the whole worker ---
 
     def _of_the_worker(self) -> Iterator[Finding]:
-        history, block_size = self._history, self._follower.prompt.block_size
+        history, block_size = self._history, self._tracer.prompt.query.block_size
         if self.state is ViewState.EXPIRED:
             text = messages.expired(
-                history.last, self._follower.replay.now, history.view.is_closed, self.prefixes.longest, self.num_pages
+                history.last, self._tracer.replay.now, history.view.is_closed, self.prefixes.longest, self.num_pages
             )
             yield Finding(cause="expired", evidence=_evidence("last_batch", history.last), text=text)
         if block_size is not None and block_size != history.block_size:
@@ -114,10 +114,10 @@ class Causes:
     # --- groups ---
 
     def _reuse(self) -> StreamReuse:
-        stream, prompt = self._history.stream, self._follower.prompt
-        namespaces = self._follower.replay.namespaces.find(stream.model, stream.tenant)
+        stream, prompt = self._history.stream, self._tracer.prompt
+        namespaces = self._tracer.replay.namespaces.find(stream.model, stream.tenant)
         namespace = next(each for each in namespaces if each.key.block_size == self._history.block_size)
-        positions = None if prompt.tokens is None else max(0, len(prompt.tokens) - prompt.is_bigram)
+        positions = None if prompt.tokens is None else max(0, len(prompt.tokens) - prompt.query.is_bigram)
         return stream_reuse(namespace, self._history.view, self._asked.hashes, self._freshness, positions)
 
     def _of_groups(self) -> Iterator[Finding]:
@@ -137,41 +137,41 @@ class Causes:
 
     # --- the end of the prefix ---
 
-    def _of_the_end(self) -> Iterator[Finding]:
+    def _prefix_end(self) -> Iterator[Finding]:
         page = self.prefixes.longest
         if page == self.num_pages:
             return
-        if self._trail is not None and self._trail.held[page]:
-            yield self._refused(self._trail, page)
-        elif self._trail is not None and self._trail.stored[page] != NEVER:
-            yield self._left(self._trail, page)
-            yield from self._doubts(page, self._batch(self._trail.left[page]))
+        if self._past is not None and self._past.held[page]:
+            yield self._refused(self._past, page)
+        elif self._past is not None and self._past.stored[page] != NEVER:
+            yield self._left(self._past, page)
+            yield from self._why_view_may_lack(page, self._batch(self._past.left[page]))
         elif (elsewhere := self.elsewhere()) is not None and elsewhere.tokens > page * self._history.block_size:
             yield found_elsewhere(elsewhere, page)
         else:
-            yield next(self._doubts(page, None), None) or self._never_stored(page)
+            yield next(self._why_view_may_lack(page, None), None) or self._never_stored(page)
 
-    def _refused(self, trail: Trail, page: int) -> Finding:
-        stored = self._batch(trail.stored[page])
+    def _refused(self, past: PageHistory, page: int) -> Finding:
+        stored = self._batch(past.stored[page])
         evidence = _evidence("stored", stored)
         return Finding(cause="index_full", page=page + 1, evidence=evidence, text=messages.refused(page, stored))
 
-    def _left(self, trail: Trail, page: int) -> Finding:
-        stored, left = self._batch(trail.stored[page]), self._batch(trail.left[page])
-        medium = MEDIA[trail.left_from[page]].value
-        cause = _CAUSE_OF_LEAVING[Leaving(trail.leaving[page])]
+    def _left(self, past: PageHistory, page: int) -> Finding:
+        stored, left = self._batch(past.stored[page]), self._batch(past.left[page])
+        medium = MEDIA[past.left_from[page]].value
+        cause = _CAUSE_OF_LEAVING[RemovalKind(past.leaving[page])]
         if cause != "evicted" and stored.epoch != left.epoch:
             cause = "restarted"
         what = {"evicted": "removed", "not_resent": "resync_ended"}.get(cause, cause)
-        first_medium = MEDIA[int(np.argmax(trail.stored_on[page] == trail.stored[page]))].value
+        first_medium = MEDIA[int(np.argmax(past.stored_on[page] == past.stored[page]))].value
         return Finding(
             cause=cause,
             page=page + 1,
             evidence=[*_evidence("stored", stored, first_medium), *_evidence(what, left, medium)],
-            text=messages.left(cause, page, self.num_pages, stored, left, medium, int(trail.times_stored[page])),
+            text=messages.left(cause, page, self.num_pages, stored, left, medium, int(past.times_stored[page])),
         )
 
-    def _doubts(self, page: int, since: Batch | None) -> Iterator[Finding]:
+    def _why_view_may_lack(self, page: int, since: BatchPosition | None) -> Iterator[Finding]:
         """Yield why the view may lack a page that its worker holds. since: the last that the log shows of the page."""
         gap = next((gap for gap in self._history.gaps if since is None or gap.after.seq > since.seq), None)
         if gap is not None and gap.before is None:
@@ -183,16 +183,16 @@ class Causes:
             text = messages.lost(page, gap, len(self._history.gaps), self._history.resync)
             yield Finding(cause="lost_batches", page=page + 1, evidence=evidence, text=text)
         elif self.state not in (ViewState.LIVE, ViewState.EXPIRED):
-            doubted = self._history.doubted or self._history.last
+            doubted = self._history.degraded_since or self._history.last
             evidence = _evidence("doubted", doubted)
             text = messages.stale(page, self.state.value, self.state_reason, doubted, self._history.resync)
             yield Finding(cause="stale", page=page + 1, evidence=evidence, text=text)
 
     def _never_stored(self, page: int) -> Finding:
-        if page == 0 or self._trail is None:
+        if page == 0 or self._past is None:
             text = messages.never_stored(page, self.num_pages, self._history.first)
             return Finding(cause="never_stored", page=page + 1, text=text)
-        last = self._batch(self._trail.stored[page - 1])
+        last = self._batch(self._past.stored[page - 1])
         return Finding(
             cause="never_stored",
             page=page + 1,
@@ -204,21 +204,21 @@ class Causes:
 
     def _of_tiers(self) -> Iterator[Finding]:
         """Yield why the prefix on a faster tier ends before that on all tiers."""
-        trail, ends = self._trail, set[int]()
+        past, ends = self._past, set[int]()
         for tier, page in enumerate(self.prefixes.lengths[:-1]):
-            if page == self.prefixes.longest or page in ends or trail is None:
+            if page == self.prefixes.longest or page in ends or past is None:
                 continue
             ends.add(page)
             now_on = int(np.flatnonzero(self.prefixes.held[page] >> np.arange(NUM_MEDIA) & 1)[0])
-            stored = self._batch(trail.stored_on[page, now_on])
+            stored = self._batch(past.stored_on[page, now_on])
             evidence = _evidence("stored", stored, MEDIA[now_on].value)
-            left_tiers = [each for each in range(now_on) if trail.left_on[page, each] != NEVER]
-            left_tier = max(left_tiers, key=lambda each: int(trail.left_on[page, each]), default=None)
+            left_tiers = [each for each in range(now_on) if past.left_on[page, each] != NEVER]
+            left_tier = max(left_tiers, key=lambda each: int(past.left_on[page, each]), default=None)
             if left_tier is None:
                 text = messages.slower_tier(page, MEDIA[now_on].value, MEDIA[tier].value, stored)
                 yield Finding(cause="slower_tier", page=page + 1, tier=TIERS[tier], evidence=evidence, text=text)
                 continue
-            left = self._batch(trail.left_on[page, left_tier])
+            left = self._batch(past.left_on[page, left_tier])
             evidence += _evidence("removed", left, MEDIA[left_tier].value)
             text = messages.moved(page, MEDIA[left_tier].value, MEDIA[now_on].value, stored, left)
             evidence.sort(key=lambda each: (each.batch.time, each.batch.seq))
@@ -236,41 +236,41 @@ class Causes:
 
     def elsewhere(self) -> Elsewhere | None:
         """Return where the worker holds most of the prompt under another namespace, or None."""
-        return best_elsewhere(self._follower, self._history.stream.worker, self._history)
+        return best_elsewhere(self._tracer, self._history.stream.worker, self._history)
 
-    def _batch(self, number: int) -> Batch:
-        return self._follower.batches[number]
+    def _batch(self, number: int) -> BatchPosition:
+        return self._tracer.batches[number]
 
 
-def best_elsewhere(follower: Follower, worker: str, asked: StreamHistory | None) -> Elsewhere | None:
+def best_elsewhere(tracer: PromptTracer, worker: str, asked: StreamTrace | None) -> Elsewhere | None:
     """Return where a worker holds most of the prompt under another namespace than the one asked for.
 
     asked: the worker's stream under the model and tenant of the query. None: it has none.
     """
     found = (
-        place for history in follower.by_worker.get(worker, {}).values() for place in _places(follower, history, asked)
+        place for history in tracer.by_worker.get(worker, {}).values() for place in _places(tracer, history, asked)
     )
     return max(found, key=lambda place: place.tokens, default=None)
 
 
-def _places(follower: Follower, history: StreamHistory, asked: StreamHistory | None) -> Iterator[Elsewhere]:
-    prompt, hashes = follower.prompt, follower.hashes
-    is_asked = (history.stream.model, history.stream.tenant) == (prompt.model, prompt.tenant)
+def _places(tracer: PromptTracer, history: StreamTrace, asked: StreamTrace | None) -> Iterator[Elsewhere]:
+    prompt, hashes = tracer.prompt, tracer.hashes
+    is_asked = (history.stream.model, history.stream.tenant) == (prompt.query.model, prompt.query.tenant)
     names: dict[str, str | int | bool | None] = {}
-    if history.stream.model != prompt.model:
+    if history.stream.model != prompt.query.model:
         names["model"] = history.stream.model
-    if history.stream.tenant != prompt.tenant:
+    if history.stream.tenant != prompt.query.tenant:
         names["tenant"] = history.stream.tenant
     asked_rule = hashes.asked((asked or history).block_size).rule
     own = hashes.asked(history.block_size)
-    for number, trail in history.trails.items():
+    for number, past in history.page_histories.items():
         variant = hashes.variants[number]
-        pages = _leading(trail.held)
+        pages = _leading(past.held)
         if not pages or (is_asked and variant.number == own.number):
             continue
         rule = variant.rule if variant.column is Column.SEQUENCE else history.rules.get(number)
         different = {} if rule is None else rule.differences(asked_rule)
-        first = follower.batches[int(trail.stored[0])]
+        first = tracer.batches[int(past.stored[0])]
         yield Elsewhere(pages, pages * (variant.rule.block_size or history.block_size), names | different, first)
 
 
@@ -286,20 +286,6 @@ def found_elsewhere(elsewhere: Elsewhere, page: int | None) -> Finding:
     )
 
 
-def _evidence(what: str, batch: Batch, medium: str | None = None) -> list[Evidence]:
+def _evidence(what: str, batch: BatchPosition, medium: str | None = None) -> list[Evidence]:
     """Return one thing that a batch did, or nothing for what precedes the log."""
-    return [] if batch.is_before_log else [Evidence(what=what, medium=medium, batch=position(batch))]
-
-
-def position(batch: Batch) -> BatchPosition:
-    """Return a batch as an answer names it."""
-    return BatchPosition(
-        index=batch.record_index,
-        partition=batch.partition,
-        offset=batch.offset,
-        time=batch.time_s,
-        epoch=batch.epoch,
-        seq=batch.seq,
-        pages_stored=batch.num_stored,
-        pages_removed=batch.num_removed,
-    )
+    return [] if isinstance(batch, BeforeLog) else [Evidence(what=what, medium=medium, batch=batch)]

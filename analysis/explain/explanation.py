@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from analysis.explain import messages
 from analysis.explain.asked_prompt import AskedPrompt
-from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere, position
-from analysis.explain.tracer import Follower, History, StreamHistory
+from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere
+from analysis.explain.tracer import History, PromptTracer, StreamTrace
 from indexer.replay import Replay
-from indexer.replay.until import Until
 from kv_events.errors import KvsightError, shorten
 from kv_events.http.explanations import Evidence, Explanation, Finding, WorkerExplanation
+from kv_events.log.moments import LogMoment
 from kv_events.streams import StreamId, split_group
 
 _MOST_NAMED = 5
@@ -24,7 +24,7 @@ class NothingToExplainError(KvsightError):
 def explain(
     prompt: AskedPrompt,
     records: History,
-    until: Until | None = None,
+    until: LogMoment | None = None,
     views: Replay | None = None,
 ) -> Explanation:
     """Explain why each worker holds no more of a prompt at a moment of a log.
@@ -34,29 +34,29 @@ def explain(
 
     Raises NothingToExplainError, and what `records` raises.
     """
-    follower = Follower(prompt, views)
-    follower.follow(records, until)
-    workers = [*_asked_workers(follower), *_later_workers(follower)]
+    tracer = PromptTracer(prompt, views)
+    tracer.follow(records, until)
+    workers = [*_asked_workers(tracer), *_later_workers(tracer)]
     names = {worker.instance_id for worker in workers}
-    workers += _workers_elsewhere(follower, names)
+    workers += _workers_elsewhere(tracer, names)
     if not workers:
-        raise NothingToExplainError(_why_nothing(follower))
+        raise NothingToExplainError(_why_nothing(tracer))
     workers.sort(key=lambda each: (-each.held["external"], -each.held["gpu"], each.instance_id, each.dp_rank))
     return Explanation(
-        model_name=prompt.model,
-        routing_group=prompt.tenant,
-        time=follower.replay.now,
-        records=follower.replay.applier.records,
+        model_name=prompt.query.model,
+        routing_group=prompt.query.tenant,
+        time=tracer.replay.now,
+        records=tracer.replay.applier.records,
         num_tokens=None if prompt.tokens is None else len(prompt.tokens),
         workers=workers,
     )
 
 
-def _asked_workers(follower: Follower) -> Iterator[WorkerExplanation]:
+def _asked_workers(tracer: PromptTracer) -> Iterator[WorkerExplanation]:
     """Yield the streams of the model and tenant that are known at the moment."""
-    for history in follower.streams.values():
-        if _is_asked(follower.prompt, history.stream):
-            causes = Causes(follower, history)
+    for history in tracer.streams.values():
+        if _is_asked(tracer.prompt, history.stream):
+            causes = Causes(tracer, history)
             yield _worker(
                 history.stream,
                 history.block_size,
@@ -69,26 +69,26 @@ def _asked_workers(follower: Follower) -> Iterator[WorkerExplanation]:
             )
 
 
-def _later_workers(follower: Follower) -> Iterator[WorkerExplanation]:
+def _later_workers(tracer: PromptTracer) -> Iterator[WorkerExplanation]:
     """Yield the streams of the model and tenant whose first batch comes after the moment."""
-    for stream, (first, block_size) in follower.later_streams().items():
-        if _is_asked(follower.prompt, stream):
-            evidence = [Evidence(what="first_batch", batch=position(first))]
+    for stream, (first, block_size) in tracer.later_streams().items():
+        if _is_asked(tracer.prompt, stream):
+            evidence = [Evidence(what="first_batch", batch=first)]
             finding = Finding(cause="not_known_yet", evidence=evidence, text=messages.not_known_yet(first))
-            yield _worker(stream, block_size, [finding], num_pages=follower.prompt.num_pages(block_size))
+            yield _worker(stream, block_size, [finding], num_pages=tracer.prompt.num_pages(block_size))
 
 
-def _workers_elsewhere(follower: Follower, known: set[str]) -> Iterator[WorkerExplanation]:
+def _workers_elsewhere(tracer: PromptTracer, known: set[str]) -> Iterator[WorkerExplanation]:
     """Yield workers that hold the prompt, but have no stream of the model and tenant."""
-    histories: dict[str, StreamHistory] = {}
-    for stream, history in follower.streams.items():
-        is_wanted = follower.prompt.worker in (None, stream.worker)
-        if is_wanted and stream.worker not in known and not _is_asked(follower.prompt, stream):
+    histories: dict[str, StreamTrace] = {}
+    for stream, history in tracer.streams.items():
+        is_wanted = tracer.prompt.worker in (None, stream.worker)
+        if is_wanted and stream.worker not in known and not _is_asked(tracer.prompt, stream):
             histories.setdefault(stream.worker, history)
     for worker, history in histories.items():
-        elsewhere = best_elsewhere(follower, worker, None)
+        elsewhere = best_elsewhere(tracer, worker, None)
         if elsewhere is not None:
-            pages = follower.prompt.num_pages(history.block_size)
+            pages = tracer.prompt.num_pages(history.block_size)
             yield _worker(history.stream, history.block_size, [found_elsewhere(elsewhere, 0)], num_pages=pages)
 
 
@@ -121,16 +121,16 @@ def _worker(
 
 def _is_asked(prompt: AskedPrompt, stream: StreamId) -> bool:
     is_wanted = prompt.worker is None or prompt.worker == stream.worker
-    return is_wanted and (stream.model, stream.tenant) == (prompt.model, prompt.tenant)
+    return is_wanted and (stream.model, stream.tenant) == (prompt.query.model, prompt.query.tenant)
 
 
-def _why_nothing(follower: Follower) -> str:
-    prompt, streams = follower.prompt, list({**follower.streams, **follower.first_records})
-    here = [stream for stream in streams if (stream.model, stream.tenant) == (prompt.model, prompt.tenant)]
+def _why_nothing(tracer: PromptTracer) -> str:
+    prompt, streams = tracer.prompt, list({**tracer.streams, **tracer.first_records})
+    here = [stream for stream in streams if (stream.model, stream.tenant) == (prompt.query.model, prompt.query.tenant)]
     if here and prompt.worker is not None:
         known = _listed(sorted(shorten(stream.worker) for stream in here), ", ")
         return f"worker {shorten(prompt.worker)} is not in the log; {_namespace(here[0])} has {known}"
-    asked = f"no worker of the log serves model {shorten(prompt.model)}, tenant {shorten(prompt.tenant)}"
+    asked = f"no worker of the log serves model {shorten(prompt.query.model)}, tenant {shorten(prompt.query.tenant)}"
     known = _listed((_namespace(stream) for stream in streams if split_group(stream.model)[1] is None), "; ")
     return f"{asked}; it has {known or 'no readable record'}"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from analysis.explain.tracer import Batch, Gap
-from indexer.replay.moments import utc_text
+from analysis.explain.tracer import BeforeLog, Gap
+from kv_events.http.explanations import BatchPosition
+from kv_events.log.moments import utc_text
 from kv_events.streams import Group
 
 _FIELDS = {
@@ -19,23 +20,21 @@ _FIELDS = {
 }
 
 
-def at(batch: Batch) -> str:
+def at(batch: BatchPosition) -> str:
     """Return when and where a batch is in the log."""
-    return f"at {utc_text(batch.time_s)} ({where(batch)})"
+    return f"at {utc_text(batch.time)} ({where(batch)})"
 
 
-def when(batch: Batch) -> str:
+def when(batch: BatchPosition) -> str:
     """Return when something happened, which may be unknown if it was before the log begins."""
-    return "before the log begins" if batch.is_before_log else at(batch)
+    return "before the log begins" if isinstance(batch, BeforeLog) else at(batch)
 
 
-def where(batch: Batch) -> str:
+def where(batch: BatchPosition) -> str:
     """Return where a batch is in the log."""
-    if batch.is_before_log:
+    if isinstance(batch, BeforeLog):
         return f"batch {batch.seq}, before the log begins"
-    record = (
-        f"offset {batch.partition}:{batch.offset}" if batch.record_index is None else f"record {batch.record_index}"
-    )
+    record = f"offset {batch.partition}:{batch.offset}" if batch.index is None else f"record {batch.index}"
     return f"{record}, batch {batch.seq}"
 
 
@@ -56,12 +55,12 @@ def partial_page(tail: int, block_size: int, num_pages: int) -> str:
     return f"All whole pages ({num_pages}) are held; the last {_tokens(tail)} do not fill a page of {block_size}."
 
 
-def expired(last: Batch, now: float, is_closed: bool, longest: int, num_pages: int) -> str:
+def expired(last: BatchPosition, now: float, is_closed: bool, longest: int, num_pages: int) -> str:
     """The worker is left out."""
     held = f"It is left out of answers; its view holds {longest} of {pages(num_pages)}."
     if is_closed:
         return f"Its publisher was closed {at(last)}. {held}"
-    return f"It was last heard {at(last)}, {now - last.time_s:.1f} s before this moment. {held}"
+    return f"It was last heard {at(last)}, {now - last.time:.1f} s before this moment. {held}"
 
 
 def other_block_size(asked: int, block_size: int, longest: int, num_pages: int) -> str:
@@ -72,18 +71,20 @@ def other_block_size(asked: int, block_size: int, longest: int, num_pages: int) 
     )
 
 
-def refused(page: int, stored: Batch) -> str:
+def refused(page: int, stored: BatchPosition) -> str:
     """The index was full."""
     return f"Page {page + 1} was stored {when(stored)}, but the index had no room for it (KVSIGHT_MAX_PAGES)."
 
 
-def left(cause: str, page: int, num_pages: int, stored: Batch, left: Batch, medium: str, times: int) -> str:
+def left(
+    cause: str, page: int, num_pages: int, stored: BatchPosition, left: BatchPosition, medium: str, times: int
+) -> str:
     """The page was held and is not held now."""
     again = f", the last of {times} times," if times > 1 else ""
     was = f"Page {page + 1} of {num_pages} was stored {when(stored)}{again}"
-    later = at(left) if stored.is_before_log else f"{left.time_s - stored.time_s:.1f} s later, {at(left)}"
+    later = at(left) if isinstance(stored, BeforeLog) else f"{left.time - stored.time:.1f} s later, {at(left)}"
     if cause == "evicted":
-        batch = f"That batch removes {pages(left.num_removed)} and stores {left.num_stored}."
+        batch = f"That batch removes {pages(left.pages_removed)} and stores {left.pages_stored}."
         return f"{was} and evicted from {medium} {later}. {batch}"
     if cause == "cleared":
         return f"{was}. The worker cleared its cache {later}."
@@ -92,17 +93,17 @@ def left(cause: str, page: int, num_pages: int, stored: Batch, left: Batch, medi
     return f"{was}. The worker resent all that it holds, without this page; the resync ended {later}."
 
 
-def lost(page: int, gap: Gap, num_gaps: int, resync: Batch | None) -> str:
+def lost(page: int, gap: Gap, num_gaps: int, resync: BatchPosition | None) -> str:
     """Batches are missing."""
     several = gap.first_seq != gap.last_seq
     numbers = f"batches {gap.first_seq} to {gap.last_seq}" if several else f"batch {gap.first_seq}"
     start = "" if gap.before is None else f"{where(gap.before)} and "
-    between = f"between {start}{where(gap.after)}, {utc_text(gap.after.time_s)}"
+    between = f"between {start}{where(gap.after)}, {utc_text(gap.after.time)}"
     more = f" ({num_gaps} gaps since the view was last right)" if num_gaps > 1 else ""
     return f"Page {page + 1} may have been stored in {numbers}, lost: {between}{more}. {_since(resync)}."
 
 
-def before_the_log(page: int, gap: Gap, resync: Batch | None) -> str:
+def before_the_log(page: int, gap: Gap, resync: BatchPosition | None) -> str:
     """The log begins after the first batches of the worker."""
     begins = f"The log begins with batch {gap.after.seq} of this worker, {at(gap.after)}"
     return (
@@ -110,41 +111,41 @@ def before_the_log(page: int, gap: Gap, resync: Batch | None) -> str:
     )
 
 
-def _since(resync: Batch | None) -> str:
+def _since(resync: BatchPosition | None) -> str:
     return "No resync has begun" if resync is None else f"A resync began {when(resync)} and has not ended"
 
 
-def stale(page: int, state: str, reason: str, doubted: Batch, resync: Batch | None) -> str:
+def stale(page: int, state: str, reason: str, doubted: BatchPosition, resync: BatchPosition | None) -> str:
     """The view is not right."""
     if resync is not None:
         return f"A resync began {when(resync)} and has not ended, so page {page + 1} may still come."
-    since = "from before the log begins" if doubted.is_before_log else utc_text(doubted.time_s)
+    since = "from before the log begins" if isinstance(doubted, BeforeLog) else utc_text(doubted.time)
     begins = f"The view is {state} ({reason}) since {since} ({where(doubted)})"
     return f"{begins}: page {page + 1} may be missing only in the view."
 
 
-def never_stored(page: int, num_pages: int, first: Batch) -> str:
+def never_stored(page: int, num_pages: int, first: BatchPosition) -> str:
     """No batch stores the page."""
-    if first.is_before_log:
+    if isinstance(first, BeforeLog):
         return f"Page {page + 1} of {num_pages} was not held when the log begins, and no batch in it stores the page."
     return f"Page {page + 1} of {num_pages} was never stored; the worker's first batch in the log came {at(first)}."
 
 
-def not_continued(page: int, num_pages: int, last: Batch, first: Batch) -> str:
+def not_continued(page: int, num_pages: int, last: BatchPosition, first: BatchPosition) -> str:
     """No batch stores the page, but those before it. first: of the worker."""
-    never = "was not held when the log begins, nor stored since" if first.is_before_log else "was never stored"
+    never = "was not held when the log begins, nor stored since" if isinstance(first, BeforeLog) else "was never stored"
     return f"Page {page + 1} of {num_pages} {never}; page {page}, the last one held, was stored {when(last)}."
 
 
-def moved(page: int, source: str, target: str, stored: Batch, left: Batch) -> str:
+def moved(page: int, source: str, target: str, stored: BatchPosition, left: BatchPosition) -> str:
     """The page is on a slower tier now."""
     steps = f"stored there {when(stored)}, removed from {source} {at(left)}"
     return f"Page {page + 1} was moved from {source} to {target}: {steps}."
 
 
-def slower_tier(page: int, medium: str, tier: str, stored: Batch) -> str:
+def slower_tier(page: int, medium: str, tier: str, stored: BatchPosition) -> str:
     """The page was never on the faster tier."""
-    if stored.is_before_log:
+    if isinstance(stored, BeforeLog):
         return f"Page {page + 1} was on {medium} and not on {tier} when the log begins, and was not stored there since."
     return f"Page {page + 1} was stored on {medium} {at(stored)}, and never on {tier}."
 
@@ -178,7 +179,7 @@ def hidden(first: int, number: int, hole: int) -> str:
     return f"{pages(number)} from page {first + 1} on {verb} held, but hidden by the hole at page {hole + 1}."
 
 
-def other_namespace(namespace: Mapping[str, str | int | bool | None], number: int, first: Batch) -> str:
+def other_namespace(namespace: Mapping[str, str | int | bool | None], number: int, first: BatchPosition) -> str:
     """The worker holds the prompt under another namespace."""
     held = f"The worker holds {pages(number)} of this prompt"
     stored = f"the first one stored {when(first)}"
@@ -187,7 +188,7 @@ def other_namespace(namespace: Mapping[str, str | int | bool | None], number: in
     return f"{held} under {', '.join(_difference(*each) for each in namespace.items())}; {stored}."
 
 
-def not_known_yet(first: Batch) -> str:
+def not_known_yet(first: BatchPosition) -> str:
     """The worker comes later."""
     return f"The worker is not known yet: its first batch comes {at(first)}."
 

@@ -15,7 +15,7 @@ NEVER = -1
 Pages = npt.NDArray[np.int64]
 
 
-class Leaving(IntEnum):
+class RemovalKind(IntEnum):
     """How a page left a medium."""
 
     NONE = 0
@@ -25,7 +25,7 @@ class Leaving(IntEnum):
     """It was not among the pages that a resync sent."""
 
 
-class Trail:
+class PageHistory:
     """The state of n pages after a number of batches. Batches are numbered in the order of the log.
 
     The rules are those of `indexer.views.View`: storing a page twice and removing an unknown page change nothing.
@@ -41,7 +41,7 @@ class Trail:
         self.left = np.full(num_pages, NEVER, np.int64)
         """[n] batch after which a page was held on no medium, the last time."""
         self.leaving = np.zeros(num_pages, np.uint8)
-        """[n] `Leaving`"""
+        """[n] `RemovalKind`"""
         self.left_from = np.zeros(num_pages, np.uint8)
         """[n] the last medium that held it."""
         self.left_on = np.full((num_pages, NUM_MEDIA), NEVER, np.int64)
@@ -70,7 +70,7 @@ class Trail:
         fresh = first[~moved]
         self.stored[fresh] = batch
         self.times_stored[fresh] += 1
-        self.left[first[moved]], self.leaving[first[moved]] = NEVER, Leaving.NONE
+        self.left[first[moved]], self.leaving[first[moved]] = NEVER, RemovalKind.NONE
         self.stored_on[new, medium] = batch
         self.held[new] |= bit
         if self._marks is not None:
@@ -80,12 +80,12 @@ class Trail:
         """Remove pages from a medium."""
         if self._marks is not None:
             self._marks[pages] &= ~np.uint8(1 << medium)
-        self._leave(pages, medium, batch, Leaving.REMOVED)
+        self._leave(pages, medium, batch, RemovalKind.REMOVED)
 
     def clear(self, batch: int) -> None:
         """Remove all pages from all media."""
         for medium in range(NUM_MEDIA):
-            self._leave(np.arange(len(self.held)), medium, batch, Leaving.CLEARED)
+            self._leave(np.arange(len(self.held)), medium, batch, RemovalKind.CLEARED)
 
     def begin_resync(self) -> None:
         """Keep only what is stored from now on, at the end of the resync."""
@@ -100,9 +100,9 @@ class Trail:
         marks, self._marks = self._marks, None
         if marks is not None:
             for medium in range(NUM_MEDIA):
-                self._leave(np.flatnonzero(marks >> medium & 1 == 0), medium, batch, Leaving.RESYNCED)
+                self._leave(np.flatnonzero(marks >> medium & 1 == 0), medium, batch, RemovalKind.RESYNCED)
 
-    def _leave(self, pages: Pages, medium: int, batch: int, leaving: Leaving) -> None:
+    def _leave(self, pages: Pages, medium: int, batch: int, leaving: RemovalKind) -> None:
         bit = np.uint8(1 << medium)
         gone = pages[self.held[pages] & bit != 0]
         self.held[gone] &= ~bit

@@ -74,8 +74,8 @@ class PromptHashes:
 
     def asked_rule(self, block_size: int) -> HashRule:
         """Return the rule under which a query looks for the prompt in streams with this block size."""
-        names = (self.prompt.lora_name or None, self.prompt.cache_salt or None)
-        return HashRule(block_size, *names, process_seed(), self.prompt.is_bigram)
+        names = (self.prompt.query.lora_name or None, self.prompt.query.cache_salt or None)
+        return HashRule(block_size, *names, process_seed(), self.prompt.query.is_bigram)
 
     def asked(self, block_size: int) -> Variant:
         """Return the prompt's pages as a query looks for them in streams with this block size."""

@@ -10,19 +10,20 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from analysis.explain.asked_prompt import AskedPrompt
-from analysis.explain.page_history import Trail
+from analysis.explain.page_history import PageHistory
 from analysis.explain.prompts import Column, HashRule, PromptHashes, Variant
 from analysis.explain.rule_finder import RuleFinder
 from indexer.replay import Replay
-from indexer.replay.chunks import ChunkApplier, PlainRun, rows_before
-from indexer.replay.until import Until
+from indexer.replay.chunks import ApplyObserver, ChunkApplier, PlainRun
 from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.hashing import U64Array
+from kv_events.http.explanations import BatchPosition
 from kv_events.kernels.batches import END_EVENT, EPOCH, FIRST_EVENT, IS_REMOVAL, NUM_PAGES, PAGES, ROW, SEQ
 from kv_events.kernels.log_records import OFFSET, PARTITION, TIMESTAMP_MS
 from kv_events.log.batch_columns import BatchColumns
+from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -32,22 +33,8 @@ History: TypeAlias = Iterable[RecordChunk] | Iterable[tuple[int | None, LogRecor
 """All records of a log, as chunks or each with its index; None for records of a topic."""
 
 
-class Batch(NamedTuple):
-    """A batch and its record in the log."""
-
-    record_index: int | None
-    """Of the record in an event log. None: a topic has none."""
-    partition: int
-    offset: int
-    time_s: float
-    """Of the record, in seconds since 1970."""
-    epoch: int
-    seq: int
-    num_stored: int
-    """Pages that the batch stores."""
-    num_removed: int
-    is_before_log: bool = False
-    """Whether it precedes the log. Then only its time, epoch and number are known, from the key frame there."""
+class BeforeLog(BatchPosition, frozen=True, kw_only=True):
+    """The last batch before the log. Only its time, epoch and number are known, from the key frame there."""
 
 
 class Gap(NamedTuple):
@@ -55,36 +42,34 @@ class Gap(NamedTuple):
 
     first_seq: int
     last_seq: int
-    before: Batch | None
+    before: BatchPosition | None
     """The last batch before the gap. None: the log begins after them."""
-    after: Batch
+    after: BatchPosition
 
 
 @dataclass
-class StreamHistory:
+class StreamTrace:
     """What the log shows about one worker stream."""
 
     stream: StreamId
     block_size: int
     view: View
-    first: Batch
-    last: Batch
-    epoch_began: Batch
-    """The first batch of the present epoch."""
-    trails: dict[int, Trail] = field(default_factory=dict)
+    first: BatchPosition
+    last: BatchPosition
+    page_histories: dict[int, PageHistory] = field(default_factory=dict)
     """Variant number -> what happened to its pages, if any was stored."""
     gaps: list[Gap] = field(default_factory=list)
     """The gaps since the view was last right."""
-    doubted: Batch | None = None
+    degraded_since: BatchPosition | None = None
     """The first batch after which the view was not live, since it last was. None: it is live."""
-    resync: Batch | None = None
+    resync: BatchPosition | None = None
     """The beginning of the resync in progress."""
     rules: dict[int, HashRule | None] = field(default_factory=dict)
     """Number of a variant of block hashes -> the rule under which the worker hashes its pages. None: not recognised.
     Variants whose pages have the hashes that were asked for are absent."""
 
 
-class Follower:
+class PromptTracer(ApplyObserver):
     """Follows the pages of one prompt through all streams of a log."""
 
     def __init__(self, prompt: AskedPrompt, views: Replay | None = None) -> None:
@@ -94,12 +79,12 @@ class Follower:
         self.replay = views or Replay()
         self.replay.applier.on_applied.append(self._note)
         self.replay.forgets = False  # a worker that was silent for long is explained as expired
-        self.streams: dict[StreamId, StreamHistory] = {}
-        self.by_worker: dict[str, dict[StreamId, StreamHistory]] = {}
+        self.streams: dict[StreamId, StreamTrace] = {}
+        self.by_worker: dict[str, dict[StreamId, StreamTrace]] = {}
         """The same by the name of the worker."""
-        self.batches: list[Batch] = []
-        """Batches by the numbers that trails use. Only those that did something to a page of the prompt."""
-        self.first_records: dict[StreamId, tuple[Batch, int]] = {}
+        self.batches: list[BatchPosition] = []
+        """Batches by the numbers that page_histories use. Only those that did something to a page of the prompt."""
+        self.first_records: dict[StreamId, tuple[BatchPosition, int]] = {}
         """The first readable record of each stream, before or after the moment, and its block size."""
         self._rule_finder = RuleFinder(self.hashes)
         self._keys: set[bytes] = set()
@@ -113,9 +98,9 @@ class Follower:
             if split_group(view.stream.model)[1] is None:
                 self._begin_before_log(view)
 
-    def follow(self, records: History, until: Until | None = None) -> None:
+    def follow(self, records: History, until: LogMoment | None = None) -> None:
         """Read a log and apply its records before a moment."""
-        until = until or Until()
+        until = until or LogMoment()
         newest = 0.0
         for each in records:
             if isinstance(each, RecordChunk):
@@ -126,23 +111,23 @@ class Follower:
         if until.time_s is not None and self.replay.applier.records:
             self.replay.pass_time(min(until.time_s, newest))
 
-    def _follow_record(self, index: int | None, record: LogRecord, until: Until) -> None:
+    def _follow_record(self, index: int | None, record: LogRecord, until: LogMoment) -> None:
         """Apply a record if it is before the moment."""
-        if until.takes(record if until.offset is None else record._replace(offset=index or 0)):
+        if until.takes(record if until.index is None else record._replace(offset=index or 0)):
             self.take_one(index, record, partial(self.replay.apply, record))
         else:
             self._note_first(index, record)
 
-    def _follow_chunk(self, chunk: RecordChunk, until: Until) -> float:
+    def _follow_chunk(self, chunk: RecordChunk, until: LogMoment) -> float:
         """Apply the records of a chunk that are before the moment. Returns the latest time of an event."""
         is_event = chunk.channels == Channel.EVENTS
-        wanted = is_event & rows_before(chunk, until)
+        wanted = is_event & chunk.before(until)
         self._applier.apply(chunk, 0, len(wanted), wanted)
         for row in np.flatnonzero(is_event & ~wanted).tolist():
             self._note_first(chunk.first_index + row, chunk.record(row))
         return int(chunk.timestamps_ms[is_event].max(initial=0)) / 1000
 
-    def hold_back(self, columns: BatchColumns) -> None:
+    def mark_not_plain(self, columns: BatchColumns) -> None:
         """Let batches with pages of the prompt be applied one by one."""
         self._columns, self._num_variants = columns, len(self.hashes.variants)
         events = columns.arrays.events
@@ -163,9 +148,9 @@ class Follower:
         self._note_first(index, record)
         apply()
         if len(self.hashes.variants) != self._num_variants and self._columns is not None:
-            self.hold_back(self._columns)
+            self.mark_not_plain(self._columns)
 
-    def later_streams(self) -> dict[StreamId, tuple[Batch, int]]:
+    def later_streams(self) -> dict[StreamId, tuple[BatchPosition, int]]:
         """Return the streams whose first batch comes after the moment, see `first_records`."""
         return {stream: first for stream, first in self.first_records.items() if stream not in self.streams}
 
@@ -194,138 +179,146 @@ class Follower:
         self._note_steps(history, batch, at)
         if view.state is ViewState.LIVE:
             history.gaps.clear()
-            history.doubted = None
-        elif history.doubted is None:
-            history.doubted = at
+            history.degraded_since = None
+        elif history.degraded_since is None:
+            history.degraded_since = at
         if history.resync is not None and view.state is not ViewState.SYNCING:
             _abandon_resync(history)  # it took too long
         history.last = at
 
-    def _batch(self, batch: DecodedBatch) -> Batch:
-        stored = sum(len(step.hashes) for step in batch.steps if isinstance(step, StoredPages))
-        removed = sum(len(step.hashes) for step in batch.steps if isinstance(step, RemovedPages))
-        record = self._record
-        return Batch(
-            self._index,
-            record.partition,
-            record.offset,
-            record.timestamp_ms / 1000,
-            batch.epoch,
-            batch.seq,
-            stored,
-            removed,
+    def _batch(self, batch: DecodedBatch) -> BatchPosition:
+        record, pages = self._record, batch.pages()
+        return BatchPosition(
+            index=self._index,
+            partition=record.partition,
+            offset=record.offset,
+            time=record.timestamp_ms / 1000,
+            epoch=batch.epoch,
+            seq=batch.seq,
+            pages_stored=pages.stored.total(),
+            pages_removed=pages.removed.total(),
         )
 
     def _begin_before_log(self, view: View) -> None:
         """Begin the history of a stream with what it held before the log."""
-        block_size = self.replay.namespaces.block_size(view.stream)
+        block_size = view.block_size
         self.hashes.add_block_size(block_size)
-        before = Batch(None, 0, 0, view.heard_at, view.epoch, view.next_seq - 1, 0, 0, is_before_log=True)
-        history = StreamHistory(view.stream, block_size, view, before, before, before)
-        history.doubted = None if view.state is ViewState.LIVE else before
+        before = BeforeLog(
+            partition=0,
+            offset=0,
+            time=view.heard_at,
+            epoch=view.epoch,
+            seq=view.next_seq - 1,
+            pages_stored=0,
+            pages_removed=0,
+        )
+        history = StreamTrace(view.stream, block_size, view, before, before)
+        history.degraded_since = None if view.state is ViewState.LIVE else before
         history.resync = None if view.marks is None else before
         for variant in self.hashes.variants:
             held = view.index.tiers_held(variant.hashes, view.number)
             if variant.column is Column.SEQUENCE and held.any():
                 resent = None if view.marks is None else view.index.tiers_marked(variant.hashes, view.marks)
-                self._trail(history, variant).begin_with(held, self._number(before), resent)
+                self._past(history, variant).begin_with(held, self._number(before), resent)
         self._register(history)
 
-    def _register(self, history: StreamHistory) -> None:
+    def _register(self, history: StreamTrace) -> None:
         self.streams[history.stream] = history
         self.by_worker.setdefault(history.stream.worker, {})[history.stream] = history
 
-    def _begin_view(self, before: StreamHistory | None, view: View, batch: DecodedBatch, at: Batch) -> StreamHistory:
+    def _begin_view(
+        self, before: StreamTrace | None, view: View, batch: DecodedBatch, at: BatchPosition
+    ) -> StreamTrace:
         """Begin a history, or continue one with a new view: the worker has started again with other pages."""
         self.hashes.add_block_size(batch.block_size)
-        history = StreamHistory(batch.stream, batch.block_size, view, at, at, at)
+        history = StreamTrace(batch.stream, batch.block_size, view, at, at)
         if before is not None:
-            history.first, history.trails = before.first, before.trails
+            history.first, history.page_histories = before.first, before.page_histories
             number = self._number(at)
-            for trail in history.trails.values():
-                trail.clear(number)
+            for past in history.page_histories.values():
+                past.clear(number)
         if batch.seq:
             history.gaps.append(Gap(0, batch.seq - 1, None if before is None else before.last, at))
         self._register(history)
         return history
 
-    def _note_steps(self, history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:
+    def _note_steps(self, history: StreamTrace, batch: DecodedBatch, at: BatchPosition) -> None:
         for step in batch.steps:
             match step:
                 case StoredPages():
-                    for trail, pages in self._found(history, batch, step):
-                        trail.store(pages, step.medium, self._number(at))
+                    for past, pages in self._found(history, batch, step):
+                        past.store(pages, step.medium, self._number(at))
                 case RemovedPages():
-                    for trail, pages in self._found(history, batch, step):
-                        trail.remove(pages, step.medium, self._number(at))
+                    for past, pages in self._found(history, batch, step):
+                        past.remove(pages, step.medium, self._number(at))
                 case AllBlocksCleared():
-                    for trail in history.trails.values():
-                        trail.clear(self._number(at))
+                    for past in history.page_histories.values():
+                        past.clear(self._number(at))
                 case SnapshotBegin():
                     history.resync = at
-                    for trail in history.trails.values():
-                        trail.begin_resync()
+                    for past in history.page_histories.values():
+                        past.begin_resync()
                 case SnapshotEnd():
                     history.resync = None
-                    for trail in history.trails.values():
-                        trail.end_resync(self._number(at))
+                    for past in history.page_histories.values():
+                        past.end_resync(self._number(at))
 
     def _found(
-        self, history: StreamHistory, batch: DecodedBatch, step: StoredPages | RemovedPages
-    ) -> Iterator[tuple[Trail, np.ndarray]]:
-        """Yield the trails that an event touches, with the pages of the prompt in it."""
+        self, history: StreamTrace, batch: DecodedBatch, step: StoredPages | RemovedPages
+    ) -> Iterator[tuple[PageHistory, np.ndarray]]:
+        """Yield the page_histories that an event touches, with the pages of the prompt in it."""
         for variant, _, pages in self.hashes.find(Column.SEQUENCE, step.hashes):
-            yield self._trail(history, variant), pages
+            yield self._past(history, variant), pages
         for variant, positions, pages in self.hashes.find(Column.BLOCK, step.block_hashes):
             if isinstance(step, StoredPages) and history.rules.get(variant.number) is None:
                 self._recognise(history, variant, step.hashes[positions], pages)
             if variant.number in history.rules:
-                yield self._trail(history, variant), pages
+                yield self._past(history, variant), pages
 
-    def _recognise(self, history: StreamHistory, variant: Variant, hashes: U64Array, pages: np.ndarray) -> None:
+    def _recognise(self, history: StreamTrace, variant: Variant, hashes: U64Array, pages: np.ndarray) -> None:
         """Find out how the worker hashes pages that it stores under the engine's names of the prompt's pages."""
         if not self.hashes.is_known(hashes):
             asked = self.hashes.asked_rule(variant.rule.block_size)._replace(is_bigram=variant.rule.is_bigram)
             history.rules[variant.number] = self._rule_finder.find(self._record, asked, hashes, pages)
 
-    def _trail(self, history: StreamHistory, variant: Variant) -> Trail:
-        trail = history.trails.get(variant.number)
-        if trail is None:
-            trail = history.trails[variant.number] = Trail(len(variant.hashes))
+    def _past(self, history: StreamTrace, variant: Variant) -> PageHistory:
+        past = history.page_histories.get(variant.number)
+        if past is None:
+            past = history.page_histories[variant.number] = PageHistory(len(variant.hashes))
             if history.resync is not None:
-                trail.begin_resync()
-        return trail
+                past.begin_resync()
+        return past
 
-    def _number(self, batch: Batch) -> int:
+    def _number(self, batch: BatchPosition) -> int:
         if not self.batches or self.batches[-1] is not batch:
             self.batches.append(batch)
         return len(self.batches) - 1
 
 
-def _batch_of(run: PlainRun, row: int) -> Batch:
+def _batch_of(run: PlainRun, row: int) -> BatchPosition:
     """Return a batch of a run."""
     arrays, record = run.columns.arrays, run.columns.rows[row].tolist()
     batch = arrays.batches[row].tolist()
     events = arrays.events[batch[FIRST_EVENT] : batch[END_EVENT]]
     removed = int(events[events[:, IS_REMOVAL] == 1, NUM_PAGES].sum())
-    return Batch(
-        run.first_index + row,
-        record[PARTITION],
-        record[OFFSET],
-        record[TIMESTAMP_MS] / 1000,
-        batch[EPOCH],
-        batch[SEQ],
-        int(events[:, NUM_PAGES].sum()) - removed,
-        removed,
+    return BatchPosition(
+        index=run.first_index + row,
+        partition=record[PARTITION],
+        offset=record[OFFSET],
+        time=record[TIMESTAMP_MS] / 1000,
+        epoch=batch[EPOCH],
+        seq=batch[SEQ],
+        pages_stored=int(events[:, NUM_PAGES].sum()) - removed,
+        pages_removed=removed,
     )
 
 
-def _note_position(history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:
+def _note_position(history: StreamTrace, batch: DecodedBatch, at: BatchPosition) -> None:
     """Note what the epoch and the number of a batch show."""
     last = history.last
     expected = last.seq + 1
     if batch.epoch != last.epoch:
-        history.epoch_began, expected = at, 0
+        expected = 0
         history.gaps.clear()
     if batch.epoch == last.epoch and batch.seq == expected:
         return
@@ -334,7 +327,7 @@ def _note_position(history: StreamHistory, batch: DecodedBatch, at: Batch) -> No
         history.gaps.append(Gap(expected, batch.seq - 1, last, at))
 
 
-def _abandon_resync(history: StreamHistory) -> None:
+def _abandon_resync(history: StreamTrace) -> None:
     history.resync = None
-    for trail in history.trails.values():
-        trail.abandon_resync()
+    for past in history.page_histories.values():
+        past.abandon_resync()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.audit import curves as facts
-from analysis.audit.curves import AuditSeries
+from analysis.audit.curves import AuditCurves
 from analysis.audit.report import PAGE_COUNTS, AuditReport, StreamReport
 from analysis.audit.residency_kernels import COUNT_NAMES
 from analysis.curves import Groups
@@ -28,8 +28,8 @@ from analysis.html.plots import (
     YELLOW,
     Chart,
     Curve,
-    Lane,
-    LaneStyle,
+    RowStyle,
+    TimelineRow,
     bands,
     calendar_axis,
     lanes,
@@ -44,16 +44,16 @@ BEST, CHOSEN, AVERAGE = "always the candidate that holds most", "the routers' ch
 """Policies: two that are thought of, and what happened."""
 _MOST_ROWS = 20
 _LANE_STYLES = {
-    "stale": LaneStyle(ORANGE, "band"),
-    "syncing": LaneStyle(SKY, "band"),
-    facts.GAP: LaneStyle(RED, "triangle"),
-    facts.DIGEST: LaneStyle(PINK, "square"),
-    facts.RESTART: LaneStyle(YELLOW, "diamond"),
-    facts.RESYNC: LaneStyle(BLUE, "circle"),
+    "stale": RowStyle(ORANGE, "band"),
+    "syncing": RowStyle(SKY, "band"),
+    facts.GAP: RowStyle(RED, "triangle"),
+    facts.DIGEST: RowStyle(PINK, "square"),
+    facts.RESTART: RowStyle(YELLOW, "diamond"),
+    facts.RESYNC: RowStyle(BLUE, "circle"),
 }
 
 
-def write_audit_page(path: Path, report: AuditReport, series: AuditSeries) -> int:
+def write_audit_page(path: Path, report: AuditReport, series: AuditCurves) -> int:
     """Write a report. Returns the size in bytes. Raises OSError."""
     curves, requests = _Curves(report, series), series.requests.values.sum(axis=0)
     charts = {
@@ -95,7 +95,7 @@ def _page_rows(report: AuditReport) -> list[tuple[str, list[int]]]:
 class _Curves:
     """The charts of a report. Each is None if there is nothing to draw."""
 
-    def __init__(self, report: AuditReport, series: AuditSeries) -> None:
+    def __init__(self, report: AuditReport, series: AuditCurves) -> None:
         self._report, self._series = report, series
         bins = series.bins
         self._shown = bins.shown
@@ -218,7 +218,7 @@ class _Curves:
         streams = _worst([each for each in self._report.streams if each.stream in marked])
         rows = {each.stream: row for row, each in enumerate(streams)}
         items = [
-            Lane(rows[mark.stream], mark.kind, mark.begin_ms, mark.end_ms)
+            TimelineRow(rows[mark.stream], mark.kind, mark.begin_ms, mark.end_ms)
             for mark in self._series.marks
             if mark.stream in rows
         ]

@@ -53,7 +53,7 @@ class Curve(NamedTuple):
     is_dashed: bool = False
 
 
-class Key(NamedTuple):
+class LegendItem(NamedTuple):
     """A line of a legend."""
 
     name: str
@@ -62,7 +62,7 @@ class Key(NamedTuple):
     """band, line, dashed, or a marker's name."""
 
 
-class Lane(NamedTuple):
+class TimelineRow(NamedTuple):
     """Something that happened to one of several workers."""
 
     row: int
@@ -71,7 +71,7 @@ class Lane(NamedTuple):
     end_ms: float
 
 
-class LaneStyle(NamedTuple):
+class RowStyle(NamedTuple):
     """How a kind is drawn."""
 
     colour: str
@@ -87,7 +87,7 @@ class Chart:
     note: str
     """What is shown, in a sentence."""
     model: figure
-    legend: list[Key]
+    legend: list[LegendItem]
     header: list[str]
     rows: list[list[str]]
     """Of a table with some of the points."""
@@ -137,7 +137,7 @@ def bands(title: str, note: str, unit: str, axis: Axis, curves: Sequence[Curve])
     plot.varea_stack(columns, x="x", source=source, color=[each.colour for each in curves])
     edges = plot.vline_stack(columns, x="x", source=source, color=_PAPER, line_width=1)
     _add_hover(plot, axis, curves[::-1], columns[::-1], edges[-1], "0,0")
-    legend = [Key(name(each.name), each.colour, "band") for each in reversed(curves)]
+    legend = [LegendItem(name(each.name), each.colour, "band") for each in reversed(curves)]
     return _chart(title, note, plot, legend, axis, curves, "{:,.0f}".format)
 
 
@@ -162,7 +162,7 @@ def lines(title: str, note: str, unit: str, axis: Axis, curves: Sequence[Curve],
     for column, each in zip(columns, curves, strict=True):
         plot.scatter("x", column, source=alone, size=4, color=each.colour)
     _add_hover(plot, axis, curves, columns, drawn[0], "0.0%" if is_share else "0,0.[0]")
-    legend = [Key(name(each.name), each.colour, "dashed" if each.is_dashed else "line") for each in curves]
+    legend = [LegendItem(name(each.name), each.colour, "dashed" if each.is_dashed else "line") for each in curves]
     return _chart(title, note, plot, legend, axis, curves, _shown_share if is_share else "{:,.1f}".format)
 
 
@@ -180,7 +180,7 @@ def _alone(values: Values) -> Values:
 
 
 def lanes(
-    title: str, note: str, axis: Axis, names: Sequence[str], items: Sequence[Lane], styles: dict[str, LaneStyle]
+    title: str, note: str, axis: Axis, names: Sequence[str], items: Sequence[TimelineRow], styles: dict[str, RowStyle]
 ) -> Chart:
     """What happened to some workers over time, a row for each of them."""
     rows = _distinct([short_name(each) for each in names])
@@ -189,7 +189,7 @@ def lanes(
     for kind, style in styles.items():
         chosen = [each for each in items if each.kind == kind]
         if chosen:
-            legend.append(Key(kind, style.colour, style.shape))
+            legend.append(LegendItem(kind, style.colour, style.shape))
             columns = {
                 "y": [rows[each.row] for each in chosen],
                 "begin": [each.begin_ms for each in chosen],
@@ -205,7 +205,7 @@ def lanes(
     return Chart(title, note, plot, legend, header, cells, len(items), "marks, the first ones", is_numeric=False)
 
 
-def _draw_lane_items(plot: figure, kind: str, style: LaneStyle, source: ColumnDataSource) -> None:
+def _draw_lane_items(plot: figure, kind: str, style: RowStyle, source: ColumnDataSource) -> None:
     tips = [("stream", "@worker"), (kind, f"@begin{{{_CALENDAR_TIME}}} UTC")]
     drawn: Any
     if style.shape == "band":
@@ -293,7 +293,7 @@ def _chart(
     title: str,
     note: str,
     plot: figure,
-    legend: list[Key],
+    legend: list[LegendItem],
     axis: Axis,
     curves: Sequence[Curve],
     shown: Callable[[float], str],

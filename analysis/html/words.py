@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from indexer.replay.moments import utc_text
+from kv_events.log.moments import utc_text
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _LONGEST_NAME = 32

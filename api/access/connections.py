@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
+from api.access.guard import Guard
 from api.problems import ProblemError, ProblemKind
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
@@ -75,15 +76,13 @@ class ConnectionLimit:
 
     def for_probes(self, app: ASGIApp) -> ASGIApp:
         """Return what answers requests of a connection beyond the limit."""
+        return Guard(app, [self._check_probe])
 
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or scope["path"] in _PROBES:
-                await app(scope, receive, send)
-                return
-            detail = f"more than {self._most} connections are open (KVSIGHT_MAX_CONNECTIONS)"
-            await ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1).response()(scope, receive, send)
-
-        return answer
+    def _check_probe(self, scope: Scope) -> ProblemError | None:
+        if scope["path"] in _PROBES:
+            return None
+        detail = f"more than {self._most} connections are open (--max-connections)"
+        return ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1)
 
     def _is_nearly_full(self) -> bool:
         return len(self._addresses) >= self._most + RESERVED // 2
@@ -96,7 +95,7 @@ class ConnectionLimit:
         if len(losers) < self._batch:
             self._pause_until = time.monotonic() + _PAUSE_S
         self._limited_logger.warning(
-            "%d connections are open, as many as may be (KVSIGHT_MAX_CONNECTIONS): %d idle ones are closed",
+            "%d connections are open, as many as may be (--max-connections): %d idle ones are closed",
             *(self._most, len(losers)),
         )
 

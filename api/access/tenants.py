@@ -11,16 +11,16 @@ from contextlib import asynccontextmanager
 from api.access.rate_limits import RateLimit
 from api.followed_files import following
 from api.problems import ProblemError, ProblemKind
-from api.queries.questions import Question
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantLimits
 from kv_events.errors import shorten
+from kv_events.http.parsed_query import ParsedQuery
 
 logger = logging.getLogger(__name__)
 
 _MAX_TENANTS = 4096
 
 
-class TenantQueries:
+class TenantRates:
     """Counts the answered queries of tenants that have a bound. Ask only for tenants that have workers."""
 
     def __init__(self, limits: TenantLimits) -> None:
@@ -53,15 +53,17 @@ class TenantQueries:
             known = self._rates[tenant] = (per_s, RateLimit(per_s))
         return known[1]
 
-    def too_many(self, question: Question, rate: RateLimit) -> ProblemError:
-        """Return the refusal of a question."""
-        field = "routing_group" if question.is_peer else "tenant_id"
-        per_s = self.limits.of(question.tenant).queries_per_s
-        detail = f"tenant {shorten(question.tenant)}: more than {per_s:g} queries in a second (queries_per_s)"
-        wait_s = math.ceil(rate.wait_s()) or 1
-        return ProblemError(429, ProblemKind.TENANT_LIMIT, detail, field, question.tenant, retry_after_s=wait_s)
-
-    def count_refused(self, tenant: str) -> None:
-        """Count a refused query."""
+    def admit(self, question: ParsedQuery) -> None:
+        """Count a query of a tenant. Raises ProblemError (429) if it has sent too many."""
+        tenant, rate = question.tenant, self.rate(question.tenant)
+        if rate is None:
+            return
+        if not (wait_s := rate.wait_s()):
+            rate.note()
+            return
         if tenant in self.refused or len(self.refused) < _MAX_TENANTS:
             self.refused[tenant] += 1
+        field = "routing_group" if question.is_peer else "tenant_id"
+        per_s = self.limits.of(tenant).queries_per_s
+        detail = f"tenant {shorten(tenant)}: more than {per_s:g} queries in a second (queries_per_s)"
+        raise ProblemError(429, ProblemKind.TENANT_LIMIT, detail, field, tenant, retry_after_s=math.ceil(wait_s))

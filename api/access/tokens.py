@@ -31,7 +31,7 @@ _MAX_TOKENS = 256
 _TOKEN = re.compile(r"[!-~]{16,512}")  # what a header can carry unchanged, and nobody guesses
 
 
-class Caller(NamedTuple):
+class Principal(NamedTuple):
     """Whom a token stands for."""
 
     scopes: frozenset[str]
@@ -39,7 +39,7 @@ class Caller(NamedTuple):
     """Bound on the requests with the token."""
 
 
-_ANYONE = Caller(frozenset(get_args(Scope)))
+_ANYONE = Principal(frozenset(get_args(Scope)))
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,12 +49,12 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scopes: Annotated[list[Scope], msgspec.Meta(min_length=1)]
     requests_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
 
-    def caller(self) -> Caller:
+    def caller(self) -> Principal:
         limit = None if self.requests_per_s is None else RateLimit(self.requests_per_s)
-        return Caller(_ANYONE.scopes if "admin" in self.scopes else frozenset(self.scopes), limit)
+        return Principal(_ANYONE.scopes if "admin" in self.scopes else frozenset(self.scopes), limit)
 
 
-class Tokens:
+class TokenRegistry:
     """The tokens of one service. The event loop's thread uses them."""
 
     def __init__(self, token: str | None, file: Path | None) -> None:
@@ -74,7 +74,7 @@ class Tokens:
         token = settings.api_token
         return cls(None if token is None else token.get_secret_value(), settings.api_tokens_file)
 
-    def caller(self, authorization: bytes) -> Caller | None:
+    def caller(self, authorization: bytes) -> Principal | None:
         """Return whom the header `Authorization` stands for, or None if it is unknown.
 
         Takes the same time for every value: digests are compared, and all of them.
@@ -120,7 +120,7 @@ def _text_of(file: Path) -> str:
     return read_secret(_FIELD, file) if file.exists() else ""
 
 
-def _callers(text: str, file: Path | None) -> list[tuple[bytes, Caller]]:
+def _callers(text: str, file: Path | None) -> list[tuple[bytes, Principal]]:
     """Return digest and caller of each token of a file. Raises InvalidValueError, whose text shows no token."""
     try:
         tables = tomllib.loads(text)

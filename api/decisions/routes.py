@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
-import msgspec
 from msgspec import UNSET
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from api.decisions.decision_requests import MAX_DECISIONS_PER_BATCH, DecisionProbe, DecisionRequest, OutcomeRequest
 from api.problems import ProblemError
-from api.queries.body_formats import Body, Codec, Data, decode_as
+from api.queries.body_formats import Body, BodyFormat, Data, decode_as
 from api.queries.large_bodies import elements, slimmed
-from api.queries.questions import BY_ANY, Numbers, Question, decode_question
-from api.queries.routes import HotEndpoint, json_response
+from api.queries.parsing import BY_ANY, decode_question
+from api.queries.routes import RawEndpoint, json_response
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
 from kv_events.decisions import VERSION, Candidate, Decision, DecisionRecord, Outcome, encode_decision
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
-from kv_events.http.decisions import DecisionsAccepted
+from kv_events.http.decisions import (
+    MAX_DECISIONS_PER_BATCH,
+    DecisionProbe,
+    DecisionRequest,
+    DecisionsAccepted,
+    OutcomeRequest,
+)
+from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.limits import MAX_PAGES_PER_DECISION
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -52,18 +55,18 @@ class DecisionRoute:
         self._log = log
         self._on_record = on_record
 
-    def endpoints(self) -> dict[str, HotEndpoint]:
+    def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
-        return {"/decisions": HotEndpoint(self._take, MAX_BODY_BYTES)}
+        return {"/decisions": RawEndpoint(self._take, MAX_BODY_BYTES)}
 
-    async def _take(self, body: Body, codec: Codec) -> Response:
+    async def _take(self, body: Body, body_format: BodyFormat) -> Response:
         if len(body) > _MANY_BYTES:
-            records = await asyncio.to_thread(self._decode, body, codec)
+            records = await asyncio.to_thread(self._decode, body, body_format)
         else:
-            records = self._decode(body, codec)
+            records = self._decode(body, body_format)
         accepted = sum(map(self._put, records))
         answer = DecisionsAccepted(accepted=accepted, dropped=len(records) - accepted)
-        return json_response(msgspec.json.encode(answer), HTTPStatus.ACCEPTED)
+        return json_response(answer, HTTPStatus.ACCEPTED)
 
     def _put(self, encoded: _Encoded) -> bool:
         record = encoded.record
@@ -72,43 +75,48 @@ class DecisionRoute:
             "decision" if isinstance(record, Decision) else "outcome", record.request_id, encoded.payload
         )
 
-    def _decode(self, body: Body, codec: Codec) -> list[_Encoded]:
+    def _decode(self, body: Body, body_format: BodyFormat) -> list[_Encoded]:
         """Return the checked records of a body, encoded here because this may run in a thread.
 
         Raises ProblemError, after which no record is accepted.
         """
-        rest, lists = slimmed(body, codec.form)
-        probe = decode_as(DecisionProbe, rest, codec)
+        rest, lists = slimmed(body, body_format.form)
+        probe = decode_as(DecisionProbe, rest, body_format)
         now = time.time()
         if probe.decisions is UNSET:
-            return [self._record(body, probe, codec, now)]
+            return [self._record(body, probe, body_format, now)]
         given: Sequence[Data] = probe.decisions
         if "decisions" in lists:
-            given = elements("decisions", lists["decisions"], codec.form, MAX_DECISIONS_PER_BATCH)
+            given = elements("decisions", lists["decisions"], body_format.form, MAX_DECISIONS_PER_BATCH)
         records = []
         for number, raw in enumerate(given):
             try:
                 records.append(
-                    self._record(raw, decode_as(DecisionProbe, slimmed(raw, codec.form).rest, codec), codec, now)
+                    self._record(
+                        raw,
+                        decode_as(DecisionProbe, slimmed(raw, body_format.form).rest, body_format),
+                        body_format,
+                        now,
+                    )
                 )
             except ProblemError as problem:
                 raise _inside(f"decisions[{number}].", problem) from None
         return records
 
-    def _record(self, data: Data, probe: DecisionProbe, codec: Codec, now: float) -> _Encoded:
-        rest = slimmed(data, codec.form).rest
+    def _record(self, data: Data, probe: DecisionProbe, body_format: BodyFormat, now: float) -> _Encoded:
+        rest = slimmed(data, body_format.form).rest
         try:
             if probe.cached_tokens is not UNSET:
-                record: DecisionRecord = _outcome(decode_as(OutcomeRequest, rest, codec), now)
+                record: DecisionRecord = _outcome(decode_as(OutcomeRequest, rest, body_format), now)
             else:
-                record = self._decision(decode_as(DecisionRequest, rest, codec), data, codec, now)
+                record = self._decision(decode_as(DecisionRequest, rest, body_format), data, body_format, now)
             payload = encode_decision(record)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
         return _Encoded(record, payload)
 
-    def _decision(self, request: DecisionRequest, data: Data, codec: Codec, now: float) -> Decision:
-        question, numbers = decode_question(data, codec, BY_ANY)
+    def _decision(self, request: DecisionRequest, data: Data, body_format: BodyFormat, now: float) -> Decision:
+        question, numbers = decode_question(data, body_format, BY_ANY)
         block_size, hashes = self._pages(question, numbers, request.worker)
         prompt_tokens = len(numbers) if question.field == "token_ids" else len(hashes) * block_size
         return Decision(
@@ -126,7 +134,7 @@ class DecisionRoute:
             [Candidate(each.worker, each.dp_rank, each.tokens, each.score) for each in request.candidates],
         )
 
-    def _pages(self, question: Question, numbers: Numbers, worker: str) -> tuple[int, U64Array]:
+    def _pages(self, question: ParsedQuery, numbers: PromptArray, worker: str) -> tuple[int, U64Array]:
         """Return the block size, 0 if it is unknown, and the sequence hashes of the prompt's complete pages."""
         found = self._consumer.namespaces.find(question.model, question.tenant)
         sizes = [each.key.block_size for each in found if any(name == worker for name, _ in tuple(each.by_rank))]
@@ -135,26 +143,6 @@ class DecisionRoute:
         if question.field == "token_ids" and not block_size:
             numbers = numbers[:0]  # nothing to hash them by
         return block_size, question.hashes(numbers, max(1, block_size))
-
-
-class DecisionMetrics(Collector):
-    """Counts of decisions, read at each scrape."""
-
-    def __init__(self, log: DecisionLog) -> None:
-        self._log = log
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metric families."""
-        accepted = CounterMetricFamily("kvsight_decisions", "Records of routers accepted", labels=["kind"])
-        for kind, count in self._log.accepted.items():
-            accepted.add_metric([kind], count)
-        dropped = CounterMetricFamily("kvsight_decisions_dropped", "Records of routers dropped", labels=["reason"])
-        for reason, count in self._log.dropped.items():
-            dropped.add_metric([reason.replace(" ", "_")], count)
-        yield from (accepted, dropped)
-        yield CounterMetricFamily("kvsight_decisions_written", "Records of routers written", value=self._log.written)
-        waiting = self._log.num_queued
-        yield GaugeMetricFamily("kvsight_decisions_queued", "Records of routers that wait to be written", value=waiting)
 
 
 def _outcome(request: OutcomeRequest, now: float) -> Outcome:

@@ -23,7 +23,7 @@ _MAX_WAITING = 20_000
 _FIELDS = FunnelSums.__struct_fields__
 
 
-class FunnelWindow:
+class DecisionWindow:
     """Sums decisions by the minute of their time. Outcomes count in the minute of their decision.
 
     Bounded: the sums of 3000 minutes, the newest decisions, and 20,000 decisions that wait for their outcome.

@@ -1,1 +1,1 @@
-"""The hot lane: usual queries, answered inside the server's HTTP protocol without an ASGI cycle."""
+"""The fast path: usual queries, answered inside the server's HTTP protocol without an ASGI cycle."""

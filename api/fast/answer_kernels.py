@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from indexer.view_columns import FAULT_CLOSED, FAULT_NONE
-from indexer.views import STATES, ViewState
+from indexer.views import FAULT_CLOSED, FAULT_NONE, STATES, ViewState
 from kv_events.kernels.bundles import BoolVector, F64Vector, I32Vector, I64Vector, U8Vector
 from kv_events.kernels.declare import array_function, array_helper
 from kv_events.kernels.instructions import copy_sixteen, lowest_bit, put_eight
@@ -59,7 +58,7 @@ class Texts(NamedTuple):
     """[pieces + 1] piece i is `data[ends[i]:ends[i + 1]]`."""
 
 
-class Roster(NamedTuple):
+class StreamTable(NamedTuple):
     """The streams of a namespace by number, and the names of their workers."""
 
     states: U8Vector
@@ -183,9 +182,9 @@ def _put_key(out, at, number, rank):
 
 
 @array_helper
-def _shown_state(roster, stream, expired_before, syncing_before, late_before):
+def _shown_state(table, stream, expired_before, syncing_before, late_before):
     """Return the state to show, as `Freshness.state` does."""
-    tick, fault, state = roster.heard_tick[stream], roster.faults[stream], roster.states[stream]
+    tick, fault, state = table.heard_tick[stream], table.faults[stream], table.states[stream]
     if fault == FAULT_CLOSED or tick < expired_before:
         return _EXPIRED
     if state != _LIVE:
@@ -196,25 +195,25 @@ def _shown_state(roster, stream, expired_before, syncing_before, late_before):
 
 
 @array_helper
-def _next_found(roster, stream, query):
+def _next_found(table, stream, query):
     """Return the stream, or the next one of its worker, that the query found; -1 if there is none."""
-    while stream >= 0 and roster.found_in[stream] != query:
-        stream = np.int64(roster.following[stream])
+    while stream >= 0 and table.found_in[stream] != query:
+        stream = np.int64(table.following[stream])
     return stream
 
 
 @array_helper
-def _following(roster, stream, query):
-    return _next_found(roster, np.int64(roster.following[stream]), query)
+def _following(table, stream, query):
+    return _next_found(table, np.int64(table.following[stream]), query)
 
 
 @array_helper
-def _is_new(roster, stream, query, part):
+def _is_new(table, stream, query, part):
     """Return whether a stream was found and is the first of its worker in this part (0 or 1) of the answer."""
-    worker = roster.workers[stream]
-    if roster.found_in[stream] != query or roster.written_in[worker] == 2 * query + part:
+    worker = table.workers[stream]
+    if table.found_in[stream] != query or table.written_in[worker] == 2 * query + part:
         return False
-    roster.written_in[worker] = 2 * query + part
+    table.written_in[worker] = 2 * query + part
     return True
 
 
@@ -237,21 +236,21 @@ class _Holdings(NamedTuple):
 
 
 @array_helper
-def _holdings(roster, pages, first, query):
+def _holdings(table, pages, first, query):
     """Sum up the found streams of a worker. first: the first of them.
 
     Streams are followed one by one: most workers have one rank, for which a vectorized loop would take twice as long.
     """
     num_ranks, gpu, cpu, disk, external = 0, np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0)
-    state, heard_at, ranks_differ = roster.shown[first], roster.heard_at[first], False
+    state, heard_at, ranks_differ = table.shown[first], table.heard_at[first], False
     stream = first
     while stream >= 0:
         num_ranks += 1
         gpu, cpu = max(gpu, pages[stream, GPU]), max(cpu, pages[stream, CPU])
         disk, external = max(disk, pages[stream, DISK]), max(external, pages[stream, EXTERNAL])
-        state, heard_at = max(state, roster.shown[stream]), min(heard_at, roster.heard_at[stream])
+        state, heard_at = max(state, table.shown[stream]), min(heard_at, table.heard_at[stream])
         ranks_differ |= pages[stream, GPU] != pages[stream, EXTERNAL]
-        stream = _following(roster, stream, query)
+        stream = _following(table, stream, query)
     return _Holdings(first, num_ranks, gpu, cpu, disk, external, state, heard_at, ranks_differ)
 
 
@@ -261,20 +260,20 @@ def _put_tokens(out, at, num_pages, block_size):
 
 
 @array_helper
-def _put_ranks(out, at, roster, pages, first, query, tier, block_size, with_zeros):
+def _put_ranks(out, at, table, pages, first, query, tier, block_size, with_zeros):
     """Write the tokens of each rank on a tier."""
     written, stream = 0, first
     while stream >= 0:
         num_pages = pages[stream, tier]
         if with_zeros or num_pages > 0:
-            at = _put_tokens(out, _put_key(out, at, written, roster.ranks[stream]), num_pages, block_size)
+            at = _put_tokens(out, _put_key(out, at, written, table.ranks[stream]), num_pages, block_size)
             written += 1
-        stream = _following(roster, stream, query)
+        stream = _following(table, stream, query)
     return at
 
 
 @array_helper
-def _put_gap(out, at, roster, layout, pages, held, query, block_size, gap):
+def _put_gap(out, at, table, layout, pages, held, query, block_size, gap):
     """Write the number or word of one gap."""
     if gap == GPU:
         return _put_tokens(out, at, held.gpu, block_size)
@@ -285,22 +284,22 @@ def _put_gap(out, at, roster, layout, pages, held, query, block_size, gap):
     if gap == EXTERNAL:
         return _put_tokens(out, at, held.external, block_size)
     if gap == RANKS:
-        return _put_ranks(out, at, roster, pages, held.first, query, GPU, block_size, True)
+        return _put_ranks(out, at, table, pages, held.first, query, GPU, block_size, True)
     return put_piece(out, at, layout.state_names, held.state)
 
 
 @array_helper
-def _put_holdings(out, at, roster, layout, pages, held, query, block_size):
+def _put_holdings(out, at, table, layout, pages, held, query, block_size):
     """Write what a worker holds, up to its age, which comes last."""
     for i in range(len(layout.gaps)):
         at = put_piece(out, at, layout.pieces, i)
         if layout.gaps[i] != AGE:
-            at = _put_gap(out, at, roster, layout, pages, held, query, block_size, layout.gaps[i])
+            at = _put_gap(out, at, table, layout, pages, held, query, block_size, layout.gaps[i])
     return at
 
 
 @array_helper
-def _are_alike(roster, held, other):
+def _are_alike(table, held, other):
     """Return whether two workers of one rank have the same text, up to their ages."""
     return (
         held.num_ranks == 1
@@ -310,7 +309,7 @@ def _are_alike(roster, held, other):
         and held.disk == other.disk
         and held.external == other.external
         and held.state == other.state
-        and roster.ranks[held.first] == roster.ranks[other.first]
+        and table.ranks[held.first] == table.ranks[other.first]
     )
 
 
@@ -320,11 +319,11 @@ def _put_age(out, at, held, now):
 
 
 @array_helper
-def _put_matched_ranks(out, at, roster, pages, held, query, block_size):
+def _put_matched_ranks(out, at, table, pages, held, query, block_size):
     """Write the tokens of each rank on any tier, unless they equal those on the device."""
     if held.ranks_differ:
         at = _put(out, at, _MATCHED_DP, 0, len(_MATCHED_DP) - MARGIN)
-        at = _put_ranks(out, at, roster, pages, held.first, query, EXTERNAL, block_size, True)
+        at = _put_ranks(out, at, table, pages, held.first, query, EXTERNAL, block_size, True)
         at = _put_byte(out, at, _CLOSE)
     return at
 
@@ -338,7 +337,7 @@ def _weighted(gpu, cpu, disk, external, block_size, weights):
 
 
 @array_helper
-def _put_weighted(out, at, roster, pages, held, query, block_size, weights):
+def _put_weighted(out, at, table, pages, held, query, block_size, weights):
     """Write the tokens by weight: of the worker, and of each rank if there are several. Returns -1 as `_put_float`."""
     at = _put(out, at, _WEIGHTED, 0, len(_WEIGHTED) - MARGIN)
     at = _put_float(out, at, _weighted(held.gpu, held.cpu, held.disk, held.external, block_size, weights))
@@ -348,25 +347,25 @@ def _put_weighted(out, at, roster, pages, held, query, block_size, weights):
     written, stream = 0, held.first
     while stream >= 0:
         row = pages[stream]
-        at = _put_key(out, at, written, roster.ranks[stream])
+        at = _put_key(out, at, written, table.ranks[stream])
         at = _put_float(out, at, _weighted(row[GPU], row[CPU], row[DISK], row[EXTERNAL], block_size, weights))
         if at < 0:
             return at
-        written, stream = written + 1, _following(roster, stream, query)
+        written, stream = written + 1, _following(table, stream, query)
     return _put_byte(out, at, _CLOSE)
 
 
 @array_helper
-def _put_scores(out, at, roster, pages, streams, query, block_size):
+def _put_scores(out, at, table, pages, streams, query, block_size):
     """Write the tokens on the devices: worker -> rank -> tokens, without zeros."""
     written = 0
     for number in streams:
         stream = np.int64(number)
-        if _is_new(roster, stream, query, 0):
+        if _is_new(table, stream, query, 0):
             name = at if written == 0 else _put_byte(out, at, _COMMA)
-            name = put_piece(out, name, roster.names, roster.workers[stream])
+            name = put_piece(out, name, table.names, table.workers[stream])
             begin = _put_byte(out, _put_byte(out, name, _COLON), _OPEN)
-            end = _put_ranks(out, begin, roster, pages, stream, query, GPU, block_size, False)
+            end = _put_ranks(out, begin, table, pages, stream, query, GPU, block_size, False)
             if end > begin:  # otherwise the next worker is written over it
                 at = _put_byte(out, end, _CLOSE)
                 written += 1
@@ -374,49 +373,49 @@ def _put_scores(out, at, roster, pages, streams, query, block_size):
 
 
 @array_helper
-def put_answer(out, start, roster, layout, times, streams, pages, group_states, block_size, weights):
+def put_answer(out, start, table, layout, times, streams, pages, group_states, block_size, weights):
     """Write an answer, up to the end of its list of workers.
 
     out: uint8[n], which has room for twice the names of all workers, `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each
     one. start: index in `out` after the beginning of the answer. times: seconds since 1970, and `expired_before`,
     `syncing_before` and `late_before` of `Freshness`. streams: int32[n], pages: uint32[streams, 4]: from `find`.
-    Expired streams are left out. group_states: uint8[streams], see `indexer.reuse`; or [0] if there are no groups.
+    Expired streams are left out. group_states: uint8[streams], see `indexer.scores`; or [0] if there are no groups.
     weights: float64[4], or [0] without weights. Returns the length of the answer, or -1 if a weighted number needs
     another form.
     """
     now, expired_before, syncing_before, late_before = times
-    roster.query[0] += 1
-    query, at, written = roster.query[0], start, 0
+    table.query[0] += 1
+    query, at, written = table.query[0], start, 0
     for number in streams:
         stream = np.int64(number)
-        roster.shown[stream] = _shown_state(roster, stream, expired_before, syncing_before, late_before)
+        table.shown[stream] = _shown_state(table, stream, expired_before, syncing_before, late_before)
         if len(group_states) > 0:
-            roster.shown[stream] = max(roster.shown[stream], group_states[stream])
-        if roster.shown[stream] != _EXPIRED:
-            roster.found_in[stream] = query
+            table.shown[stream] = max(table.shown[stream], group_states[stream])
+        if table.shown[stream] != _EXPIRED:
+            table.found_in[stream] = query
     if layout.has_scores[0]:
-        at = _put_scores(out, at, roster, pages, streams, query, block_size)
+        at = _put_scores(out, at, table, pages, streams, query, block_size)
         at = _put(out, at, _BETWEEN_PARTS, 0, len(_BETWEEN_PARTS) - MARGIN)
     text_start, text_stop = at, at
     previous = _Holdings(0, 0, np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0), _LIVE, now, False)
     for number in streams:
         stream = np.int64(number)
-        if not _is_new(roster, stream, query, 1):
+        if not _is_new(table, stream, query, 1):
             continue
         if written > 0:
             at = _put_byte(out, at, _COMMA)
         written += 1
-        held = _holdings(roster, pages, stream, query)
-        at = put_piece(out, at, roster.names, roster.workers[stream])
-        if _are_alike(roster, held, previous):  # most workers hold the same part of a prompt
+        held = _holdings(table, pages, stream, query)
+        at = put_piece(out, at, table.names, table.workers[stream])
+        if _are_alike(table, held, previous):  # most workers hold the same part of a prompt
             at = _put(out, at, out, text_start, text_stop)
         else:
             text_start, previous = at, held
-            at = text_stop = _put_holdings(out, at, roster, layout, pages, held, query, block_size)
+            at = text_stop = _put_holdings(out, at, table, layout, pages, held, query, block_size)
         at = _put_age(out, at, held, now)
-        at = _put_matched_ranks(out, at, roster, pages, held, query, block_size)
+        at = _put_matched_ranks(out, at, table, pages, held, query, block_size)
         if len(weights) > 0:
-            at = _put_weighted(out, at, roster, pages, held, query, block_size, weights)
+            at = _put_weighted(out, at, table, pages, held, query, block_size, weights)
             if at < 0:
                 return at
         at = _put_byte(out, at, _CLOSE)

@@ -2,8 +2,8 @@
 
 Connections whose requests repeat become direct: see `api.fast.kernel_connections`.
 
-A request enters the hot lane if its head is one that `Heads` accepts and no other request of the connection is in
-progress. All its bytes are held until it is complete. If the lane does not answer it, the bytes are passed to
+A request enters the fast path if its head is one that `HeadCache` accepts and no other request of the connection is in
+progress. All its bytes are held until it is complete. If the fast path does not answer it, the bytes are passed to
 the ordinary protocol, as if they had arrived just now.
 """
 
@@ -13,10 +13,10 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from api.fast.fast_path import HotLane
+from api.fast.fast_path import FastPath
 from api.fast.heads import MAX_BYTES, Head
-from api.fast.http_limits import HEAD, BoundedProtocol
-from api.fast.kernel_connections import Repeated
+from api.fast.http_limits import HEAD, LimitedHttpProtocol
+from api.fast.kernel_connections import RequestTemplate
 from api.problems import ProblemError
 
 _ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 1, 16
@@ -25,23 +25,23 @@ _LARGE_ANSWER = 2**15  # a copy takes longer than another call
 _END_OF_HEAD = b"\r\n\r\n"
 
 
-class HotProtocol(BoundedProtocol):
+class FastConnection(LimitedHttpProtocol):
     """One connection."""
 
-    def __init__(self, *, lane: HotLane, **options: Any) -> None:
+    def __init__(self, *, fast_path: FastPath, **options: Any) -> None:
         super().__init__(**options)
-        self._lane = lane
-        self._held = bytearray()  # the part of a request in the lane that has arrived
+        self._fast_path = fast_path
+        self._held = bytearray()  # the part of a request in the fast path that has arrived
         self._missing = 0
         self._answering: asyncio.Task[None] | None = None  # to a request whose answer comes later
         self._is_ending = False
-        self._direct = lane.direct
+        self._direct = fast_path.direct
         self._direct_as: int | None = None  # the file descriptor, while this connection is direct
         self._until_direct = _ANSWERS_BEFORE_DIRECT
-        self._repeated: Repeated | None = None
+        self._repeated: RequestTemplate | None = None
 
     def take(self, data: bytes) -> None:
-        """Answer a request in the lane, or pass it on."""
+        """Answer a request in the fast path, or pass it on."""
         if self._held:
             self._held += data
             self._missing -= len(data)
@@ -68,12 +68,12 @@ class HotProtocol(BoundedProtocol):
         self._take_held()
 
     def _is_taken(self, data: bytes) -> bool:
-        """Answer a complete request, or hold one that is still arriving. Returns False if the lane does not take it.
+        """Answer a complete request, or hold one that is still arriving. Returns False for one that is to be parsed.
 
         Of several requests at once, it takes the first one.
         """
         start = data.find(_END_OF_HEAD, 0, MAX_BYTES) + len(_END_OF_HEAD)
-        head = self._lane.heads.find(data[:start]) if start > len(_END_OF_HEAD) else None
+        head = self._fast_path.heads.find(data[:start]) if start > len(_END_OF_HEAD) else None
         if head is None:
             return False
         end = start + head.content_length
@@ -86,19 +86,19 @@ class HotProtocol(BoundedProtocol):
         if self._missing < 0:
             self.hold_rest(data[end:])
             data = data[:end]
-        later = self._lane.answer_later(head, data, start)
+        later = self._fast_path.answer_later(head, data, start)
         if later is not None:
             self.body_limit.note(later, len(data), self.refuse)
             self.body_limit.complete(later)
             self._answering = self.loop.create_task(self._answer_later(later, head, data), name="query")
             return True
-        body = self._lane.answer(head, data, start)
+        body = self._fast_path.answer(head, data, start)
         if body is None:
             self.feed(data)
             return True
         if self.rest:
-            self.loop.call_soon(self.go_on)
-        self._respond(body, self._lane.media_type(head))
+            self.loop.call_soon(self.resume_held)
+        self._respond(body, self._fast_path.media_type(head))
         self._until_direct -= 1
         if self._until_direct <= 0:
             self._consider_direct(head, data, start)
@@ -113,20 +113,20 @@ class HotProtocol(BoundedProtocol):
         if body is None:
             self.feed(data)
         else:
-            self._respond(body, self._lane.media_type(head))
+            self._respond(body, self._fast_path.media_type(head))
         if self._is_ending:
             super().shutdown()
         elif body is not None:
-            self.go_on()
+            self.resume_held()
 
     def is_answering(self) -> bool:
-        """Return whether the answer to a request of the lane comes later."""
+        """Return whether the answer to a request of the fast path comes later."""
         return self._answering is not None
 
     def _consider_direct(self, head: Head, data: bytes, start: int) -> None:
         """Make the connection direct if this request repeats the one before."""
         before = self._repeated
-        self._repeated = self._lane.repeated(head, data, start) if self._direct is not None else None
+        self._repeated = self._fast_path.repeated(head, data, start) if self._direct is not None else None
         if self._repeated is None:
             self._until_direct = _ANSWERS_AFTER_RETURN
         elif self._repeated == before and self.scheme == "http":
@@ -193,13 +193,13 @@ class HotProtocol(BoundedProtocol):
 
     def response_headers(self) -> bytes:
         """Return the header lines of any answer."""
-        return self._lane.encoded_headers(self.server_state.default_headers)
+        return self._fast_path.encoded_headers(self.server_state.default_headers)
 
     def _wait_for_request(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection, unless the lane answered or began a request since the timer was set.
+        """Close the connection, unless the fast path answered or began a request since the timer was set.
 
         To set it anew for each answer would take a tenth of the time of a short query.
         """

@@ -1,4 +1,4 @@
-"""The hot lane: usual queries, from the bytes of a request to the bytes of its answer in one call.
+"""The fast path: usual queries, from the bytes of a request to the bytes of its answer in one call.
 
 It accepts what nearly all callers send and answers exactly as the routes of `api.queries.routes` do. For everything
 else it returns None, and the request is passed to FastAPI, which also reports all errors. In a member of a group, the
@@ -13,18 +13,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
-from api.access.tenants import TenantQueries
-from api.access.tokens import Tokens
-from api.fast.heads import Head, Heads
+from api.access.tokens import TokenRegistry
+from api.fast.heads import Head, HeadCache
 from api.fast.kernel_connection_kernels import MAX_REQUEST_BYTES
-from api.fast.kernel_connections import DirectConnections, Repeated
-from api.fast.templates import Envelope, Envelopes
+from api.fast.kernel_connections import KernelConnections, RequestTemplate
+from api.fast.local_answers import LocalAnswers
+from api.fast.templates import BodyTemplate, TemplateCache
 from api.fast.writer import Plan, Times
 from api.problems import ProblemError
-from api.queries.answers import Answers
-from api.queries.body_formats import codec_of
+from api.queries.body_formats import format_of
 from api.queries.large_bodies import is_large
-from api.queries.questions import BY_HASH, BY_TOKENS, decode_question
+from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from api.telemetry.service_metrics import HttpMetrics
 from api.telemetry.traced_requests import end_request, start_request
@@ -39,7 +38,7 @@ _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashe
 
 
 class GroupAnswers(NamedTuple):
-    """How a member of a group answers, by path. An answer that is None: the request must take the usual way."""
+    """How a member of a group answers, by path. An answer that is None: the request must be passed to FastAPI."""
 
     tells: Mapping[str, Callable[[bytes], bytes | None]]
     """Questions of other members: msgpack -> msgpack."""
@@ -47,24 +46,24 @@ class GroupAnswers(NamedTuple):
     """Queries: body and its media type -> JSON."""
 
 
-class HotLane:
+class FastPath:
     """Answers usual queries of one application."""
 
     def __init__(
         self,
         consumer: Consumer,
         settings: ApiSettings,
-        tokens: Tokens,
+        tokens: TokenRegistry,
         metrics: HttpMetrics,
-        tenants: TenantQueries | None = None,
+        answers: LocalAnswers,
         group: GroupAnswers | None = None,
     ) -> None:
-        """tenants: bounds on their queries, if any. group: how a member of a group answers. None: it is in no group."""
+        """group: how a member of a group answers. None: it is in no group, and `answers` does."""
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if group is None else {}
         self._group = group
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
-        self.heads = Heads(
+        self.heads = HeadCache(
             fields if group is None else [*group.tells, *group.asks],
             tokens,
             max_body_bytes,
@@ -72,32 +71,31 @@ class HotLane:
             is_allowed_host=settings.is_allowed_host,
         )
         self._consumer = consumer
-        self._tenants = tenants
-        self._answers = Answers(tenants)
+        self._answers = answers
         self._must_be_ready = not settings.answer_before_ready
         self._metrics = metrics
-        self._limited_logger = RateLimitedLogger(logger, "hot lane")
+        self._limited_logger = RateLimitedLogger(logger, "fast path")
         self._headers: list[tuple[bytes, bytes]] = []
         self._encoded_headers = b""
-        self._envelopes = {path: Envelopes(names) for path, names in fields.items()}
+        self._templates = {path: TemplateCache(names) for path, names in fields.items()}
         self._fields = fields
         # each request may be sampled, which the kernels of direct connections cannot decide
         can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
-        self.direct = DirectConnections(self._plan, self._times, metrics.queries.note_alike) if can_be_direct else None
+        self.direct = KernelConnections(self._plan, self._times, metrics.queries.record_many) if can_be_direct else None
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
-        """Return the answer to the body data[start:], or None if the request must take the usual way."""
+        """Return the answer to the body data[start:], or None if the request must be passed to FastAPI."""
         if self._is_refused(head):
             return None
         began = time.perf_counter()
-        # a span that never ends, because the request takes the usual way, is not sent
+        # a span that never ends, because the request is passed to FastAPI, is not sent
         span = None if self._spans is None else start_request(self._spans, head.path, head.trace)
         try:
             body = self._answer(head, data, start)
         except ProblemError:
             return None
-        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
-            self._limited_logger.warning("a query takes the usual way: %r", error)
+        except Exception as error:  # noqa: BLE001  (FastAPI's route reports it, if it fails as well)
+            self._limited_logger.warning("a query is passed to FastAPI: %r", error)
             return None
         if body is not None:
             if head.limit is not None:
@@ -110,7 +108,7 @@ class HotLane:
     def answer_later(self, head: Head, data: bytes, start: int) -> Awaitable[bytes | None] | None:
         """Return an answer that comes once other members have been asked. None: `answer` decides.
 
-        A query with a limited token takes the usual way, which counts it before it asks.
+        A query with a limited token is passed to FastAPI, which counts it before it asks.
         """
         ask = None if self._group is None else self._group.asks.get(head.path)
         if ask is None or self._spans is not None or head.limit is not None or self._is_refused(head):
@@ -123,8 +121,8 @@ class HotLane:
             body = await asking
         except ProblemError:
             return None
-        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
-            self._limited_logger.warning("a query takes the usual way: %r", error)
+        except Exception as error:  # noqa: BLE001  (FastAPI's route reports it, if it fails as well)
+            self._limited_logger.warning("a query is passed to FastAPI: %r", error)
             return None
         if body is not None:
             self._metrics.queries.note(head.path, time.perf_counter() - began)
@@ -140,53 +138,49 @@ class HotLane:
             tell = self._group.tells.get(head.path)
             return None if tell is None or head.content_type not in _PACKED else tell(data[start:])
         if head.content_type == "application/json":
-            return self._answer_json(self._envelopes[head.path], data, start)
+            return self._answer_json(self._templates[head.path], data, start)
         return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
 
-    def _answer_json(self, envelopes: Envelopes, data: bytes, start: int) -> bytes | None:
-        expected = envelopes.expected(data, start)
-        body = None if expected is None else self._answer_enveloped(expected, data, start)
+    def _answer_json(self, templates: TemplateCache, data: bytes, start: int) -> bytes | None:
+        expected = templates.expected(data, start)
+        body = None if expected is None else self._answer_template(expected, data, start)
         if body is None:
-            read = envelopes.read(data, start)
-            body = None if read is None or read == expected else self._answer_enveloped(read, data, start)
+            read = templates.read(data, start)
+            body = None if read is None or read == expected else self._answer_template(read, data, start)
         return body
 
-    def _answer_enveloped(self, envelope: Envelope, data: bytes, start: int) -> bytes | None:
-        question, num_before, after = envelope
-        consumer = self._consumer
-        answered = self._answers.answer_text(
-            question, data, start + num_before, consumer.namespaces, consumer.freshness, time.time()
-        )
+    def _answer_template(self, template: BodyTemplate, data: bytes, start: int) -> bytes | None:
+        question, num_before, after = template
+        answered = self._answers.answer_text(question, data, start + num_before)
         return answered[0] if answered is not None and data[answered[1] :] == after else None
 
     def _answer_packed(self, head: Head, body: bytes) -> bytes | None:
         if is_large(body):
             return None
-        question, numbers = decode_question(body, codec_of(head.content_type), self._fields[head.path])
+        question, numbers = decode_question(body, format_of(head.content_type), self._fields[head.path])
         if question.is_detailed:
             return None  # the answer is not JSON
-        consumer = self._consumer
-        return self._answers.answer(question, numbers, consumer.namespaces, consumer.freshness, time.time())
+        return self._answers.answer_within_rate(question, numbers)
 
-    def repeated(self, head: Head, data: bytes, start: int) -> Repeated | None:
-        """Return what is alike in requests like this one, which the lane has answered. None: they cannot be direct."""
+    def repeated(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
+        """Return what is alike in requests like this one, which was answered here. None: they cannot be direct."""
         if head.content_type != "application/json" or head.limit is not None:
             return None
-        envelope = self._envelopes[head.path].read(data, start)
-        if envelope is None or (self._tenants is not None and self._tenants.rate(envelope[0].tenant) is not None):
+        template = self._templates[head.path].read(data, start)
+        if template is None or self._answers.has_rate(template.question):
             return None
-        return Repeated.of(head.path, data, start, envelope, self.heads.generation)
+        return RequestTemplate.of(head.path, data, start, template, self.heads.generation)
 
-    def _plan(self, repeated: Repeated) -> Plan | None:
+    def _plan(self, repeated: RequestTemplate) -> Plan | None:
         """Return how requests of a direct connection are answered now, or None if they must take another way."""
         if repeated.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
             return None
         try:
-            return self._answers.direct_plan(repeated.question, self._consumer.namespaces)
+            return self._answers.direct_plan(repeated.question)
         except ProblemError:
             return None
-        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
-            self._limited_logger.warning("queries of direct connections take the usual way: %r", error)
+        except Exception as error:  # noqa: BLE001  (FastAPI's route reports it, if it fails as well)
+            self._limited_logger.warning("queries of direct connections are passed to FastAPI: %r", error)
             return None
 
     def media_type(self, head: Head) -> bytes:

@@ -1,4 +1,4 @@
-"""Heads of query requests, recognised by their bytes.
+"""HeadCache of query requests, recognised by their bytes.
 
 Clients send the same few heads again and again. httptools parses a head once; what it says is then kept by its bytes.
 """
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import httptools
 
+from api.access.origins import refusal_of
 from api.access.rate_limits import RateLimit
-from api.access.tokens import Tokens
-from api.fast.request_heads import refusal_of
+from api.access.tokens import TokenRegistry
 from api.queries.body_formats import CONTENT_TYPES
 from kv_events.records import Headers
 from kv_events.runtime.tracing import trace_headers
 
 MAX_BYTES = 2048
-"""Requests with a longer head take the ordinary way."""
+"""Requests with a longer head are passed to FastAPI."""
 
 _MAX_KEPT = 4096
 _HTTP_VERSION = "1.1"
@@ -38,13 +38,13 @@ class Head(NamedTuple):
     """Context of the caller's trace, if the process sends traces."""
 
 
-class Heads:
+class HeadCache:
     """The heads of POST requests to some paths."""
 
     def __init__(
         self,
         paths: Collection[str],
-        tokens: Tokens,
+        tokens: TokenRegistry,
         max_body_bytes: int,
         *,
         with_traces: bool = False,
@@ -64,7 +64,7 @@ class Heads:
         self._kept: dict[bytes, Head | None] = {}
 
     def find(self, head: bytes) -> Head | None:
-        """Return what a head says, or None if the request must be handled the usual way.
+        """Return what a head says, or None if the request must be passed to FastAPI.
 
         head: from the request line up to and including the empty line.
         """

@@ -49,7 +49,7 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection. Bounds heads and trailers, the time in which a request arrives, and what a client pipelines."""
 
     def __init__(self, *, connection_limit: ConnectionLimit, body_limit: BodyLimit, **options: Any) -> None:
@@ -137,7 +137,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.flow.pause_reading()
         self.flow.is_held = True
 
-    def go_on(self) -> None:
+    def resume_held(self) -> None:
         """Read the next one of several requests that arrived at once."""
         if self.rest and not self.transport.is_closing():
             data = bytes(self.rest)
@@ -162,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
         elif not self.pipeline:  # the next request may have arrived in part
             self.flow.is_held = bool(self.rest)
             self.flow.resume_reading()
-            self.go_on()
+            self.resume_held()
 
     def _set_arrival(self) -> None:
         """Set a limit to the arrival of a request, or cancel it after the request has arrived."""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from api.fast.answer_kernels import Layout, Roster, Texts, put_number, put_piece
-from api.fast.query_kernel import TEXT, UNKNOWN, Desk, answer
+from api.fast.answer_kernels import Layout, StreamTable, Texts, put_number, put_piece
+from api.fast.query_kernel import TEXT, UNKNOWN, QueryBuffers, answer
 from indexer.kernels.find import PageLookup
 from kv_events.kernels.bundles import I32Vector, I64Matrix, I64Vector, U8Vector, U64Vector
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
@@ -41,7 +41,7 @@ _ZERO, _NINE = np.uint8(ord("0")), np.uint8(ord("9"))
 _FAILED = -1
 
 
-class Pattern(NamedTuple):
+class TemplatePieces(NamedTuple):
     """What is alike in all requests that repeat."""
 
     pieces: Texts
@@ -50,7 +50,7 @@ class Pattern(NamedTuple):
     """[1] bytes of `between` that belong to the head."""
 
 
-class Exchange(NamedTuple):
+class SocketBuffers(NamedTuple):
     """Requests and answers of one pass over some connections."""
 
     functions: U64Vector
@@ -107,86 +107,86 @@ def _start_of_numbers(pattern, data, start, stop):
 
 
 @array_helper
-def _write(exchange, connection, body, num_bytes, head_size):
+def _write(sockets, connection, body, num_bytes, head_size):
     """Send head and `body[:num_bytes]`. Returns the number of bytes sent, 0 after an error, and that of the head."""
-    at = put_number(exchange.head, head_size, num_bytes)
-    at = put_piece(exchange.head, at, exchange.head_end, 0)
-    parts = exchange.parts
-    parts[0], parts[1] = address_of(exchange.head, 0), np.uint64(at)
+    at = put_number(sockets.head, head_size, num_bytes)
+    at = put_piece(sockets.head, at, sockets.head_end, 0)
+    parts = sockets.parts
+    parts[0], parts[1] = address_of(sockets.head, 0), np.uint64(at)
     parts[2], parts[3] = address_of(body, 0), np.uint64(num_bytes)
-    sent = call_native(exchange.functions[WRITEV], np.uint64(connection), address_of(parts, 0), np.uint64(2))
+    sent = call_native(sockets.functions[WRITEV], np.uint64(connection), address_of(parts, 0), np.uint64(2))
     return max(np.int64(0), np.int64(sent)), at
 
 
 @array_function
-def _keep_rest(exchange, number, at, body, num_bytes, head_bytes, sent):
+def _keep_rest(sockets, number, at, body, num_bytes, head_bytes, sent):
     """Copy the part of an answer that was not sent to `data`, from index `at` on. Returns its end."""
     stop = at
     for i in range(sent, head_bytes):
-        exchange.data[stop] = exchange.head[i]
+        sockets.data[stop] = sockets.head[i]
         stop += 1
     for i in range(max(np.int64(0), sent - head_bytes), num_bytes):
-        exchange.data[stop] = body[i]
+        sockets.data[stop] = body[i]
         stop += 1
-    exchange.borders[number, _BEGIN], exchange.borders[number, _END] = at, stop
-    exchange.outcomes[number] = CUT
+    sockets.borders[number, _BEGIN], sockets.borders[number, _END] = at, stop
+    sockets.outcomes[number] = CUT
     return stop
 
 
 @array_kernel(
     types.int64,
-    Exchange,
-    Pattern,
+    SocketBuffers,
+    TemplatePieces,
     types.UniTuple(types.int64, 3),
     types.UniTuple(types.int64, 4),
     types.UniTuple(types.uint64, 2),
     PageLookup,
-    Desk,
-    Roster,
+    QueryBuffers,
+    StreamTable,
     Layout,
     types.UniTuple(types.float64, 4),
 )
-def serve_ready(exchange, pattern, sizes, numbers, seeds, lookup, desk, roster, layout, times):
+def serve_ready(sockets, pattern, sizes, numbers, seeds, lookup, buffers, table, layout, times):
     """Serve one request of each connection, all of which have something to read.
 
-    sizes: number of connections, bytes of the fixed part of `exchange.head`, bound on the bytes of an answer. numbers:
-    block size, 1 for pages of token pairs or 0, 1 if `desk.weights` counts or 0, bytes at the beginning of `desk.out`
-    that the caller has written. The others: as for `answer`. Returns the number of connections that were answered
-    completely. The others have an outcome of their own. WAITING: the memory is full, and the connection has to be
-    served in the next pass.
+    sizes: number of connections, bytes of the fixed part of `sockets.head`, bound on the bytes of an answer. numbers:
+    block size, 1 for pages of token pairs or 0, 1 if `buffers.weights` counts or 0, bytes at the beginning of
+    `buffers.out` that the caller has written. The others: as for `answer`. Returns the number of connections that were
+    answered completely. The others have an outcome of their own. WAITING: the memory is full, and the connection has to
+    be served in the next pass.
     """
     count, head_size, answer_bytes = sizes
     block_size, is_bigram, has_weights, begin = numbers
     question = (np.int64(TEXT), block_size, is_bigram, np.int64(UNKNOWN), has_weights, np.int64(0), begin)
-    data, at, answered = exchange.data, np.int64(0), 0
+    data, at, answered = sockets.data, np.int64(0), 0
     after = pattern.pieces.ends[3] - pattern.pieces.ends[2]
-    most = MAX_REQUEST_BYTES + exchange.head.shape[0] + answer_bytes
+    most = MAX_REQUEST_BYTES + sockets.head.shape[0] + answer_bytes
     for number in range(count):
-        connection = exchange.connections[number]
-        exchange.outcomes[number] = WAITING
+        connection = sockets.connections[number]
+        sockets.outcomes[number] = WAITING
         if at + most > data.shape[0]:
             continue
         size = np.int64(
             call_native(
-                exchange.functions[READ], np.uint64(connection), address_of(data, at), np.uint64(MAX_REQUEST_BYTES)
+                sockets.functions[READ], np.uint64(connection), address_of(data, at), np.uint64(MAX_REQUEST_BYTES)
             )
         )
         stop = at + max(np.int64(0), size)
-        exchange.outcomes[number] = RETURNED
-        exchange.borders[number, _BEGIN], exchange.borders[number, _END] = at, stop
+        sockets.outcomes[number] = RETURNED
+        sockets.borders[number, _BEGIN], sockets.borders[number, _END] = at, stop
         start = _start_of_numbers(pattern, data, at, stop)
         length = np.int64(_FAILED)
         if start >= 0 and start + after <= stop and _is_at(data, stop - after, stop, pattern.pieces, _AFTER):
             length, end, _ = answer(
                 data[:stop],
                 start,
-                desk.tokens[:0],
-                desk.hashes[:0],
+                buffers.tokens[:0],
+                buffers.hashes[:0],
                 question,
                 seeds,
                 lookup,
-                desk,
-                roster,
+                buffers,
+                table,
                 layout,
                 times,
             )
@@ -195,10 +195,10 @@ def serve_ready(exchange, pattern, sizes, numbers, seeds, lookup, desk, roster, 
         if length < 0:
             at = stop
             continue
-        sent, head_bytes = _write(exchange, connection, desk.out, length, head_size)
+        sent, head_bytes = _write(sockets, connection, buffers.out, length, head_size)
         if sent < head_bytes + length:
-            at = _keep_rest(exchange, number, at, desk.out, length, head_bytes, sent)
+            at = _keep_rest(sockets, number, at, buffers.out, length, head_bytes, sent)
         else:
-            exchange.outcomes[number] = ANSWERED
+            sockets.outcomes[number] = ANSWERED
             answered += 1
     return answered

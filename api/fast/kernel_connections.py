@@ -28,13 +28,12 @@ from api.fast.kernel_connection_kernels import (
     NUM_FUNCTIONS,
     RETURNED,
     ROOM_BYTES,
-    Exchange,
-    Pattern,
+    SocketBuffers,
+    TemplatePieces,
 )
-from api.fast.templates import Envelope
-from api.fast.writer import Plan, Times
-from api.queries.answer_layouts import texts
-from api.queries.questions import Question
+from api.fast.templates import BodyTemplate
+from api.fast.writer import Plan, Times, texts
+from kv_events.http.parsed_query import ParsedQuery
 from kv_events.kernels.bundles import Resident, resident
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
@@ -52,11 +51,11 @@ _HEAD_END = b"\r\ncontent-type: application/json\r\n\r\n"
 _IS_ANSWERED, _IS_RETURNED = (np.isin(np.arange(4), outcomes) for outcomes in ((ANSWERED, CUT), (RETURNED, CUT)))
 
 
-class Repeated(NamedTuple):
+class RequestTemplate(NamedTuple):
     """What is alike in all requests of a direct connection."""
 
     path: str
-    question: Question
+    question: ParsedQuery
     before: bytes
     """The head up to the digits of Content-Length."""
     between: bytes
@@ -66,24 +65,24 @@ class Repeated(NamedTuple):
     head_bytes_between: int
     """Bytes of `between` that belong to the head."""
     generation: int
-    """`Heads.generation` when the head was accepted."""
+    """`HeadCache.generation` when the head was accepted."""
 
     @classmethod
-    def of(cls, path: str, data: bytes, body: int, envelope: Envelope, generation: int) -> Repeated | None:
+    def of(cls, path: str, data: bytes, body: int, template: BodyTemplate, generation: int) -> RequestTemplate | None:
         """Return what is alike in requests like this one, or None if a kernel cannot read them.
 
-        data: a request. body: index of its body. generation: `Heads.generation`.
+        data: a request. body: index of its body. generation: `HeadCache.generation`.
         """
         length = _LENGTH.search(data, 0, body)
-        if length is None or len(data) > MAX_REQUEST_BYTES or envelope.question.field != "token_ids":
+        if length is None or len(data) > MAX_REQUEST_BYTES or template.question.field != "token_ids":
             return None
         first, end = length.span(1)
-        between = data[end : body + envelope.num_before]
-        return cls(path, envelope.question, data[:first], between, envelope.after, body - end, generation)
+        between = data[end : body + template.num_before]
+        return cls(path, template.question, data[:first], between, template.after, body - end, generation)
 
-    def pattern(self) -> Pattern:
+    def pattern(self) -> TemplatePieces:
         """Return the same for the kernel."""
-        return Pattern(texts((self.before, self.between, self.after)), np.array([self.head_bytes_between]))
+        return TemplatePieces(texts((self.before, self.between, self.after)), np.array([self.head_bytes_between]))
 
 
 class Owner(Protocol):
@@ -101,7 +100,7 @@ class Owner(Protocol):
 
 class _Member(NamedTuple):
     owner: Owner
-    repeated: Repeated
+    repeated: RequestTemplate
     pattern: Resident
 
 
@@ -113,12 +112,12 @@ class _Returned(NamedTuple):
     rest: bytes = b""
 
 
-class DirectConnections:
+class KernelConnections:
     """The direct connections of one server. The event loop's thread calls it."""
 
     def __init__(
         self,
-        plan: Callable[[Repeated], Plan | None],
+        plan: Callable[[RequestTemplate], Plan | None],
         times: Callable[[], Times],
         note: Callable[[str, float, int], None],
     ) -> None:
@@ -134,11 +133,11 @@ class DirectConnections:
         self._patterns: dict[tuple[str, bytes, bytes, bytes], Resident] = {}
         self._answered_at = np.zeros(0)  # by file descriptor
         self._epoll: select.epoll | None = None
-        self._use(_empty_exchange())
+        self._use(_empty_buffers())
         self._headers: bytes | None = None  # that are written in the head of answers
         self._head_size = 0
 
-    def join(self, connection: int, owner: Owner, repeated: Repeated) -> None:
+    def join(self, connection: int, owner: Owner, repeated: RequestTemplate) -> None:
         """Serve a connection, whose transport must not read or write. Raises OSError.
 
         connection: its file descriptor.
@@ -174,7 +173,7 @@ class DirectConnections:
         """Return the time of the last answer, by the clock of the loop."""
         return float(self._answered_at[connection])
 
-    def _pattern_of(self, repeated: Repeated) -> Resident:
+    def _pattern_of(self, repeated: RequestTemplate) -> Resident:
         key = (repeated.path, repeated.before, repeated.between, repeated.after)
         if key not in self._patterns:
             if len(self._patterns) == _MOST_PATTERNS:
@@ -214,12 +213,12 @@ class DirectConnections:
         if plan is None:
             return [_Returned(connection) for connection in connections]
         self._prepare(first.owner.response_headers(), plan.answer_bytes)
-        exchange = self._exchange
-        exchange.connections[:count] = connections
+        sockets = self._sockets
+        sockets.connections[:count] = connections
         answered = plan.serve(self._resident, first.pattern, count, self._head_size, self._times())
-        served, returned = exchange.connections[:count], []
+        served, returned = sockets.connections[:count], []
         if answered < count:
-            outcomes = exchange.outcomes[:count]
+            outcomes = sockets.outcomes[:count]
             returned = [self._returned(number) for number in np.flatnonzero(_IS_RETURNED[outcomes]).tolist()]
             served = served[_IS_ANSWERED[outcomes]]
         if len(served):
@@ -228,10 +227,10 @@ class DirectConnections:
         return returned
 
     def _returned(self, number: int) -> _Returned:
-        exchange = self._exchange
-        begin, end = exchange.borders[number].tolist()
-        left, connection = exchange.data[begin:end].tobytes(), int(exchange.connections[number])
-        return _Returned(connection, rest=left) if exchange.outcomes[number] == CUT else _Returned(connection, left)
+        sockets = self._sockets
+        begin, end = sockets.borders[number].tolist()
+        left, connection = sockets.data[begin:end].tobytes(), int(sockets.connections[number])
+        return _Returned(connection, rest=left) if sockets.outcomes[number] == CUT else _Returned(connection, left)
 
     def _return(self, returned: list[_Returned]) -> None:
         for connection, data, rest in returned:
@@ -253,20 +252,20 @@ class DirectConnections:
 
     def _prepare(self, headers: bytes, answer_bytes: int) -> None:
         """Make room for answers, and write the fixed part of their head."""
-        if len(self._exchange.data) < ROOM_BYTES + answer_bytes:
-            self._use(self._exchange._replace(data=np.zeros(ROOM_BYTES + 2 * answer_bytes, np.uint8)))
+        if len(self._sockets.data) < ROOM_BYTES + answer_bytes:
+            self._use(self._sockets._replace(data=np.zeros(ROOM_BYTES + 2 * answer_bytes, np.uint8)))
         if headers is not self._headers:
             begin = _HEAD_BEGIN % headers
             head = np.frombuffer(bytearray(begin + bytes(_LENGTH_BYTES)), np.uint8)
-            self._use(self._exchange._replace(head=head))
+            self._use(self._sockets._replace(head=head))
             self._headers, self._head_size = headers, len(begin)
 
-    def _use(self, exchange: Exchange) -> None:
-        self._exchange, self._resident = exchange, resident(exchange)
+    def _use(self, sockets: SocketBuffers) -> None:
+        self._sockets, self._resident = sockets, resident(sockets)
 
 
-def _empty_exchange() -> Exchange:
-    return Exchange(
+def _empty_buffers() -> SocketBuffers:
+    return SocketBuffers(
         _functions(),
         np.zeros(_MOST, np.int32),
         np.zeros(_MOST, np.int32),

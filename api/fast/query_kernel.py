@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from api.fast.answer_kernels import Layout, Roster, put_answer
-from api.fast.number_kernels import read_tokens
+from api.fast.answer_kernels import Layout, StreamTable, put_answer
+from api.queries.number_kernels import read_tokens
 from indexer.kernels.find import PageLookup, find_prefixes
 from kv_events.kernels.bundles import (
     BYTES,
@@ -38,7 +38,7 @@ UNKNOWN = -1
 _NO_PARENT = np.uint64(0)
 
 
-class Desk(NamedTuple):
+class QueryBuffers(NamedTuple):
     """The memory in which one thread answers queries."""
 
     read: U32Vector
@@ -56,7 +56,7 @@ class Desk(NamedTuple):
     pages: U32Matrix
     """[streams, 4] pages of each found stream."""
     group_states: U8Vector
-    """[streams] see `indexer.reuse.Reuse`."""
+    """[streams] see `indexer.scores.Reuse`."""
     weights: F64Vector
     """[4]"""
     out: U8Vector
@@ -78,19 +78,19 @@ class Desk(NamedTuple):
 
     def with_room(self, num_pages: int, num_streams: int, num_bytes: int) -> Self:
         """Return this memory, larger where it is too small. num_bytes: of an answer."""
-        desk = self
+        buffers = self
         if len(self.rolled) < num_pages:
             rolled, hashes = _written_and_read(num_pages, np.uint64)
-            desk = desk._replace(rolled=rolled, hashes=hashes)
+            buffers = buffers._replace(rolled=rolled, hashes=hashes)
         if len(self.streams) < num_streams:
-            desk = desk._replace(
+            buffers = buffers._replace(
                 streams=np.empty(num_streams, np.int32),
                 pages=np.empty((num_streams, NUM_MEDIA), np.uint32),
                 group_states=np.empty(num_streams, np.uint8),
             )
         if len(self.out) < num_bytes:
-            desk = desk._replace(out=np.empty(2 * num_bytes, np.uint8))
-        return desk
+            buffers = buffers._replace(out=np.empty(2 * num_bytes, np.uint8))
+        return buffers
 
 
 def _written_and_read(size: int, dtype: type[np.generic]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -102,44 +102,53 @@ def _written_and_read(size: int, dtype: type[np.generic]) -> tuple[npt.NDArray[A
 
 
 @array_function
-def answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times):
+def answer(text, start, tokens, hashes, question, seeds, lookup, buffers, table, layout, times):
     """Answer a query about one namespace.
 
     text: for TEXT: the numbers from index `start` on, after the "[". tokens: uint32[n], for TOKENS. hashes:
     uint64[n], for LOCAL_HASHES and SEQUENCE_HASHES. question: how the prompt is given, block size, 1 for pages of token
-    pairs or 0, number of streams found before (in `desk`) or UNKNOWN, 1 if `desk.weights` counts or 0, 1 if workers
-    have group streams or 0, bytes at the beginning of `desk.out` that the caller has written. seeds: of local hashes,
-    of sequence hashes. times: see `put_answer`.
+    pairs or 0, number of streams found before (in `buffers`) or UNKNOWN, 1 if `buffers.weights` counts or 0, 1 if
+    workers have group streams or 0, bytes at the beginning of `buffers.out` that the caller has written. seeds: of
+    local hashes, of sequence hashes. times: see `put_answer`.
 
     Returns (bytes of the answer, index of the "]" in the text, 0). The bytes are -1 if a weighted number needs another
     form. The index is -1 if the text must be read in another way. With group streams, the first call only finds: it
     returns (number of streams, index of the "]", number of the prompt's tokens or token pairs, or of its hashes). The
-    caller then shortens what was found, in `desk`, to what can be reused, and calls again.
+    caller then shortens what was found, in `buffers`, to what can be reused, and calls again.
     """
     kind, block_size, is_bigram, found, has_weights, has_groups, begin = question
     end, num_positions = start, len(hashes)
     if found < 0:
         if kind == TEXT:
-            count, end = read_tokens(text, start, desk.read)
+            count, end = read_tokens(text, start, buffers.read)
             if end < 0:
                 return np.int64(-1), end, np.int64(0)
-            tokens = desk.tokens[:count]
+            tokens = buffers.tokens[:count]
         if kind <= TOKENS:
             num_positions = max(np.int64(0), len(tokens) - is_bigram)
-            rolled = desk.rolled[: num_positions // block_size]
-            hash_each_window(tokens, block_size + is_bigram, block_size, seeds[0], desk.long_state, rolled)
+            rolled = buffers.rolled[: num_positions // block_size]
+            hash_each_window(tokens, block_size + is_bigram, block_size, seeds[0], buffers.long_state, rolled)
             roll_each(rolled, seeds[1], _NO_PARENT, False, rolled)
-            hashes = desk.hashes[: len(rolled)]
+            hashes = buffers.hashes[: len(rolled)]
         elif kind == LOCAL_HASHES:
-            roll_each(hashes, seeds[1], _NO_PARENT, False, desk.rolled)
-            hashes = desk.hashes[: len(hashes)]
-        found = find_prefixes(lookup, hashes, desk.streams, desk.pages)
+            roll_each(hashes, seeds[1], _NO_PARENT, False, buffers.rolled)
+            hashes = buffers.hashes[: len(hashes)]
+        found = find_prefixes(lookup, hashes, buffers.streams, buffers.pages)
         if has_groups:
             return np.int64(found), end, np.int64(num_positions)
-    group_states = desk.group_states[: has_groups * len(desk.group_states)]
-    weights = desk.weights[: has_weights * NUM_MEDIA]
+    group_states = buffers.group_states[: has_groups * len(buffers.group_states)]
+    weights = buffers.weights[: has_weights * NUM_MEDIA]
     length = put_answer(
-        desk.out, begin, roster, layout, times, desk.streams[:found], desk.pages, group_states, block_size, weights
+        buffers.out,
+        begin,
+        table,
+        layout,
+        times,
+        buffers.streams[:found],
+        buffers.pages,
+        group_states,
+        block_size,
+        weights,
     )
     return np.int64(length), end, np.int64(0)
 
@@ -153,11 +162,11 @@ def answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, l
     types.UniTuple(types.int64, 7),
     types.UniTuple(types.uint64, 2),
     PageLookup,
-    Desk,
-    Roster,
+    QueryBuffers,
+    StreamTable,
     Layout,
     types.UniTuple(types.float64, 4),
 )
-def answer_query(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times):
+def answer_query(text, start, tokens, hashes, question, seeds, lookup, buffers, table, layout, times):
     """`answer`, for callers in Python."""
-    return answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times)
+    return answer(text, start, tokens, hashes, question, seeds, lookup, buffers, table, layout, times)

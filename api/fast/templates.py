@@ -1,9 +1,9 @@
-"""Envelopes: the part of a JSON query around its numbers.
+"""TemplateCache: the part of a JSON query around its numbers.
 
     {"model_name":"m","token_ids":[1,2,3]}      body
-    {"model_name":"m","token_ids":[     ]}      envelope
+    {"model_name":"m","token_ids":[     ]}      template
 
-Callers send the same few envelopes again and again, so decoded envelopes are kept. The ordinary decoder reads a new one
+Callers send the same few templates again and again, so decoded templates are kept. The ordinary decoder reads a new one
 with random numbers in it. If it returns these numbers, the array is the prompt, and not part of a string, of a nested
 object or of a field that occurs twice. A kernel reads the real numbers.
 """
@@ -16,46 +16,47 @@ from collections.abc import Collection
 from typing import NamedTuple, TypeVar
 
 from api.problems import ProblemError
-from api.queries.body_formats import codec_of
-from api.queries.questions import Question, decode_question
+from api.queries.body_formats import format_of
+from api.queries.parsing import decode_question
+from kv_events.http.parsed_query import ParsedQuery
 
-_JSON = codec_of("application/json")
+_JSON = format_of("application/json")
 _MAX_KEPT = 1024
 MAX_BYTES = 4096
-"""Longer envelopes are left to the ordinary decoder."""
+"""Longer templates are read by the ordinary decoder."""
 
 _NUM_SENTINELS = 3
 
 _Value = TypeVar("_Value")
 
 
-class Envelope(NamedTuple):
-    """What an envelope asks, and where the numbers of a body begin."""
+class BodyTemplate(NamedTuple):
+    """What an template asks, and where the numbers of a body begin."""
 
-    question: Question
+    question: ParsedQuery
     num_before: int
     """Bytes before the numbers."""
     after: bytes
     """What must follow the numbers, from the "]" on."""
 
 
-class Envelopes:
+class TemplateCache:
     """Recognises the JSON queries of one route."""
 
     def __init__(self, fields: tuple[str, ...]) -> None:
         """fields: names of the arrays that the route accepts as a prompt."""
         self._fields = fields
         self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
-        self._last: dict[bytes, Envelope] = {}  # by the text before the numbers, the newest one
-        self._kept: dict[bytes, Question | None] = {}
+        self._last: dict[bytes, BodyTemplate] = {}  # by the text before the numbers, the newest one
+        self._kept: dict[bytes, ParsedQuery | None] = {}
 
-    def expected(self, data: bytes, start: int) -> Envelope | None:
-        """Return the envelope that the body data[start:] is likely to have, judged by its beginning and its end."""
+    def expected(self, data: bytes, start: int) -> BodyTemplate | None:
+        """Return the template that the body data[start:] is likely to have, judged by its beginning and its end."""
         last = self._last.get(data[start : data.find(b"[", start) + 1])
         return last if last is not None and data.endswith(last.after) else None
 
-    def read(self, data: bytes, start: int) -> Envelope | None:
-        """Return the envelope of the body data[start:], or None if the ordinary decoder must read it."""
+    def read(self, data: bytes, start: int) -> BodyTemplate | None:
+        """Return the template of the body data[start:], or None if the ordinary decoder must read it."""
         found = self._array.search(data, start)
         if found is None:
             return None
@@ -66,21 +67,21 @@ class Envelopes:
         question = self._decoded(before, after)
         if question is None:
             return None
-        envelope = Envelope(question, len(before), after)
+        template = BodyTemplate(question, len(before), after)
         if before.index(b"[") == len(before) - 1:
-            _keep(self._last, before, envelope)
-        return envelope
+            _keep(self._last, before, template)
+        return template
 
-    def _decoded(self, before: bytes, after: bytes) -> Question | None:
-        """Return the question of an envelope. before: up to the "["; after: from the "]" on."""
-        envelope = before + after
-        if envelope not in self._kept:
-            _keep(self._kept, envelope, question_of_envelope(before, after, self._fields))
-        return self._kept[envelope]
+    def _decoded(self, before: bytes, after: bytes) -> ParsedQuery | None:
+        """Return the question of an template. before: up to the "["; after: from the "]" on."""
+        template = before + after
+        if template not in self._kept:
+            _keep(self._kept, template, query_of_template(before, after, self._fields))
+        return self._kept[template]
 
 
-def question_of_envelope(before: bytes, after: bytes, fields: Collection[str]) -> Question | None:
-    """Return the question of a new envelope, or None if the ordinary decoder must read bodies that have it.
+def query_of_template(before: bytes, after: bytes, fields: Collection[str]) -> ParsedQuery | None:
+    """Return the question of a new template, or None if the ordinary decoder must read bodies that have it.
 
     before: up to the "["; after: from the "]" on. fields: names of the arrays that the route accepts as a prompt.
     """

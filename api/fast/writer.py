@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 from weakref import finalize, ref
 
 import msgspec
 import numpy as np
 
-from api.fast.answer_kernels import BYTES_PER_RANK, BYTES_PER_WORKER, Roster
+from api.fast.answer_kernels import (
+    AGE,
+    BYTES_PER_RANK,
+    BYTES_PER_WORKER,
+    CPU,
+    DISK,
+    EXTERNAL,
+    GPU,
+    MARGIN,
+    RANKS,
+    STATE,
+    Layout,
+    StreamTable,
+    Texts,
+)
 from api.fast.kernel_connection_kernels import serve_ready
-from api.fast.number_kernels import read_hashes
-from api.fast.query_kernel import LOCAL_HASHES, SEQUENCE_HASHES, TEXT, TOKENS, UNKNOWN, Desk, answer_query
-from api.queries.answer_layouts import PEER, RFC, texts
-from api.queries.questions import Numbers, Question
+from api.fast.query_kernel import LOCAL_HASHES, SEQUENCE_HASHES, TEXT, TOKENS, UNKNOWN, QueryBuffers, answer_query
+from api.queries.number_kernels import read_hashes
 from indexer.freshness import Freshness
 from indexer.index import Matches
 from indexer.namespaces import Namespace
-from indexer.reuse import reusable
+from indexer.scores import reusable
+from indexer.views import STATES
 from kv_events.hashing import process_base
+from kv_events.http.parsed_query import ParsedQuery, PromptArray
+from kv_events.http.queries import PeerInstance, RfcInstance
 from kv_events.kernels.bundles import Resident, resident
 from kv_events.kernels.xxh3 import long_hash_state
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
@@ -35,9 +52,40 @@ _GIVEN = {
 }
 _NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
 
-_Prompt: TypeAlias = tuple[int, bytes, int, Numbers, Numbers]
+_Prompt: TypeAlias = tuple[int, bytes, int, PromptArray, PromptArray]
 """The first parameters of `answer_query`: kind, text, start, tokens, hashes."""
 Times: TypeAlias = tuple[float, float, float, float]
+
+# Layouts of answers are taken from the structs that describe them: fixed texts, and gaps for these numbers.
+_TOKENS = {GPU: 1000001, CPU: 1000002, DISK: 1000003, EXTERNAL: 1000004}
+_AGE_MS, _RANK, _RANK_TOKENS, _STATE = 1000005, 1000006, 1000007, "?"
+_GAPS = {str(tokens).encode(): tier for tier, tokens in _TOKENS.items()} | {
+    str(_AGE_MS).encode(): AGE,
+    b'"%d":%d' % (_RANK, _RANK_TOKENS): RANKS,
+    _STATE.encode(): STATE,
+}
+_GAP = re.compile(b"|".join(re.escape(gap) for gap in sorted(_GAPS, key=len, reverse=True)))
+
+
+def texts(pieces: Iterable[bytes]) -> Texts:
+    """Join pieces of text."""
+    held = list(pieces)
+    data = np.frombuffer(bytearray(b"".join(held).ljust(sum(map(len, held)) + MARGIN)), np.uint8)
+    return Texts(data, np.cumsum([0, *map(len, held)], dtype=np.int64))
+
+
+def layout_of(instance: PeerInstance | RfcInstance) -> Layout:
+    """Return the layout of a dialect. instance: one whose values are those of `_GAPS`."""
+    text = b":" + msgspec.json.encode(instance).removesuffix(b"}")
+    has_scores = np.array([isinstance(instance, PeerInstance)])
+    gaps = np.array([_GAPS[gap] for gap in _GAP.findall(text)], np.uint8)
+    return Layout(texts(_GAP.split(text)[:-1]), gaps, texts(state.value.encode() for state in STATES), has_scores)
+
+
+_SHARED = {"longest_matched": _TOKENS[EXTERNAL], "gpu": _TOKENS[GPU], "cpu": _TOKENS[CPU]}
+_SHARED |= {"disk": _TOKENS[EXTERNAL], "external": _TOKENS[EXTERNAL], "age_ms": _AGE_MS}
+PEER = layout_of(PeerInstance(**_SHARED, dp={_RANK: _RANK_TOKENS}, state=_STATE))  # type: ignore[arg-type]
+RFC = layout_of(RfcInstance(**_SHARED, dp={_RANK: _RANK_TOKENS}, state=_STATE))  # type: ignore[arg-type]
 
 
 class AnswerWriter:
@@ -45,13 +93,13 @@ class AnswerWriter:
 
     def __init__(self) -> None:
         self._peer, self._rfc = resident(PEER), resident(RFC)
-        self._rosters: dict[int, _KeptRoster] = {}  # by the id of a namespace, while it exists
-        self._desk = Desk.new()
+        self._tables: dict[int, _KeptTable] = {}  # by the id of a namespace, while it exists
+        self._buffers = QueryBuffers.new()
         self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
         self._plan: Plan | None = None
 
     def write(
-        self, question: Question, numbers: Numbers, namespace: Namespace, freshness: Freshness, now: float
+        self, question: ParsedQuery, numbers: PromptArray, namespace: Namespace, freshness: Freshness, now: float
     ) -> bytes | None:
         """Return the answer as JSON, or None if one of its numbers needs the general encoder.
 
@@ -60,10 +108,10 @@ class AnswerWriter:
         kind = _GIVEN[question.field]
         tokens, hashes = (numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)
         length, _ = self._write(question, (kind, b"", 0, tokens, hashes), namespace, freshness, now)
-        return None if length < 0 else self._desk.out[:length].tobytes()
+        return None if length < 0 else self._buffers.out[:length].tobytes()
 
     def write_text(
-        self, question: Question, text: bytes, start: int, namespace: Namespace, freshness: Freshness, now: float
+        self, question: ParsedQuery, text: bytes, start: int, namespace: Namespace, freshness: Freshness, now: float
     ) -> tuple[bytes, int] | None:
         """Answer a question whose numbers are in a JSON text. start: index after the "[".
 
@@ -77,10 +125,10 @@ class AnswerWriter:
             count, end = read_hashes(text, start, self._hashes, kind == LOCAL_HASHES)
             prompt = (kind, b"", 0, _NO_TOKENS, self._hashes[: max(0, count)])
             length = -1 if end < 0 else self._write(question, prompt, namespace, freshness, now)[0]
-        return None if length < 0 else (self._desk.out[:length].tobytes(), end)
+        return None if length < 0 else (self._buffers.out[:length].tobytes(), end)
 
     def _write(
-        self, question: Question, prompt: _Prompt, namespace: Namespace, freshness: Freshness, now: float
+        self, question: ParsedQuery, prompt: _Prompt, namespace: Namespace, freshness: Freshness, now: float
     ) -> tuple[int, int]:
         """Return the length of the answer, -1 if there is none, and the index of the "]" of a text."""
         plan = self.plan(question, namespace)
@@ -91,60 +139,60 @@ class AnswerWriter:
         found, end, num_positions = plan.answer(prompt, UNKNOWN, 1, times)
         if end < 0:
             return -1, end
-        desk, kind = self._desk, prompt[0]
+        buffers, kind = self._buffers, prompt[0]
         num_pages = num_positions // namespace.key.block_size if kind in (TEXT, TOKENS) else num_positions
-        hashes = prompt[-1] if kind == SEQUENCE_HASHES else desk.hashes[:num_pages]
-        matches = Matches(desk.streams[:found], desk.pages[: namespace.index.most_streams])
+        hashes = prompt[-1] if kind == SEQUENCE_HASHES else buffers.hashes[:num_pages]
+        matches = Matches(buffers.streams[:found], buffers.pages[: namespace.index.most_streams])
         known_positions = num_positions if kind in (TEXT, TOKENS) else None
         left = reusable(namespace, hashes, matches, freshness, known_positions)
         found = len(left.matches.streams)
-        desk.streams[:found] = left.matches.streams
-        desk.group_states[: len(left.states)] = left.states
+        buffers.streams[:found] = left.matches.streams
+        buffers.group_states[: len(left.states)] = left.states
         return plan.answer(prompt, found, 1, times)[0], end
 
-    def plan(self, question: Question, namespace: Namespace) -> Plan:
+    def plan(self, question: ParsedQuery, namespace: Namespace) -> Plan:
         """Return how this question is answered now. It is kept: questions that follow each other are often the same."""
         plan = self._plan
         if plan is None or not plan.is_for(question, namespace):
             plan = self._plan = self._planned(question, namespace)
         return plan
 
-    def _planned(self, question: Question, namespace: Namespace) -> Plan:
-        roster = self._roster(namespace)
+    def _planned(self, question: ParsedQuery, namespace: Namespace) -> Plan:
+        table = self._roster(namespace)
         begin = _PEER_BEGIN if question.is_peer else b"{%s:{" % msgspec.json.encode(question.tenant)
         block_size = namespace.key.block_size
         num_pages = max(MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY // block_size)
-        num_bytes = len(begin) + roster.most_bytes
-        desk = self._desk = self._desk.with_room(num_pages, namespace.index.most_streams, num_bytes)
-        desk.out[: len(begin)] = np.frombuffer(begin, _UINT8)
+        num_bytes = len(begin) + table.most_bytes
+        buffers = self._buffers = self._buffers.with_room(num_pages, namespace.index.most_streams, num_bytes)
+        buffers.out[: len(begin)] = np.frombuffer(begin, _UINT8)
         if question.weights is not None:
-            desk.weights[:] = question.weights
+            buffers.weights[:] = question.weights
         state = long_hash_state(block_size + question.is_bigram, question.seed)
-        desk.long_state[: len(state)] = state
+        buffers.long_state[: len(state)] = state
         return Plan(
             question,
             ref(namespace),
             namespace.num_changes,
             namespace.index.lookup,
-            resident(desk),
-            roster.roster,
+            resident(buffers),
+            table.table,
             self._peer if question.is_peer else self._rfc,
             (block_size, int(question.is_bigram), int(question.weights is not None), len(begin)),
             (question.seed, process_base()),
             num_bytes,
         )
 
-    def _roster(self, namespace: Namespace) -> _KeptRoster:
-        kept = self._rosters.get(id(namespace))
+    def _roster(self, namespace: Namespace) -> _KeptTable:
+        kept = self._tables.get(id(namespace))
         if kept is None or kept.num_changes != namespace.num_changes:
             if kept is None:
                 finalize(namespace, self._forget, id(namespace))
-            kept = self._rosters[id(namespace)] = _KeptRoster.of(namespace)
+            kept = self._tables[id(namespace)] = _KeptTable.of(namespace)
         return kept
 
     def _forget(self, namespace: int) -> None:
         """Release the memory of a namespace that is gone. namespace: its id."""
-        self._rosters.pop(namespace)
+        self._tables.pop(namespace)
         if self._plan is not None and self._plan.namespace() is None:
             self._plan = None
 
@@ -152,13 +200,13 @@ class AnswerWriter:
 class Plan(NamedTuple):
     """All that the answer to a question needs, except the prompt and the time."""
 
-    question: Question
+    question: ParsedQuery
     namespace: ref[Namespace]
     num_changes: int
     """`Namespace.num_changes`."""
     lookup: Resident
-    desk: Resident
-    roster: Resident
+    buffers: Resident
+    table: Resident
     layout: Resident
     numbers: tuple[int, int, int, int]
     """Block size, 1 for pages of token pairs, 1 if there are weights, bytes of the beginning."""
@@ -166,7 +214,7 @@ class Plan(NamedTuple):
     answer_bytes: int
     """Bound on the size of an answer."""
 
-    def is_for(self, question: Question, namespace: Namespace) -> bool:
+    def is_for(self, question: ParsedQuery, namespace: Namespace) -> bool:
         """Return whether nothing has changed since the plan was made."""
         return (
             (question is self.question or question == self.question)
@@ -187,41 +235,41 @@ class Plan(NamedTuple):
             (kind, block_size, is_bigram, found, has_weights, has_groups, begin),
             self.seeds,
             self.lookup,
-            self.desk,
-            self.roster,
+            self.buffers,
+            self.table,
             self.layout,
             times,
         )
         return answered
 
-    def serve(self, exchange: Resident, pattern: Resident, count: int, head_size: int, times: Times) -> int:
+    def serve(self, sockets: Resident, pattern: Resident, count: int, head_size: int, times: Times) -> int:
         """Call `serve_ready`."""
         answered: int = serve_ready(
-            exchange,
+            sockets,
             pattern,
             (count, head_size, self.answer_bytes),
             self.numbers,
             self.seeds,
             self.lookup,
-            self.desk,
-            self.roster,
+            self.buffers,
+            self.table,
             self.layout,
             times,
         )
         return answered
 
 
-class _KeptRoster(NamedTuple):
-    """The roster of a namespace until its views are others."""
+class _KeptTable(NamedTuple):
+    """The table of a namespace until its views are others."""
 
-    roster: Resident
+    table: Resident
     num_changes: int
     """`Namespace.num_changes`."""
     most_bytes: int
     """Bound on the text about all workers."""
 
     @classmethod
-    def of(cls, namespace: Namespace) -> _KeptRoster:
+    def of(cls, namespace: Namespace) -> _KeptTable:
         columns, size = namespace.columns, len(namespace.columns.states)
         workers, ranks, following = (np.full(size, -1, np.int32) for _ in range(3))
         numbers: dict[str, int] = {}
@@ -234,7 +282,7 @@ class _KeptRoster(NamedTuple):
                 following[last[worker]] = stream
             last[worker] = stream
         names = texts(map(msgspec.json.encode, numbers))
-        roster = Roster(
+        table = StreamTable(
             states=columns.states,
             faults=columns.faults,
             heard_at=columns.heard_at,
@@ -249,4 +297,4 @@ class _KeptRoster(NamedTuple):
             query=np.zeros(1, np.int64),
         )
         text_bytes = BYTES_PER_WORKER * len(numbers) + BYTES_PER_RANK * len(namespace.views)
-        return cls(resident(roster), namespace.num_changes, 2 * len(names.data) + text_bytes + _FRAME_BYTES)
+        return cls(resident(table), namespace.num_changes, 2 * len(names.data) + text_bytes + _FRAME_BYTES)

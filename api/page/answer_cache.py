@@ -19,7 +19,7 @@ _MAX_KEPT: Final = 16
 _T = TypeVar("_T")
 
 
-class SharedAnswers:
+class AnswerCache:
     """Keeps the newest answers. For one event loop."""
 
     def __init__(self) -> None:

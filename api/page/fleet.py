@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from api.page.health import Verdict, trouble, verdict
-from api.page.state import Scene
-from api.page.worker_history import INTERVAL_S, FleetWatch
-from api.workers.description import unheard_ranks
-from indexer.namespaces import Namespace, NamespaceKey
+from api.page.health import FleetHealth, severity, verdict
+from api.page.state import PageState
+from api.page.worker_history import INTERVAL_S, WorkerHistory
+from api.workers.description import WorkerStreams, worker_streams
+from indexer.namespaces import NamespaceKey
 from indexer.views import View, ViewState, least_trusted
 from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
 from kv_events.http.workers import Listener
@@ -52,19 +52,19 @@ class FleetAnswer(NamedTuple):
         return _encoder.encode({**fields, "num_selected": len(found), "workers": found[:limit]})
 
 
-def describe_fleet(scene: Scene) -> Generator[None, None, FleetAnswer]:
+def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
     """Describe all workers, one in each step."""
     now = scene.views.now()
     workers = []
-    for worker in _workers(scene):
-        workers.append(worker)
+    for streams in worker_streams(scene.views, scene.engines):
+        workers.append(_worker(scene, streams))
         yield
     workers.sort(key=_order)
     encoded = []
     for worker in workers:
         encoded.append(msgspec.Raw(_encoder.encode(worker)))
         yield
-    found: Verdict = verdict(workers, now, scene.views.why_not_ready())
+    found: FleetHealth = verdict(workers, now, scene.views.why_not_ready())
     fleet = Fleet(
         time=now,
         is_past=scene.is_past,
@@ -82,44 +82,19 @@ def describe_fleet(scene: Scene) -> Generator[None, None, FleetAnswer]:
 def _order(worker: FleetWorker) -> tuple[object, ...]:
     """Worse ones first, then by name, in which numbers count as numbers."""
     name = [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", worker.worker)]
-    return trouble(worker), -worker.missing_batches, name, worker.model, worker.tenant, worker.block_size
+    return severity(worker), -worker.missing_batches, name, worker.model, worker.tenant, worker.block_size
 
 
-def _workers(scene: Scene) -> Iterator[FleetWorker]:
-    unheard = unheard_ranks(scene.views.namespaces, scene.engines, scene.views.now())
-    for namespace in list(scene.views.namespaces):
-        if scene.views.namespaces.is_group(namespace):
-            continue
-        by_worker: dict[str, list[View]] = {}
-        for view in list(namespace.views.values()):
-            by_worker.setdefault(view.stream.worker, []).append(view)
-        for name, views in by_worker.items():
-            known = sorted(
-                (view for view in views if scene.views.namespaces.view(view.stream) is view),
-                key=lambda each: each.stream,
-            )
-            silent = unheard.pop((namespace.key, name), {})
-            if known or silent:
-                yield _worker(scene, namespace, name, known, silent)
-    for (key, name), silent in unheard.items():
-        yield _worker(scene, key, name, [], silent)
-
-
-def _worker(
-    scene: Scene, home: Namespace | NamespaceKey, name: str, views: list[View], silent: dict[int, Listener]
-) -> FleetWorker:
-    """silent: ranks that have no view yet."""
-    key = home.key if isinstance(home, Namespace) else home
+def _worker(scene: PageState, streams: WorkerStreams) -> FleetWorker:
+    views, key, watch = streams.views, streams.key, scene.watch
     ranks = [_rank(scene, view, _MAIN) for view in views]
-    ranks += [_silent_rank(key, name, rank, each) for rank, each in silent.items()]
-    groups = _group_ranks(scene, home, views) if isinstance(home, Namespace) else []
+    ranks += [_silent_rank(key, streams.name, rank, each) for rank, each in streams.unheard.items()]
     state = least_trusted(ViewState(each.state) for each in ranks).value
     worst = next(each for each in ranks if each.state == state)
     agreed = [each.agreed_at for each in ranks]
-    watch = scene.watch
     stored, removed = _rates(watch, views)
     return FleetWorker(
-        worker=name,
+        worker=streams.name,
         model=key.model,
         tenant=key.tenant,
         block_size=key.block_size,
@@ -138,12 +113,12 @@ def _worker(
         resyncs=sum(view.counters.resyncs for view in views),
         gaps=sum(view.counters.gaps for view in views),
         restarts=sum(view.counters.restarts for view in views),
-        ranks=[*ranks, *groups],
+        ranks=[*ranks, *(_rank(scene, view, group) for group, view in streams.groups)],
         changes=_changes(watch, views),
     )
 
 
-def _rates(watch: FleetWatch, views: list[View]) -> tuple[list[float], list[float]]:
+def _rates(watch: WorkerHistory, views: list[View]) -> tuple[list[float], list[float]]:
     """Return the pages stored and removed per second, interval by interval."""
     if not views:
         return [], []
@@ -151,7 +126,7 @@ def _rates(watch: FleetWatch, views: list[View]) -> tuple[list[float], list[floa
     return total[:, 0].tolist(), total[:, 1].tolist()
 
 
-def _changes(watch: FleetWatch, views: list[View]) -> list[StateChange]:
+def _changes(watch: WorkerHistory, views: list[View]) -> list[StateChange]:
     changes = [
         StateChange(time=at, dp_rank=view.stream.dp_rank, event=change.verb, reason=change.reason)
         for view in views
@@ -160,17 +135,7 @@ def _changes(watch: FleetWatch, views: list[View]) -> list[StateChange]:
     return sorted(changes, key=lambda each: -each.time)[:_MAX_CHANGES]
 
 
-def _group_ranks(scene: Scene, namespace: Namespace, views: list[View]) -> list[FleetRank]:
-    found = []
-    for name, group in sorted(namespace.groups.items()):
-        for view in views:
-            stream = group.by_rank.get((view.stream.worker, view.stream.dp_rank))
-            if stream is not None:
-                found.append(_rank(scene, stream, name))
-    return found
-
-
-def _rank(scene: Scene, view: View, group: str) -> FleetRank:
+def _rank(scene: PageState, view: View, group: str) -> FleetRank:
     changes = scene.watch.changes(view.stream)
     return FleetRank(
         dp_rank=view.stream.dp_rank,

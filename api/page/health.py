@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from indexer.freshness import NO_HEARTBEAT
-from indexer.tenant_limits import TENANT_PAGES, TENANT_STREAMS
-from indexer.views import INDEX_FULL, ViewState
+from indexer.tenants import TENANT_STREAMS
+from indexer.views import INDEX_FULL, TENANT_PAGES, ViewState
 from kv_events.http.fleet import FleetWorker
 from kv_events.schema import CLOSED, LEDGER_FULL
 
@@ -21,42 +21,41 @@ _REASONS = {
     "restart": "its engine or publisher restarted",
     LEDGER_FULL: "its publisher's ledger was full, and left pages out (raise KVSIGHT_LEDGER_PAGES)",
     INDEX_FULL: "the index is full (raise KVSIGHT_MAX_PAGES)",
-    TENANT_PAGES: "its tenant holds as many pages as it may (raise pages in KVSIGHT_TENANT_LIMITS_FILE)",
-    TENANT_STREAMS: "its tenant has as many worker streams as it may (raise worker_streams in "
-    "KVSIGHT_TENANT_LIMITS_FILE)",
+    TENANT_PAGES: "its tenant holds as many pages as it may (raise pages in --tenant-limits-file)",
+    TENANT_STREAMS: "its tenant has as many worker streams as it may (raise worker_streams in --tenant-limits-file)",
 }
 
 
-class Verdict(NamedTuple):
+class FleetHealth(NamedTuple):
     """See `Fleet.level` and `Fleet.verdict`."""
 
     level: str
     parts: list[str | float]
 
 
-def trouble(worker: FleetWorker) -> int:
-    """Return the rank of a worker in the order of trouble: 0 is the worst, 4 is live."""
+def severity(worker: FleetWorker) -> int:
+    """Return the rank of a worker by severity: 0 is the worst, 4 is live."""
     return _LEFT if worker.reason == CLOSED else _TROUBLE[ViewState(worker.state)]
 
 
-def verdict(workers: list[FleetWorker], now: float, why_not_ready: str) -> Verdict:
+def verdict(workers: list[FleetWorker], now: float, why_not_ready: str) -> FleetHealth:
     """Judge a fleet. workers: those in trouble first. why_not_ready: why views may lack what is in the log, or ""."""
     if why_not_ready:
         known = f"{len(workers):,} workers are known so far." if workers else "No worker is known yet."
-        return Verdict(STARTING, [f"Not ready: {why_not_ready}. {known}"])
+        return FleetHealth(STARTING, [f"Not ready: {why_not_ready}. {known}"])
     if not workers:
-        return Verdict(EMPTY, ["No worker yet."])
+        return FleetHealth(EMPTY, ["No worker yet."])
     live = [worker for worker in workers if worker.state == ViewState.LIVE.value]
     if len(live) < len(workers):
-        level = TROUBLE if trouble(workers[0]) < _TROUBLE[ViewState.SYNCING] else WARNING
-        return Verdict(level, [*_about(workers[0]), _about_others(len(workers), len(live))])
+        level = TROUBLE if severity(workers[0]) < _TROUBLE[ViewState.SYNCING] else WARNING
+        return FleetHealth(level, [*_about(workers[0]), _about_others(len(workers), len(live))])
     agreed = min(worker.agreed_at or 0.0 for worker in live)
     text = f"{len(live):,} of {len(live):,} workers live. Views equal the engines' caches as of "
     text += f"{_duration(now - agreed)} ago (digests)."
     broken = sum(each.state != ViewState.LIVE.value for worker in live for each in worker.ranks)
     if broken:
-        return Verdict(WARNING, [f"{text} {broken:,} group stream{'s are' if broken > 1 else ' is'} not live."])
-    return Verdict(OK, [text])
+        return FleetHealth(WARNING, [f"{text} {broken:,} group stream{'s are' if broken > 1 else ' is'} not live."])
+    return FleetHealth(OK, [text])
 
 
 def _about(worker: FleetWorker) -> list[str | float]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from api.page.state import Scene
+from api.page.state import PageState
 from api.problems import ProblemError, ProblemKind
 from indexer.namespaces import Namespace
 from indexer.views import View
@@ -51,7 +51,7 @@ class ResidencyAnswer(NamedTuple):
         return _encoder.encode({**msgspec.structs.asdict(self.residency), "rows": rows[:limit]})
 
 
-def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, ResidencyAnswer]:
+def describe_residency(scene: PageState, wanted: Wanted) -> Generator[None, None, ResidencyAnswer]:
     """Describe one namespace, in slices. Raises ProblemError (404) if none matches a model that is named."""
     namespaces = sorted(
         (each for each in scene.views.namespaces if not scene.views.namespaces.is_group(each)),

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from api.openapi import answers, problem
-from api.page.answer_cache import SharedAnswers
+from api.page.answer_cache import AnswerCache
 from api.page.fleet import describe_fleet
 from api.page.residency import MAX_ROWS, Wanted, describe_residency
-from api.page.state import OpenScene
+from api.page.state import PageStateAt
 from api.queries.routes import json_response
 from kv_events.http.fleet import Fleet, Funnel, Residency
 
 _MAX_WORKERS = 4096
 
-_encoder = msgspec.json.Encoder()
 _BAD_PARAMETER = problem(422, "A parameter is invalid")
 
 At = Annotated[str | None, Query(description="A moment of the log, in `kvsight replay --serve`. Default: the newest.")]
 
 
-def page_routes(open_scene: OpenScene) -> APIRouter:
+def page_routes(open_scene: PageStateAt) -> APIRouter:
     """Return the routes. Viewers of the same scene share its descriptions."""
     router = APIRouter(tags=["page"])
-    shared = SharedAnswers()
+    shared = AnswerCache()
 
     @router.get("/fleet", response_class=Response, responses={**answers(Fleet, "The fleet"), **_BAD_PARAMETER})
     async def fleet(
@@ -77,6 +75,6 @@ def page_routes(open_scene: OpenScene) -> APIRouter:
     async def funnel(at: At = None) -> Response:
         """Return the decisions that routers reported in the last hour, and what the engines reused."""
         scene = await open_scene(at)
-        return json_response(_encoder.encode(scene.funnel(scene.views.now())))
+        return json_response(scene.funnel(scene.views.now()))
 
     return router

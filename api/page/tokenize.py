@@ -11,22 +11,15 @@ import msgspec
 from starlette.responses import Response
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import Body, Codec, decode_as
-from api.queries.routes import HotEndpoint, json_response
-from kv_events.http.fleet import Tokenized
+from api.queries.body_formats import Body, BodyFormat, decode_as
+from api.queries.routes import RawEndpoint, json_response
+from kv_events.http.fleet import Tokenized, TokenizeRequest
 
 MAX_BODY_BYTES: Final = 2**20
 _MAX_ANSWER_BYTES: Final = 16 * 2**20
 _TIMEOUT_S: Final = 30.0
 _MAX_AT_ONCE: Final = 4
 _tls = cache(httpx.create_ssl_context)  # takes 20 ms
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A text."""
-
-    model_name: str
-    text: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class _EngineAnswer(msgspec.Struct, frozen=True):
@@ -43,15 +36,15 @@ class TokenizeRoute:
         self._url = url
         self._turns = asyncio.Semaphore(_MAX_AT_ONCE)
 
-    def endpoints(self) -> dict[str, HotEndpoint]:
+    def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
-        return {"/tokenize": HotEndpoint(self._tokenize, MAX_BODY_BYTES)}
+        return {"/tokenize": RawEndpoint(self._tokenize, MAX_BODY_BYTES)}
 
-    async def _tokenize(self, body: Body, codec: Codec) -> Response:
-        request = decode_as(TokenizeRequest, body, codec)
+    async def _tokenize(self, body: Body, body_format: BodyFormat) -> Response:
+        request = decode_as(TokenizeRequest, body, body_format)
         if self._url is None:
             detail = (
-                "this service knows no tokenizer; start it with KVSIGHT_TOKENIZE_URL, the address of a vLLM or SGLang "
+                "this service knows no tokenizer; start it with --tokenize-url, the address of a vLLM or SGLang "
                 "engine, or give token ids"
             )
             raise ProblemError(404, ProblemKind.NO_TOKENIZER, detail)
@@ -63,7 +56,7 @@ class TokenizeRoute:
             raise ProblemError(
                 503, ProblemKind.UNAVAILABLE, f"the tokenizer's answer cannot be read: {error}"
             ) from None
-        return json_response(msgspec.json.encode(Tokenized(token_ids=tokens)))
+        return json_response(Tokenized(token_ids=tokens))
 
 
 async def _ask(url: str, request: TokenizeRequest) -> bytes:

@@ -49,7 +49,7 @@ class _History:
     changes: deque[tuple[float, WorkerChange]] = field(default_factory=lambda: deque(maxlen=_MAX_CHANGES))
 
 
-class FleetWatch:
+class WorkerHistory:
     """Keeps the history of each stream that has a view. A stream takes about 4 KiB."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class FleetWatch:
     @classmethod
     def of_past(
         cls, rates: CountedRates, changes: Mapping[StreamId, Iterable[tuple[float, WorkerChange]]]
-    ) -> FleetWatch:
+    ) -> WorkerHistory:
         """Return the history as of a moment of the past. changes: oldest first, each with its time."""
         watch = cls()
         watch._num_samples = rates.num_intervals

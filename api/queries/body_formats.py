@@ -11,8 +11,8 @@ from msgspec import UNSET, Raw
 
 from api.problems import ProblemError, ProblemKind
 from api.queries.large_bodies import JSON, MSGPACK, Format, elements, slimmed
-from api.queries.query_requests import MAX_QUERIES_PER_BATCH, BatchQuery, IntList, PeerQuery, Probe, RfcQuery
 from kv_events.errors import InvalidValueError
+from kv_events.http.queries import MAX_QUERIES_PER_BATCH, BatchQuery, DialectFields, IntList, PeerQuery, RfcQuery
 
 T_co = TypeVar("T_co", covariant=True)
 _T = TypeVar("_T")
@@ -41,10 +41,10 @@ class _Decoder(Protocol[T_co]):
     def decode(self, data: Data, /) -> T_co: ...
 
 
-class Codec(NamedTuple):
+class BodyFormat(NamedTuple):
     """The decoders of one body format."""
 
-    probe: _Decoder[Probe]
+    probe: _Decoder[DialectFields]
     peer: _Decoder[PeerQuery[Any]]
     rfc: _Decoder[RfcQuery[Any]]
     batch: _Decoder[BatchQuery]
@@ -55,8 +55,8 @@ class Codec(NamedTuple):
     form: Format
 
 
-_JSON = Codec(
-    msgspec.json.Decoder(Probe),
+_JSON = BodyFormat(
+    msgspec.json.Decoder(DialectFields),
     msgspec.json.Decoder(PeerQuery[IntList]),
     msgspec.json.Decoder(RfcQuery[IntList]),
     msgspec.json.Decoder(BatchQuery),
@@ -64,8 +64,8 @@ _JSON = Codec(
     msgspec.json.Decoder,
     JSON,
 )
-_MSGPACK = Codec(
-    msgspec.msgpack.Decoder(Probe),
+_MSGPACK = BodyFormat(
+    msgspec.msgpack.Decoder(DialectFields),
     msgspec.msgpack.Decoder(PeerQuery[IntList | bytes]),
     msgspec.msgpack.Decoder(RfcQuery[IntList | bytes]),
     msgspec.msgpack.Decoder(BatchQuery),
@@ -80,24 +80,24 @@ CONTENT_TYPES = {
 }
 
 
-def codec_of(content_type: str | None) -> Codec:
+def format_of(content_type: str | None) -> BodyFormat:
     """Return the decoders for a Content-Type header. Raises ProblemError (415)."""
-    codec = CONTENT_TYPES.get((content_type or "").partition(";")[0].strip().lower())
-    if codec is None:
+    body_format = CONTENT_TYPES.get((content_type or "").partition(";")[0].strip().lower())
+    if body_format is None:
         fault = InvalidValueError("Content-Type", content_type, " or ".join(CONTENT_TYPES))
         raise ProblemError.of_value(fault, 415, ProblemKind.CONTENT_TYPE)
-    return codec
+    return body_format
 
 
-def decode_query(data: Data, codec: Codec) -> Query:
+def decode_query(data: Data, body_format: BodyFormat) -> Query:
     """Decode one question, in the dialect that its fields select. Raises ProblemError (400, 422)."""
-    probe = _decode(codec.probe, data, codec)
+    probe = _decode(body_format.probe, data, body_format)
     if isinstance(probe.tier_weights, Raw) and memoryview(probe.tier_weights).nbytes > _MAX_WEIGHTS_BYTES:
         expected = f"at most {_MAX_WEIGHTS_BYTES} bytes"
         raise ProblemError.of_value(InvalidValueError("tier_weights", "a value that is longer", expected))
     if probe.model_name is not UNSET:
-        return _decode(codec.peer, data, codec)
-    query = _decode(codec.rfc, data, codec)
+        return _decode(body_format.peer, data, body_format)
+    query = _decode(body_format.rfc, data, body_format)
     if query.model is UNSET and query.modelname is UNSET:
         raise ProblemError(
             422, ProblemKind.MISSING_FIELD, "model_name: missing (or model, in the RFC's dialect)", "model_name"
@@ -105,39 +105,39 @@ def decode_query(data: Data, codec: Codec) -> Query:
     return query
 
 
-def decode_query_batch(data: Body, codec: Codec) -> Sequence[Data]:
+def decode_query_batch(data: Body, body_format: BodyFormat) -> Sequence[Data]:
     """Return the questions of a batch, not yet decoded. Raises ProblemError (400, 422)."""
-    rest, lists = slimmed(data, codec.form)
-    batch = _decode(codec.batch, rest, codec)
+    rest, lists = slimmed(data, body_format.form)
+    batch = _decode(body_format.batch, rest, body_format)
     if "queries" in lists:
-        return elements("queries", lists["queries"], codec.form, MAX_QUERIES_PER_BATCH)
+        return elements("queries", lists["queries"], body_format.form, MAX_QUERIES_PER_BATCH)
     return batch.queries
 
 
-def decode_as(kind: type[_T], data: Data, codec: Codec) -> _T:
+def decode_as(kind: type[_T], data: Data, body_format: BodyFormat) -> _T:
     """Decode a small body of an infrequent request into a struct. Raises ProblemError (400, 422)."""
-    decoder: _Decoder[_T] = codec.build(kind)
-    return _decode(decoder, data, codec)
+    decoder: _Decoder[_T] = body_format.build(kind)
+    return _decode(decoder, data, body_format)
 
 
-def _decode(decoder: _Decoder[_T], data: Data, codec: Codec) -> _T:
+def _decode(decoder: _Decoder[_T], data: Data, body_format: BodyFormat) -> _T:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise _mistyped(str(error), data, codec) from None
+        raise _mistyped(str(error), data, body_format) from None
     except RecursionError:
         raise ProblemError(400, ProblemKind.MALFORMED_BODY, "body: nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProblemError(400, ProblemKind.MALFORMED_BODY, f"body: {error}") from None
 
 
-def _mistyped(message: str, data: Data, codec: Codec) -> ProblemError:
+def _mistyped(message: str, data: Data, body_format: BodyFormat) -> ProblemError:
     """Find the value at the path that msgspec's message names."""
     if missing := _MISSING.match(message):
         return ProblemError(422, ProblemKind.MISSING_FIELD, f"{missing[1]}: missing", missing[1])
     fault, path = _MISTYPED.fullmatch(message).groups()  # type: ignore[union-attr]  # matches any text
     expected = ITEMS.get(path.partition("[")[0]) if path and "[" in path else None
-    value = _value_at(path or "", data, codec)
+    value = _value_at(path or "", data, body_format)
     if value is _NOT_FOUND:
         tail = f", expected {expected}" if expected else ""
         return ProblemError(422, ProblemKind.INVALID_VALUE, f"{path or 'body'}: {fault}{tail}", path)
@@ -145,9 +145,9 @@ def _mistyped(message: str, data: Data, codec: Codec) -> ProblemError:
     return ProblemError.of_value(InvalidValueError(path or "body", value, expected or said))
 
 
-def _value_at(path: str, data: Data, codec: Codec) -> object:
+def _value_at(path: str, data: Data, body_format: BodyFormat) -> object:
     try:
-        value = codec.untyped.decode(data)
+        value = body_format.untyped.decode(data)
         for index, name in _STEP.findall(path):
             value = value[int(index)] if index else value[name]
     except (msgspec.DecodeError, ValueError, TypeError, LookupError, RecursionError):

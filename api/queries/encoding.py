@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, UnsetType
 
-from api.queries.questions import Question, Weights
 from indexer.scores import WorkerScore
+from kv_events.http.parsed_query import ParsedQuery
 from kv_events.http.queries import Missing, PeerAnswer, PeerInstance, RankBlocks, RfcInstance
 
 _encoder = msgspec.json.Encoder()
 
 
-def encoded_answer(
-    question: Question, scores: list[WorkerScore], now: float, missing: list[Missing] | UnsetType = UNSET
+def encode_answer(
+    question: ParsedQuery, scores: list[WorkerScore], now: float, missing: list[Missing] | UnsetType = UNSET
 ) -> bytes:
     """Return the answer as JSON. now: seconds since 1970. missing: what the answer of a group lacks."""
     if question.is_peer:
-        answer = peer_answer(scores, question.weights, now)
-        return _encoder.encode(answer if missing is UNSET else structs.replace(answer, missing=missing))
+        workers = {each.worker: PeerInstance(**_fields(each, question, now)) for each in scores}
+        return _encoder.encode(PeerAnswer(scores=dict(_on_device(scores)), instances=workers, missing=missing))
     asked = [each for each in scores if question.instance is None or each.worker == question.instance]
-    instances = rfc_instances(asked, question.weights, now)
+    return _encoder.encode(
+        {question.tenant: {each.worker: RfcInstance(**_fields(each, question, now)) for each in asked}}
+    )
+
+
+def _fields(worker: WorkerScore, question: ParsedQuery, now: float) -> dict[str, Any]:
+    """Return the fields of `PeerInstance` and `RfcInstance`."""
+    weights, tiers = question.weights, worker.tiers
+    fields: dict[str, Any] = {
+        "longest_matched": worker.longest_matched,
+        "gpu": tiers.gpu,
+        "dp": _device_tokens(worker),
+        "cpu": tiers.cpu,
+        "disk": tiers.external,  # as in Dynamo: disk or external
+        "external": tiers.external,
+        "state": worker.state.value,
+        "age_ms": age_ms(worker.heard_at, now),
+    }
     if question.is_detailed and question.block_size is not None:
-        for worker in asked:
-            detail = _blocks_dp(worker, question.block_size)
-            instances[worker.worker] = structs.replace(instances[worker.worker], dp=detail, matched_dp=UNSET)
-    return _encoder.encode({question.tenant: instances})
+        fields["dp"] = _blocks_dp(worker, question.block_size)
+    elif any(each.external != each.gpu for each in worker.ranks.values()):  # left out if it equals `dp`
+        fields["matched_dp"] = {rank: each.external for rank, each in worker.ranks.items()}
+    if weights is not None:
+        fields["weighted"] = tiers.weighted(weights)
+        if len(worker.ranks) > 1:  # otherwise it equals `weighted`
+            fields["weighted_dp"] = {rank: each.weighted(weights) for rank, each in worker.ranks.items()}
+    return fields
 
 
 def age_ms(heard_at: float, now: float) -> int:
@@ -51,67 +73,7 @@ def _blocks_dp(worker: WorkerScore, block_size: int) -> dict[int, RankBlocks]:
     }
 
 
-def _matched_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:
-    """Omitted if it equals `dp`, as for most workers."""
-    for tiers in worker.ranks.values():
-        if tiers.external != tiers.gpu:
-            return {rank: tiers.external for rank, tiers in worker.ranks.items()}
-    return UNSET
-
-
-def _weighted(worker: WorkerScore, weights: Weights | None) -> float | UnsetType:
-    return UNSET if weights is None else worker.tiers.weighted(weights)
-
-
-def _weighted_dp(worker: WorkerScore, weights: Weights | None) -> dict[int, float] | UnsetType:
-    """Omitted for workers with one rank, where it equals `weighted`."""
-    if weights is None or len(worker.ranks) == 1:
-        return UNSET
-    return {rank: tiers.weighted(weights) for rank, tiers in worker.ranks.items()}
-
-
-def peer_answer(scores: list[WorkerScore], weights: Weights | None, now: float) -> PeerAnswer:
-    """Return the answer in Dynamo's dialect."""
-    instances = {
-        worker.worker: PeerInstance(
-            longest_matched=worker.longest_matched,
-            gpu=worker.tiers.gpu,
-            dp=_device_tokens(worker),
-            cpu=worker.tiers.cpu,
-            disk=worker.tiers.external,  # as in Dynamo: disk or external
-            external=worker.tiers.external,
-            state=worker.state.value,
-            age_ms=age_ms(worker.heard_at, now),
-            matched_dp=_matched_dp(worker),
-            weighted=_weighted(worker, weights),
-            weighted_dp=_weighted_dp(worker, weights),
-        )
-        for worker in scores
-    }
-    return PeerAnswer(scores=dict(_on_device(scores)), instances=instances)
-
-
 def _on_device(scores: list[WorkerScore]) -> Iterator[tuple[str, dict[int, int]]]:
     for worker in scores:
         if worker.tiers.gpu:
             yield worker.worker, {rank: tokens for rank, tokens in _device_tokens(worker).items() if tokens}
-
-
-def rfc_instances(scores: list[WorkerScore], weights: Weights | None, now: float) -> dict[str, RfcInstance]:
-    """Return the part of an answer in the RFC's dialect that concerns one tenant."""
-    return {
-        worker.worker: RfcInstance(
-            longest_matched=worker.longest_matched,
-            gpu=worker.tiers.gpu,
-            cpu=worker.tiers.cpu,
-            disk=worker.tiers.external,
-            external=worker.tiers.external,
-            dp=_device_tokens(worker),
-            state=worker.state.value,
-            age_ms=age_ms(worker.heard_at, now),
-            matched_dp=_matched_dp(worker),
-            weighted=_weighted(worker, weights),
-            weighted_dp=_weighted_dp(worker, weights),
-        )
-        for worker in scores
-    }

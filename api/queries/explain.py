@@ -13,17 +13,18 @@ from subprocess import PIPE, Popen, TimeoutExpired
 import msgspec
 from starlette.responses import Response
 
+from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
 from api.daemon_threads import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
-from api.queries.asked_prompts import asked_prompt
-from api.queries.body_formats import Codec, decode_as
-from api.queries.explain_requests import ExplainRequest
+from api.queries.body_formats import BodyFormat, decode_as
 from api.queries.large_bodies import is_large, slimmed
-from api.queries.questions import BY_ANY, Numbers, Question, decode_question
-from api.queries.routes import HotEndpoint, json_response
-from indexer.replay.until import Until
+from api.queries.parsing import BY_ANY, decode_question
+from api.queries.routes import RawEndpoint, json_response
 from kv_events.errors import InvalidValueError
+from kv_events.http.explanations import ExplainRequest
+from kv_events.http.parsed_query import ParsedQuery, PromptArray
+from kv_events.log.moments import LogMoment
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +38,10 @@ _BUSY_RETRY_S = 5
 class ExplainRoute:
     """The route. A process of its own reads the log, one at a time and for a limited time."""
 
-    def __init__(self, folder: Path | None, timeout_s: float, present: Callable[[], Until] = Until) -> None:
+    def __init__(self, folder: Path | None, timeout_s: float, present: Callable[[], LogMoment] = LogMoment) -> None:
         """folder: the event log with the records that this service applies. None: there is none.
 
-        present: the moment of a request that names none in its body. `Until()`: the end of the log.
+        present: the moment of a request that names none in its body. `LogMoment()`: the end of the log.
         """
         self._present = present
         self._folder = folder
@@ -48,14 +49,14 @@ class ExplainRoute:
         self._is_busy = False
         self._process: Popen[bytes] | None = None
 
-    def endpoints(self) -> dict[str, HotEndpoint]:
+    def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
-        return {"/explain": HotEndpoint(self._explain, MAX_BODY_BYTES)}
+        return {"/explain": RawEndpoint(self._explain, MAX_BODY_BYTES)}
 
-    async def _explain(self, body: bytes | bytearray, codec: Codec) -> Response:
+    async def _explain(self, body: bytes | bytearray, body_format: BodyFormat) -> Response:
         if self._folder is None:
             detail = (
-                "this service keeps no log to explain from; start it with --record FOLDER (KVSIGHT_RECORD), or run "
+                "this service keeps no log to explain from; start it with --record FOLDER, or run "
                 "`kvsight record` and `kvsight explain`"
             )
             raise ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.NO_LOG, detail)
@@ -66,7 +67,7 @@ class ExplainRoute:
             )
         self._is_busy = True
         try:
-            return await self._run(await _job(body, codec, self._folder, self._timeout_s, self._present()))
+            return await self._run(await _job(body, body_format, self._folder, self._timeout_s, self._present()))
         finally:
             self._is_busy = False
 
@@ -101,32 +102,36 @@ class ExplainRoute:
         return answer
 
 
-async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: float, present: Until) -> Job:
+async def _job(
+    body: bytes | bytearray, body_format: BodyFormat, folder: Path, timeout_s: float, present: LogMoment
+) -> Job:
     """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
     if is_large(body):
-        request, question, numbers = await asyncio.to_thread(_decoded, body, codec)
+        request, question, numbers = await asyncio.to_thread(_decoded, body, body_format)
     else:
-        request, question, numbers = _decoded(body, codec)
+        request, question, numbers = _decoded(body, body_format)
     if len(numbers) > MAX_NUMBERS:
         fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
         raise ProblemError.of_value(fault)
-    moment = present if request.at is None else Until(time_s=request.at)
-    return Job.of(asked_prompt(question, numbers, request.worker), folder, moment, timeout_s)
+    moment = present if request.at is None else LogMoment(time_s=request.at)
+    return Job.of(AskedPrompt(question, numbers, request.worker), folder, moment, timeout_s)
 
 
-def _decoded(body: bytes | bytearray, codec: Codec) -> tuple[ExplainRequest, Question, Numbers]:
-    request = decode_as(ExplainRequest, slimmed(body, codec.form).rest, codec)
-    return request, *decode_question(body, codec, BY_ANY)
+def _decoded(body: bytes | bytearray, body_format: BodyFormat) -> tuple[ExplainRequest, ParsedQuery, PromptArray]:
+    request = decode_as(ExplainRequest, slimmed(body, body_format.form).rest, body_format)
+    return request, *decode_question(body, body_format, BY_ANY)
 
 
 def _refused(refusal: Refusal, job: Job) -> ProblemError:
     match refusal.field:
         case "model_name":
             return ProblemError(
-                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_MODEL, refusal.detail, "model_name", job.model
+                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_MODEL, refusal.detail, "model_name", job.query.model
             )
         case "worker":
-            return ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_WORKER, refusal.detail, "worker", job.worker)
+            return ProblemError(
+                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_WORKER, refusal.detail, "worker", job.prompt().worker
+            )
         case "at":
             return ProblemError(
                 HTTPStatus.UNPROCESSABLE_ENTITY, ProblemKind.INVALID_VALUE, refusal.detail, "at", job.at

@@ -1,13 +1,13 @@
-"""The hot routes, from bytes to bytes: read, decode, hash, score, encode. No models are built."""
+"""The query routes, from bytes to bytes: read, decode, answer. No models are built."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from http import HTTPStatus
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -15,116 +15,99 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.access.rate_limits import OF_REQUEST
-from api.access.tenants import TenantQueries
+from api.access.tenants import TenantRates
 from api.problems import ProblemError, ProblemKind
-from api.queries.answers import Answers
-from api.queries.body_formats import Body, Codec, Data, codec_of, decode_query_batch
+from api.queries.answers import MISSING_HEADER, Answerer
+from api.queries.body_formats import Body, BodyFormat, Data, decode_query_batch, format_of
 from api.queries.large_bodies import is_large
-from api.queries.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
-from api.served_views import ServedViews
+from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
+from kv_events.http.parsed_query import ParsedQuery, PromptArray
+from kv_events.http.queries import Missing
 
 _SLICE_S = 0.001
-_MANY_TOKENS = 2**17  # hashed in a third of a millisecond
-_JSON = codec_of("application/json")
+_JSON = format_of("application/json")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-Handler = Callable[[Body, Codec], Awaitable[Response]]
+Handler = Callable[[Body, BodyFormat], Awaitable[Response]]
 
 
 class ClientDisconnectedError(Exception):
     """The caller disconnected before the whole body arrived."""
 
 
-class HotRoutes:
-    """The shared part of the three routes."""
+class QueryRoutes:
+    """The three routes."""
 
     def __init__(
         self,
-        served: ServedViews,
+        answerer: Answerer,
+        is_ready: Callable[[], bool],
         max_body_bytes: int,
-        *,
-        must_be_ready: bool = False,
-        tenants: TenantQueries | None = None,
+        tenants: TenantRates | None = None,
     ) -> None:
-        """must_be_ready: refuse queries until everything is applied. tenants: bounds on their queries, if any."""
-        self._served = served
+        """is_ready: whether queries may be answered yet. tenants: bounds on their queries, if any."""
+        self._answerer = answerer
+        self._is_ready = is_ready
         self._max_body_bytes = max_body_bytes
-        self._must_be_ready = must_be_ready
         self._tenants = tenants
-        self._answers = Answers(tenants)
         self._large_decodes = asyncio.Semaphore()  # decoded one at a time: the loop needs the interpreter, too
 
-    def endpoints(self) -> dict[str, HotEndpoint]:
+    def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
-        handlers = {"/query": self._query, "/query_by_hash": self._query_by_hash, "/query/batch": self._batch}
-        return {path: HotEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
+        handlers: dict[str, Handler] = {
+            "/query": partial(self._query, BY_TOKENS),
+            "/query_by_hash": partial(self._query, BY_HASH),
+            "/query/batch": self._batch,
+        }
+        return {path: RawEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
 
-    async def _query(self, body: Body, codec: Codec) -> Response:
+    async def _query(self, fields: Collection[str], body: Body, body_format: BodyFormat) -> Response:
         self._check_ready()
-        return encoded_response(*await self._answer(body, codec, BY_TOKENS), codec)
+        asked = await self._admitted(body, body_format, fields)
+        (answer,), missing = await self._answerer.answer([asked])
+        if isinstance(answer, ProblemError):
+            raise answer
+        return _marked(encoded_response(asked[0], answer, body_format), missing)
 
-    async def _query_by_hash(self, body: Body, codec: Codec) -> Response:
+    async def _batch(self, body: Body, body_format: BodyFormat) -> Response:
         self._check_ready()
-        return encoded_response(*await self._answer(body, codec, BY_HASH), codec)
-
-    async def _batch(self, body: Body, codec: Codec) -> Response:
-        queries = await self._queries(body, codec)
-        results = []
+        queries = await self._in_thread(body, decode_query_batch, body, body_format)
+        if (limit := OF_REQUEST.get()) is not None:
+            limit.note(max(0, len(queries) - 1))  # each query counts as a request with the caller's token
+        results: list[bytes | ProblemError] = []
+        asked = []
         slice_began = time.perf_counter()
         for query in queries:
-            results.append(await self._answer_or_problem(query, codec))
+            try:
+                asked.append(await self._admitted(query, body_format, BY_ANY))
+                results.append(b"")
+            except ProblemError as problem:
+                results.append(problem)
             if time.perf_counter() - slice_began > _SLICE_S:
                 await asyncio.sleep(0)  # lets events and other callers run
                 slice_began = time.perf_counter()
-        return json_response(b'{"results":[' + b",".join(results) + b"]}")
-
-    async def _queries(self, body: Body, codec: Codec) -> Sequence[Data]:
-        """Return the queries of a batch. Each of them counts as a request with the caller's token."""
-        self._check_ready()
-        queries = await self._in_thread(body, decode_query_batch, body, codec)
-        if (limit := OF_REQUEST.get()) is not None:
-            limit.note(max(0, len(queries) - 1))
-        return queries
+        answers, missing = await self._answerer.answer(asked)
+        following = iter(answers)
+        results = [each or next(following) for each in results]
+        parts = [msgspec.json.encode(each.document()) if isinstance(each, ProblemError) else each for each in results]
+        tail = b',"missing":' + msgspec.json.encode(missing) if missing else b""
+        return _marked(json_response(b'{"results":[' + b",".join(parts) + b"]" + tail + b"}"), missing)
 
     def _check_ready(self) -> None:
-        if self._must_be_ready and not self._served.ready:
+        self._answerer.check_ready()
+        if not self._is_ready():
             raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
 
-    async def _answer(self, data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, bytes]:
-        question, numbers = await self._in_thread(data, decode_question, data, codec, fields)
-        if len(numbers) > _MANY_TOKENS:
-            question, numbers = await self._hashed(question, numbers)
-        served = self._served
-        try:
-            return question, self._answers.answer(question, numbers, served.namespaces, served.freshness, served.now())
-        except ProblemError as problem:
-            if problem.kind == ProblemKind.TENANT_LIMIT and self._tenants is not None:
-                self._tenants.count_refused(question.tenant)
-            if problem.kind == ProblemKind.UNKNOWN_MODEL and (reason := self._served.why_not_ready()):
-                detail = f"{problem.detail}; {reason}"  # the model may be in what is not applied yet
-                raise ProblemError(
-                    503, ProblemKind.UNAVAILABLE, detail, problem.field, problem.value, retry_after_s=1
-                ) from None
-            raise
-
-    async def _answer_or_problem(self, data: Data, codec: Codec) -> bytes:
-        try:
-            return (await self._answer(data, codec, BY_ANY))[1]
-        except ProblemError as problem:
-            return msgspec.json.encode(problem.document())
-
-    async def _hashed(self, question: Question, tokens: Numbers) -> tuple[Question, Numbers]:
-        """Hash a long prompt in another thread, if all workers of the model use one block size."""
-        namespaces = self._served.namespaces.find(question.model, question.tenant)
-        if question.field != "token_ids" or len(namespaces) != 1:
-            return question, tokens
-        (namespace,) = namespaces
-        hashes = await asyncio.to_thread(question.hashes, tokens, namespace.key.block_size)
-        if list(self._served.namespaces.find(question.model, question.tenant)) != [namespace]:
-            return question, tokens  # workers with another block size have come
-        return replace(question, field="seq_hashes"), hashes
+    async def _admitted(
+        self, data: Data, body_format: BodyFormat, fields: Collection[str]
+    ) -> tuple[ParsedQuery, PromptArray]:
+        """Decode a query, and count it if its tenant has a bound. Raises ProblemError."""
+        asked = await self._in_thread(data, decode_question, data, body_format, fields)
+        if self._tenants is not None and self._answerer.knows(asked[0]):
+            self._tenants.admit(asked[0])
+        return asked
 
     async def _in_thread(self, data: Data, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call `decode` directly for small data and in a thread for large data."""
@@ -134,7 +117,7 @@ class HotRoutes:
             return await asyncio.to_thread(decode, *args, **kwargs)
 
 
-class HotEndpoint:
+class RawEndpoint:
     """One route as a bare ASGI application."""
 
     def __init__(self, handler: Handler, max_body_bytes: int) -> None:
@@ -144,9 +127,9 @@ class HotEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         try:
-            codec = codec_of(headers.get("content-type"))
+            body_format = format_of(headers.get("content-type"))
             body = await read_body(receive, headers.get("content-length"), self._max_body_bytes)
-            response = await self._handler(body, codec)
+            response = await self._handler(body, body_format)
         except ProblemError as problem:
             response = problem.response()
         except ClientDisconnectedError:
@@ -154,14 +137,23 @@ class HotEndpoint:
         await response(scope, receive, send)
 
 
-def json_response(body: bytes, status: int = HTTPStatus.OK) -> Response:
-    """Return an answer that is already JSON."""
+def json_response(answer: Any, status: int = HTTPStatus.OK) -> Response:
+    """Return an answer. answer: a struct or a list of structs, or bytes that are already JSON."""
+    body = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
     return Response(body, status, media_type="application/json")
 
 
-def encoded_response(question: Question, answer: bytes, codec: Codec) -> Response:
+def _marked(response: Response, missing: list[Missing]) -> Response:
+    """Name the missing partitions in a header as well: the RFC's dialect has no other place for them."""
+    if missing:
+        partitions = sorted(partition for each in missing for partition in each.partitions)
+        response.headers[MISSING_HEADER] = ",".join(map(str, partitions))
+    return response
+
+
+def encoded_response(question: ParsedQuery, answer: bytes, body_format: BodyFormat) -> Response:
     """Return an answer to a query. answer: as JSON."""
-    if question.is_detailed and codec is not _JSON:
+    if question.is_detailed and body_format is not _JSON:
         return Response(msgspec.msgpack.encode(msgspec.json.decode(answer)), media_type="application/msgpack")
     return json_response(answer)
 

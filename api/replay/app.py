@@ -12,26 +12,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api.access.auth import OPEN_PATHS, BearerToken
-from api.access.origins import BrowserGuard
-from api.access.tokens import Tokens
-from api.documented import DocumentedApp
+from api.access.guard import OPEN_PATHS, Guard, check_tokens
+from api.access.origins import check_origin
+from api.access.tokens import TokenRegistry
+from api.fast.local_answers import LocalAnswers
+from api.openapi import DocumentedApp
 from api.page.routes import page_routes
-from api.page.site import site_routes
 from api.problems import ProblemError, ProblemKind
 from api.queries.explain import ExplainRoute
-from api.queries.routes import HotRoutes
-from api.replay.markers import MarkSearch
-from api.replay.moments import Moments
+from api.queries.routes import QueryRoutes
+from api.replay.markers import MarkerSearch
+from api.replay.moments import OpenMoments
 from api.replay.routes import AT_TEXT, metrics_routes, past_routes
-from api.replay.scene import PastScenes
-from api.replay.service import AtMoment, PastViews, present_moment, shows_moment
+from api.replay.service import MomentMiddleware, PageStates, ReplayViews, present_moment, shows_moment
 from api.settings import ApiSettings
-from api.static_files import docs_routes
-from api.telemetry.request_log import RequestLog
+from api.static_files import static_routes
+from api.telemetry.requests import ObserveRequests
 from api.workers.dump import dump_routes
 from api.workers.routes import worker_routes
-from indexer.replay.until import Until
+from kv_events.log.moments import LogMoment
 
 _WRITING = ("/register", "/unregister", "/decisions", "/workers/{worker:path}/resync")
 """Paths of the live service that change something."""
@@ -58,15 +57,15 @@ class PastApplication(DocumentedApp):
         return document
 
 
-def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage: list[str]) -> PastApplication:
+def create_past_app(folder: Path, settings: ApiSettings, default: LogMoment, damage: list[str]) -> PastApplication:
     """Create the application for the log in a folder.
 
-    default: the moment of requests that name none; `Until()`: the end of the log. damage: what of the log is known to
-    be unusable. Raises EventLogError or OSError.
+    default: the moment of requests that name none; `LogMoment()`: the end of the log. damage: what of the log is known
+    to be unusable. Raises EventLogError or OSError.
     """
-    moments = Moments(folder, default)
-    marks = MarkSearch(folder, moments.extent.first_index)
-    tokens = Tokens.of(settings)
+    moments = OpenMoments(folder, default)
+    marks = MarkerSearch(folder, moments.extent.first_index)
+    tokens = TokenRegistry.of(settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -74,9 +73,12 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
             yield
 
     app = PastApplication(lifespan, needs_token=tokens.are_required)
-    served = PastViews()
-    explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moving.moment)
-    posts = {**HotRoutes(served, settings.max_body_bytes).endpoints(), **explain.endpoints()}
+    served = ReplayViews()
+    explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moment)
+    posts = {
+        **QueryRoutes(LocalAnswers(served), lambda: True, settings.max_body_bytes).endpoints(),
+        **explain.endpoints(),
+    }
     for path, endpoint in posts.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     for path in _WRITING:
@@ -85,15 +87,12 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
     app.include_router(dump_routes(served))
     app.include_router(metrics_routes(served, settings.metrics_max_workers))
     app.include_router(past_routes(moments, marks, folder.name, damage))
-    app.include_router(page_routes(PastScenes(folder, moments, marks).open))
-    app.include_router(site_routes())
-    app.include_router(docs_routes())
-    app.add_middleware(AtMoment, moments=moments, max_body_bytes=settings.max_body_bytes)
+    app.include_router(page_routes(PageStates(folder, moments, marks).open))
+    app.router.routes += static_routes()
+    app.add_middleware(MomentMiddleware, moments=moments, max_body_bytes=settings.max_body_bytes)
     # the last middleware added is the outermost one: callers without the token open no moments
-    if tokens.are_required:
-        app.add_middleware(BearerToken, tokens=tokens, open_paths=_OPEN_PATHS)
-    app.add_middleware(BrowserGuard, is_allowed_host=settings.is_allowed_host)
-    app.add_middleware(RequestLog)
+    app.add_middleware(Guard, checks=[check_origin(settings.is_allowed_host), check_tokens(tokens, _OPEN_PATHS)])
+    app.add_middleware(ObserveRequests)
     return app
 
 

@@ -10,15 +10,15 @@ from typing import Final
 
 import numpy as np
 
-from api.decisions.window import WINDOW_S, FunnelWindow
+from api.decisions.window import WINDOW_S, DecisionWindow
 from api.page.worker_history import INTERVAL_S, NUM_INTERVALS, CountedRates
 from indexer.replay import Timeline
-from indexer.replay.until import Until
-from kv_events.codec import RemovedPages, StoredPages, decode_batch
+from kv_events.codec import decode_batch
 from kv_events.decisions import DECISIONS_FOLDER, DecisionRecord, decode_decision
 from kv_events.errors import RecordRejectedError
 from kv_events.http.fleet import Funnel
 from kv_events.log.format import list_segments
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.streams import StreamId
 
@@ -66,9 +66,10 @@ class RateHistory:
 
 def _first_counted(timeline: Timeline, end: int) -> int:
     """Return the first interval that is counted for a moment in interval `end`. It depends on the log only."""
-    if timeline.span_s is None:
+    span_s = timeline.extent.span_s
+    if span_s is None:
         return end
-    first = max(end - NUM_INTERVALS, int(timeline.span_s[0] // INTERVAL_S))
+    first = max(end - NUM_INTERVALS, int(span_s[0] // INTERVAL_S))
     stop = _start_after(timeline, end)
     return next((each for each in range(first, end) if stop - _start_of(timeline, each) <= _MOST_RECORDS), end)
 
@@ -80,7 +81,7 @@ def _start_of(timeline: Timeline, interval: int) -> int:
 
 def _start_after(timeline: Timeline, end: int) -> int:
     """Return an index with no record of the intervals before `end` from it on."""
-    return timeline.end_of(Until(time_s=end * INTERVAL_S - _MS))
+    return timeline.end_of(LogMoment(time_s=end * INTERVAL_S - _MS))
 
 
 def _add(interval: dict[StreamId, tuple[int, int]], record: LogRecord) -> None:
@@ -89,9 +90,8 @@ def _add(interval: dict[StreamId, tuple[int, int]], record: LogRecord) -> None:
     except RecordRejectedError:
         return
     stored, removed = interval.get(batch.stream, (0, 0))
-    stored += sum(len(step.hashes) for step in batch.steps if isinstance(step, StoredPages))
-    removed += sum(len(step.hashes) for step in batch.steps if isinstance(step, RemovedPages))
-    interval[batch.stream] = stored, removed
+    pages = batch.pages()
+    interval[batch.stream] = stored + pages.stored.total(), removed + pages.removed.total()
 
 
 class DecisionHistory:
@@ -100,7 +100,7 @@ class DecisionHistory:
     def __init__(self, folder: Path) -> None:
         self._folder_beside = folder / DECISIONS_FOLDER  # of a service that follows an event log
         self._timeline_beside: Timeline | None = None
-        self._window = FunnelWindow()
+        self._window = DecisionWindow()
         self._read: list[int] = []  # index up to which each log has been read
         self._ahead: deque[DecisionRecord] = deque(maxlen=_MOST_AHEAD)  # read already, of later moments
 
@@ -108,11 +108,11 @@ class DecisionHistory:
         """Return the funnel of a moment. index: after its newest record. now: its time. Raises OSError."""
         logs = [(timeline, timeline.first_after(now - WINDOW_S), index, math.inf)]
         if (beside := self._open_beside()) is not None:
-            logs.append((beside, beside.first_after(now - WINDOW_S), beside.end_of(Until(time_s=now)), now))
+            logs.append((beside, beside.first_after(now - WINDOW_S), beside.end_of(LogMoment(time_s=now)), now))
         if len(self._read) != len(logs) or not all(
             start <= read <= stop for read, (_, start, stop, _) in zip(self._read, logs, strict=True)
         ):
-            self._window = FunnelWindow()
+            self._window = DecisionWindow()
             self._read = [start for _, start, _, _ in logs]
             self._ahead.clear()
         read, self._read = self._read, []  # begin anew if a log cannot be read

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from asyncio.subprocess import DEVNULL, PIPE
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -14,9 +13,10 @@ from typing import Final
 
 import msgspec
 
-from analysis.markers import MARKS_COMMAND, Change, Found
+from analysis.markers import Change, MarkerReport
 from indexer.worker_log import WorkerChange
 from kv_events.http.log import Mark
+from kv_events.runtime.helper_process import HelperEndedError, helper_results
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
@@ -25,12 +25,11 @@ _MOST_OF_A_KIND: Final = 2000
 _MOST_CHANGES: Final = 100_000
 _MOST_SHOWN: Final = 30
 """Changes of a stream."""
-_LONGEST_LINE: Final = 64 * 2**20
 
-_decoder = msgspec.json.Decoder(Found)
+_decoder = msgspec.json.Decoder(MarkerReport)
 
 
-class MarkSearch:
+class MarkerSearch:
     """Searches a log from its beginning, and goes on when it has grown. Belongs to one event loop."""
 
     def __init__(self, folder: Path, first_index: int) -> None:
@@ -80,23 +79,15 @@ class MarkSearch:
                 await asyncio.gather(self._task, return_exceptions=True)
 
     async def _search(self) -> None:
-        command = (*MARKS_COMMAND, str(self._folder), str(self.next_index))
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=_LONGEST_LINE, start_new_session=True
-        )
-        assert process.stdout is not None
+        arguments = str(self._folder), str(self.next_index)
         try:
-            async for line in process.stdout:
+            async for line in helper_results("search for marks", "analysis.markers", *arguments):
                 self._take(_decoder.decode(line))
-            if await process.wait() and not self.failure:
-                self.failure = f"the search for marks ended with exit code {process.returncode}"
-                logger.error("%s: %s", self._folder, self.failure)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        except HelperEndedError as error:
+            self.failure = self.failure or str(error)
+            logger.warning("%s: %s", self._folder, error)
 
-    def _take(self, found: Found) -> None:
+    def _take(self, found: MarkerReport) -> None:
         for mark in found.marks:
             self.counts[mark.kind] += 1
             kept = self._by_kind.setdefault(mark.kind, [])

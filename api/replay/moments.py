@@ -11,16 +11,15 @@ from typing import Final, NamedTuple, TypeVar
 from api.daemon_threads import run_in_daemon_thread
 from api.page.worker_history import CountedRates
 from api.problems import ProblemError, ProblemKind
-from indexer.replay import MovingViews, Replay, Timeline
-from indexer.replay.moments import parse_moment, utc_text
-from indexer.replay.until import Until
+from indexer.replay import Replay, Timeline
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.http.fleet import Funnel
+from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.records import LogRecord
 
 _MOST_KEPT: Final = 4
-"""Moments in memory, including those that are being opened."""
+"""OpenMoments in memory, including those that are being opened."""
 _MOST_WAITING: Final = 64
 """Requests that wait for a moment."""
 _LONGEST_WAIT_S: Final = 30.0
@@ -34,23 +33,6 @@ class OutsideTheLogError(KvsightError):
     """A moment is before or behind the records of a log."""
 
 
-class Extent(NamedTuple):
-    """The extent of a log when it was looked at last."""
-
-    first_index: int
-    next_index: int
-    span_s: tuple[float, float] | None
-    """Earliest and latest time of a record. None: the log is empty."""
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> Extent:
-        """Return the present extent."""
-        return cls(timeline.first_index, timeline.next_index, timeline.span_s)
-
-
-Key = tuple[int | None, tuple[tuple[int, int], ...] | None, float | None]
-
-
 class History(NamedTuple):
     """What preceded a moment."""
 
@@ -61,9 +43,9 @@ class History(NamedTuple):
 class OpenMoment:
     """A moment that requests are answered from. Its views do not change while it is in use."""
 
-    def __init__(self, key: Key, moving: MovingViews, newest: tuple[int, LogRecord] | None) -> None:
-        self.key = key
-        self.moving = moving
+    def __init__(self, moment: LogMoment, views: Replay, newest: tuple[int, LogRecord] | None) -> None:
+        self.moment = moment
+        self.views = views
         self.newest = newest
         """The newest record of events in the log before the end of the moment, with its index."""
         self.history: History | None = None
@@ -71,80 +53,49 @@ class OpenMoment:
         self.users = 0
         """Requests that read it."""
 
-    @property
-    def views(self) -> Replay:
-        """The views of the moment."""
-        return self.moving.views
 
-    @property
-    def at(self) -> str:
-        """How to ask for the moment."""
-        return moment_text(self.moving.moment)
-
-
-class Moments:
+class OpenMoments:
     """The moments of one log. Belongs to one event loop; a thread opens and moves them, one at a time.
 
     A moment that nobody reads is moved forward to a later one near by, which is quicker than to open it.
     """
 
-    def __init__(self, folder: Path, default: Until, settings: IndexerSettings | None = None) -> None:
+    def __init__(self, folder: Path, default: LogMoment, settings: IndexerSettings | None = None) -> None:
         """default: the moment of requests that name none.
 
         Raises EventLogError if there is no log, OutsideTheLogError if the default is outside, or OSError.
         """
         self._timeline = Timeline(folder, settings)  # used by one thread at a time, while it holds `_working`
-        self._offsets: dict[int, tuple[int, int]] | None = None  # of each partition: first, after the last
-        self.extent = Extent.of(self._timeline)
+        self.extent = self._timeline.extent
         self.default = default
-        if default.positions is not None:
-            self._offsets = self._timeline.offsets()
-        if default != Until() and (outside := self._outside(default)):
-            raise OutsideTheLogError(f"{moment_text(default)} is {outside}")
+        if default.offsets is not None:
+            self.extent.offsets = self._timeline.offsets()
+        if default != LogMoment() and (outside := self.extent.fault(default)):
+            raise OutsideTheLogError(f"{default.text} is {outside}")
         self._kept: list[OpenMoment] = []  # the most recently used one last
         self._working = asyncio.Lock()
         self._num_waiting = 0
         self._released = asyncio.Event()
         self._refreshed_at = 0.0
 
-    async def parse(self, at: str | None, field: str = "at") -> Until:
+    async def parse(self, at: str | None, field: str = "at") -> LogMoment:
         """Return the moment that a request names. Raises ProblemError if it is none, or outside the log."""
         try:
-            moment = self.default if at is None else parse_moment(at, field).until
+            moment = self.default if at is None else LogMoment.parse(at, field)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
-        if moment == Until():
-            return Until(offset=self.extent.next_index)
-        if moment.positions is not None and self._offsets is None:
-            self._offsets = await self.work(lambda timeline: timeline.offsets())
-        if outside := self._outside(moment):
+        if moment == LogMoment():
+            return LogMoment(index=self.extent.next_index)
+        if moment.offsets is not None and not self.extent.offsets:
+            self.extent.offsets = await self.work(lambda timeline: timeline.offsets())
+        if outside := self.extent.fault(moment):
             raise ProblemError(422, ProblemKind.OUTSIDE_THE_LOG, f"{field}: {at} is {outside}", field, at)
         return moment
 
-    def _outside(self, moment: Until) -> str:
-        """Return why a moment is outside the log, or "" if it is inside."""
-        first, end, span = self.extent
-        if span is None:
-            return "outside the log, which is empty"
-        if moment.time_s is not None and not span[0] <= moment.time_s <= span[1]:
-            return (
-                f"{_side(moment.time_s < span[0])}, which has records from {utc_text(span[0])} to {utc_text(span[1])}"
-            )
-        if moment.offset is not None and not first < moment.offset <= end:
-            return f"{_side(moment.offset <= first)}, whose moments are {first + 1} to {end}"
-        for partition, offset in (moment.positions or {}).items():
-            begin, stop = (self._offsets or {}).get(partition, (None, None))
-            if begin is None or stop is None:
-                return f"outside the log, which has no partition {partition}"
-            if not begin <= offset <= stop:
-                return f"{_side(offset < begin)}, which has records {partition}:{begin} to {partition}:{stop - 1}"
-        return ""
-
     @asynccontextmanager
-    async def opened(self, moment: Until) -> AsyncIterator[OpenMoment]:
+    async def opened(self, moment: LogMoment) -> AsyncIterator[OpenMoment]:
         """Hold a moment open for a block. moment: of `parse`. Raises ProblemError."""
-        key = _key(moment)
-        found = self._find(key) or await self._opened(key, moment)
+        found = self._find(moment) or await self._opened(moment)
         found.users += 1
         self._kept.remove(found)
         self._kept.append(found)
@@ -165,23 +116,23 @@ class Moments:
         if now - self._refreshed_at < _REFRESH_S:
             return
         self._refreshed_at = now
-        before, self.extent = self.extent, await self.work(_refreshed)
-        if self.extent != before:  # a time or positions may include more now
-            self._kept = [each for each in self._kept if each.users or each.key[0] is not None]
-            self._offsets = None
+        extent = await self.work(_refreshed)
+        if extent != self.extent:  # a time or offsets may include more now
+            self.extent = extent
+            self._kept = [each for each in self._kept if each.users or each.moment.index is not None]
 
-    def _find(self, key: Key) -> OpenMoment | None:
-        return next((each for each in self._kept if each.key == key), None)
+    def _find(self, moment: LogMoment) -> OpenMoment | None:
+        return next((each for each in self._kept if each.moment == moment), None)
 
-    async def _opened(self, key: Key, moment: Until) -> OpenMoment:
+    async def _opened(self, moment: LogMoment) -> OpenMoment:
         try:
             async with asyncio.timeout(_LONGEST_WAIT_S) as limit:
                 while True:
                     async with self._turn():
-                        found = self._find(key)
+                        found = self._find(moment)
                         if found is None and self._has_room():
                             limit.reschedule(None)
-                            found = await self._open(key, moment)
+                            found = await self._open(moment)
                         if found is not None:
                             return found
                         self._released.clear()
@@ -207,28 +158,28 @@ class Moments:
         """Return whether a moment can be opened. It may take the place of one that nobody reads."""
         return len(self._kept) < _MOST_KEPT or any(not each.users for each in self._kept)
 
-    async def _open(self, key: Key, moment: Until) -> OpenMoment:
+    async def _open(self, moment: LogMoment) -> OpenMoment:
         """Open a moment. The log's turn and the room are the caller's."""
         base = self._take_base(moment)
         if base is None and len(self._kept) >= _MOST_KEPT:
             self._kept.remove(next(each for each in self._kept if not each.users))  # the least recently used one
 
-        def open_or_move() -> tuple[MovingViews, tuple[int, LogRecord] | None]:
-            moving = base if base is not None and base.move(moment) else MovingViews(self._timeline, moment)
-            return moving, self._timeline.event_before(moving.index)
+        def open_or_move() -> tuple[Replay, tuple[int, LogRecord] | None]:
+            views = self._timeline.at(moment, base)
+            return views, self._timeline.event_before(views.index)
 
-        found = OpenMoment(key, *await self._in_thread(open_or_move))
+        found = OpenMoment(moment, *await self._in_thread(open_or_move))
         self._kept.append(found)
         return found
 
-    def _take_base(self, moment: Until) -> MovingViews | None:
+    def _take_base(self, moment: LogMoment) -> Replay | None:
         """Take the latest moment that nobody reads and that can move to another one out of those in memory."""
-        idle = [each for each in self._kept if not each.users and each.moving.can_move(moment)]
+        idle = [each for each in self._kept if not each.users and self._timeline.can_move(each.views, moment)]
         if not idle:
             return None
-        base = max(idle, key=lambda each: each.moving.index)
+        base = max(idle, key=lambda each: each.views.index)
         self._kept.remove(base)
-        return base.moving
+        return base.views
 
     async def _in_thread(self, do: Callable[[], _T]) -> _T:
         results: list[_T] = []
@@ -241,24 +192,6 @@ class Moments:
         return results[0]
 
 
-def moment_text(moment: Until) -> str:
-    """Return a moment in the form of the parameter `at`; "" for the end of the log."""
-    if moment.offset is not None:
-        return str(moment.offset)
-    if moment.positions is not None:
-        return ",".join(f"{partition}:{offset}" for partition, offset in moment.positions.items())
-    return "" if moment.time_s is None else f"@{moment.time_s}"
-
-
-def _refreshed(timeline: Timeline) -> Extent:
+def _refreshed(timeline: Timeline) -> LogExtent:
     timeline.refresh()
-    return Extent.of(timeline)
-
-
-def _key(moment: Until) -> Key:
-    positions = None if moment.positions is None else tuple(sorted(moment.positions.items()))
-    return moment.offset, positions, moment.time_s
-
-
-def _side(is_before: bool) -> str:
-    return "before the start of the log" if is_before else "behind the end of the log"
+    return timeline.extent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Final, Literal
 
-import msgspec
 from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry
 from starlette.responses import Response
@@ -14,29 +13,28 @@ from analysis.diff import diff, holdings_of
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.routes import json_response
-from api.replay.markers import MarkSearch
-from api.replay.moments import Moments, moment_text
-from api.replay.service import PastViews
+from api.replay.markers import MarkerSearch
+from api.replay.moments import OpenMoments
+from api.replay.service import ReplayViews
 from api.telemetry.service_metrics import ViewMetrics, metrics_text
 from indexer.replay import Timeline
-from indexer.replay.until import Until
-from kv_events.codec import RemovedPages, StoredPages, decode_batch
+from kv_events.codec import decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.http.log import BatchOfMoment, MomentOfLog, Span, StreamDiff
 from kv_events.http.service import Status
+from kv_events.log.moments import LogMoment
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA
 
 _OUTSIDE = problem(422, "The moment is outside the log, or a parameter is invalid")
 
-_encoder = msgspec.json.Encoder()
 
 AT_TEXT: Final = "The moment: a time (ISO 8601, or @SECONDS since 1970), an index in the log, or PARTITION:OFFSET,..."
 
 At = Annotated[str | None, Query(description=AT_TEXT)]
 
 
-def past_routes(moments: Moments, marks: MarkSearch, name: str, damage: list[str]) -> APIRouter:
+def past_routes(moments: OpenMoments, marks: MarkerSearch, name: str, damage: list[str]) -> APIRouter:
     """Return the routes. name: of the log. damage: what is known to be unusable besides what the search finds."""
     router = APIRouter(tags=["past"])
 
@@ -45,22 +43,22 @@ def past_routes(moments: Moments, marks: MarkSearch, name: str, damage: list[str
         """Return the extent of the log, with marks at faults, restarts and resyncs, which are found one by one."""
         await moments.refresh()
         marks.follow(moments.extent.next_index)
-        first_index, next_index, times = moments.extent
-        first_time, last_time = times or (0.0, 0.0)
+        extent = moments.extent
+        first_time, last_time = extent.span_s or (0.0, 0.0)
         found = Span(
             log=name,
-            first_index=first_index,
-            next_index=next_index,
+            first_index=extent.first_index,
+            next_index=extent.next_index,
             first_time=first_time,
             last_time=last_time,
-            at=moment_text(moments.default),
+            at=moments.default.text,
             marks=marks.marks,
             num_marks=marks.counts,
             marks_until=marks.next_index,
             marks_failure=marks.failure,
             damage=list(dict.fromkeys([*damage, *marks.damage])),
         )
-        return json_response(_encoder.encode(found))
+        return json_response(found)
 
     @router.get("/moment", response_class=Response, responses={**answers(MomentOfLog, "The moment"), **_OUTSIDE})
     async def moment(at: At = None, step: Annotated[Literal["next", "previous"] | None, Query()] = None) -> Response:
@@ -71,17 +69,17 @@ def past_routes(moments: Moments, marks: MarkSearch, name: str, damage: list[str
         asked = await moments.parse(at)
         if step is not None:
             async with moments.opened(asked) as opened:
-                start = opened.moving.index
+                start = opened.views.index
             asked = await moments.work(lambda timeline: _stepped(timeline, start, step))
         async with moments.opened(asked) as opened:
             found = MomentOfLog(
-                at=opened.at,
-                index=opened.moving.index,
+                at=opened.moment.text,
+                index=opened.views.index,
                 time=opened.views.now,
                 records=opened.views.applier.records,
                 batch=None if opened.newest is None else _batch(*opened.newest),
             )
-        return json_response(_encoder.encode(found))
+        return json_response(found)
 
     comparing = asyncio.Lock()  # each comparison needs two moments in memory
 
@@ -94,22 +92,22 @@ def past_routes(moments: Moments, marks: MarkSearch, name: str, damage: list[str
         before, after = await moments.parse(first, "from"), await moments.parse(at)
         async with comparing, moments.opened(before) as one, moments.opened(after) as other:
             found = await asyncio.to_thread(lambda: diff(holdings_of(one.views), holdings_of(other.views)))
-        return json_response(_encoder.encode(found))
+        return json_response(found)
 
     @router.get("/health", response_class=Response, responses=answers(Status, "Healthy"))
     async def health() -> Response:
         """Return 200 while this process answers."""
-        return json_response(_encoder.encode(Status(status="ok")))
+        return json_response(Status(status="ok"))
 
     @router.get("/ready", response_class=Response, responses=answers(Status, "Ready"))
     async def ready() -> Response:
         """Return 200: moments can be asked for."""
-        return json_response(_encoder.encode(Status(status="ready")))
+        return json_response(Status(status="ready"))
 
     return router
 
 
-def metrics_routes(served: PastViews, max_workers: int) -> APIRouter:
+def metrics_routes(served: ReplayViews, max_workers: int) -> APIRouter:
     """Return the route of the metrics, which are those of the views at the moment."""
     router = APIRouter(tags=["service"])
 
@@ -123,14 +121,14 @@ def metrics_routes(served: PastViews, max_workers: int) -> APIRouter:
     return router
 
 
-def _stepped(timeline: Timeline, index: int, step: Literal["next", "previous"]) -> Until:
+def _stepped(timeline: Timeline, index: int, step: Literal["next", "previous"]) -> LogMoment:
     """Return the moment one batch after or before the one that ends at an index. Raises ProblemError."""
     found = timeline.event_from(index) if step == "next" else timeline.event_before(index)
     stop = None if found is None else found[0] + (step == "next")
     if stop is None or stop <= timeline.first_index:
         detail = f"step: the log has no moment {'after' if step == 'next' else 'before'} {index}"
         raise ProblemError(422, ProblemKind.OUTSIDE_THE_LOG, detail, "step", step)
-    return Until(offset=stop)
+    return LogMoment(index=stop)
 
 
 def _batch(index: int, record: LogRecord) -> BatchOfMoment | None:
@@ -138,13 +136,7 @@ def _batch(index: int, record: LogRecord) -> BatchOfMoment | None:
         batch = decode_batch(record.payload)
     except RecordRejectedError:
         return None
-    stored = dict.fromkeys((medium.value for medium in MEDIA), 0)
-    removed = dict(stored)
-    for step in batch.steps:
-        if isinstance(step, StoredPages):
-            stored[MEDIA[step.medium].value] += len(step.hashes)
-        elif isinstance(step, RemovedPages):
-            removed[MEDIA[step.medium].value] += len(step.hashes)
+    none, pages = dict.fromkeys((medium.value for medium in MEDIA), 0), batch.pages()
     return BatchOfMoment(
         index=index,
         time=record.timestamp_ms / 1000,
@@ -152,6 +144,6 @@ def _batch(index: int, record: LogRecord) -> BatchOfMoment | None:
         worker=batch.stream.worker,
         epoch=batch.epoch,
         seq=batch.seq,
-        stored=stored,
-        removed=removed,
+        stored=none | pages.stored,
+        removed=none | pages.removed,
     )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from urllib.parse import parse_qsl
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.page.state import PageState
+from api.page.worker_history import WorkerHistory
 from api.problems import ProblemError, ProblemKind
 from api.queries.routes import ClientDisconnectedError, read_body
-from api.replay.moments import Moments, OpenMoment
+from api.replay.curves import DecisionHistory, RateHistory
+from api.replay.markers import MarkerSearch
+from api.replay.moments import History, OpenMoment, OpenMoments
+from indexer.applier import Applier
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
+from indexer.replay import Timeline
 from indexer.views import View
 
 _present: ContextVar[OpenMoment] = ContextVar("moment")
@@ -36,13 +42,13 @@ def shows_moment(path: str) -> bool:
     return path in _PATHS or path.startswith("/workers/")
 
 
-class AtMoment:
+class MomentMiddleware:
     """Middleware that answers some paths as of a moment, which stays in memory until the answer is sent.
 
     Bodies are read before, so that clients that send them slowly hold no moment.
     """
 
-    def __init__(self, app: ASGIApp, moments: Moments, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, moments: OpenMoments, max_body_bytes: int) -> None:
         self._app = app
         self._moments = moments
         self._max_body_bytes = max_body_bytes
@@ -89,8 +95,8 @@ def asked_moment(scope: Scope) -> str | None:
     return found[0] if found else None
 
 
-class PastViews:
-    """The views as of the moment of the request. See `api.served_views.ServedViews`."""
+class ReplayViews:
+    """The views as of the moment of the request. See `api.view_source.ViewSource`."""
 
     ready = True
 
@@ -105,14 +111,9 @@ class PastViews:
         return present_moment().views.freshness
 
     @property
-    def num_records(self) -> int:
-        """Records of events applied."""
-        return present_moment().views.applier.records
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """Reason -> records that could not be applied."""
-        return present_moment().views.applier.dead_letters.counts
+    def applier(self) -> Applier:
+        """What has applied the records of the moment, with their counts."""
+        return present_moment().views.applier
 
     def why_not_ready(self) -> str:
         """Return "": everything that belongs to a moment has been applied."""
@@ -125,3 +126,36 @@ class PastViews:
     def now(self) -> float:
         """Return the time of the moment."""
         return present_moment().views.now
+
+
+class PageStates:
+    """Opens the scene of the moment that a request names."""
+
+    def __init__(self, folder: Path, moments: OpenMoments, marks: MarkerSearch) -> None:
+        self._moments = moments
+        self._marks = marks
+        self._rates = RateHistory()
+        self._decisions = DecisionHistory(folder)
+
+    async def open(self, _at: str | None) -> PageState:
+        """Return the scene of the moment that `MomentMiddleware` holds open. See `PageStateAt`."""
+        opened = present_moment()
+        index, now = opened.views.index, opened.views.now
+
+        def history(timeline: Timeline) -> History:
+            return opened.history or History(
+                self._rates.rates(timeline, now), self._decisions.funnel(timeline, index, now)
+            )
+
+        found = opened.history
+        if found is None:
+            found = opened.history = await self._moments.work(history)
+        return PageState(
+            key=f"{opened.moment.text} {self._moments.extent.next_index} {self._marks.next_index}",
+            is_past=True,
+            views=ReplayViews(),
+            is_resync_requested=lambda _view: False,
+            engines={},
+            watch=WorkerHistory.of_past(found.rates, self._marks.changes_before(index)),
+            funnel=lambda _now: found.funnel,
+        )

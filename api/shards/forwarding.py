@@ -14,11 +14,12 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.access.guard import header
 from api.problems import MEDIA_TYPE as PROBLEM_TYPE
 from api.problems import ProblemError, ProblemKind
-from api.shards.members import PeerAnswer, PeerError, Peers
+from api.queries.answers import MISSING_HEADER
+from api.shards.members import MemberAnswer, MemberError, Members
 from api.shards.scatter_gather import not_joined
-from api.shards.wire import MISSING_HEADER
 from indexer.shards.assignment import Member
 from indexer.shards.membership import Membership
 from indexer.views import STATES
@@ -57,14 +58,14 @@ _split_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_listed = msgspec.json.Decoder(_Listed).decode
 
 
-class AskOthers:
+class ForwardToMembers:
     """Middleware: `GET /workers` lists the workers of all members; a route of one worker finds the member that has it.
 
     A request that another member has forwarded is never forwarded again. A forwarded request has the rights of its
     caller, never those of this member.
     """
 
-    def __init__(self, app: ASGIApp, membership: Membership, peers: Peers) -> None:
+    def __init__(self, app: ASGIApp, membership: Membership, peers: Members) -> None:
         self._app = app
         self._membership = membership
         self._peers = peers
@@ -88,7 +89,7 @@ class AskOthers:
         lists, missing = [_listed(bytes(own.body))], []
         for member, answer in await self._ask(scope, target):
             try:
-                if isinstance(answer, PeerError) or answer.status != HTTPStatus.OK:
+                if isinstance(answer, MemberError) or answer.status != HTTPStatus.OK:
                     missing.append(member)
                 else:
                     lists.append(_listed(answer.body))
@@ -101,7 +102,7 @@ class AskOthers:
         """Return the answer of the member that has the worker. A 404 says that no member has it."""
         silent: list[tuple[Member, str]] = []
         for member, answer in await self._ask(scope, target):
-            if isinstance(answer, PeerError):
+            if isinstance(answer, MemberError):
                 silent.append((member, str(answer)))
             elif answer.status in _DEFINITE:
                 media_type = _JSON if answer.status < HTTPStatus.BAD_REQUEST else PROBLEM_TYPE
@@ -115,9 +116,11 @@ class AskOthers:
         response.headers.update(_missing_header(member for member, _ in silent))
         return response
 
-    async def _ask(self, scope: Scope, target: str) -> list[tuple[Member, PeerAnswer | PeerError]]:
-        authorization = _header(scope, "authorization")
-        headers = {_FORWARDED: "1"} | ({} if authorization is None else {"Authorization": authorization})
+    async def _ask(self, scope: Scope, target: str) -> list[tuple[Member, MemberAnswer | MemberError]]:
+        authorization = header(scope, b"authorization")
+        headers = {_FORWARDED: "1"} | (
+            {} if authorization is None else {"Authorization": authorization.decode("latin-1")}
+        )
         peers = self._peers.of(self._membership.assignment.members)
         answers = await asyncio.gather(*(peer.forward(scope["method"], target, headers) for peer in peers))
         return [(peer.member, answer) for peer, answer in zip(peers, answers, strict=True)]
@@ -130,7 +133,7 @@ def _target(scope: Scope) -> str | None:
     token does not permit.
     """
     path, action = scope["path"], ""
-    if _header(scope, _FORWARDED) is not None:
+    if header(scope, _FORWARDED.encode()) is not None:
         return None
     if path != _ALL:
         found = _ONE.fullmatch(path)
@@ -143,11 +146,6 @@ def _target(scope: Scope) -> str | None:
     given = QueryParams(scope["query_string"]).multi_items()
     query = urlencode([each for each in given if each[0] in _PARAMETERS[action]], quote_via=quote, errors="replace")
     return f"{path}?{query}" if query else str(path)
-
-
-def _header(scope: Scope, name: str) -> str | None:
-    value = next((value for each, value in scope["headers"] if each == name.encode()), None)
-    return None if value is None else value.decode("latin-1")
 
 
 def _missing_header(members: Iterable[Member]) -> dict[str, str]:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, FastAPI
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 from starlette.responses import Response
 
-from api.access.tenants import TenantQueries
+from api.fast.fast_path import GroupAnswers
 from api.openapi import answers
-from api.queries.routes import json_response
+from api.problems import ProblemError, ProblemKind
+from api.queries.body_formats import Body, BodyFormat, format_of
+from api.queries.large_bodies import is_large
+from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
+from api.queries.routes import RawEndpoint, json_response
 from api.settings import ApiSettings
-from api.shards.forwarding import AskOthers
-from api.shards.local_shard import OwnViews
-from api.shards.members import Connections, Peers
-from api.shards.routes import ShardRoutes
-from api.shards.scatter_gather import Gatherer
+from api.shards.forwarding import ForwardToMembers
+from api.shards.local_shard import LocalShard
+from api.shards.members import Connections, Members
+from api.shards.scatter_gather import ScatterGather
+from api.shards.wire import PATH, ShardRequest, decode_request, encode
+from api.telemetry.families import counter, gauge
 from indexer.consumer import Consumer
 from indexer.shards.membership import Membership
 from indexer.shards.settings import GroupSettings
@@ -28,6 +34,10 @@ from kv_events.http.shards import Shards
 from kv_events.runtime.settings import read_secret
 from kv_events.runtime.tls import TlsFiles
 from kv_events.runtime.variables import variable
+
+_GROWTH = 4
+"""Bytes of the hashes of a prompt for each byte of its tokens: a page of one token is two bytes of JSON."""
+_ROOM = 2**20
 
 
 class ShardGroup:
@@ -38,13 +48,13 @@ class ShardGroup:
         assert consumer.share is not None
         self.membership = membership
         self._consumer = consumer
-        self._own = OwnViews(consumer, consumer.share)
+        self._own = LocalShard(consumer, consumer.share)
         tls = None
         if settings.group_ca_file is not None:
             tls = TlsFiles("group", settings.group_ca_file, None, None, None).context()
         connections = Connections(_token(settings, api), tls, serves_tls=api.tls_cert_file is not None)
-        self._peers = Peers(membership.id, connections, settings.group_deadline_s)
-        self.gatherer = Gatherer(self._own, membership, self._peers)
+        self._peers = Members(membership.id, connections, settings.group_deadline_s)
+        self.gatherer = ScatterGather(self._own, membership, self._peers)
         """Answers questions for the whole group."""
 
     @asynccontextmanager
@@ -56,44 +66,57 @@ class ShardGroup:
     def add_to(self, app: FastAPI) -> None:
         """Add what an application has only in a group. The middleware is added as the innermost one."""
         app.include_router(_shards_routes(self.gatherer))
-        app.add_middleware(AskOthers, membership=self.membership, peers=self._peers)
+        app.add_middleware(ForwardToMembers, membership=self.membership, peers=self._peers)
 
-    def metrics(self) -> Collector:
-        """Return what `GET /metrics` says about the group."""
-        return ShardMetrics(self.gatherer)
-
-    def routes(self, max_body_bytes: int, *, must_be_ready: bool, tenants: TenantQueries | None = None) -> ShardRoutes:
-        """Return the query routes. See `HotRoutes`."""
-        return ShardRoutes(
-            self._consumer, self.gatherer, self._own, max_body_bytes, must_be_ready=must_be_ready, tenants=tenants
-        )
-
-
-class ShardMetrics(Collector):
-    """The group as this member sees it, read at each scrape."""
-
-    def __init__(self, gatherer: Gatherer) -> None:
-        self._gatherer = gatherer
-
-    def collect(self) -> Iterator[Metric]:
+    def families(self) -> Iterator[Metric]:
         """Yield the metric families."""
-        shards = self._gatherer.shards()
+        shards = self.gatherer.shards()
         missing = sum(len(each.partitions) for each in shards.missing)
-        yield GaugeMetricFamily("kvsight_group_members", "Members of the shard group", value=len(shards.members))
-        yield GaugeMetricFamily("kvsight_group_partitions", "Partitions of this member", value=len(shards.claims))
-        yield GaugeMetricFamily("kvsight_group_missing_partitions", "Partitions that answers lack", value=missing)
-        given_up = self._gatherer.given_up
-        yield CounterMetricFamily("kvsight_group_given_up", "Answers of members that did not come", value=given_up)
+        yield gauge("kvsight_group_members", "Members of the shard group", len(shards.members))
+        yield gauge("kvsight_group_partitions", "Partitions of this member", len(shards.claims))
+        yield gauge("kvsight_group_missing_partitions", "Partitions that answers lack", missing)
+        yield counter("kvsight_group_given_up", "Answers of members that did not come", self.gatherer.given_up)
+
+    def endpoints(self, max_body_bytes: int) -> dict[str, RawEndpoint]:
+        """Path -> ASGI application for POST: what members ask each other."""
+        return {PATH: RawEndpoint(self._reply, _GROWTH * max_body_bytes + _ROOM)}
+
+    def fast_answers(self, *, has_tenants: bool) -> GroupAnswers:
+        """Return how small requests are answered by the fast path. has_tenants: whether their queries have bounds."""
+        fields = {} if has_tenants else {"/query": BY_TOKENS, "/query_by_hash": BY_HASH}
+        asks = {path: partial(self._answer_inline, names) for path, names in fields.items()}
+        return GroupAnswers({PATH: self._reply_inline}, asks)
+
+    async def _answer_inline(self, fields: Collection[str], body: bytes, content_type: str) -> bytes | None:
+        """Answer a query if nothing is missing. What is missing goes into a header, too."""
+        if is_large(body) or self.gatherer.missing:
+            return None
+        self.gatherer.check_ready()
+        asked = decode_question(body, format_of(content_type), fields)
+        if asked[0].is_detailed or not self.gatherer.knows(asked[0]):
+            return None
+        (found,), missing = await self.gatherer.answer([asked])
+        return None if missing or isinstance(found, ProblemError) else found
+
+    async def _reply(self, body: Body, _body_format: BodyFormat) -> Response:
+        asked = await asyncio.to_thread(_decoded, body) if is_large(body) else _decoded(body)
+        return Response(encode(await self._own.reply(asked)), media_type="application/msgpack")
+
+    def _reply_inline(self, body: bytes) -> bytes | None:
+        if is_large(body):
+            return None
+        asked = _decoded(body)
+        return encode(self._own.reply_inline(asked)) if len(asked.prompts) <= 1 else None
 
 
-def _shards_routes(gatherer: Gatherer) -> APIRouter:
+def _shards_routes(gatherer: ScatterGather) -> APIRouter:
     """Return the route that shows the group."""
     router = APIRouter(tags=["service"])
 
     @router.get("/shards", response_class=Response, responses=answers(Shards, "The group as this member sees it"))
     async def shards() -> Response:
         """Return the members of the group with their partitions, and what answers lack at the moment."""
-        return json_response(msgspec.json.encode(gatherer.shards()))
+        return json_response(gatherer.shards())
 
     return router
 
@@ -108,3 +131,15 @@ def _token(settings: GroupSettings, api: ApiSettings) -> str | None:
         expected = "a token with the scope read, because the members need one to ask each other"
         raise InvalidValueError(variable("group_token_file"), None, expected)
     return None
+
+
+def _decoded(body: Body) -> ShardRequest:
+    try:
+        asked = decode_request(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProblemError(400, ProblemKind.MALFORMED_BODY, f"body: {error}") from None
+    for ask in asked.prompts:
+        for packed in ask.hashes.values():
+            if len(packed) % 8:
+                raise ProblemError(422, ProblemKind.INVALID_VALUE, "hashes: expected a multiple of 8 bytes", "hashes")
+    return asked

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from api.queries.encoding import age_ms
-from api.shards.wire import ANY_BLOCK_SIZE, MAX_BLOCK_SIZES, MAX_NAMES, Ask, Asked, Found, Row, Told
+from api.shards.wire import (
+    ANY_BLOCK_SIZE,
+    MAX_BLOCK_SIZES,
+    MAX_NAMES,
+    PromptRows,
+    ShardPrompt,
+    ShardReply,
+    ShardRequest,
+    StreamRow,
+)
 from indexer.consumer import Consumer
 from indexer.namespaces import Namespace
 from indexer.scores import stream_scores
@@ -21,7 +30,7 @@ _NUMBERS = {state: number for number, state in enumerate(STATES)}
 _HASH = np.dtype("<u8")
 
 
-class OwnViews:
+class LocalShard:
     """The views of one member. Belongs to the event loop of its consumer."""
 
     def __init__(self, consumer: Consumer, share: Share) -> None:
@@ -32,18 +41,18 @@ class OwnViews:
         """See `Share.claims`."""
         return self._share.claims()
 
-    async def tell(self, asked: Asked) -> Told:
+    async def reply(self, asked: ShardRequest) -> ShardReply:
         """Answer another member. Other tasks run about once a millisecond."""
-        return self._told(asked, await self.find(asked.prompts))
+        return self._reply(asked, await self.find(asked.prompts))
 
-    def tell_at_once(self, asked: Asked) -> Told:
+    def reply_inline(self, asked: ShardRequest) -> ShardReply:
         """Answer another member, while no other task runs."""
-        return self._told(asked, [self._find(ask) for ask in asked.prompts])
+        return self._reply(asked, [self._find(ask) for ask in asked.prompts])
 
-    def _told(self, asked: Asked, found: list[Found]) -> Told:
+    def _reply(self, asked: ShardRequest, found: list[PromptRows]) -> ShardReply:
         membership = self._share.membership
         newest = membership.assignment
-        return Told(
+        return ShardReply(
             membership.id,
             newest.generation,
             self._share.claims(),
@@ -51,7 +60,7 @@ class OwnViews:
             newest if newest.generation > asked.generation else None,
         )
 
-    async def find(self, prompts: Sequence[Ask]) -> list[Found]:
+    async def find(self, prompts: Sequence[ShardPrompt]) -> list[PromptRows]:
         """Return what is held of each prompt."""
         found = []
         slice_began = time.perf_counter()
@@ -62,23 +71,23 @@ class OwnViews:
                 slice_began = time.perf_counter()
         return found
 
-    def _find(self, ask: Ask) -> Found:
+    def _find(self, ask: ShardPrompt) -> PromptRows:
         namespaces = self._consumer.namespaces.find(ask.model, ask.tenant)
         if not namespaces:
-            return Found([], [], self._known())
-        rows: list[Row] = []
+            return PromptRows([], [], self._known())
+        rows: list[StreamRow] = []
         for namespace in namespaces:
             packed = ask.hashes.get(namespace.key.block_size, ask.hashes.get(ANY_BLOCK_SIZE))
             if packed is not None:
                 rows += self._rows(namespace, packed, ask.num_positions)
         block_sizes = [namespace.key.block_size for namespace in namespaces]
-        return Found(block_sizes[:MAX_BLOCK_SIZES], rows, [])
+        return PromptRows(block_sizes[:MAX_BLOCK_SIZES], rows, [])
 
-    def _rows(self, namespace: Namespace, packed: bytes, num_positions: int | None) -> list[Row]:
+    def _rows(self, namespace: Namespace, packed: bytes, num_positions: int | None) -> list[StreamRow]:
         consumer = self._consumer
         hashes, now = np.frombuffer(packed, _HASH), consumer.now()
         return [
-            Row(
+            StreamRow(
                 each.partition,
                 each.worker,
                 each.dp_rank,

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from api.shards.wire import PATH, Told, decode_told
+from api.shards.wire import PATH, ShardReply, decode_reply
 from indexer.shards.assignment import Member
 from kv_events.runtime.tls import connection_reason
 
@@ -23,19 +23,19 @@ _MAX_ANSWER_BYTES = 256 * 2**20
 _OK = 200
 
 
-class PeerAnswer(NamedTuple):
+class MemberAnswer(NamedTuple):
     """An answer of a member."""
 
     status: int
     body: bytes
 
 
-class PeerError(Exception):
+class MemberError(Exception):
     """A member did not answer. The text says why."""
 
 
-class Peer:
-    """One other member. Without an answer it is not asked again until `Gatherer` has reached it in the background."""
+class MemberClient:
+    """One other member. Without an answer it is asked again only by `ScatterGather`, in the background."""
 
     def __init__(self, member: Member, connections: Connections, deadline_s: float) -> None:
         self.member = member
@@ -44,13 +44,13 @@ class Peer:
         self._connections = connections
         self._deadline_s = deadline_s
 
-    async def ask(self, body: bytes) -> Told:
-        """Send a question. Raises PeerError, also if the answer is not there in time."""
+    async def ask(self, body: bytes) -> ShardReply:
+        """Send a question. Raises MemberError, also if the answer is not there in time."""
         self.failure = ""
         try:
             answer = await self._connections.ask(self.member.url + PATH, body, self._deadline_s)
-            told: Told = decode_told(answer.body) if answer.status == _OK else _refused(answer)
-        except PeerError as error:
+            told: ShardReply = decode_reply(answer.body) if answer.status == _OK else _refused(answer)
+        except MemberError as error:
             self.failure = str(error)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.failure = "its answer cannot be read"
@@ -58,9 +58,9 @@ class Peer:
             if told.member == self.member.id:
                 return told
             self.failure = "another service answers at its address"
-        raise PeerError(self.failure)
+        raise MemberError(self.failure)
 
-    async def forward(self, method: str, target: str, headers: dict[str, str]) -> PeerAnswer | PeerError:
+    async def forward(self, method: str, target: str, headers: dict[str, str]) -> MemberAnswer | MemberError:
         """Send another request, without a body. Returns the error if there is no answer.
 
         target: path and query, percent-encoded. headers: of the request, which has no token but theirs.
@@ -68,12 +68,12 @@ class Peer:
         deadline_s = _FORWARD_DEADLINES * self._deadline_s
         try:
             return await self._connections.send(method, self.member.url + target, deadline_s, headers)
-        except PeerError as error:
+        except MemberError as error:
             return error
 
 
-def _refused(answer: PeerAnswer) -> Told:
-    raise PeerError(f"it answers with status {answer.status}")
+def _refused(answer: MemberAnswer) -> ShardReply:
+    raise MemberError(f"it answers with status {answer.status}")
 
 
 class Connections:
@@ -99,16 +99,16 @@ class Connections:
         self._max_answer_bytes = max_answer_bytes
         self._session: aiohttp.ClientSession | None = None
 
-    async def ask(self, url: str, body: bytes, deadline_s: float) -> PeerAnswer:
-        """Send a question with this member's own token. Raises PeerError."""
+    async def ask(self, url: str, body: bytes, deadline_s: float) -> MemberAnswer:
+        """Send a question with this member's own token. Raises MemberError."""
         return await self.send("POST", url, deadline_s, self._own_headers, body)
 
     async def send(
         self, method: str, url: str, deadline_s: float, headers: dict[str, str], body: bytes = b""
-    ) -> PeerAnswer:
-        """Send a request and receive the whole answer. url: percent-encoded, sent as it is. Raises PeerError."""
+    ) -> MemberAnswer:
+        """Send a request and receive the whole answer. url: percent-encoded, sent as it is. Raises MemberError."""
         if self._serves_tls and "Authorization" in headers and not url.startswith("https://"):
-            raise PeerError("its address is without TLS, so it gets no token")
+            raise MemberError("its address is without TLS, so it gets no token")
         session = self._session = self._session or self._opened()
         try:
             target = URL(url, encoded=True)
@@ -116,24 +116,24 @@ class Connections:
                 asyncio.timeout(deadline_s),
                 session.request(method, target, data=body, headers=headers, allow_redirects=False) as answer,
             ):
-                return PeerAnswer(answer.status, await self._whole(answer))
+                return MemberAnswer(answer.status, await self._whole(answer))
         except TimeoutError:
             reason = f"no answer within {deadline_s:g} s"
         except aiohttp.ClientConnectorError as error:
             reason = connection_reason(error.os_error) or str(error)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             reason = str(error) or type(error).__name__
-        raise PeerError(reason)
+        raise MemberError(reason)
 
     async def _whole(self, answer: aiohttp.ClientResponse) -> bytes:
         """Return the body. Nothing is decompressed: a few bytes could become more than the memory holds."""
         if answer.headers.get("Content-Encoding", "identity") != "identity":
-            raise PeerError("its answer cannot be read: it is compressed")
+            raise MemberError("its answer cannot be read: it is compressed")
         body = bytearray()
         async for part in answer.content.iter_any():
             body += part
             if len(body) > self._max_answer_bytes:
-                raise PeerError(f"its answer has more than {self._max_answer_bytes} bytes")
+                raise MemberError(f"its answer has more than {self._max_answer_bytes} bytes")
         return bytes(body)
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -154,22 +154,22 @@ class Connections:
             await self._session.close()
 
 
-class Peers:
+class Members:
     """All other members."""
 
     def __init__(self, own_id: str, connections: Connections, deadline_s: float) -> None:
         self._own_id = own_id
         self._connections = connections
         self._deadline_s = deadline_s
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, MemberClient] = {}
 
-    def of(self, members: Iterable[Member]) -> list[Peer]:
+    def of(self, members: Iterable[Member]) -> list[MemberClient]:
         """Return the connections to members, without this process itself."""
         found = {}
         for member in members:
             if member.id != self._own_id:
                 known = self._peers.get(member.id)
-                found[member.id] = known or Peer(member, self._connections, self._deadline_s)
+                found[member.id] = known or MemberClient(member, self._connections, self._deadline_s)
         self._peers = found
         return list(found.values())
 

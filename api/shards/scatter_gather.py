@@ -15,16 +15,16 @@ import numpy as np
 from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.answers import check_block_size, unknown_model
-from api.queries.encoding import encoded_answer
-from api.queries.questions import Numbers, Question
-from api.shards.local_shard import OwnViews
-from api.shards.members import Peer, PeerError, Peers
-from api.shards.wire import ANY_BLOCK_SIZE, Ask, Asked, Found, Row, Told, encode
+from api.queries.answers import Answered, check_block_size, unknown_model
+from api.queries.encoding import encode_answer
+from api.shards.local_shard import LocalShard
+from api.shards.members import MemberClient, MemberError, Members
+from api.shards.wire import ANY_BLOCK_SIZE, PromptRows, ShardPrompt, ShardReply, ShardRequest, StreamRow, encode
 from indexer.scores import StreamScore, TierTokens, worker_scores
 from indexer.shards.assignment import Assignment
 from indexer.shards.membership import Membership
 from indexer.views import STATES, ViewState
+from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
 from kv_events.http.shards import ShardMember, Shards
 from kv_events.runtime.supervised import keep_running
@@ -42,10 +42,10 @@ _NOBODY = "no member answers for it yet"
 class _Prompt:
     """One question on its way through a gathering."""
 
-    question: Question
-    numbers: Numbers
+    question: ParsedQuery
+    numbers: PromptArray
     hashes: dict[int, bytes]
-    """Those of the next round, see `Ask`."""
+    """Those of the next round, see `ShardPrompt`."""
     block_sizes: set[int]
     """Those that the workers of the model use."""
     known: set[tuple[str, str]]
@@ -61,19 +61,10 @@ class _Winner(NamedTuple):
     """Of the member in the list of those who answered."""
 
 
-class Answered(NamedTuple):
-    """Answers to several questions."""
-
-    answers: list[bytes | ProblemError]
-    """JSON, or the problem of a question."""
-    missing: list[Missing]
-    """What all of them lack."""
-
-
-class Gatherer:
+class ScatterGather:
     """Answers questions for the whole group. Belongs to the event loop of the consumer."""
 
-    def __init__(self, own: OwnViews, membership: Membership, peers: Peers) -> None:
+    def __init__(self, own: LocalShard, membership: Membership, peers: Members) -> None:
         self._own = own
         self._membership = membership
         self._peers = peers
@@ -116,7 +107,7 @@ class Gatherer:
             self.missing = self._judge(told, failures)[-1]
             self._release(told)
 
-    def _release(self, told: Sequence[Told]) -> None:
+    def _release(self, told: Sequence[ShardReply]) -> None:
         """Stop keeping the partitions that their new member answers for."""
         lent = self._membership.lent
         if lent:
@@ -124,12 +115,12 @@ class Gatherer:
             ready = {(p, each.member) for each in told for p, is_ready in each.claims.items() if is_ready}
             self._membership.release([p for p in lent if p in owned and (p, owned[p].id) in ready])
 
-    def check_joined(self) -> None:
+    def check_ready(self) -> None:
         """Raise ProblemError (503) before the first assignment, when nobody to ask is known."""
         if not self._membership.is_assigned:
             raise not_joined(self._membership.group)
 
-    async def answer(self, questions: Sequence[tuple[Question, Numbers]]) -> Answered:
+    async def answer(self, questions: Sequence[tuple[ParsedQuery, PromptArray]]) -> Answered:
         """Return the answers to some questions."""
         prompts = [await self._prompt(*each) for each in questions]
         missing = await self._round(prompts)
@@ -139,11 +130,11 @@ class Gatherer:
         self.missing = missing
         return Answered([self._answer(prompt, missing) for prompt in prompts], missing)
 
-    def knows(self, question: Question) -> bool:
+    def knows(self, question: ParsedQuery) -> bool:
         """Return whether workers of the model have been seen."""
         return (question.model, question.tenant) in self._block_sizes
 
-    async def _prompt(self, question: Question, numbers: Numbers) -> _Prompt:
+    async def _prompt(self, question: ParsedQuery, numbers: PromptArray) -> _Prompt:
         prompt = _Prompt(question, numbers, {}, set(), set(), [])
         if question.field != "token_ids":
             size = ANY_BLOCK_SIZE if question.block_size is None else question.block_size
@@ -165,7 +156,9 @@ class Gatherer:
     async def _round(self, prompts: Sequence[_Prompt]) -> list[Missing]:
         """Ask everybody once. Afterwards a prompt has hashes only for block sizes that must be asked for again."""
         asks = [
-            Ask(each.question.model, each.question.tenant, each.hashes, each.question.num_positions(each.numbers))
+            ShardPrompt(
+                each.question.model, each.question.tenant, each.hashes, each.question.num_positions(each.numbers)
+            )
             for each in prompts
         ]
         told, failures = await self._ask(asks)
@@ -184,7 +177,7 @@ class Gatherer:
                 await self._hash(prompt, sorted(prompt.block_sizes - asked.keys()))
         return missing
 
-    def _remember(self, question: Question, block_sizes: set[int]) -> None:
+    def _remember(self, question: ParsedQuery, block_sizes: set[int]) -> None:
         model = question.model, question.tenant
         self._block_sizes[model] = block_sizes
         self._block_sizes.move_to_end(model)
@@ -194,33 +187,32 @@ class Gatherer:
     def _answer(self, prompt: _Prompt, missing: list[Missing]) -> bytes | ProblemError:
         question = prompt.question
         is_known = bool(prompt.block_sizes) or self.knows(question)
-        try:
-            if not is_known:
-                raise unknown_model(question, prompt.known)
-            if prompt.block_sizes and not missing:
+        if not is_known:
+            return unknown_model(question, prompt.known, _in_words(missing) if missing else "")
+        if prompt.block_sizes and not missing:
+            try:
                 check_block_size(question, prompt.block_sizes)
-        except ProblemError as problem:
-            if is_known or not missing:
+            except ProblemError as problem:
                 return problem
-            detail = f"{problem.detail}; {_in_words(missing)}"  # the model may be in what is missing
-            return ProblemError(503, ProblemKind.UNAVAILABLE, detail, problem.field, problem.value, retry_after_s=1)
         now = time.time()
         scores = worker_scores(each._replace(heard_at=now - each.heard_at / 1000) for each in prompt.streams)
-        return encoded_answer(question, scores, now, missing or UNSET)
+        return encode_answer(question, scores, now, missing or UNSET)
 
-    async def _ask(self, asks: list[Ask], *, has_patience: bool = False) -> tuple[list[Told], dict[str, str]]:
+    async def _ask(
+        self, asks: list[ShardPrompt], *, has_patience: bool = False
+    ) -> tuple[list[ShardReply], dict[str, str]]:
         """Ask all members, this one first. Returns the answers, and member -> why it did not answer.
 
         has_patience: also ask those that did not answer the last time.
         """
         has_patience = has_patience or self._membership.is_doubtful  # somebody knows who has its partitions now
         assignment = self._membership.assignment
-        asked = Asked(assignment.generation, asks)
+        asked = ShardRequest(assignment.generation, asks)
         peers = self._peers.of(assignment.members)
         body = encode(asked) if peers else b""
         failures = {peer.member.id: peer.failure for peer in peers if peer.failure and not has_patience}
         asking = [asyncio.create_task(peer.ask(body)) for peer in peers if peer.member.id not in failures]
-        told = [await self._own.tell(asked)]
+        told = [await self._own.reply(asked)]
         for peer, answer in zip(
             [peer for peer in peers if peer.member.id not in failures],
             await asyncio.gather(*asking, return_exceptions=True),
@@ -230,9 +222,14 @@ class Gatherer:
         return told, failures
 
     def _note(
-        self, peer: Peer, answer: Told | BaseException, num_asked: int, told: list[Told], failures: dict[str, str]
+        self,
+        peer: MemberClient,
+        answer: ShardReply | BaseException,
+        num_asked: int,
+        told: list[ShardReply],
+        failures: dict[str, str],
     ) -> None:
-        if isinstance(answer, PeerError):
+        if isinstance(answer, MemberError):
             failures[peer.member.id] = str(answer)
             self.given_up += 1
         elif isinstance(answer, BaseException):
@@ -243,8 +240,8 @@ class Gatherer:
             failures[peer.member.id] = "its answer cannot be read"
 
     def _judge(
-        self, told: Sequence[Told], failures: dict[str, str]
-    ) -> tuple[list[Told], dict[int, _Winner], list[Missing]]:
+        self, told: Sequence[ShardReply], failures: dict[str, str]
+    ) -> tuple[list[ShardReply], dict[int, _Winner], list[Missing]]:
         """Decide whose rows count, by the newest assignment that anybody knows."""
         newest = max(
             (self._membership.assignment, *(each.assignment for each in told if each.assignment is not None)),
@@ -283,11 +280,11 @@ def not_joined(group: str) -> ProblemError:
     return ProblemError(503, ProblemKind.UNAVAILABLE, detail, retry_after_s=1)
 
 
-def _packed(hashes: Numbers) -> bytes:
+def _packed(hashes: PromptArray) -> bytes:
     return np.ascontiguousarray(hashes, "<u8").tobytes()
 
 
-def _streams(found: Found, winners: dict[int, _Winner], place: int) -> list[StreamScore]:
+def _streams(found: PromptRows, winners: dict[int, _Winner], place: int) -> list[StreamScore]:
     """Return the rows that count. `heard_at` is the age in milliseconds here."""
     streams = []
     for row in found.rows:
@@ -297,7 +294,7 @@ def _streams(found: Found, winners: dict[int, _Winner], place: int) -> list[Stre
     return streams
 
 
-def _stream(row: Row, is_ready: bool) -> StreamScore:
+def _stream(row: StreamRow, is_ready: bool) -> StreamScore:
     state = STATES[row.state]
     if state is ViewState.LIVE and not is_ready:
         state = ViewState.SYNCING

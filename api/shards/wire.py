@@ -6,13 +6,11 @@ from typing import Annotated
 
 import msgspec
 
-from api.queries.query_requests import MAX_QUERIES_PER_BATCH
 from indexer.shards.assignment import MAX_PARTITIONS, Assignment
 from indexer.views import STATES
+from kv_events.http.queries import MAX_QUERIES_PER_BATCH
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES
 
-MISSING_HEADER = "Kvsight-Missing"
-"""Header of an answer that lacks partitions, which it names."""
 PATH = "/shards/query"
 ANY_BLOCK_SIZE = 0
 
@@ -27,7 +25,7 @@ _Partition = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ShardPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One prompt."""
 
     model: str
@@ -38,15 +36,15 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of the prompt. None: not known."""
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class ShardRequest(msgspec.Struct, frozen=True, array_like=True):
     """What one member asks another one."""
 
     generation: _Number
     """That of the newest assignment that the asking member knows."""
-    prompts: Annotated[list[Ask], msgspec.Meta(max_length=MAX_QUERIES_PER_BATCH)]
+    prompts: Annotated[list[ShardPrompt], msgspec.Meta(max_length=MAX_QUERIES_PER_BATCH)]
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class StreamRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The part of a prompt that one stream can reuse, in tokens. See `indexer.scores.StreamScore`."""
 
     partition: _Partition
@@ -61,30 +59,30 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     age_ms: _Number
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True):
+class PromptRows(msgspec.Struct, frozen=True, array_like=True):
     """The answer to one prompt."""
 
     block_sizes: Annotated[
         list[Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]], msgspec.Meta(max_length=MAX_BLOCK_SIZES)
     ]
     """Those that the member's workers of the model use. Sizes for which it got no hashes have no rows."""
-    rows: list[Row]
+    rows: list[StreamRow]
     known: Annotated[list[tuple[_Name, _Name]], msgspec.Meta(max_length=MAX_NAMES)]
     """Models and tenants of this member, if it does not know the one that was asked for."""
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
+class ShardReply(msgspec.Struct, frozen=True, array_like=True):
     """What one member tells another one."""
 
     member: str
     generation: _Number
     claims: Annotated[dict[_Partition, bool], msgspec.Meta(max_length=MAX_PARTITIONS)]
     """Partition that the member answers for -> whether its views are up to date with the log."""
-    found: Annotated[list[Found], msgspec.Meta(max_length=MAX_QUERIES_PER_BATCH)]
+    found: Annotated[list[PromptRows], msgspec.Meta(max_length=MAX_QUERIES_PER_BATCH)]
     assignment: Assignment | None = None
     """The newest assignment, if the asking member has an older one."""
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_asked = msgspec.msgpack.Decoder(Asked).decode
-decode_told = msgspec.msgpack.Decoder(Told).decode
+decode_request = msgspec.msgpack.Decoder(ShardRequest).decode
+decode_reply = msgspec.msgpack.Decoder(ShardReply).decode

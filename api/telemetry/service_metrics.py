@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import accumulate
 
 import numpy as np
@@ -15,17 +14,21 @@ from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.served_views import ServedViews
+from api.access.tenants import TenantRates
+from api.telemetry.families import Collected, counter, counter_by, gauge, gauge_by
 from api.telemetry.view_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
-from api.workers.event_stream import EventFeed
+from api.view_source import ViewSource
+from api.workers.event_stream import EventStream
 from indexer.consumer import Consumer
+from indexer.decisions.log import DecisionLog
 from indexer.views import ViewState
 from kv_events.schema import MEDIA
 
 _BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
 _SLICE_SAMPLES = 500
+_MAX_TENANTS = 200
+"""Tenants with labels of their own. All further ones share the label `other`."""
 _STREAM_COUNTERS = {
     name: "kvsight_batches_applied" if name == "batches" else f"kvsight_{name}" for name in COUNTER_NAMES
 }
@@ -34,18 +37,27 @@ _STREAM_COUNTERS = {
 class HttpMetrics:
     """Metrics of one application, in their own registry."""
 
-    def __init__(self, consumer: Consumer, timed_paths: Collection[str], feed: EventFeed, max_workers: int) -> None:
+    def __init__(self, consumer: Consumer, timed_paths: Collection[str], feed: EventStream, max_workers: int) -> None:
         """max_workers: workers that have series of their own."""
         self.registry = CollectorRegistry()
         listening = Gauge("kvsight_event_clients", "Callers of GET /events", registry=self.registry)
         listening.set_function(lambda: feed.num_clients)
-        self.registry.register(ConsumerMetrics(consumer))
+        self.add(lambda: consumer_families(consumer))
         self.registry.register(ViewMetrics(consumer, max_workers))
         self.queries = QueryMetrics(timed_paths)
         self.registry.register(self.queries)
         self.errors = PrometheusCounter(
             "kvsight_http_errors", "Answers of status 4xx and 5xx", ["status_class"], registry=self.registry
         )
+
+    def add(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Add families that a function reads at each scrape."""
+        self.registry.register(Collected(read))
+
+    def note_answered(self, path: str, seconds: float) -> None:
+        """Count a request if it is a query."""
+        if path in self.queries.paths:
+            self.queries.note(path, seconds)
 
     async def text(self) -> bytes:
         """Return the metrics in text format 0.0.4. Queries can run between two slices of it."""
@@ -59,13 +71,13 @@ async def metrics_text(registry: Collector) -> bytes:
         for start in range(0, len(family.samples) or 1, _SLICE_SAMPLES):
             part = Metric(family.name, family.documentation, family.type)
             part.samples = family.samples[start : start + _SLICE_SAMPLES]
-            text = generate_latest(_Collected(part))
+            text = generate_latest(_One(part))
             parts.append(text if start == 0 else text.split(b"\n", 2)[2])  # one header for each family
             await asyncio.sleep(0)
     return b"".join(parts)
 
 
-class _Collected(CollectorRegistry):
+class _One(CollectorRegistry):
     """One metric that has been collected before."""
 
     def __init__(self, metric: Metric) -> None:
@@ -89,7 +101,7 @@ class QueryMetrics(Collector):
         self._counts[path][bisect_left(_BUCKETS_S, seconds)] += 1
         self._seconds[path] += seconds
 
-    def note_alike(self, path: str, seconds: float, count: int) -> None:
+    def record_many(self, path: str, seconds: float, count: int) -> None:
         """Count queries that took the same time, each `seconds`."""
         self._counts[path][bisect_left(_BUCKETS_S, seconds)] += count
         self._seconds[path] += count * seconds
@@ -105,54 +117,51 @@ class QueryMetrics(Collector):
         yield from (queries, times)
 
 
-class MeasureRequests:
-    """Middleware that times the query routes and counts errors."""
-
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def send_and_count(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._metrics.errors.labels(f"{message['status'] // 100}xx").inc()
-            await send(message)
-
-        began = time.perf_counter()
-        await self._app(scope, receive, send_and_count)
-        if scope["path"] in self._metrics.queries.paths:
-            self._metrics.queries.note(scope["path"], time.perf_counter() - began)
+def consumer_families(consumer: Consumer) -> Iterator[Metric]:
+    """Yield the families of the consumer."""
+    yield counter_by("reason", "kvsight_resync_requests", "Resyncs requested", consumer.resyncs.requested)
+    yield counter("kvsight_snapshots_written", "Snapshots written", consumer.snapshot_counts.written)
+    failures = consumer.snapshot_counts.failures
+    yield counter("kvsight_snapshot_failures", "Snapshots that could not be written", failures)
+    is_ready = not consumer.why_not_ready()
+    yield gauge("kvsight_ready", "1 after the service has caught up with the log", float(is_ready))
+    yield gauge("kvsight_log_up", "1 while the log can be read", float(consumer.log_outage.since is None))
+    yield gauge("kvsight_log_down_seconds", "Time since the log became unreadable", consumer.log_outage.seconds)
+    if (lag := consumer.lag()) is not None:
+        yield gauge("kvsight_log_lag_records", "Records in the log that are not applied yet", lag)
 
 
-class ConsumerMetrics(Collector):
-    """Metrics of the consumer, read at each scrape."""
+def decision_families(log: DecisionLog) -> Iterator[Metric]:
+    """Yield the families of the records of routers."""
+    dropped = {reason.replace(" ", "_"): count for reason, count in log.dropped.items()}
+    yield counter_by("kind", "kvsight_decisions", "Records of routers accepted", log.accepted)
+    yield counter_by("reason", "kvsight_decisions_dropped", "Records of routers dropped", dropped)
+    yield counter("kvsight_decisions_written", "Records of routers written", log.written)
+    yield gauge("kvsight_decisions_queued", "Records of routers that wait to be written", log.num_queued)
 
-    def __init__(self, consumer: Consumer) -> None:
-        self._consumer = consumer
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield all metric families."""
-        consumer = self._consumer
-        yield _by_reason("kvsight_resync_requests", "Resyncs requested", consumer.resyncs_requested)
-        yield _counter("kvsight_snapshots_written", "Snapshots written", consumer.snapshots_written)
-        yield _counter("kvsight_snapshot_failures", "Snapshots that could not be written", consumer.snapshot_failures)
-        yield _gauge(
-            "kvsight_ready", "1 after the service has caught up with the log", float(not consumer.why_not_ready())
-        )
-        yield _gauge("kvsight_log_up", "1 while the log can be read", float(consumer.log_outage.since is None))
-        yield _gauge("kvsight_log_down_seconds", "Time since the log became unreadable", consumer.log_outage.seconds)
-        if (lag := consumer.lag()) is not None:
-            yield _gauge("kvsight_log_lag_records", "Records in the log that are not applied yet", lag)
+def tenant_families(served: ViewSource, rates: TenantRates) -> Iterator[Metric]:
+    """Yield what each tenant uses and what was refused. Those with a table in the file of limits come first."""
+    namespaces = served.namespaces
+    refused = Counter(stream.tenant for stream in namespaces.refused)
+    known = dict.fromkeys([*rates.limits.named, *namespaces.tenants, *refused, *rates.refused])
+    streams, pages, refusals, queries = (Counter[str]() for _ in range(4))
+    for number, tenant in enumerate(known):
+        label = tenant if number < _MAX_TENANTS else "other"
+        streams[label] += namespaces.num_streams(tenant)
+        pages[label] += namespaces.num_pages(tenant)
+        refusals[label] += refused[tenant]
+        queries[label] += rates.refused[tenant]
+    yield gauge_by("tenant", "kvsight_tenant_worker_streams", "Worker streams that have a view", streams)
+    yield gauge_by("tenant", "kvsight_tenant_pages", "Distinct pages, over all namespaces", pages)
+    yield gauge_by("tenant", "kvsight_tenant_refused_streams", "Worker streams beyond the limit", refusals)
+    yield counter_by("tenant", "kvsight_tenant_refused_queries", "Queries beyond the limit", queries)
 
 
 class ViewMetrics(Collector):
     """Metrics of the views, read at each scrape."""
 
-    def __init__(self, served: ServedViews, max_workers: int) -> None:
+    def __init__(self, served: ViewSource, max_workers: int) -> None:
         """max_workers: workers that have series of their own."""
         self._served = served
         self._growth = CounterGrowth()
@@ -167,8 +176,8 @@ class ViewMetrics(Collector):
         yield from self._index_families()
 
     def _record_families(self) -> Iterator[Metric]:
-        yield _counter("kvsight_records", "Records read from the log", self._served.num_records)
-        yield _by_reason("kvsight_records_rejected", "Dead letters", self._served.rejected)
+        yield counter("kvsight_records", "Records read from the log", self._served.applier.records)
+        yield counter_by("reason", "kvsight_records_rejected", "Dead letters", self._served.applier.dead_letters.counts)
 
     def _stream_counters(self) -> Iterator[Metric]:
         """Yield sums over all streams, which never decrease, then those of each worker."""
@@ -177,7 +186,7 @@ class ViewMetrics(Collector):
         self._totals += growth.sum(axis=0)
         self._workers.update(views, growth, self._served.freshness)
         for (name, metric), total in zip(_STREAM_COUNTERS.items(), self._totals.tolist(), strict=True):
-            yield _counter(metric, f"{name.replace('_', ' ')}, all streams".capitalize(), total)
+            yield counter(metric, f"{name.replace('_', ' ')}, all streams".capitalize(), total)
         yield from self._workers.families(self._served.now())
 
     def _view_families(self) -> Iterator[Metric]:
@@ -195,7 +204,7 @@ class ViewMetrics(Collector):
         yield workers
         now = served.now()
         oldest = max(0.0, now - min(heard_at, default=now))
-        yield _gauge("kvsight_view_age_seconds", "Age of the oldest view that counts in scores", oldest)
+        yield gauge("kvsight_view_age_seconds", "Age of the oldest view that counts in scores", oldest)
 
     def _index_families(self) -> Iterator[Metric]:
         labels = ["model", "tenant", "block_size"]
@@ -212,18 +221,3 @@ class ViewMetrics(Collector):
             sets.add_metric(key, namespace.index.num_sets)
             size.add_metric(key, namespace.index.bytes_used)
         yield from (pages, distinct, sets, size)
-
-
-def _counter(name: str, help_text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, help_text, value=value)
-
-
-def _by_reason(name: str, help_text: str, counts: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(name, help_text, labels=["reason"])
-    for reason, count in counts.items():
-        family.add_metric([reason], count)
-    return family
-
-
-def _gauge(name: str, help_text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, help_text, value=value)

@@ -27,7 +27,7 @@ def end_request(span: Span, status: int) -> None:
 
 
 class TraceRequests:
-    """A middleware that spans the requests to some paths, those that `HotLane` leaves to the ordinary way."""
+    """A middleware that spans the requests to some paths, those that `FastPath` passes to FastAPI."""
 
     def __init__(self, app: ASGIApp, spans: Spans, paths: Collection[str]) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Addresses that registered engines may have: the entries of `KVSIGHT_REGISTER_ALLOW`, and what host names stand for.
+"""Addresses that registered engines may have: the entries of `--register-allow`, and what host names stand for.
 
 A name is looked up and judged at each connection, which then goes to the address that was judged: a name that leads
 elsewhere a moment later (DNS rebinding) gains nothing.

@@ -1,18 +1,17 @@
-"""The answer of GET /workers: worker streams that have a view, and registered engines that have sent nothing yet."""
+"""The workers: their streams that have a view, and registered engines that have sent nothing yet; GET /workers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from msgspec import to_builtins
 
 from api.queries.encoding import age_ms
-from api.served_views import ServedViews
-from api.workers.stream_pages import is_known
+from api.view_source import ViewSource, is_known
 from indexer.namespaces import Namespace, NamespaceKey, Namespaces
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.digest import digest_bytes, empty_digest
@@ -34,71 +33,86 @@ Engines = Mapping[StreamId, "EngineStatus"]
 """Rank -> the status of the engine's reader."""
 
 
-async def list_workers(
-    served: ServedViews, engines: Engines, model: str | None, tenant: str | None
-) -> AsyncIterator[bytes]:
-    """Yield each `Worker` as JSON. Other tasks run about once a millisecond. model, tenant: None selects all."""
-    unheard = unheard_ranks(served.namespaces, engines, served.now())
-    readers = {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
-    slice_began = time.perf_counter()
+class WorkerStreams(NamedTuple):
+    """The streams of one worker of a namespace."""
+
+    key: NamespaceKey
+    name: str
+    views: list[View]
+    """Of its ranks, in their order."""
+    groups: list[tuple[str, View]]
+    """Group streams of these ranks, each with the name of its group."""
+    unheard: dict[int, Listener]
+    """Ranks that have no view: refused ones, and registered ones that have sent nothing yet."""
+
+
+def worker_streams(served: ViewSource, engines: Engines) -> Iterator[WorkerStreams]:
+    """Yield every worker. Other tasks may run, and views may be forgotten, between two of them."""
+    unheard = _unheard_ranks(served.namespaces, engines, served.now())
     for namespace in list(served.namespaces):
-        if not _matches(namespace.key, model, tenant) or served.namespaces.is_group(namespace):
+        if served.namespaces.is_group(namespace):
             continue
         for name, views in _by_worker(namespace).items():
-            now = served.now()
             known = [view for view in views if is_known(served, view)]
             if known:
-                listeners = {view.stream.dp_rank: _listener(served, view, readers, now) for view in known}
-                listeners |= unheard.pop((namespace.key, name), {})
-                groups = _groups(served, namespace, known, now)
-                yield _encoder.encode(_worker(name, namespace.key, listeners, groups))
-            if time.perf_counter() - slice_began > _SLICE_S:
-                await asyncio.sleep(0)
-                slice_began = time.perf_counter()
-    for (key, name), listeners in unheard.items():
-        if _matches(key, model, tenant):
-            yield _encoder.encode(_worker(name, key, listeners, {}))
+                groups = list(_groups(namespace, known))
+                yield WorkerStreams(namespace.key, name, known, groups, unheard.pop((namespace.key, name), {}))
+    for (key, name), ranks in unheard.items():
+        yield WorkerStreams(key, name, [], [], ranks)
 
 
-def _matches(key: NamespaceKey, model: str | None, tenant: str | None) -> bool:
-    return model in (None, key.model) and tenant in (None, key.tenant)
+async def list_workers(
+    served: ViewSource, engines: Engines, model: str | None, tenant: str | None
+) -> AsyncIterator[bytes]:
+    """Yield each `Worker` as JSON. Other tasks run about once a millisecond. model, tenant: None selects all."""
+    readers = {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
+    slice_began = time.perf_counter()
+    for worker in worker_streams(served, engines):
+        if model in (None, worker.key.model) and tenant in (None, worker.key.tenant):
+            yield _encoder.encode(_worker(served, worker, readers))
+        if time.perf_counter() - slice_began > _SLICE_S:
+            await asyncio.sleep(0)
+            slice_began = time.perf_counter()
 
 
-def unheard_ranks(
+def _unheard_ranks(
     namespaces: Namespaces, engines: Engines, now: float
 ) -> dict[tuple[NamespaceKey, str], dict[int, Listener]]:
-    """Return the ranks that have no view, by worker: refused ones, and registered ones that have sent nothing yet."""
     by_worker: dict[tuple[NamespaceKey, str], dict[int, Listener]] = {}
+
+    def add(stream: StreamId, block_size: int, **fields: Any) -> None:
+        key = NamespaceKey(stream.model, stream.tenant, block_size), stream.worker
+        by_worker.setdefault(key, {})[stream.dp_rank] = Listener(
+            state=ViewState.STALE.value,
+            pages={medium.value: 0 for medium in MEDIA},
+            digest=digest_bytes(empty_digest()).hex(),
+            counters=to_builtins(ViewCounters()),
+            **fields,
+        )
+
     for stream, refused in namespaces.refused.items():
         if split_group(stream.model)[1] is None:
-            key = NamespaceKey(stream.model, stream.tenant, refused.block_size)
-            by_worker.setdefault((key, stream.worker), {})[stream.dp_rank] = Listener(
+            add(
+                stream,
+                refused.block_size,
                 endpoint=stream.key,
                 status="failed",
-                state=ViewState.STALE.value,
                 stale_reason=refused.reason,
                 age_ms=age_ms(refused.heard_at, now),
                 epoch=refused.epoch,
                 seq=refused.seq,
-                pages={medium.value: 0 for medium in MEDIA},
-                digest=digest_bytes(empty_digest()).hex(),
-                counters=to_builtins(ViewCounters()),
-                failure=None,
             )
     for stream, status in engines.items():
         if namespaces.view(stream) is None and stream not in namespaces.refused:
-            key = NamespaceKey(stream.model, stream.tenant, status.engine.block_size or 0)
-            by_worker.setdefault((key, stream.worker), {})[stream.dp_rank] = Listener(
+            add(
+                stream,
+                status.engine.block_size or 0,
                 endpoint=status.engine.endpoint,
                 status=_status(status, ViewState.STALE),
-                state=ViewState.STALE.value,
                 stale_reason="new",
                 age_ms=0,
                 epoch=-1,
                 seq=-1,
-                pages={medium.value: 0 for medium in MEDIA},
-                digest=digest_bytes(empty_digest()).hex(),
-                counters=to_builtins(ViewCounters()),
                 failure=status.failure,
                 warning=status.warning,
             )
@@ -112,24 +126,25 @@ def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
     return by_worker
 
 
-def _groups(served: ServedViews, namespace: Namespace, views: list[View], now: float) -> dict[str, dict[int, Listener]]:
-    """Return the group streams of the worker to which the views belong."""
-    groups: dict[str, dict[int, Listener]] = {}
+def _groups(namespace: Namespace, views: list[View]) -> Iterator[tuple[str, View]]:
+    """Yield the group streams of the worker to which the views belong, with the names of their groups."""
     for name, group in sorted(namespace.groups.items()):
         for view in views:
             found = group.by_rank.get((view.stream.worker, view.stream.dp_rank))
             if found is not None:
-                groups.setdefault(name, {})[view.stream.dp_rank] = _listener(served, found, {}, now)
-    return groups
+                yield name, found
 
 
-def _worker(
-    name: str, key: NamespaceKey, ranks: Mapping[int, Listener], groups: dict[str, dict[int, Listener]]
-) -> Worker:
-    listeners = dict(sorted(ranks.items()))
+def _worker(served: ViewSource, worker: WorkerStreams, readers: Engines) -> Worker:
+    now, key = served.now(), worker.key
+    known = {view.stream.dp_rank: _listener(served, view, readers, now) for view in worker.views}
+    listeners = dict(sorted((known | worker.unheard).items()))
+    groups: dict[str, dict[int, Listener]] = {}
+    for group, view in worker.groups:
+        groups.setdefault(group, {})[view.stream.dp_rank] = _listener(served, view, {}, now)
     statuses = {each.status for each in listeners.values()}
     return Worker(
-        instance_id=name,
+        instance_id=worker.name,
         status=next((status for status in ("active", "pending") if status in statuses), "failed"),
         model_name=key.model,
         routing_group=key.tenant,
@@ -143,7 +158,7 @@ def _worker(
     )
 
 
-def _listener(served: ServedViews, view: View, readers: Engines, now: float) -> Listener:
+def _listener(served: ViewSource, view: View, readers: Engines, now: float) -> Listener:
     state, engine = served.freshness.state(view), readers.get(view.stream)
     return Listener(
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,

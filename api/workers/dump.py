@@ -11,8 +11,7 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
-from api.served_views import ServedViews
-from api.workers.stream_pages import stream_pages
+from api.view_source import ViewSource, stream_pages
 from indexer.index import StreamPages
 from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View
@@ -48,7 +47,7 @@ _EXAMPLE = {
 }
 
 
-def dump_routes(served: ServedViews) -> APIRouter:
+def dump_routes(served: ViewSource) -> APIRouter:
     """Return the route of this module."""
     router = APIRouter(tags=["workers"])
     example = {"content": {"application/json": {"schema": {"type": "object"}, "example": _EXAMPLE}}}
@@ -65,7 +64,7 @@ def dump_routes(served: ServedViews) -> APIRouter:
     return router
 
 
-async def _dump(served: ServedViews) -> AsyncIterator[bytes]:
+async def _dump(served: ViewSource) -> AsyncIterator[bytes]:
     namespaces = list(served.namespaces)
     names = Counter(_name(namespace.key) for namespace in namespaces)
     yield b"{"
@@ -87,7 +86,7 @@ def _name(key: NamespaceKey) -> str:
     return f"{key.model}:{key.tenant}"
 
 
-async def _chunks(served: ServedViews, namespace: Namespace) -> AsyncIterator[bytes]:
+async def _chunks(served: ViewSource, namespace: Namespace) -> AsyncIterator[bytes]:
     """Yield the events of every view, a few hundred at a time, separated by commas."""
     for view in list(namespace.views.values()):
         slices = [held async for held in stream_pages(served, view)]

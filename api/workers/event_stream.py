@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
@@ -16,10 +16,11 @@ from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from api.access.guard import header
 from api.problems import ProblemError, ProblemKind
 from indexer.consumer import Consumer
 from indexer.views import View
-from kv_events.codec import DecodedBatch, RemovedPages, StoredPages
+from kv_events.codec import DecodedBatch
 from kv_events.http.events import EVENT_NAMES, PING_S, BatchApplied, ClientDropped, FeedEvent, StateChanged
 from kv_events.schema import MEDIA, AllBlocksCleared
 from kv_events.streams import StreamId
@@ -84,7 +85,7 @@ class _Client:
         return events
 
 
-class EventFeed:
+class EventStream:
     """Sends events to clients. Does no work without clients. Belongs to the consumer's event loop."""
 
     def __init__(self, consumer: Consumer, max_clients: int) -> None:
@@ -208,19 +209,19 @@ class EventFeed:
 class _FeedResponse(StreamingResponse):
     """An answer that keeps its client connected while it is sent, and disconnects it in all cases at the end."""
 
-    def __init__(self, feed: EventFeed, stream_filter: StreamFilter) -> None:
+    def __init__(self, feed: EventStream, stream_filter: StreamFilter) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__((), headers=headers, media_type=_MEDIA_TYPE)
         self._feed = feed
         self._filter = stream_filter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        authorization = header(scope, b"authorization") or b""
         async with self._feed.listening(self._filter, authorization) as self.body_iterator:
             await super().__call__(scope, receive, send)
 
 
-def feed_routes(feed: EventFeed) -> APIRouter:
+def feed_routes(feed: EventStream) -> APIRouter:
     """Return the route of this module."""
     router = APIRouter(tags=["workers"])
     example = {"content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}}}
@@ -247,13 +248,7 @@ def _event(event: FeedEvent) -> bytes:
 
 
 def _batch_applied(view: View, batch: DecodedBatch, state: str) -> BatchApplied:
-    stored: Counter[str] = Counter()
-    removed: Counter[str] = Counter()
-    for step in batch.steps:
-        if isinstance(step, StoredPages):
-            stored[MEDIA[step.medium].value] += len(step.hashes)
-        elif isinstance(step, RemovedPages):
-            removed[MEDIA[step.medium].value] += len(step.hashes)
+    stored, removed = batch.pages()
     return BatchApplied(
         **_names(view.stream),
         epoch=batch.epoch,

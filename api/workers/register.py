@@ -11,12 +11,19 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import Body, Codec, decode_as
-from api.queries.query_requests import Probe
-from api.queries.routes import HotEndpoint, json_response
-from api.workers.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
+from api.queries.body_formats import Body, BodyFormat, decode_as
+from api.queries.routes import RawEndpoint, json_response
 from kv_events.errors import InvalidValueError
-from kv_events.http.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
+from kv_events.http.queries import DialectFields
+from kv_events.http.registrations import (
+    PeerRegistered,
+    PeerRegistration,
+    PeerUnregistration,
+    RfcRegistered,
+    RfcRegistration,
+    RfcUnregistered,
+    RfcUnregistration,
+)
 from kv_events.streams import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -39,10 +46,10 @@ class RegisterRoutes:
     def __init__(self, registrations: Registrations | None) -> None:
         self._given = registrations
 
-    def endpoints(self) -> dict[str, HotEndpoint]:
+    def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
         handlers = {"/register": self._register, "/unregister": self._unregister}
-        return {path: HotEndpoint(handler, MAX_BODY_BYTES) for path, handler in handlers.items()}
+        return {path: RawEndpoint(handler, MAX_BODY_BYTES) for path, handler in handlers.items()}
 
     @property
     def _registrations(self) -> Registrations:
@@ -54,31 +61,31 @@ class RegisterRoutes:
             raise ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.NOT_EMBEDDED, detail)
         return self._given
 
-    async def _register(self, body: Body, codec: Codec) -> Response:
+    async def _register(self, body: Body, body_format: BodyFormat) -> Response:
         registrations = self._registrations
-        if _is_peer(body, codec):
-            peer = decode_as(PeerRegistration, body, codec)
+        if _is_peer(body, body_format):
+            peer = decode_as(PeerRegistration, body, body_format)
             is_new = await registrations.add(engine_of_peer(peer), is_peer=True)
             return _json(PeerRegistered(), HTTPStatus.CREATED if is_new else HTTPStatus.OK)
-        rfc = decode_as(RfcRegistration, body, codec)
+        rfc = decode_as(RfcRegistration, body, body_format)
         await registrations.add(engine_of_rfc(rfc), is_peer=False)
         return _json(RfcRegistered(instance_id=rfc.instance_id))
 
-    async def _unregister(self, body: Body, codec: Codec) -> Response:
+    async def _unregister(self, body: Body, body_format: BodyFormat) -> Response:
         registrations = self._registrations
-        if _is_peer(body, codec):
-            peer = decode_as(PeerUnregistration, body, codec)
+        if _is_peer(body, body_format):
+            peer = decode_as(PeerUnregistration, body, body_format)
             tenant = peer.routing_group or None
             await registrations.remove(str(peer.instance_id), peer.model_name, tenant, peer.dp_rank)
             return _json(PeerRegistered())
-        rfc = decode_as(RfcUnregistration, body, codec)
+        rfc = decode_as(RfcUnregistration, body, body_format)
         model = _model(rfc.model, rfc.modelname)
         removed = await registrations.remove(str(rfc.instance_id), model, rfc.tenant_id or DEFAULT_TENANT, rfc.dp_rank)
         return _json(RfcUnregistered(removed_instances=[f"{e.worker}|{e.tenant}|{e.dp_rank}" for e in removed]))
 
 
-def _is_peer(body: Body, codec: Codec) -> bool:
-    return decode_as(Probe, body, codec).model_name is not UNSET
+def _is_peer(body: Body, body_format: BodyFormat) -> bool:
+    return decode_as(DialectFields, body, body_format).model_name is not UNSET
 
 
 def engine_of_peer(request: PeerRegistration) -> EngineSettings:
@@ -159,4 +166,4 @@ def _model(model: str | UnsetType, modelname: str | UnsetType) -> str:
 
 
 def _json(answer: msgspec.Struct, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    return json_response(msgspec.json.encode(answer), status)
+    return json_response(answer, status)

@@ -12,19 +12,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from api.daemon_threads import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
+from api.telemetry.families import Collected, counter, gauge
 from api.workers.allowed_addresses import AllowedAddresses
 from api.workers.registration_rules import check_addresses, check_conflicts, no_room, select_ranks, stream_of
 from api.workers.saved_registrations import SavedRegistrations
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.metrics import BridgeMetrics
 from indexer.consumer import Consumer
-from indexer.errors import IndexFullError
+from indexer.index import IndexFullError
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from kv_events.errors import KvsightError
 from kv_events.log.memory import MemoryLog
@@ -98,7 +99,14 @@ class Registrations:
 
     def metrics(self) -> Collector:
         """Return the collector of the metrics of the registrations and their engines."""
-        return _Metrics(self)
+        engines = BridgeMetrics(lambda: list(self.status().values()))
+
+        def families() -> Iterator[Metric]:
+            yield gauge("kvsight_registrations", "Registered ranks of engines", len(self.status()))
+            yield counter("kvsight_registration_save_failures", "Registrations not saved", self.save_failures)
+            yield from engines.collect()
+
+        return Collected(families)
 
     def status(self) -> dict[StreamId, EngineStatus]:
         """Return the status of every registered rank."""
@@ -156,7 +164,7 @@ class Registrations:
 
     def _check_room(self, engine: EngineSettings) -> None:
         if len(self._engines) >= self._settings.max_registrations:
-            raise no_room(f"{len(self._engines)} ranks are registered already (KVSIGHT_MAX_REGISTRATIONS)", engine)
+            raise no_room(f"{len(self._engines)} ranks are registered already (--max-registrations)", engine)
         engines = [*self._engines.values(), engine]
         if (num_files := sum(each.num_files for each in engines)) > self._max_files:
             limit = f"engines may use {self._max_files} file descriptors, and {num_files} would be needed"
@@ -300,16 +308,3 @@ class Registrations:
             logger.warning("registrations are not saved: %s", error)
         else:
             self._unsaved.clear()
-
-
-class _Metrics(Collector):
-    def __init__(self, registrations: Registrations) -> None:
-        self._registrations = registrations
-        self._engines = BridgeMetrics(lambda: list(registrations.status().values()))
-
-    def collect(self) -> Iterator[Metric]:
-        registered = len(self._registrations.status())
-        yield GaugeMetricFamily("kvsight_registrations", "Registered ranks of engines", value=registered)
-        failures = self._registrations.save_failures
-        yield CounterMetricFamily("kvsight_registration_save_failures", "Registrations not saved", value=failures)
-        yield from self._engines.collect()

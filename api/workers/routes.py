@@ -7,7 +7,6 @@ from heapq import nsmallest
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter, Query
 from msgspec import UNSET
@@ -17,9 +16,8 @@ from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.encoding import age_ms
 from api.queries.routes import json_response
-from api.served_views import ServedViews
+from api.view_source import ViewSource, is_known, stream_pages
 from api.workers.description import list_workers
-from api.workers.stream_pages import is_known, stream_pages
 from indexer.views import View
 from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker
 from kv_events.limits import MAX_DP_RANK
@@ -33,7 +31,6 @@ MAX_PAGES_PER_ANSWER = 10_000
 _MAX_NAMES = 20
 
 
-_encoder = msgspec.json.Encoder()
 _BAD_PARAMETER = problem(422, "A parameter is invalid")
 _UNKNOWN_WORKER = problem(404, "No stream of this worker matches")
 
@@ -41,7 +38,7 @@ RankFilter = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK)]
 
 
 def worker_routes(
-    served: ServedViews,
+    served: ViewSource,
     registrations: Registrations | None = None,
     demand_resync: Callable[[View], None] | None = None,
 ) -> APIRouter:
@@ -87,7 +84,7 @@ def worker_routes(
         views = _streams(served, worker, dp_rank, model, tenant)
         selected = [view for view in views if view.stream.model in (model, _base_model(view))]
         found = _single(selected or views, worker)
-        return json_response(_encoder.encode(await _radix_view(served, found, limit, cursor)))
+        return json_response(await _radix_view(served, found, limit, cursor))
 
     if demand_resync is None:
         return router
@@ -110,14 +107,12 @@ def worker_routes(
         for each in views:
             demand_resync(each)
         accepted = ResyncAccepted(streams=[each.stream.key for each in views])
-        return json_response(_encoder.encode(accepted), HTTPStatus.ACCEPTED)
+        return json_response(accepted, HTTPStatus.ACCEPTED)
 
     return router
 
 
-def _streams(
-    served: ServedViews, worker: str, dp_rank: int | None, model: str | None, tenant: str | None
-) -> list[View]:
+def _streams(served: ViewSource, worker: str, dp_rank: int | None, model: str | None, tenant: str | None) -> list[View]:
     """Return the views that a caller selects, including group streams. Raises ProblemError (404) if there is none."""
     found = [
         view
@@ -151,9 +146,9 @@ def _listed(streams: list[StreamId]) -> str:
     return (", ".join(stream.key for stream in nsmallest(_MAX_NAMES, streams)) or "none") + more
 
 
-async def _radix_view(served: ServedViews, view: View, limit: int, cursor: int) -> RadixView:
+async def _radix_view(served: ViewSource, view: View, limit: int, cursor: int) -> RadixView:
     """Return up to `limit` pages from `cursor` on. Raises ProblemError (404) if the stream is forgotten."""
-    block_size = served.namespaces.block_size(view.stream)
+    block_size = view.block_size
     groups = served.namespaces.group_views(view.stream)
     pages: list[ViewPage] = []
     next_cursor = None

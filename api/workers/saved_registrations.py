@@ -21,7 +21,7 @@ class OtherWriterError(SnapshotStoreError):
 
     def __init__(self) -> None:
         super().__init__(
-            "another service saves its registrations in the same place: each needs a folder (KVSIGHT_SNAPSHOT_DIR) or "
+            "another service saves its registrations in the same place: each needs a folder (--snapshot-dir) or "
             "a Redis database (KVSIGHT_REDIS, redis://HOST:PORT/DB) of its own"
         )
 

@@ -7,34 +7,31 @@ signed, unsigned or as bytes, tokens or pairs of tokens, missing and unknown fie
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from itertools import chain, pairwise
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from bridge.decoding.kernels import batches as batches
-from bridge.decoding.kernels import rows as columns
-from bridge.decoding.kernels.rows import ScannedEvents
-from bridge.decoding.kernels.runs import begin_run
-from bridge.decoding.kernels.scan import scan_batches
-from bridge.decoding.mooncake_events import decode_any, decode_mooncake_event, may_remove
-from bridge.decoding.payloads import Payloads
-from bridge.decoding.runs import (
+from bridge.decoding.events import (
+    UNKNOWN,
     AttentionSpec,
-    BadEvent,
     ClearedRun,
-    Location,
-    MixedRun,
+    InvalidEvent,
+    Medium,
     PageEvents,
-    RemovedRun,
+    PageRun,
     Run,
-    StoredRun,
+    medium_of,
 )
+from bridge.decoding.kernels import columns, scan
+from bridge.decoding.kernels.runs import begin_run
+from bridge.decoding.mooncake import decode_any, decode_mooncake_event, may_remove
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
-from kv_events.hashing import U32Array
+from kv_events.hashing import U32Array, U64Array
 from kv_events.kernels.bundles import resident
 from kv_events.limits import MAX_ENGINE_EVENTS, MAX_PAGES_PER_BATCH
 
@@ -49,10 +46,48 @@ _KEPT_BYTES = 2**22
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _Row: TypeAlias = list[int]
+I64Array: TypeAlias = npt.NDArray[np.int64]
 
 
 class UndecodableError(KvsightError):
     """A payload is not a batch of events."""
+
+
+class Messages:
+    """n encoded batches in the order of their arrival, one after the other in one buffer."""
+
+    __slots__ = ("borders", "data", "seqs")
+
+    def __init__(self, seqs: U64Array, data: memoryview, borders: I64Array) -> None:
+        """seqs: uint64[n], sequence numbers. borders: int64[n + 1], ascending positions of the payloads in `data`."""
+        self.seqs = seqs
+        self.data = data
+        self.borders = borders
+
+    @classmethod
+    def of(cls, batches: Iterable[tuple[int, Payload]]) -> Messages:
+        """Join batches that are given as (sequence number, payload). A single payload of bytes is not copied."""
+        numbered = list(batches)
+        data = b"".join(payload for _, payload in numbered)
+        borders = np.array([0, *accumulate(len(payload) for _, payload in numbered)], np.int64)
+        return cls(np.array([seq for seq, _ in numbered], np.uint64), memoryview(data), borders)
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def one(self, number: int) -> tuple[int, memoryview]:
+        """Sequence number and payload of one batch."""
+        start, stop = self.borders[number : number + 2].tolist()
+        return int(self.seqs[number]), self.data[start:stop]
+
+    def part(self, start: int, stop: int) -> Messages:
+        """Batches start:stop, in the same buffer."""
+        return Messages(self.seqs[start:stop], self.data, self.borders[start : stop + 1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of the payloads."""
+        return int(self.borders[-1] - self.borders[0])
 
 
 class Batch(NamedTuple):
@@ -73,7 +108,7 @@ class UnreadableBatch(NamedTuple):
     """A payload that is not a batch of events."""
 
     number: int
-    """Position among the payloads."""
+    """Position among the messages."""
     reason: str
 
 
@@ -88,28 +123,28 @@ class Decoder(threading.local):
 
     def decode(self, payload: Payload) -> Batch:
         """Decode one payload. Raises UndecodableError."""
-        parts = self.decode_all(Payloads.of([payload]))
+        parts = self.decode_all(Messages.of([(0, payload)]))
         first = next(parts)
         if isinstance(first, UnreadableBatch):
             raise UndecodableError(first.reason)
         more = (part.runs for part in parts if isinstance(part, Batch))
         return first._replace(runs=chain(first.runs, chain.from_iterable(more)), is_complete=True)
 
-    def decode_all(self, payloads: Payloads) -> Iterator[Batch | UnreadableBatch]:
+    def decode_all(self, messages: Messages) -> Iterator[Batch | UnreadableBatch]:
         """Decode consecutive payloads, with those of one rank in one batch."""
-        readable = payloads
-        if payloads.longest > MAX_PAYLOAD_BYTES:
-            readable = Payloads.of([payload if len(payload) <= MAX_PAYLOAD_BYTES else b"" for payload in payloads])
-        return self._batches(payloads, readable)
+        readable = messages
+        if np.diff(messages.borders).max(initial=0) > MAX_PAYLOAD_BYTES:
+            every = map(messages.one, range(len(messages)))
+            readable = Messages.of((seq, each if len(each) <= MAX_PAYLOAD_BYTES else b"") for seq, each in every)
+        return self._batches(messages, readable)
 
     def _make_room(self, num_bytes: int) -> None:
         """Make buffers for the events of payloads with this total size."""
         self._room = num_bytes
-        self._events = ScannedEvents(
+        self._events = columns.ScannedEvents(
             np.empty((_ROWS, columns.NUM_COLUMNS), np.int64),
             np.empty(_ROWS, np.int64),
             np.empty(_ROWS, np.uint64),
-            np.empty(_ROWS, np.uint8),
             np.empty(_ROWS, np.uint8),
             np.empty(_ROWS, np.uint8),
             np.empty(2 * num_bytes + 1, np.uint64),
@@ -117,20 +152,20 @@ class Decoder(threading.local):
         )
         self._resident = resident(self._events)
 
-    def _batches(self, payloads: Payloads, readable: Payloads) -> Iterator[Batch | UnreadableBatch]:
-        """readable: the payloads, empty where one is too large."""
-        data, header = np.frombuffer(readable.data, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
+    def _batches(self, messages: Messages, readable: Messages) -> Iterator[Batch | UnreadableBatch]:
+        """readable: the messages, empty where one is too large."""
+        data, header = np.frombuffer(readable.data, np.uint8), np.zeros(scan.NUM_HEADER, np.int64)
         number = 0
-        while number < len(payloads):
+        while number < len(messages):
             if not readable.num_bytes <= self._room <= max(readable.num_bytes, _KEPT_BYTES):
                 self._make_room(readable.num_bytes)
-            is_read = scan_batches(data, readable.borders, header, self._resident)
+            is_read = scan.scan_batches(data, readable.borders, header, self._resident)
             number, *_, rank, num_bad_ranks, num_rows, _hashes, _tokens, _run = header.tolist()
             if is_read:
-                runs, is_complete = self._runs(readable.data, num_rows), not header[batches.IS_OPEN]
+                runs, is_complete = self._runs(readable.data, num_rows), not header[scan.IS_OPEN]
                 yield Batch(None if rank < 0 else rank, num_bad_ranks, runs, is_complete)
             else:
-                yield UnreadableBatch(number - 1, _why_unreadable(len(payloads[number - 1]), header[batches.LEFT]))
+                yield UnreadableBatch(number - 1, _why_unreadable(len(messages.one(number - 1)[1]), header[scan.LEFT]))
 
     def _runs(self, data: memoryview, num_rows: int) -> Iterator[tuple[Run, int]]:
         begins = np.flatnonzero(self._events.rows[:num_rows, columns.CONTINUES] == 0).tolist()
@@ -152,43 +187,46 @@ class Decoder(threading.local):
             case columns.MOONCAKE_EVENT:
                 return decode_mooncake_event(data[row[columns.START] : row[columns.STOP]])
             case kind:
-                return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE, stop - start)
+                return InvalidEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE, stop - start)
 
     def _single(self, data: memoryview, number: int) -> Run:
         """One event of a run that cannot be read as a whole."""
         begin_run.py_func(self._events.rows, number)
-        self._events.location_indices[number] = 0
+        self._events.kinds[number] &= columns.REMOVAL
         row = self._events.rows[number].tolist()
         try:
             return self._run(data, row, number, number + 1)
         except _UNREADABLE:
-            is_mooncake_event = row[columns.KIND] == columns.MOONCAKE_EVENT
-            event = data[row[columns.START] : row[columns.STOP]]
-            return BadEvent("field", may_remove(event) if is_mooncake_event else row[columns.KIND] != columns.STORED)
+            may_be_removal = row[columns.KIND] != columns.STORED
+            if row[columns.KIND] == columns.MOONCAKE_EVENT:
+                may_be_removal = may_remove(data[row[columns.START] : row[columns.STOP]])
+            return InvalidEvent("field", may_be_removal)
 
-    def _pages(self, data: memoryview, row: _Row, start: int, stop: int) -> Run:
-        last = row if stop == start + 1 else self._events.rows[stop - 1].tolist()
-        hashes = self._events.hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]]
-        attention_group = None if row[columns.GROUP] < 0 else row[columns.GROUP]
-        store = row[columns.STORE_ROW]
-        if store < 0 and row[columns.NUM_LOCATIONS] == 1:
-            return RemovedRun(hashes, _location(data, row), attention_group)
-        here = slice(start, stop)
-        scanned = self._events
+    def _pages(self, data: memoryview, row: _Row, start: int, stop: int) -> PageRun:
+        scanned, here = self._events, slice(start, stop)
+        last = row if stop == start + 1 else scanned.rows[stop - 1].tolist()
+        kinds = scanned.kinds[here]
         events = PageEvents(
-            hashes, scanned.lengths[here], scanned.parents[here], scanned.has_parent[here], scanned.is_removal[here]
+            scanned.hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]],
+            scanned.lengths[here],
+            scanned.parents[here],
+            scanned.has_parent[here],
+            kinds,
         )
-        tokens = self._events.tokens[row[columns.TOKEN_FROM] : last[columns.TOKEN_TO]]
-        store_row = row if store in (start, -1) else self._events.rows[store].tolist()
-        stored = _stored(data, store_row, events, tokens, attention_group)
-        if row[columns.NUM_LOCATIONS] == 1 and (start + 1 == stop or not events.is_removal.any()):
-            return stored
-        location_rows = row[columns.LOCATION_ROWS : columns.LOCATION_ROWS + row[columns.NUM_LOCATIONS]]
-        return MixedRun(
-            stored,
-            scanned.location_indices[here],
-            [_location(data, self._events.rows[number].tolist()) for number in location_rows],
-        )
+        store, attention_group = row[columns.STORE_ROW], None if row[columns.GROUP] < 0 else row[columns.GROUP]
+        num_media = row[columns.NUM_LOCATIONS]
+        media: list[Medium] = []
+        if num_media > 1 or (store >= 0 and stop > start + 1 and (kinds & columns.REMOVAL).any()):
+            location_rows = row[columns.LOCATION_ROWS : columns.LOCATION_ROWS + num_media]
+            media = [_medium(data, scanned.rows[number].tolist()) for number in location_rows]
+            tiers = [UNKNOWN + i if medium.tier is None else medium.tier for i, medium in enumerate(media)]
+            kinds = np.array(tiers, np.uint8)[kinds % columns.REMOVAL] + (kinds & columns.REMOVAL)
+            events = events._replace(kinds=kinds)
+        if store < 0:
+            return PageRun(events, _medium(data, row), attention_group, is_removal=True, media=media)
+        tokens = scanned.tokens[row[columns.TOKEN_FROM] : last[columns.TOKEN_TO]]
+        store_row = row if store == start else scanned.rows[store].tolist()
+        return _stored(data, store_row, events, tokens, attention_group)._replace(media=media)
 
 
 def _why_unreadable(num_bytes: int, num_events: int) -> str:
@@ -199,31 +237,29 @@ def _why_unreadable(num_bytes: int, num_events: int) -> str:
     return f"{num_bytes} bytes that are not an event batch"
 
 
-def _stored(
-    data: memoryview, row: _Row, events: PageEvents, tokens: U32Array, attention_group: int | None
-) -> StoredRun:
+def _stored(data: memoryview, row: _Row, events: PageEvents, tokens: U32Array, attention_group: int | None) -> PageRun:
     """row: of the store that the run is described by."""
     lora_name = _text(data, row, columns.LORA) or (str(row[columns.LORA_ID]) if row[columns.LORA_ID] else "")
     extra = data[row[columns.EXTRA] : row[columns.EXTRA] + row[columns.EXTRA_LENGTH]]
     if len(extra) > _MAX_EXTRA_BYTES or (extra and len(events.block_hashes) > MAX_PAGES_PER_BATCH):
         raise msgspec.ValidationError(f"extra keys of {len(extra)} bytes, for {len(events.block_hashes)} pages")
-    return StoredRun(
+    return PageRun(
         events,
-        tokens,
-        len(tokens) - row[columns.PAIRS],
-        bool(row[columns.PAIRS]),
-        row[columns.BLOCK_SIZE],
-        _location(data, row),
+        _medium(data, row),
         attention_group,
-        AttentionSpec(_text(data, row, columns.SPEC), row[columns.WINDOW]),
-        lora_name,
-        _text(data, row, columns.SALT),
-        decode_any(extra) if extra else [],
+        tokens=tokens,
+        num_positions=len(tokens) - row[columns.PAIRS],
+        is_bigram=bool(row[columns.PAIRS]),
+        block_size=row[columns.BLOCK_SIZE],
+        spec=AttentionSpec(_text(data, row, columns.SPEC), row[columns.WINDOW]),
+        lora_name=lora_name,
+        cache_salt=_text(data, row, columns.SALT),
+        extra_keys=decode_any(extra) if extra else (),
     )
 
 
-def _location(data: memoryview, row: _Row) -> Location:
-    return Location(_text(data, row, columns.MEDIUM), _text(data, row, columns.LOCALITY))
+def _medium(data: memoryview, row: _Row) -> Medium:
+    return medium_of(_text(data, row, columns.MEDIUM), _text(data, row, columns.LOCALITY))
 
 
 def _text(data: memoryview, row: _Row, column: int) -> str:

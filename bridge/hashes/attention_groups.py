@@ -10,10 +10,9 @@ from collections import Counter
 from math import gcd, lcm
 from typing import NamedTuple, TypeAlias
 
-from bridge.decoding.runs import AttentionSpec, MixedRun, RemovedRun, StoredRun
-from bridge.hashes.hash_translator import HashNamespace
-from bridge.hashes.identity import EngineRules
-from bridge.hashes.media import is_device
+from bridge.decoding.events import AttentionSpec, PageRun
+from bridge.hashes.hash_memory import HashNamespace
+from bridge.settings import EngineDefaults
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.streams import MAMBA_GROUP, MAX_GROUP_SIZE, Group
@@ -46,10 +45,10 @@ class _Known(NamedTuple):
 class AttentionGroups:
     """Learns groups from stores. Also hands out hash namespaces: one for each group, and for each owner of a pool."""
 
-    def __init__(self, rules: EngineRules) -> None:
+    def __init__(self, defaults: EngineDefaults) -> None:
         self.streams: dict[str, int] = {}
         """Streams that the groups need, by name -> number of groups that must all hold a page."""
-        self._rules = rules
+        self._defaults = defaults
         self._namespaces: dict[str | GroupIndex, HashNamespace] = {}
         self._known: dict[GroupIndex, _Known] = {}
         self._stream_of: dict[GroupIndex, str | None] = {}
@@ -97,24 +96,20 @@ class AttentionGroups:
         """The stream of a group. None if the group is not known, or has no stream."""
         return self._stream_of.get(group)
 
-    def is_settled(self, run: StoredRun | RemovedRun | MixedRun) -> bool:
+    def is_settled(self, run: PageRun) -> bool:
         """Whether a run can be applied before the rest of its batch: it concerns the worker's own stream alone."""
-        if isinstance(run, RemovedRun):
+        if run.is_removal and not run.media:
             return all(self._stream_of[group] == OWN_STREAM for group in self.removed_from(run.attention_group))
-        stored = run.stored if isinstance(run, MixedRun) else run
-        known = self._known.get(stored.attention_group)
+        known = self._known.get(run.attention_group)
         if known is None or len(self._known) > 1:  # not the only group
-            groups = self.stored_in(stored.attention_group)
-            is_alone = isinstance(run, StoredRun) or self.removed_from(stored.attention_group) == groups
-            if not is_alone or len(groups) != 1:
+            groups = self.stored_in(run.attention_group)
+            if len(groups) != 1 or (run.media and self.removed_from(run.attention_group) != groups):
                 return False
             known = self._known[groups[0]]
         if known.spec.kind not in _FULL_KINDS:
             return False
-        has_size = stored.block_size in (0, known.block_size)
-        if known.block_size == 0:
-            has_size = not is_device(*stored.location)
-        return has_size and (stored.spec == known.spec or not stored.spec.kind)
+        has_size = run.block_size in (0, known.block_size) if known.block_size else not run.medium.is_device
+        return has_size and (run.spec == known.spec or not run.spec.kind)
 
     def stored_in(self, group: GroupIndex) -> list[GroupIndex]:
         """The known groups that a store concerns. One that names no group is for all groups of full attention.
@@ -134,7 +129,7 @@ class AttentionGroups:
             return list(self._stream_of)
         return [group] if group in self._stream_of else []
 
-    def learn(self, run: StoredRun) -> bool:
+    def learn(self, run: PageRun) -> bool:
         """Learn the group of a store. Returns whether this was news.
 
         Only stores on the device tell block sizes. A store without kind and tokens tells nothing of a group with a
@@ -151,7 +146,7 @@ class AttentionGroups:
             return self._contradict(
                 f"attention group {group} became {shorten(run.spec.kind)}, window {run.spec.window}"
             )
-        is_size = is_device(*run.location) and 1 <= run.block_size <= min(MAX_BLOCK_SIZE, run.num_positions)
+        is_size = run.medium.is_device and 1 <= run.block_size <= min(MAX_BLOCK_SIZE, run.num_positions)
         size = run.block_size if is_size else 0
         learned = _Known(run.spec, size)
         if known is not None:  # a store may be of a part of a block, even the first one
@@ -199,7 +194,7 @@ class AttentionGroups:
             self.streams[Group("step", min(step, MAX_GROUP_SIZE)).name] = 1
         if self.streams and OWN_STREAM not in self.streams:
             self.streams["nofull"] = 1
-        if self._rules.eagle:
+        if self._defaults.eagle:
             self.streams["eagle"] = 1
 
     def _name(self, group: GroupIndex, known: _Known) -> str | None:
@@ -212,8 +207,8 @@ class AttentionGroups:
                 return Group("swa", window - 1, block).name if window > 1 else None
             if kind == "mamba":
                 return MAMBA_GROUP
-            if kind == "chunked_local_attention" and self._rules.attention_chunk_size and not block:
-                return Group("chunk", self._rules.attention_chunk_size).name
+            if kind == "chunked_local_attention" and self._defaults.attention_chunk_size and not block:
+                return Group("chunk", self._defaults.attention_chunk_size).name
         except InvalidValueError:
             pass
         if kind not in _IGNORED_KINDS:

@@ -11,24 +11,23 @@ end of the messages that are decoded together, as everything does that follows t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.mooncake_events import MooncakeEvent
-from bridge.decoding.runs import BadEvent, ClearedRun, Location, MixedRun, RemovedRun, Run, StoredRun, hashes_of
+from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageEvents, PageRun, Run, hashes_of, medium_of
+from bridge.decoding.mooncake import MooncakeEvent
 from bridge.hashes.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
-from bridge.hashes.hash_translator import HashNamespace, HashTranslator
-from bridge.hashes.identity import StreamIdentity
-from bridge.hashes.media import is_device
+from bridge.hashes.hash_memory import HashMemory, HashNamespace
 from bridge.hashes.page_namer import PageNamer, page_hashes, with_pages
-from bridge.hashes.page_size import PageSize
-from bridge.hashes.tier_mapper import TierMapper
+from bridge.hashes.page_publisher import PagePublisher
+from bridge.settings import EngineDefaults
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.streams import StreamId, group_model
 from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
 
@@ -36,14 +35,8 @@ _MAX_WAITING = 16_384
 """Runs that wait for the end of a batch. Engines send up to some thousand in one."""
 
 
-class MakePublisher(Protocol):
-    """Makes a publisher, and again for each later one of the stream."""
-
-    def __call__(self, block_size: int, group: str, blocks: BlockTable | None, /) -> EventPublisher:
-        """group: that of a group stream; empty for the worker's own stream. blocks: table of blocks of the publisher;
-        None for one of its own.
-        """
-        ...
+NewPublisher: TypeAlias = Callable[[StreamId, int, BlockTable | None], EventPublisher]
+"""(stream or group stream, block size, table of blocks or None for one of its own) -> a publisher"""
 
 
 class EventTranslator:
@@ -51,51 +44,53 @@ class EventTranslator:
 
     def __init__(
         self,
-        identity: StreamIdentity,
+        stream: StreamId,
+        defaults: EngineDefaults,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
-        make_publisher: MakePublisher,
+        new_publisher: NewPublisher,
         drop_publisher: Callable[[EventPublisher], None],
         *,
-        block_size: int | None,
         ledger_pages: int,
         name_pages: int,
     ) -> None:
-        """block_size: None to learn it from stores. drop_publisher: called with each publisher that is no longer used.
-        ledger_pages: most pages that a publisher holds. name_pages: most pages remembered beyond those held.
+        """stream: events of another model or tenant are left out. new_publisher: called again for each later
+        incarnation. drop_publisher: called with each publisher that is no longer used. ledger_pages: most pages that a
+        publisher holds. name_pages: most pages remembered beyond those held.
         """
-        self._identity = identity
+        self._stream = stream
+        self._defaults = defaults
         self._counters = counters
         self._limited_logger = limited_logger
-        self._make_publisher = make_publisher
+        self._new_publisher = new_publisher
         self._drop_publisher = drop_publisher
-        self._hashes = HashTranslator(ledger_pages, name_pages)
-        self._namer = PageNamer(identity, counters, limited_logger, self._hashes)
-        self._groups = AttentionGroups(identity.rules)
-        self._mappers = {OWN_STREAM: self._new_mapper()}
-        self._size = PageSize(block_size)
-        self._waiting: list[StoredRun | RemovedRun | MixedRun] = []
-        if block_size is not None:
-            self.open_publisher(block_size)
+        self._hashes = HashMemory(ledger_pages, name_pages)
+        self._namer = PageNamer(defaults, counters, limited_logger, self._hashes)
+        self._groups = AttentionGroups(defaults)
+        self._outputs = {OWN_STREAM: self._new_output()}
+        self._size = BlockSizeRule(defaults.block_size)
+        self._waiting: list[PageRun] = []
+        if defaults.block_size is not None:
+            self.open_publisher(defaults.block_size)
 
     @property
     def publisher(self) -> EventPublisher | None:
         """That of the worker's own stream. None until the block size is known."""
-        return self._mappers[OWN_STREAM].publisher
+        return self._outputs[OWN_STREAM].publisher
 
     @property
     def publishers(self) -> list[EventPublisher]:
         """Those of all streams, the worker's own first."""
-        return [mapper.publisher for mapper in self._mappers.values() if mapper.publisher is not None]
+        return [output.publisher for output in self._outputs.values() if output.publisher is not None]
 
     def open_publisher(self, block_size: int) -> EventPublisher:
         """Publish with new publishers from now on."""
-        own = self._mappers[OWN_STREAM]
-        publisher = self._make_publisher(block_size, OWN_STREAM, self._hashes.blocks)
-        for mapper in self._mappers.values():
-            if mapper.publisher not in (None, publisher):
-                self._drop_publisher(mapper.publisher)
-            mapper.publisher = None
+        own = self._outputs[OWN_STREAM]
+        publisher = self._new_publisher(self._stream, block_size, self._hashes.blocks)
+        for output in self._outputs.values():
+            if output.publisher not in (None, publisher):
+                self._drop_publisher(output.publisher)
+            output.publisher = None
         own.publisher = publisher
         self._open_streams()
         return publisher
@@ -123,7 +118,7 @@ class EventTranslator:
     def apply(self, run: Run) -> None:
         """Apply one run of events, at once or in `end_batch`."""
         match run:
-            case StoredRun() | RemovedRun() | MixedRun():
+            case PageRun():
                 if self._waiting or not self._groups.is_settled(run):
                     self._waiting.append(run.copy())
                 else:
@@ -134,7 +129,7 @@ class EventTranslator:
                 self.clear()
             case MooncakeEvent():
                 self._apply_mooncake_event(run)
-            case BadEvent():
+            case InvalidEvent():
                 self._counters.bad_events[run.reason] += run.num_events
                 if run.may_remove:
                     self.end_batch()
@@ -150,16 +145,16 @@ class EventTranslator:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        parts: list[StoredRun | RemovedRun] = []
+        parts: list[PageRun] = []
         is_news = False
         for run in waiting:
-            for part in run.parts() if isinstance(run, MixedRun) else (run,):
+            for part in run.parts():
                 parts.append(part)
-                is_news |= isinstance(part, StoredRun) and self._groups.learn(part)
+                is_news |= not part.is_removal and self._groups.learn(part)
                 yield
         if is_news:
             self._resize()
-        if is_news or any(mapper.publisher is None for mapper in self._mappers.values()):
+        if is_news or any(output.publisher is None for output in self._outputs.values()):
             self._open_streams()
         for apply in (self._apply_to_own_stream, self._apply_to_groups):
             for part in parts:
@@ -179,8 +174,8 @@ class EventTranslator:
     def clear(self) -> None:
         """Publish that the worker holds no pages. Hashes stay remembered, because they keep their meaning."""
         self._waiting.clear()
-        for mapper in self._mappers.values():
-            mapper.clear()
+        for output in self._outputs.values():
+            output.clear()
 
     def close(self) -> None:
         """Drop all publishers."""
@@ -189,61 +184,58 @@ class EventTranslator:
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
-    def _new_mapper(self) -> TierMapper:
-        return TierMapper(self._counters, self._limited_logger, counts_copies=self._identity.rules.count_copies)
+    def _new_output(self) -> PagePublisher:
+        return PagePublisher(self._counters, self._limited_logger, counts_copies=self._defaults.count_copies)
 
     def _open_streams(self) -> None:
         """Open the streams that the groups need, once the block size is known, and close all others."""
         needed = self._groups.streams
-        for name in [name for name in self._mappers if name not in (OWN_STREAM, *needed)]:
-            unneeded = self._mappers.pop(name).publisher
+        for name in [name for name in self._outputs if name not in (OWN_STREAM, *needed)]:
+            unneeded = self._outputs.pop(name).publisher
             if unneeded is not None:
                 self._drop_publisher(unneeded)
         for name, num_groups in needed.items():
-            mapper = self._mappers.setdefault(name, self._new_mapper())
-            if mapper.publisher is None and self.publisher is not None:
-                mapper.publisher = self._make_publisher(self.publisher.block_size, name, None)
-            if mapper.publisher is not None:
-                mapper.publisher.require_groups(num_groups)
+            output = self._outputs.setdefault(name, self._new_output())
+            if output.publisher is None and self.publisher is not None:
+                stream = self._stream._replace(model=group_model(self._stream.model, name))
+                output.publisher = self._new_publisher(stream, self.publisher.block_size, None)
+            if output.publisher is not None:
+                output.publisher.require_groups(num_groups)
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
-    def _apply_to_own_stream(self, run: StoredRun | RemovedRun | MixedRun) -> None:
+    def _apply_to_own_stream(self, run: PageRun) -> None:
         """Apply what a run says of full attention."""
-        own = self._mappers[OWN_STREAM]
-        match run:
-            case StoredRun():
-                for group in self._groups.stored_in(run.attention_group):
-                    if self._groups.stream_of(group) == OWN_STREAM:
-                        self._store(run._replace(attention_group=group), self._groups.namespace(group))
-            case RemovedRun():
-                for group in self._groups.removed_from(run.attention_group):
-                    namespace = self._groups.namespace(group)
-                    if namespace is not None and self._groups.stream_of(group) == OWN_STREAM:
-                        hashes = page_hashes(run.block_hashes, self._groups.scale(group))
-                        own.remove(hashes, namespace, run.location, names_group=group is not None)
-            case MixedRun():
-                self._change(run)
+        if run.media:
+            self._change(run)
+        elif run.is_removal:
+            for group in self._groups.removed_from(run.attention_group):
+                namespace = self._groups.namespace(group)
+                if namespace is not None and self._groups.stream_of(group) == OWN_STREAM:
+                    hashes = page_hashes(run.events.block_hashes, self._groups.scale(group))
+                    self._outputs[OWN_STREAM].remove(hashes, namespace, run.medium, names_group=group is not None)
+        else:
+            for group in self._groups.stored_in(run.attention_group):
+                if self._groups.stream_of(group) == OWN_STREAM:
+                    self._store(run._replace(attention_group=group), self._groups.namespace(group))
 
-    def _change(self, run: MixedRun) -> None:
+    def _change(self, run: PageRun) -> None:
         """Apply a mixed run of full attention: at once if it has the stream's block size, else part by part."""
-        stored = run.stored
-        group = stored.attention_group
+        group = run.attention_group
         if self._groups.stream_of(group) is None:
             group = self._groups.stored_in(group)[0]
         namespace = self._groups.namespace(group)
-        is_on_device = is_device(*stored.location)
-        has_our_size = not stored.num_positions or self._size.admits(stored.block_size, is_on_device=is_on_device)
+        has_our_size = run.is_removal or self._size.admits(run.block_size, is_on_device=run.medium.is_device)
         if namespace is None or not has_our_size or self._groups.scale(group) != 1:
             for part in run.parts():
                 self._apply_to_own_stream(part)
         else:
-            self._mappers[OWN_STREAM].change(self._namer.by_tokens(stored, namespace), run, namespace)
+            self._outputs[OWN_STREAM].change(self._namer.by_tokens(run, namespace), run, namespace)
 
-    def _apply_to_groups(self, run: StoredRun | RemovedRun) -> None:
+    def _apply_to_groups(self, run: PageRun) -> None:
         """Apply what a run says of other groups than full attention."""
-        hashes = run.block_hashes if isinstance(run, RemovedRun) else run.events.block_hashes
-        if isinstance(run, RemovedRun):
+        hashes = run.events.block_hashes
+        if run.is_removal:
             groups = self._groups.removed_from(run.attention_group)
         else:
             groups = self._groups.stored_in(run.attention_group) or [run.attention_group]
@@ -251,23 +243,23 @@ class EventTranslator:
             name, namespace = self._groups.stream_of(group), self._namespace(group, len(hashes))
             if name == OWN_STREAM or namespace is None:
                 continue
-            mapper = None if name is None else self._mappers.get(name)
-            if mapper is None:
+            output = None if name is None else self._outputs.get(name)
+            if output is None:
                 self._counters.other_groups += len(hashes)
-            elif isinstance(run, RemovedRun):
-                mapper.remove(hashes, namespace, run.location, names_group=group is not None)
+            elif run.is_removal:
+                output.remove(hashes, namespace, run.medium, names_group=group is not None)
             else:
-                self._store_in_group(run, mapper, namespace)
+                self._store_in_group(run, output, namespace)
 
-    def _store_in_group(self, run: StoredRun, mapper: TierMapper, namespace: HashNamespace) -> None:
+    def _store_in_group(self, run: PageRun, output: PagePublisher, namespace: HashNamespace) -> None:
         naming = self._groups.naming()
         if naming is not None and (run.num_positions == 0 or self._has_our_size(run)):
             scale = self._groups.scale(run.attention_group, run.block_size)
-            mapper.store(self._namer.of_group(run, scale, naming), namespace, run.location)
+            output.store(self._namer.of_group(run, scale, naming), namespace, run.medium)
         elif run.num_positions:
             self._refuse_size(run.block_size, len(run.events.block_hashes))
 
-    def _store(self, run: StoredRun, namespace: HashNamespace | None) -> None:
+    def _store(self, run: PageRun, namespace: HashNamespace | None) -> None:
         """Store pages of full attention, or of a pool."""
         if namespace is None:
             return
@@ -279,7 +271,7 @@ class EventTranslator:
                 return
             scale = self._groups.scale(run.attention_group, run.block_size)
             pages = self._namer.by_tokens(with_pages(whole, scale), namespace)
-        self._mappers[OWN_STREAM].store(pages, namespace, run.location)
+        self._outputs[OWN_STREAM].store(pages, namespace, run.medium)
 
     def _namespace(self, key: str | GroupIndex, num_pages: int) -> HashNamespace | None:
         """The namespace of a group or owner. None if there are too many: `num_pages` are then left out."""
@@ -289,7 +281,7 @@ class EventTranslator:
             self._limited_logger.warning("pages of %s left out: too many attention groups and owners", shorten(key))
         return namespace
 
-    def _whole_pages(self, run: StoredRun) -> StoredRun | None:
+    def _whole_pages(self, run: PageRun) -> PageRun | None:
         """The full blocks of the run. None if there are none, or if they have another size than the stream's."""
         num_blocks = len(run.events.block_hashes)
         if not self._has_our_size(run):
@@ -309,9 +301,9 @@ class EventTranslator:
         )
         return run._replace(events=events, num_positions=num_full * run.block_size)
 
-    def _has_our_size(self, run: StoredRun) -> bool:
+    def _has_our_size(self, run: PageRun) -> bool:
         size = run.block_size // self._groups.scale(run.attention_group, run.block_size)
-        is_on_device = is_device(*run.location)
+        is_on_device = run.medium.is_device
         if 1 <= size <= min(MAX_BLOCK_SIZE, run.num_positions) and self._size.is_changed_by(
             size, len(run.events.lengths), is_on_device=is_on_device
         ):
@@ -339,9 +331,9 @@ class EventTranslator:
     # --- events of Mooncake's RFC #1527 -----------------------------------------------------------------------------
 
     def _apply_mooncake_event(self, event: MooncakeEvent) -> None:
-        if (event.model_name or self._identity.model) != self._identity.model or (
-            event.tenant_id or self._identity.tenant
-        ) != self._identity.tenant:
+        if (event.model_name or self._stream.model) != self._stream.model or (
+            event.tenant_id or self._stream.tenant
+        ) != self._stream.tenant:
             self._counters.foreign_events += 1
             other = shorten((event.model_name, event.tenant_id))
             self._limited_logger.warning("events of (model_name, tenant_id) %s left out: another stream's", other)
@@ -353,7 +345,7 @@ class EventTranslator:
                 self._store_mooncake_event(event, hashes, namespace)
         elif (known := self._groups.known_namespace(event.owner)) is not None:
             if event.event_type == "removed":
-                self._mappers[OWN_STREAM].remove_all(hashes, known, Location(event.medium or ""))
+                self._outputs[OWN_STREAM].remove_all(hashes, known, medium_of(event.medium or ""))
             else:
                 self._clear_namespace(known, event.medium)
 
@@ -366,18 +358,76 @@ class EventTranslator:
                 return
             seed = self._namer.seed(event.lora_name, event.additional_salt)._replace(is_stated=True)
             pages = self._hashes.remember(hashes, hashes, seed, namespace)
-            self._mappers[OWN_STREAM].store(pages, namespace, Location(event.medium or ""))
+            self._outputs[OWN_STREAM].store(pages, namespace, medium_of(event.medium or ""))
         elif event.parent_hash is None and event.base_block_idx:
             self._counters.unknown_parents += len(hashes)
         else:
-            self._store(StoredRun.of_mooncake_event(event, event.token_ids, self.block_size or 0), namespace)
+            parent = None if event.parent_hash is None else event.parent_hash & MASK64
+            run = PageRun(
+                PageEvents.one(hashes, parent),
+                medium_of(event.medium or ""),
+                tokens=np.array(event.token_ids, np.uint32),
+                num_positions=len(event.token_ids),
+                block_size=event.block_size or self.block_size or 0,
+                lora_name=event.lora_name or "",
+                cache_salt=event.additional_salt or "",
+            )
+            self._store(run, namespace)
 
     def _clear_namespace(self, namespace: HashNamespace, medium: str | None) -> None:
         """Remove one owner's pages from one medium, or from all."""
         self._counters.clears += 1
         hashes = self._hashes.block_hashes_in(namespace)
-        own = self._mappers[OWN_STREAM]
+        own = self._outputs[OWN_STREAM]
         if medium is None:
             own.remove_everywhere(hashes, namespace)
         else:
-            own.remove_all(hashes, namespace, Location(medium))
+            own.remove_all(hashes, namespace, medium_of(medium))
+
+
+_MAX_REFUSED = 64
+
+
+class BlockSizeRule:
+    """Decides which stores have the stream's block size.
+
+    Only stores on the device prove it. Storage behind the engine may cut pages in its own way.
+    """
+
+    def __init__(self, registered: int | None) -> None:
+        self.tokens = registered
+        """Tokens a page; None until the first store."""
+        self.mismatch = ""
+        """Names both sizes while stores arrive and none has the registered size; else empty."""
+        self.is_registered = self._is_proved = registered is not None
+        self._has_matched = False
+        self._refused = 0  # device stores since the last one that matched
+
+    def is_changed_by(self, size: int, num_stores: int, *, is_on_device: bool) -> bool:
+        """Whether stores of another size prove that the assumed size is wrong. If so, call `learn`.
+
+        Device stores do if no device store proved the assumed size, or if none has matched it for long.
+        """
+        if self.is_registered or size == self.tokens:
+            return False
+        self._refused += num_stores * is_on_device
+        return self.tokens is None or (is_on_device and (not self._is_proved or self._refused > _MAX_REFUSED))
+
+    def learn(self, size: int) -> None:
+        """Assume this size."""
+        self.tokens = size
+        self.forget_proof()
+
+    def forget_proof(self) -> None:
+        """Keep the size as an assumption only, because the engine may have been replaced."""
+        self._is_proved, self._has_matched, self._refused, self.mismatch = self.is_registered, False, 0, ""
+
+    def admits(self, size: int, *, is_on_device: bool) -> bool:
+        """Whether a store has the stream's size."""
+        if size == self.tokens:
+            self._is_proved = self._is_proved or is_on_device
+            self._has_matched, self._refused, self.mismatch = True, 0, ""
+            return True
+        if self.is_registered and not self._has_matched:
+            self.mismatch = f"block size {size}, registered with {self.tokens}"
+        return False

@@ -6,17 +6,21 @@ derived from it.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
+from numpy.lib.stride_tricks import sliding_window_view
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.runs import StoredRun
-from bridge.hashes.extra_keys import local_hashes_with_objects, read_extra_keys
-from bridge.hashes.hash_translator import HashNamespace, HashTranslator, NamespaceSeed, TranslatedPages, single_pages
-from bridge.hashes.identity import StreamIdentity
-from kv_events.hashing import U64Array, local_hashes, namespace_seed
+from bridge.decoding.events import PageRun
+from bridge.hashes.hash_memory import HashMemory, HashNamespace, NamespaceSeed, TranslatedPages, single_pages
+from bridge.settings import EngineDefaults
+from kv_events.hashing import U32Array, U64Array, local_hashes, namespace_seed
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 _seed_of = lru_cache(4096)(namespace_seed)
@@ -27,32 +31,32 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class PageNamer:
-    """Names the pages of one worker's stores, and remembers their names in its `HashTranslator`."""
+    """Names the pages of one worker's stores, and remembers their names in its `HashMemory`."""
 
     def __init__(
         self,
-        identity: StreamIdentity,
+        defaults: EngineDefaults,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
-        hashes: HashTranslator,
+        hashes: HashMemory,
     ) -> None:
-        self._identity = identity
+        self._defaults = defaults
         self._counters = counters
         self._limited_logger = limited_logger
         self._hashes = hashes
 
     def seed(self, lora_name: str | None, cache_salt: str | None) -> NamespaceSeed:
         """The seed of pages whose events name this adapter and salt, or those of the registration."""
-        seed = _seed_of(lora_name or self._identity.lora_name, cache_salt or self._identity.cache_salt)
+        seed = _seed_of(lora_name or self._defaults.lora_name, cache_salt or self._defaults.cache_salt)
         return NamespaceSeed(seed, bool(cache_salt))
 
-    def look_up(self, run: StoredRun, namespace: HashNamespace) -> TranslatedPages:
+    def look_up(self, run: PageRun, namespace: HashNamespace) -> TranslatedPages:
         """The pages of a run by their hashes alone. Those that are not remembered are left out and counted."""
         pages = self._hashes.look_up(run.events.block_hashes, self.seed(run.lora_name, run.cache_salt), namespace)
         self._counters.unresolved_pages += len(run.events.block_hashes) - len(pages.columns.hashes)
         return pages
 
-    def by_tokens(self, run: StoredRun, namespace: HashNamespace) -> TranslatedPages:
+    def by_tokens(self, run: PageRun, namespace: HashNamespace) -> TranslatedPages:
         """The pages of a run by their parents and tokens. The run names every page."""
         seed = self.seed(run.lora_name, run.cache_salt)
         objects: list[list[int]] = []
@@ -83,7 +87,7 @@ class PageNamer:
             self._limited_logger.warning("%d stored pages left out: parent_block_hash is not known", pages.num_unknown)
         return pages
 
-    def of_group(self, run: StoredRun, scale: int, namespace: HashNamespace) -> TranslatedPages:
+    def of_group(self, run: PageRun, scale: int, namespace: HashNamespace) -> TranslatedPages:
         """The last page of each block of a group other than full attention. Some blocks may be left out.
 
         scale: pages in a block. Usually the hashes are known from stores of full attention.
@@ -98,9 +102,7 @@ class PageNamer:
             return TranslatedPages(single_pages(named.columns.block_hashes[ends], named.columns.hashes[ends]), [], 0)
         return self._with_gaps(run, scale, known, namespace)
 
-    def _with_gaps(
-        self, run: StoredRun, scale: int, known: TranslatedPages, namespace: HashNamespace
-    ) -> TranslatedPages:
+    def _with_gaps(self, run: PageRun, scale: int, known: TranslatedPages, namespace: HashNamespace) -> TranslatedPages:
         """Name the blocks of an event that leaves some out. A block stands directly before the next one that is named,
         or at the end: engines leave out blocks at the beginnings of windows and chunks only.
         """
@@ -128,7 +130,7 @@ class PageNamer:
         return TranslatedPages(single_pages(*columns), [], 0)
 
 
-def with_pages(run: StoredRun, scale: int) -> StoredRun:
+def with_pages(run: PageRun, scale: int) -> PageRun:
     """The run with each block cut into `scale` pages."""
     if scale == 1:
         return run
@@ -152,3 +154,59 @@ def derived(scale: int) -> U64Array:
     """uint64[scale]: what the hashes of a block's pages are combined with by XOR; 0 for the last one."""
     masks = [xxhash.xxh3_64_intdigest(number.to_bytes(4, "little")) for number in range(1, scale)]
     return np.array([*masks, 0], np.uint64)
+
+
+_IDENTIFIER = re.compile("[0-9a-fA-F]{64}")
+
+
+class ExtraKeys(NamedTuple):
+    """The entries of an event, interpreted."""
+
+    objects: list[list[int]]
+    """For each page, the hashes of its multimodal objects, ascending."""
+    salt: str
+    """Cache salt of the prompt, if an entry looks like one; else empty."""
+
+
+def read_extra_keys(entries: Sequence[Any], lora_name: str, cache_salt: str, *, begins_prompt: bool) -> ExtraKeys:
+    """Interpret the entries. An unknown key is hashed as an object, so that it still tells its page from others.
+
+    lora_name, cache_salt: those that the event itself names, or empty.
+    """
+    objects: list[list[int]] = []
+    salt = ""
+    for page, entry in enumerate(entries):
+        keys = list(entry) if isinstance(entry, list | tuple) else [] if entry is None else [entry]
+        for named in filter(None, (lora_name, cache_salt)):
+            if named in keys:
+                keys.remove(named)  # one occurrence only: both may have the same text
+        if begins_prompt and page == 0 and not cache_salt and keys and _is_salt(keys[-1]):
+            salt = keys.pop()
+        objects.append(sorted(map(_object_hash, keys)))
+    return ExtraKeys(objects, salt)
+
+
+def local_hashes_with_objects(
+    tokens: U32Array, objects: list[list[int]], block_size: int, seed: int, *, is_bigram: bool
+) -> U64Array:
+    """uint64[pages]: local hashes over a page's tokens and then the hashes of its objects, as Dynamo computes them.
+
+    tokens: uint32[pages * block_size], one more in bigram mode. objects: by page; pages beyond the list have none.
+    """
+    windows = sliding_window_view(tokens.astype("<u4", copy=False), block_size + is_bigram)[::block_size]
+    pages = [window.tobytes() for window in windows]
+    for i, hashes in enumerate(objects[: len(pages)]):
+        pages[i] += np.array(hashes, "<u8").tobytes()
+    return np.array([xxhash.xxh3_64_intdigest(page, seed=seed) for page in pages], np.uint64)
+
+
+def _is_salt(key: Any) -> bool:
+    return isinstance(key, str) and _IDENTIFIER.fullmatch(key) is None
+
+
+def _object_hash(key: Any) -> int:
+    if isinstance(key, list | tuple) and key and isinstance(key[0], str):
+        key = key[0]
+    if isinstance(key, str) and _IDENTIFIER.fullmatch(key):
+        return int(key[:16], 16)
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(key))

@@ -10,11 +10,10 @@ from collections.abc import Generator, Iterator
 from contextlib import aclosing
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder
-from bridge.hashes.identity import RegistrationDefaults
+from bridge.decoding.decoder import Decoder, Messages
 from bridge.registry import StreamRegistry
-from bridge.stream.backlog import Backlog
-from bridge.stream.live_batches import LiveBatches
+from bridge.settings import EngineDefaults
+from bridge.stream.messages import Backlog
 from bridge.stream.rank_streams import RankStreams
 from bridge.stream.replay import (
     ReplayClient,
@@ -23,9 +22,8 @@ from bridge.stream.replay import (
     ReplayInterruptedError,
     ReplayUnreachableError,
 )
-from bridge.stream.sequence_check import RestartLimit, SequenceCheck, Verdict
-from bridge.worker_stream import StreamStatus
-from bridge.worker_threads import WorkerThreads
+from bridge.stream.sequence_check import BatchOrder, RestartLimit, SequenceCheck
+from bridge.threads import DecodeThreads
 from kv_events.engine_wire import Payload
 from kv_events.streams import StreamId
 
@@ -50,12 +48,12 @@ class EngineStream:
     def __init__(
         self,
         stream: StreamId,
-        defaults: RegistrationDefaults,
+        defaults: EngineDefaults,
         registry: StreamRegistry,
         decoder: Decoder,
         counters: BridgeCounters,
         replay: ReplayClient | None,
-        threads: WorkerThreads,
+        threads: DecodeThreads,
     ) -> None:
         """stream: as registered; batches may name other ranks. Nothing is published while it has another owner."""
         self.last_message_at = time.monotonic()
@@ -67,7 +65,7 @@ class EngineStream:
         self.replay_failure: str | None = None
         """Why the last replay failed; None if it did not. Live batches are applied all the same."""
         self._name = stream.key
-        self._rank_streams = RankStreams(stream, defaults, registry, decoder, counters)
+        self.ranks = RankStreams(stream, defaults, registry, decoder, counters)
         self._counters = counters
         self._replay = replay
         self._threads = threads
@@ -85,11 +83,11 @@ class EngineStream:
         """Why nothing is published at present; None if all is well."""
         if self._restart_limit.is_exceeded():
             return f"{self._name}: restarted so often that it is left out: are there several publishers on its address?"
-        return self._rank_streams.failure
+        return self.ranks.failure
 
     async def open(self) -> None:
         """Begin to listen. When listening again, first recover what was missed in between."""
-        await self._rank_streams.settle()
+        await self.ranks.start_and_close_publishers()
         if not self._sequence.has_begun:
             return
         if await self._recover(may_be_new=True, attempts=1):
@@ -99,59 +97,59 @@ class EngineStream:
 
     def set_receiving(self, is_receiving: bool) -> None:
         """Note whether messages of the engine arrive. False at first, and after an outage until the next message."""
-        self._rank_streams.set_receiving(is_receiving and not self._restart_limit.is_exceeded())
+        self.ranks.set_state(is_receiving=is_receiving and not self._restart_limit.is_exceeded())
 
-    async def take_live(self, batches: LiveBatches) -> None:
+    async def take_live(self, messages: Messages) -> None:
         """Apply the next batches of the live stream, in order. They are not used after the call."""
         taken = 0
         self.last_message_at = time.monotonic()
-        while taken < len(batches.seqs) and not self._restart_limit.is_exceeded():
-            taken += await self._threads.run(batches.payloads.num_bytes, self._take_in_order(batches, taken))
-            if taken < len(batches.seqs):
-                await self._take_out_of_order(*batches.one(taken))
+        while taken < len(messages) and not self._restart_limit.is_exceeded():
+            taken += await self._threads.run(messages.num_bytes, self._take_in_order(messages, taken))
+            if taken < len(messages):
+                await self._take_out_of_order(*messages.one(taken))
                 taken += 1
                 await self._apply_waiting()
                 await asyncio.sleep(0)
-        self._counters.stale_batches += len(batches.seqs) - taken
-        await self._rank_streams.settle()
+        self._counters.stale_batches += len(messages) - taken
+        await self.ranks.start_and_close_publishers()
 
-    def _take_in_order(self, batches: LiveBatches, start: int) -> Generator[None, None, int]:
+    def _take_in_order(self, messages: Messages, start: int) -> Generator[None, None, int]:
         """Apply batches while they are in order. Returns how many. Yields after each step, which any thread may do."""
         number = start
-        while number < len(batches.seqs):
-            if num_next := self._sequence.num_in_order(batches.seqs[number:]):
-                yield from self._take_next(batches.part(number, number + num_next))
+        while number < len(messages):
+            if num_next := self._sequence.num_in_order(messages.seqs[number:]):
+                yield from self._take_next(messages.part(number, number + num_next))
                 number += num_next
             else:
-                seq, payload = batches.one(number)
-                verdict = self._sequence.judge(seq, payload)
-                if verdict in (Verdict.GAP, Verdict.RESTART):
+                seq, payload = messages.one(number)
+                order = self._sequence.classify(seq, payload)
+                if order in (BatchOrder.GAP, BatchOrder.RESTART):
                     break
-                self._take(seq, payload, verdict)
+                self._take(seq, payload, order)
                 number += 1
-        yield from self._rank_streams.apply_waiting()
+        yield from self.ranks.apply_waiting()
         return number - start
 
-    def _take_next(self, batches: LiveBatches) -> Iterator[None]:
+    def _take_next(self, messages: Messages) -> Iterator[None]:
         """Apply batches each of which is the expected one."""
         self._contradictions = 0
-        self._sequence.applied_live(*batches.one(len(batches.seqs) - 1))
-        return self._rank_streams.apply(batches)
+        self._sequence.applied_live(*messages.one(len(messages) - 1))
+        return self.ranks.apply(messages)
 
     async def _take_out_of_order(self, seq: int, payload: Payload) -> None:
         """Apply a batch that is out of order, after finding out what happened before it."""
         if (
-            await self._resolve(seq, payload, self._sequence.judge(seq, payload))
+            await self._resolve(seq, payload, self._sequence.classify(seq, payload))
             and not self._restart_limit.is_exceeded()
         ):
-            self._take(seq, payload, self._sequence.judge(seq, payload))
+            self._take(seq, payload, self._sequence.classify(seq, payload))
         else:
             self._counters.stale_batches += 1
 
-    def _take(self, seq: int, payload: Payload, verdict: Verdict) -> None:
+    def _take(self, seq: int, payload: Payload, order: BatchOrder) -> None:
         self._contradictions = 0
         self._sequence.note_live(seq, payload)
-        if verdict is Verdict.DUPLICATE:
+        if order is BatchOrder.DUPLICATE:
             self._counters.duplicate_batches += 1
         else:
             self._apply(seq, payload)
@@ -181,25 +179,17 @@ class EngineStream:
             self._restart(
                 "the connection was lost, and no replay shows whether it is the same engine", is_certain=False
             )
-        await self._rank_streams.settle()
+        await self.ranks.start_and_close_publishers()
 
     async def expire(self) -> None:
         """Give up the engine's pages after a long outage."""
         if self._sequence.has_begun:
             self._restart("the connection is lost for too long")
-            await self._rank_streams.settle()
-
-    async def close(self, deadline_s: float, *, clear: bool) -> None:
-        """Close all streams."""
-        await self._rank_streams.close(deadline_s, clear=clear)
-
-    def status(self) -> list[StreamStatus]:
-        """Status of all ranks."""
-        return self._rank_streams.status()
+            await self.ranks.start_and_close_publishers()
 
     # --- missing batches --------------------------------------------------------------------------------------------
 
-    async def _resolve(self, seq: int, payload: Payload, verdict: Verdict) -> bool:
+    async def _resolve(self, seq: int, payload: Payload, order: BatchOrder) -> bool:
         """Find out why a live batch is out of order. The engine's replay, if it has one, is the authority.
 
         False: the batch is stale. An earlier incarnation sent it, and it was still on its way when the engine died.
@@ -209,10 +199,10 @@ class EngineStream:
         had_begun = self._sequence.has_begun
         if not had_begun:
             self._no_replay_before = -math.inf  # the replay socket may be open by now
-        self._counters.gaps += had_begun and verdict is Verdict.GAP
-        is_complete = await self._recover(may_be_new=verdict is Verdict.RESTART)
-        verdict = self._sequence.judge(seq, payload)
-        if verdict in (Verdict.APPLY, Verdict.DUPLICATE):
+        self._counters.gaps += had_begun and order is BatchOrder.GAP
+        is_complete = await self._recover(may_be_new=order is BatchOrder.RESTART)
+        order = self._sequence.classify(seq, payload)
+        if order in (BatchOrder.APPLY, BatchOrder.DUPLICATE):
             return True
         if is_complete:
             self._contradictions += 1
@@ -220,10 +210,10 @@ class EngineStream:
                 self._settled_until = time.monotonic() + _SETTLED_S  # the messages queued behind it are as old
                 return False
             self._no_replay_before = time.monotonic() + _DISTRUST_S  # it belongs to another engine
-        if verdict is Verdict.RESTART:
+        if order is BatchOrder.RESTART:
             self._restart("its sequence numbers went back")
         elif self._sequence.has_begun:
-            self._rank_streams.lose(seq - self._sequence.expected)
+            self.ranks.drop_all_pages(seq - self._sequence.expected)
         return True
 
     async def _recover(self, *, may_be_new: bool, attempts: int | None = None, live: Backlog | None = None) -> bool:
@@ -237,7 +227,7 @@ class EngineStream:
         try:
             return await self._replay_all(self._replay, may_be_new, attempts or self._attempts, live)
         finally:
-            self._rank_streams.set_replaying(False)
+            self.ranks.set_state(is_replaying=False)
 
     async def _replay_all(self, replay: ReplayClient, may_be_new: bool, attempts: int, live: Backlog | None) -> bool:
         deadline = time.monotonic() + self._deadline_s
@@ -259,7 +249,7 @@ class EngineStream:
                 is_reachable = time.monotonic() < deadline and not isinstance(error, ReplayUnreachableError)
                 self._counters.failed_replays += 1
                 failure = f"no replay from {error}; {_COST}"
-                self._rank_streams.warn("%s", failure)
+                self.ranks.warn("%s", failure)
             finally:
                 self.replay_failure = failure
             await self._apply_waiting()
@@ -283,11 +273,11 @@ class EngineStream:
                 elif position > 0 and seq > sequence.expected and not await self._is_known_hole(seq):
                     return False  # the engine dropped a part of the answer
                 if seq >= sequence.expected:
-                    self._rank_streams.set_replaying(True)
+                    self.ranks.set_state(is_replaying=True)
                     self._apply(seq, payload)
                     self._counters.replayed_batches += 1
                 position += 1
-                if position % _BATCHES_AT_A_TIME == 0 or self._rank_streams.waiting_bytes > _BYTES_AT_A_TIME:
+                if position % _BATCHES_AT_A_TIME == 0 or self.ranks.waiting_bytes > _BYTES_AT_A_TIME:
                     await self._apply_waiting()
                     await asyncio.sleep(0)
         if position == 0 and last is not None:
@@ -309,7 +299,7 @@ class EngineStream:
             self._restart("its replay begins after the last batch")
             return False
         if seq > sequence.expected:
-            self._rank_streams.lose(seq - sequence.expected)
+            self.ranks.drop_all_pages(seq - sequence.expected)
         return True
 
     async def _is_known_hole(self, seq: int) -> bool:
@@ -318,7 +308,7 @@ class EngineStream:
             self._hole_at = self._sequence.expected
             return False
         await self._apply_waiting()
-        self._rank_streams.lose(seq - self._sequence.expected)
+        self.ranks.drop_all_pages(seq - self._sequence.expected)
         return True
 
     def _restart(self, why: str, *, is_certain: bool = True) -> None:
@@ -326,22 +316,22 @@ class EngineStream:
         logger.info("engine %s: treated as restarted: %s", self._name, why)
         self._sequence.restart()
         self._hole_at = -1
-        self._rank_streams.restart(is_certain=is_certain)
+        self.ranks.restart(is_certain=is_certain)
         if self._restart_limit.restarted():
             logger.warning("engine %s", self.failure)
             self.set_receiving(False)  # of the new incarnation, which holds no pages
 
     async def _apply_waiting(self) -> None:
         """Apply the waiting batches, then start and close publishers as needed."""
-        await self._threads.run(self._rank_streams.waiting_bytes, self._rank_streams.apply_waiting())
-        await self._rank_streams.settle()
+        await self._threads.run(self.ranks.waiting_bytes, self.ranks.apply_waiting())
+        await self.ranks.start_and_close_publishers()
 
     def _apply(self, seq: int, payload: Payload) -> None:
         """Queue the next batch."""
         if not self._sequence.has_begun and seq > _HIGHEST_FIRST:
-            self._rank_streams.begin_late()
+            self.ranks.mark_incomplete()
         self._sequence.applied(seq, payload)
-        self._rank_streams.take(seq, payload)
+        self.ranks.take(seq, payload)
 
 
 async def _has_batches(replay: ReplayClient, deadline: float) -> bool:

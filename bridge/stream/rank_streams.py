@@ -7,13 +7,12 @@ import logging
 from collections.abc import Generator, Iterator
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, UnreadableBatch
-from bridge.decoding.mooncake_events import MooncakeEvent
-from bridge.decoding.runs import BadEvent, Run
-from bridge.hashes.identity import RegistrationDefaults
+from bridge.decoding.decoder import Decoder, Messages, UnreadableBatch
+from bridge.decoding.events import InvalidEvent, Run
+from bridge.decoding.mooncake import MooncakeEvent
 from bridge.registry import StreamRegistry
-from bridge.stream.live_batches import LiveBatches
-from bridge.worker_stream import StreamStatus, WorkerStream
+from bridge.settings import EngineDefaults
+from bridge.worker_stream import EngineState, StreamStatus, WorkerStream
 from kv_events.engine_wire import Payload
 from kv_events.limits import MAX_DP_RANK
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
@@ -28,14 +27,14 @@ _REPLACED_DEADLINE_S = 0.2
 class RankStreams:
     """Decodes batches together, because that costs less, and applies them in order.
 
-    Batches wait until `apply_waiting`. None may wait when `lose` and `restart` are called. Only one task at a time may
-    call it, except for `status`.
+    Batches wait until `apply_waiting`. None may wait when `drop_all_pages` and `restart` are called. Only one task at
+    a time may call it, except for `status`.
     """
 
     def __init__(
         self,
         registered: StreamId,
-        defaults: RegistrationDefaults,
+        defaults: EngineDefaults,
         registry: StreamRegistry,
         decoder: Decoder,
         counters: BridgeCounters,
@@ -50,8 +49,7 @@ class RankStreams:
         self._waiting: list[tuple[int, Payload]] = []  # in order
         self.waiting_bytes = 0
         """Total size of the batches that wait."""
-        self._is_receiving = False
-        self._is_replaying = False
+        self._state = EngineState()
         self._is_incomplete = False  # batches of this incarnation are missing
         self._streams: dict[int, WorkerStream] = {}
         self._open(registered.dp_rank)
@@ -71,49 +69,43 @@ class RankStreams:
         """Decode and apply the batches that wait. Yields after each step."""
         if self._waiting:
             waiting, self._waiting, self.waiting_bytes = self._waiting, [], 0
-            yield from self.apply(LiveBatches.of(waiting))
+            yield from self.apply(Messages.of(waiting))
 
-    def apply(self, batches: LiveBatches) -> Iterator[None]:
+    def apply(self, messages: Messages) -> Iterator[None]:
         """Decode and apply the next batches. Yields after each step."""
         yield from self.apply_waiting()
         if self.failure is not None:
             self._is_incomplete = True
         try:
-            yield from self._apply_all(batches)
+            yield from self._apply_all(messages)
         except Exception as error:  # noqa: BLE001  (logged; other engines of the address go on)
-            between = int(batches.seqs[0]), int(batches.seqs[-1])
+            between = int(messages.seqs[0]), int(messages.seqs[-1])
             self._limited_logger.warning("batches %d to %d cannot be applied", *between, error=error)
-            self.lose(len(batches.seqs))
-        self._counters.batches += len(batches.seqs)  # those that are applied: a step may be followed by anything
+            self.drop_all_pages(len(messages))
+        self._counters.batches += len(messages)  # those that are applied: a step may be followed by anything
 
-    def set_receiving(self, is_receiving: bool) -> None:
-        """Note whether messages of the engine arrive. False at first."""
-        if is_receiving != self._is_receiving:
-            self._is_receiving = is_receiving
+    def set_state(self, **changes: bool) -> None:
+        """Note changes of the engine's state. See `EngineState` for their names."""
+        state = self._state._replace(**changes)
+        if state != self._state:
+            self._state = state
             for stream in self._streams.values():
-                stream.set_receiving(is_receiving)
+                stream.set_state(state)
 
-    def set_replaying(self, is_replaying: bool) -> None:
-        """Note whether the batches that are taken are of the past. False at first."""
-        if is_replaying != self._is_replaying:
-            self._is_replaying = is_replaying
-            for stream in self._streams.values():
-                stream.set_replaying(is_replaying)
-
-    def begin_late(self) -> None:
+    def mark_incomplete(self) -> None:
         """Note that the first batches of this incarnation are missing."""
         self._is_incomplete = True
         for stream in self._streams.values():
-            stream.begin_late()
+            stream.mark_incomplete()
 
-    def lose(self, num_batches: int) -> None:
+    def drop_all_pages(self, num_batches: int) -> None:
         """Note batches that are permanently lost. They may have removed pages, so all pages are dropped."""
         self._counters.lost_batches += num_batches
         self._counters.losses += 1
         self._limited_logger.warning("%d batches are lost, all its pages are dropped", num_batches)
         self._is_incomplete = True
         for stream in self._streams.values():
-            stream.lose()
+            stream.drop_all_pages()
 
     def restart(self, *, is_certain: bool) -> None:
         """Begin another incarnation. is_certain: False if it may be the same one."""
@@ -121,20 +113,20 @@ class RankStreams:
         for stream in self._streams.values():
             stream.restart(is_certain=is_certain)
 
-    async def settle(self) -> None:
+    async def start_and_close_publishers(self) -> None:
         """Start and close publishers as needed."""
         for rank, stream in list(self._streams.items()):
             if stream.is_replaced:
                 del self._streams[rank]
-                await stream.close(_REPLACED_DEADLINE_S, clear=False)
+                await self._close(stream, _REPLACED_DEADLINE_S, clear=False)
             else:
-                await stream.settle()
+                await stream.start_and_close_publishers()
         if self.failure is not None:  # the other owner may have left
             self._open(self._registered.dp_rank)
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
         """Close all streams. What waits is left out."""
-        await asyncio.gather(*(stream.close(deadline_s, clear=clear) for stream in self._streams.values()))
+        await asyncio.gather(*(self._close(stream, deadline_s, clear=clear) for stream in self._streams.values()))
         self._streams.clear()
 
     def status(self) -> list[StreamStatus]:
@@ -145,14 +137,20 @@ class RankStreams:
         """See `RateLimitedLogger.warning`."""
         self._limited_logger.warning(template, *facts)
 
-    def _apply_all(self, batches: LiveBatches) -> Iterator[None]:
-        for batch in self._decoder.decode_all(batches.payloads):
+    async def _close(self, stream: WorkerStream, deadline_s: float, *, clear: bool) -> None:
+        try:
+            await stream.close(deadline_s, clear=clear)
+        finally:
+            self._registry.release(stream)
+
+    def _apply_all(self, messages: Messages) -> Iterator[None]:
+        for batch in self._decoder.decode_all(messages):
             if isinstance(batch, UnreadableBatch):
-                seq, payload = batches.one(batch.number)
+                seq, payload = messages.one(batch.number)
                 self._counters.undecodable += 1
                 self._limited_logger.warning("batch %d: %s", seq, batch.reason)
                 if payload:
-                    self.lose(1)  # it may have removed pages
+                    self.drop_all_pages(1)  # it may have removed pages
                 continue
             self._counters.bad_ranks += batch.num_bad_ranks
             stream = self._stream(batch.rank)
@@ -160,11 +158,11 @@ class RankStreams:
             for run, num_events in batch.runs:
                 self._counters.events += num_events
                 touched.add(self._apply_run(run, stream))
-                if isinstance(run, BadEvent):
-                    between = int(batches.seqs[0]), int(batches.seqs[-1])
+                if isinstance(run, InvalidEvent):
+                    between = int(messages.seqs[0]), int(messages.seqs[-1])
                     self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
-                        self.lose(1)
+                        self.drop_all_pages(1)
             for each in touched:
                 if each is None or not (batch.is_complete or each.must_end_batch):
                     continue
@@ -204,12 +202,11 @@ class RankStreams:
             self._defaults,
             self._counters,
             self._limited_logger,
+            self._state,
             is_registered=rank == own.dp_rank,
         )
         if stream is not None:
             self._streams[rank] = stream
-            stream.set_receiving(self._is_receiving)
-            stream.set_replaying(self._is_replaying)
             if self._is_incomplete:
-                stream.begin_late()
+                stream.mark_incomplete()
         return stream

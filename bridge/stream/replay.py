@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES
-from bridge.stream.backlog import Backlog, receiving
+from bridge.stream.messages import Backlog, receiving
 from kv_events.endpoints import Locate, LocateError, as_given, is_ipv6
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay, replay_request
 from kv_events.errors import KvsightError

@@ -21,7 +21,7 @@ _MAX_AHEAD = 100_000
 _MANY_RESTARTS, _MANY_WITHIN_S, _QUIET_S = 10, 10.0, 30.0
 
 
-class Verdict(Enum):
+class BatchOrder(Enum):
     """What a live batch is, given those before it."""
 
     APPLY = auto()
@@ -53,15 +53,15 @@ class SequenceCheck:
         """Whether a batch of this incarnation was applied."""
         return self._last_applied is not None
 
-    def judge(self, seq: int, payload: Payload) -> Verdict:
+    def classify(self, seq: int, payload: Payload) -> BatchOrder:
         """Judge a live batch. Changes nothing."""
         if seq <= self._last_live:
             is_last_again = seq == self._last_live and _content_hash(payload) == self._last_live_content
-            return Verdict.DUPLICATE if is_last_again else Verdict.RESTART
+            return BatchOrder.DUPLICATE if is_last_again else BatchOrder.RESTART
         if seq < self.expected:
             known = self._ahead.get(seq)
-            return Verdict.DUPLICATE if known is None or known == _content_hash(payload) else Verdict.RESTART
-        return Verdict.APPLY if seq == self.expected else Verdict.GAP
+            return BatchOrder.DUPLICATE if known is None or known == _content_hash(payload) else BatchOrder.RESTART
+        return BatchOrder.APPLY if seq == self.expected else BatchOrder.GAP
 
     def num_in_order(self, seqs: U64Array) -> int:
         """How many of these live batches, from the first one on, are to be applied: each is the expected one."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+import os
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from enum import Enum
@@ -15,11 +18,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from bridge.counters import BridgeCounters
 from bridge.settings import BridgeSettings, EngineSettings
-from bridge.stream.backlog import MAX_MESSAGES, Backlog, receiving
-from bridge.stream.connections import CONNECTION_EVENTS, Connections
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.inbox import Inbox, Inboxes, Sent
-from bridge.stream.reachability import why_unreachable
+from bridge.stream.messages import MAX_MESSAGES, Backlog, Inbox, Inboxes, SenderMessages, receiving
 from bridge.stream.replay import MAX_MESSAGE_BYTES
 from kv_events.endpoints import Locate, LocateError, is_ipv6
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
@@ -160,7 +160,7 @@ class Subscriber:
             while (backlog or has_more) and num_read < at_least:
                 if backlog:
                     sent = backlog.take()
-                    num_read += sum(len(each.batches.seqs) for each in sent)
+                    num_read += sum(len(each.messages) for each in sent)
                     await self._take(sent)
                 else:
                     has_more = self._receive(reader, inbox)
@@ -186,16 +186,16 @@ class Subscriber:
         if self._counters.dropped_batches > num_dropped:
             self._limited_logger.warning("it sends faster than its messages can be applied: the oldest are dropped")
 
-    async def _take(self, sent: Iterable[Sent]) -> None:
+    async def _take(self, sent: Iterable[SenderMessages]) -> None:
         """Pass messages to the engine streams that sent them."""
         until = time.monotonic() + _TURN_S
-        for topic, connection, batches in sent:
+        for topic, connection, messages in sent:
             if time.monotonic() >= until:
                 await asyncio.sleep(0)
                 until = time.monotonic() + _TURN_S
             engine_stream = self._stream_of_topic(topic)
             if engine_stream is None:
-                self._counters.undecodable += len(batches.seqs)
+                self._counters.undecodable += len(messages)
                 continue
             is_connected = self._connections.note_message(connection)
             if not is_connected:  # lost, or the monitor has not reported it yet
@@ -208,7 +208,7 @@ class Subscriber:
                 engine_stream.connection = connection
             if self._away_since is None and engine_stream.lost_at is None:
                 engine_stream.set_receiving(True)
-            await engine_stream.take_live(batches)
+            await engine_stream.take_live(messages)
 
     async def _watch(self, live: Backlog) -> None:
         """Follow the connection. After a reconnect, the engine may be another incarnation."""
@@ -304,3 +304,86 @@ class Subscriber:
         if self._away_since is not None:
             waits.append(self._away_since + self._settings.bridge_away_s - time.monotonic())
         return max(1, int(1000 * min(wait for wait in waits if wait > 0 or len(waits) == 1) or 1))
+
+
+CONNECTION_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+"""The monitor events that `Connections.take` needs."""
+
+
+class Connections:
+    """Open connections that completed their handshake, by file descriptor. True if there are any.
+
+    A monitor also reports connections that never complete one: port scanners, health checks, sockets of a wrong type.
+    It gives the descriptor of a connection that begins or ends, but not of one that completes its handshake. That is
+    assumed to be the newest open one until a message proves otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._begun: list[int] = []  # without a handshake; newest last
+        self._made: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def take(self, event: int, descriptor: int) -> None:
+        """Apply an event of the monitor. descriptor: the event's value."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if self._begun:
+                self._made.add(self._begun.pop())
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._made.discard(descriptor)
+            if descriptor in self._begun:
+                self._begun.remove(descriptor)
+        else:
+            self._begun.append(descriptor)
+
+    def note_message(self, descriptor: int) -> bool:
+        """Note a message's connection. False if the connection was lost since, or is not known yet."""
+        if descriptor in self._begun:
+            self._begun.remove(descriptor)
+            self._made.add(descriptor)
+        return descriptor in self._made
+
+
+_TIMEOUT_S = 2.0
+_ENGINE_BINDS = "an engine listens only if its `endpoint` is tcp://*:PORT: with an address in place of * it connects"
+"""Why nothing may listen although the engine runs."""
+
+
+async def why_unreachable(endpoint: str, located: str | None = None) -> str | None:
+    """Open a connection to a ZMQ address and close it. Returns why the engine's events cannot be read there.
+
+    located: where the endpoint leads. None: its name is looked up.
+
+    For an address that has no engine's handshake although something accepts connections there. None: nothing is known
+    about addresses of this kind.
+    """
+    scheme, _, address = (located or endpoint).partition("://")
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            if scheme == "tcp":
+                host, _, port = address.rpartition(":")
+                family = socket.AF_INET6 if is_ipv6(located or endpoint) else socket.AF_INET  # as ZMQ does
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port), family=family)
+            elif scheme == "ipc":
+                _, writer = await asyncio.open_unix_connection(address)
+            else:
+                return None
+    except TimeoutError:
+        return f"cannot connect to {endpoint}: no answer within {_TIMEOUT_S:.0f} s"
+    except (OSError, ValueError) as error:
+        return f"cannot connect to {endpoint}: {_reason(error)}"
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return f"{endpoint} accepts connections, but has not answered as a ZMQ publisher"
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, socket.gaierror):
+        return "the host name is unknown"
+    if isinstance(error, ConnectionRefusedError):
+        return f"connection refused; {_ENGINE_BINDS}"
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno).lower()
+    return str(error)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from engine_cache.base import InsertParams, MatchResult, Request
-from engine_cache.components.match import MatchedPath, MatchValidator
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.entry import PoolEntry
 from engine_cache.storage.base import PoolName, PoolTransfer
@@ -26,6 +25,7 @@ from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray
 from kv_events.schema import StorageMedium
 
+MatchValidator: TypeAlias = Callable[[TreeNode], bool]
 LockTicket: TypeAlias = int
 """The value with which a component releases a lock."""
 NODE_LOCK: LockTicket = 1
@@ -34,6 +34,22 @@ LruOrder: TypeAlias = OrderedDict[TreeNode, None]
 """Nodes in order of use, least recently used first."""
 
 _EVICTION_BATCH = 64
+
+
+class MatchedPath(NamedTuple):
+    """The nodes that a key shares with the tree, and how much of that path each kind of state can use.
+
+    root ── A ── B ── C ── D'       D': KV on the host only
+            ok   ok   ok   ok       any tier: the best match is D
+            ok   ok   gap  -        device only: B, from where a request can continue without a load
+    """
+
+    nodes: list[TreeNode]
+    """Root side first. Every node is on at least one tier."""
+    num_best: int
+    """Number of leading nodes up to the best match."""
+    num_device: int
+    """Number of leading nodes up to the best match on the device, at most `num_best`."""
 
 
 class TreeComponent(ABC):
@@ -55,6 +71,15 @@ class TreeComponent(ABC):
         """
 
 
+class FullComponent(TreeComponent):
+    """KV of the full-attention layers, which every node consists of. Its data is in fields of `TreeNode`."""
+
+    kind: ClassVar[ComponentType] = ComponentType.FULL
+
+    def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
+        return lambda node: node.value is not None or (node.host_value is not None and not match_device_only)
+
+
 class AuxiliaryComponent(TreeComponent):
     """A kind whose data is stored beside Full KV.
 
@@ -71,7 +96,9 @@ class AuxiliaryComponent(TreeComponent):
     """The pages of a node that group events report when the node gains or loses data of this kind."""
     builds_on_start_node: ClassVar[bool] = False
     """Whether prefetched data may depend on data at the start node of the prefetch."""
-    lists_host_copies: bool = False
+    locks_tombstones: ClassVar[bool] = False
+    """Whether a node without data of this kind is locked as well, so that its locks need no tickets."""
+    lists_host_copies: ClassVar[bool] = False
     """Whether host data can be evicted while the node has device data as well."""
 
     tree: RadixTree
@@ -80,14 +107,12 @@ class AuxiliaryComponent(TreeComponent):
     """The pools of this kind. Set only with a host tier."""
 
     def attach(self, tree: RadixTree, events: EventRecorder) -> None:
-        """Join an empty tree."""
         self.tree = tree
         self.events = events
         self.clear()
         tree.observe(self)
 
     def clear(self) -> None:
-        """Drop all nodes."""
         self.device_lru_list: LruOrder = OrderedDict()
         self.host_lru_list: LruOrder = OrderedDict()
         self.evictable_size = 0
@@ -97,7 +122,6 @@ class AuxiliaryComponent(TreeComponent):
 
     @property
     def device_size(self) -> int:
-        """Device rows in the tree."""
         return self.evictable_size + self.protected_size
 
     def data(self, node: TreeNode) -> ComponentData:
@@ -176,20 +200,17 @@ class AuxiliaryComponent(TreeComponent):
         return data.host_value is not None and data.pending_id is None
 
     def is_on_host_list(self, node: TreeNode) -> bool:
-        """Return whether the node belongs in `host_lru_list`."""
         data = self.data(node)
         is_free = data.host_value is not None and data.host_lock_ref == 0
         return is_free and (data.value is None or self.lists_host_copies)
 
     def update_host_list(self, node: TreeNode) -> None:
-        """Update `host_lru_list` after a change of the node."""
         if self.is_on_host_list(node):
             self.host_lru_list.setdefault(node)
         else:
             self.host_lru_list.pop(node, None)
 
     def touched(self, path: Sequence[TreeNode]) -> None:
-        """Mark nodes, parents first, as used."""
         for listed in (self.device_lru_list, self.host_lru_list):
             if listed:
                 for node in path:
@@ -198,27 +219,29 @@ class AuxiliaryComponent(TreeComponent):
 
     def touched_on_insert(self, node: TreeNode) -> None:
         """Mark a node as used by an insert that passes it on the way down."""
-        for listed in (self.device_lru_list, self.host_lru_list):
-            if node in listed:
-                listed.move_to_end(node)
+        self.touched([node])
 
     # --- locks ------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def acquire(self, node: TreeNode) -> LockTicket | None:
         """Lock the device data that a user of the node needs. Returns None, and locks nothing, without such data."""
+        if self.data(node).value is None and not self.locks_tombstones:
+            return None
+        self.lock(node)
+        return NODE_LOCK
 
-    @abstractmethod
     def release(self, node: TreeNode, ticket: LockTicket) -> None:
-        """Undo one `acquire` of the node."""
+        self.unlock(node)
 
-    @abstractmethod
     def acquire_host(self, node: TreeNode) -> LockTicket | None:
         """Lock the host data that a user of the node needs. Returns None, and locks nothing, without such data."""
+        if self.data(node).host_value is None and not self.locks_tombstones:
+            return None
+        self.lock_host(node)
+        return NODE_LOCK
 
-    @abstractmethod
     def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
-        """Undo one `acquire_host` of the node."""
+        self.unlock_host(node)
 
     def lock(self, node: TreeNode) -> None:
         """Lock the device data of one node."""
@@ -229,7 +252,6 @@ class AuxiliaryComponent(TreeComponent):
             self.protected_size += len(data.value)
 
     def unlock(self, node: TreeNode) -> None:
-        """Undo one `lock` of the node."""
         data = self.data(node)
         assert data.lock_ref > 0, f"node {node.id} unlocked with lock_ref 0 of {self.kind.name}"
         data.lock_ref -= 1
@@ -243,7 +265,6 @@ class AuxiliaryComponent(TreeComponent):
         self.update_host_list(node)
 
     def unlock_host(self, node: TreeNode) -> None:
-        """Undo one `lock_host` of the node."""
         data = self.data(node)
         assert data.host_lock_ref > 0, f"node {node.id} unlocked with host_lock_ref 0 of {self.kind.name}"
         data.host_lock_ref -= 1
@@ -308,9 +329,23 @@ class AuxiliaryComponent(TreeComponent):
         """Give the rows that were read to the last nodes of the prefix, which ends at `end`, and free the others."""
 
 
-def oldest_first(listed: LruOrder) -> Iterator[TreeNode]:
+def least_recent_first(listed: LruOrder) -> Iterator[TreeNode]:
     """Yield the nodes of an LRU list. The caller may remove a node once it was yielded."""
     num_kept = 0
     while batch := list(islice(listed, num_kept, num_kept + _EVICTION_BATCH)):
         yield from batch
         num_kept += sum(node in listed for node in batch)
+
+
+def num_accepted(nodes: Sequence[TreeNode], validators: Sequence[MatchValidator]) -> int:
+    """Return the number of leading nodes up to the deepest one that all validators accept.
+
+    Every validator is called with every node, even after another validator has refused it, because validators may
+    count.
+    """
+    deepest = 0
+    for position, node in enumerate(nodes, 1):
+        verdicts = [accepts(node) for accepts in validators]
+        if all(verdicts):
+            deepest = position
+    return deepest

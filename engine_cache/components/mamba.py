@@ -1,5 +1,7 @@
-"""Recurrent states: one slot per node, valid exactly at the end of the node. A split leaves the state at the lower
-node."""
+"""Recurrent states: one slot per node, valid exactly at the end of the node.
+
+A split leaves the state at the lower node.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,14 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from engine_cache.base import InsertParams, MatchResult, Request
-from engine_cache.components.component import NODE_LOCK, AuxiliaryComponent, LockTicket
-from engine_cache.components.loading_slots import LoadingSlots
-from engine_cache.components.match import MatchedPath, MatchValidator
+from engine_cache.components.component import AuxiliaryComponent, MatchedPath, MatchValidator
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.operations import PrefetchOperation
 from engine_cache.tree.events import LAST_PAGE, EventRecorder
 from engine_cache.tree.node import ComponentType, TreeNode
 from engine_cache.tree.tree import RadixTree
-from engine_cache.types import IndexArray
+from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 from kv_events.streams import MAMBA_GROUP
 
@@ -29,13 +29,47 @@ class StatePool(Protocol):
         """Copy the states of the slots `src` to the slots `dst`, in all layers."""
 
 
+class LoadingSlots:
+    """Prevents the reuse of a slot that its request releases during a load, until the load has ended.
+
+    Otherwise the load would overwrite the state of the next owner. Belongs to the tree's thread.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}  # load -> slot it writes to
+        self._released: set[int] = set()
+
+    def begin(self, load: int, slot: IndexArray) -> None:
+        """Record that a load writes to this slot, [1], of a request."""
+        self._slots[load] = int(slot[0])
+
+    def release(self, slot: IndexArray) -> bool:
+        """Release the slot of a request. Returns True if a load still writes to it; `end` returns the slot then."""
+        is_loading = int(slot[0]) in self._slots.values()
+        if is_loading:
+            self._released.add(int(slot[0]))
+        return is_loading
+
+    def end(self, load: int) -> IndexArray:
+        """Record the end of a load. Returns the slot that can be freed now, [1], or an empty array."""
+        slot = self._slots.pop(load, None)
+        if slot is None or slot not in self._released or slot in self._slots.values():
+            return no_indices()
+        self._released.remove(slot)
+        return np.array([slot], np.int64)
+
+    def released(self) -> IndexArray:
+        """Return the slots that were released by their requests and are still in use by loads."""
+        return np.array(sorted(self._released), np.int64)
+
+
 class MambaComponent(AuxiliaryComponent):
     """Recurrent states.
 
-    allocator: owner of the slots. state_pool: the states, which are copied when a running request shares its state;
-    with None only slots are assigned and nothing is copied. chunk_size: tokens between the points at which an engine
-    can save a state. enable_extra_buffer: requests track a state at a page boundary in addition to the running one.
-    Page sizes above 1 and bigram keys require it; otherwise `attach` raises InvalidValueError.
+    allocator: owner of the slots. mamba_pool: the states, which are copied when a running request shares its state;
+    with None only slots are assigned and nothing is copied. enable_mamba_extra_buffer: requests track a state at a page
+    boundary in addition to the running one; required for page sizes above 1 and bigram keys. mamba_cache_chunk_size:
+    tokens between the points at which an engine can save a state.
     """
 
     kind: ClassVar[ComponentType] = ComponentType.MAMBA
@@ -47,23 +81,22 @@ class MambaComponent(AuxiliaryComponent):
     def __init__(
         self,
         allocator: MambaSlotAllocator,
-        *,
-        state_pool: StatePool | None = None,
-        chunk_size: int = 64,
-        enable_extra_buffer: bool = False,
+        mamba_pool: StatePool | None = None,
+        enable_mamba_extra_buffer: bool = False,
+        mamba_cache_chunk_size: int = 64,
     ) -> None:
-        if chunk_size < 1:
-            raise InvalidValueError("chunk_size", chunk_size, "a positive integer")
+        if mamba_cache_chunk_size < 1:
+            raise InvalidValueError("mamba_cache_chunk_size", mamba_cache_chunk_size, "a positive integer")
         self.allocator = allocator
-        self.state_pool = state_pool
-        self.chunk_size = chunk_size
-        self.enable_extra_buffer = enable_extra_buffer
+        self.mamba_pool = mamba_pool
+        self.chunk_size = mamba_cache_chunk_size
+        self.has_extra_buffer = enable_mamba_extra_buffer
 
     def attach(self, tree: RadixTree, events: EventRecorder) -> None:
-        if not self.enable_extra_buffer and tree.page_size != 1:
-            raise InvalidValueError("page_size", tree.page_size, "1 without enable_extra_buffer")
-        if not self.enable_extra_buffer and tree.is_eagle:
-            raise InvalidValueError("is_eagle", True, "False without enable_extra_buffer")
+        if not self.has_extra_buffer and tree.page_size != 1:
+            raise InvalidValueError("page_size", tree.page_size, "1 without enable_mamba_extra_buffer")
+        if not self.has_extra_buffer and tree.is_eagle:
+            raise InvalidValueError("is_eagle", True, "False without enable_mamba_extra_buffer")
         super().attach(tree, events)
 
     def clear(self) -> None:
@@ -101,24 +134,6 @@ class MambaComponent(AuxiliaryComponent):
 
     def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
         """Do nothing: the state stays at the lower node."""
-
-    def acquire(self, node: TreeNode) -> LockTicket | None:
-        if self.data(node).value is None:
-            return None
-        self.lock(node)
-        return NODE_LOCK
-
-    def release(self, node: TreeNode, ticket: LockTicket) -> None:
-        self.unlock(node)
-
-    def acquire_host(self, node: TreeNode) -> LockTicket | None:
-        if self.data(node).host_value is None:
-            return None
-        self.lock_host(node)
-        return NODE_LOCK
-
-    def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
-        self.unlock_host(node)
 
     def check_insert(self, params: InsertParams) -> None:
         if params.mamba_value is None or len(params.mamba_value) != 1:
@@ -187,20 +202,13 @@ class NodeStates(MambaComponent):
     in between. All states on the host share one order of use, whether or not they are on the device too.
     """
 
+    locks_tombstones = True
     lists_host_copies = True
 
     def commit_load(self, ack_id: int, node: TreeNode, transfers: list[PoolTransfer], req: Request | None) -> None:
         super().commit_load(ack_id, node, transfers, req)
         if transfers:
             self.tree.touch([node])
-
-    def acquire(self, node: TreeNode) -> LockTicket | None:
-        self.lock(node)
-        return NODE_LOCK
-
-    def acquire_host(self, node: TreeNode) -> LockTicket | None:
-        self.lock_host(node)
-        return NODE_LOCK
 
 
 def _trailing_state(slot: IndexArray | None, keys: list[str]) -> PoolTransfer:

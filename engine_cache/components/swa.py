@@ -4,8 +4,8 @@
                                  not at B (2 units, then a gap)
 
 The root counts as covered: a prefix shorter than the window needs SWA rows throughout. A lock covers the nodes from one
-node up to the node at which one window of rows is complete. Its ticket is stored at that last node, and at the gaps
-below it, so that the release finds the locked nodes even if nodes were split or filled in between.
+node up to the node at which one window of rows is complete, without the gaps. The component keeps the locked nodes by
+ticket, so that the release finds them even if nodes were split or gaps were filled in between.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from engine_cache.base import InsertParams, MatchResult, Request
-from engine_cache.components.component import AuxiliaryComponent, LockTicket
-from engine_cache.components.match import MatchedPath, MatchValidator
+from engine_cache.components.component import AuxiliaryComponent, LockTicket, MatchedPath, MatchValidator
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
@@ -47,14 +46,17 @@ class SWAComponent(AuxiliaryComponent):
         self.allocator = allocator
         self.window = sliding_window_size
         self.window_pages = -(-sliding_window_size // allocator.page_size)
-        self._lock_ids = count(1)
+        self._tickets = count(1)
         self.event_group = swa_group(sliding_window_size)
+
+    def clear(self) -> None:
+        super().clear()
+        self._locked: dict[LockTicket, list[TreeNode]] = {}
+        """The nodes that each lock covers, children first."""
 
     @property
     def device_allocator(self) -> PagedTokenToKVPoolAllocator:
         return self.allocator.swa
-
-    # --- match ------------------------------------------------------------------------------------------------------
 
     def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
         covered = math.inf  # units with SWA rows directly above the end of the node
@@ -110,8 +112,6 @@ class SWAComponent(AuxiliaryComponent):
         nodes.reverse()
         return nodes
 
-    # --- data of nodes ----------------------------------------------------------------------------------------------
-
     def _free_device_rows(self, node: TreeNode, rows: IndexArray) -> None:
         assert node.value is not None
         self.allocator.free_swa(node.value)
@@ -119,22 +119,22 @@ class SWAComponent(AuxiliaryComponent):
     def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
         above, below = self.data(upper), self.data(lower)
         above.lock_ref, above.host_lock_ref = below.lock_ref, below.host_lock_ref
-        above.lock_ends, below.lock_ends, above.lock_gaps = below.lock_ends, frozenset(), below.lock_gaps
         above.value, below.value = split_rows(below.value, split_len)
         above.host_value, below.host_value = split_rows(below.host_value, split_len)
         above.pending_id = below.pending_id
+        if below.lock_ref or below.host_lock_ref:
+            for nodes in self._locked.values():
+                if lower in nodes:
+                    nodes.insert(nodes.index(lower) + 1, upper)
         for listed in (self.device_lru_list, self.host_lru_list):
             if lower in listed:  # as the newest, because a split counts as use
                 listed[upper] = None
                 listed.move_to_end(lower)
 
-    # --- locks ------------------------------------------------------------------------------------------------------
-
     def acquire(self, node: TreeNode) -> LockTicket | None:
         """Lock one window of rows, not counting gaps.
 
-        For a node that is not on the device, the lock starts at its nearest ancestor on the device. The release starts
-        there as well.
+        For a node that is not on the device, the window ends at its nearest ancestor on the device.
         """
         while node.value is None:
             assert node.parent is not None
@@ -142,53 +142,31 @@ class SWAComponent(AuxiliaryComponent):
         return self._lock_window(node, self.lock, lambda data: data.value)
 
     def release(self, node: TreeNode, ticket: LockTicket) -> None:
-        self._unlock_window(node, ticket, self.unlock)
+        for step in self._locked.pop(ticket):
+            self.unlock(step)
 
     def acquire_host(self, node: TreeNode) -> LockTicket | None:
         return self._lock_window(node, self.lock_host, lambda data: data.host_value)
 
     def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
-        self._unlock_window(node, ticket, self.unlock_host)
+        for step in self._locked.pop(ticket):
+            self.unlock_host(step)
 
     def _lock_window(
-        self,
-        node: TreeNode,
-        lock: Callable[[TreeNode], None],
-        rows: Callable[[ComponentData], IndexArray | None],
+        self, node: TreeNode, lock: Callable[[TreeNode], None], rows: Callable[[ComponentData], IndexArray | None]
     ) -> LockTicket | None:
-        ticket, covered, last, gaps = next(self._lock_ids), 0, None, []
-        step = node
+        nodes, covered, step = list[TreeNode](), 0, node
         while step.parent is not None and covered < self.window:
-            if rows(self.data(step)) is None:
-                gaps.append(step)
-            else:
+            if rows(self.data(step)) is not None:
                 lock(step)
+                nodes.append(step)
                 covered += len(step.key)
-                for gap in gaps:  # so that the release does not undo locks that others place there later
-                    self.data(gap).lock_gaps |= {ticket}
-                last, gaps = step, []
             step = step.parent
-        if last is None:
+        if not nodes:
             return None
-        self.data(last).lock_ends |= {ticket}
+        ticket = next(self._tickets)
+        self._locked[ticket] = nodes
         return ticket
-
-    def _unlock_window(self, node: TreeNode, ticket: LockTicket, unlock: Callable[[TreeNode], None]) -> None:
-        step = node
-        while True:
-            data = self.data(step)
-            if ticket in data.lock_gaps:
-                data.lock_gaps -= {ticket}
-            else:
-                unlock(step)
-            if ticket in data.lock_ends:
-                data.lock_ends -= {ticket}
-                return
-            above = step.parent or step.former_parent  # a start node is deleted if its own backup fails
-            assert above is not None, f"no lock {ticket} ends above node {node.id}"
-            step = above
-
-    # --- insert -----------------------------------------------------------------------------------------------------
 
     def check_insert(self, params: InsertParams) -> None:
         evicted, page_size = params.swa_evicted_seqlen, self.allocator.page_size
@@ -196,10 +174,10 @@ class SWAComponent(AuxiliaryComponent):
             raise InvalidValueError("swa_evicted_seqlen", evicted, f"a multiple of the page size {page_size}")
         assert params.value is not None
         own = params.value[max(evicted, params.prev_prefix_len) :]
-        bare = own[self.allocator.translate(own) == 0]
-        if len(bare):
+        unmapped = own[self.allocator.translate(own) == 0]
+        if len(unmapped):
             raise InvalidValueError(
-                "value", f"full row {bare[0]} without an SWA row", "rows with one after swa_evicted_seqlen"
+                "value", f"full row {unmapped[0]} without an SWA row", "rows with one after swa_evicted_seqlen"
             )
 
     def should_skip_leaf_creation(self, end: int, params: InsertParams) -> bool:
@@ -207,14 +185,14 @@ class SWAComponent(AuxiliaryComponent):
 
     def update_on_overlap(self, node: TreeNode, start: int, params: InsertParams) -> None:
         """Move the SWA rows of the caller to a tombstone, which keeps its own Full rows: they may be in use."""
-        bare = self._bare_units(start, max(params.swa_evicted_seqlen, params.prev_prefix_len))
-        if self.data(node).value is not None or bare >= len(node.key):
+        num_without = self._units_without_window(start, max(params.swa_evicted_seqlen, params.prev_prefix_len))
+        if self.data(node).value is not None or num_without >= len(node.key):
             return
-        if bare:
-            self.tree.split(node, bare)
+        if num_without:
+            self.tree.split(node, num_without)
         assert node.value is not None
         assert params.value is not None
-        rows = params.value[start + bare : start + bare + len(node.key)]
+        rows = params.value[start + num_without : start + num_without + len(node.key)]
         self.put_on_device(node, self.allocator.move_swa(rows, node.value))
 
     def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:
@@ -222,23 +200,21 @@ class SWAComponent(AuxiliaryComponent):
 
         Splits a leaf that is longer than one window, so that a lock protects no more than one window.
         """
-        bare = self._bare_units(start, params.swa_evicted_seqlen)
-        if bare >= len(node.key):
+        num_without = self._units_without_window(start, params.swa_evicted_seqlen)
+        if num_without >= len(node.key):
             return
-        if bare:
-            self.tree.split(node, bare)
+        if num_without:
+            self.tree.split(node, num_without)
         assert node.value is not None
         self.put_on_device(node, self.allocator.translate(node.value))
         beyond = len(node.key) - self.window_pages * self.allocator.page_size
         if beyond > 0 and not node.children:
             self.tree.split(node, beyond)
 
-    def _bare_units(self, start: int, evicted: int) -> int:
+    def _units_without_window(self, start: int, evicted: int) -> int:
         """Return how many leading units, in whole pages, of a node after `start` units have no SWA rows."""
         page_size = self.allocator.page_size
         return -(-max(0, evicted - start) // page_size) * page_size
-
-    # --- transfers --------------------------------------------------------------------------------------------------
 
     def needed_nodes(self, node: TreeNode) -> list[TreeNode]:
         return list(self._window_above(node))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 import numpy as np
 
+from engine_cache import settings
 from engine_cache.errors import PoolError
-from engine_cache.settings import debug_pools
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 
 
 class PagedTokenToKVPoolAllocator:
-    """Allocates whole pages of rows. Page 0 is a dummy write target and is not allocated.
+    """Allocates whole pages of rows. Page 0 is a dummy write target and is not allocated. Any thread.
 
     size: number of rows to allocate, a multiple of page_size; the pool itself has `size + page_size`. first_page: 0 for
-    a pool without a dummy. With `KVSIGHT_DEBUG_POOLS`, freeing a page twice or freeing a row of another pool raises
+    a pool without a dummy. With `settings.CHECK_FREES`, freeing a page twice or freeing a row of another pool raises
     PoolError; without it, such errors are not detected.
     """
 
@@ -28,15 +30,16 @@ class PagedTokenToKVPoolAllocator:
         self._first_page = first_page
         self._num_pages = size // page_size
         self._rows_of_page = np.arange(page_size, dtype=np.int64)
-        self._debug = debug_pools()
+        self._debug = settings.CHECK_FREES
+        self._lock = Lock()  # guards the stack of free pages
         self.clear()
 
     def clear(self) -> None:
-        """Free all pages."""
         # a stack with its top at _num_free; low pages are allocated first
         last = self._first_page + self._num_pages - 1
-        self._stack = np.arange(last, self._first_page - 1, -1, dtype=np.int64)
-        self._num_free = self._num_pages
+        with self._lock:
+            self._stack = np.arange(last, self._first_page - 1, -1, dtype=np.int64)
+            self._num_free = self._num_pages
 
     def available_size(self) -> int:
         """Number of free rows."""
@@ -44,7 +47,8 @@ class PagedTokenToKVPoolAllocator:
 
     def free_pages(self) -> IndexArray:
         """Return a copy of the numbers of the free pages, in no particular order."""
-        return self._stack[: self._num_free].copy()
+        with self._lock:
+            return self._stack[: self._num_free].copy()
 
     def alloc(self, need_size: int) -> IndexArray | None:
         """Allocate `need_size` rows, page by page. Returns None if fewer are free.
@@ -54,19 +58,21 @@ class PagedTokenToKVPoolAllocator:
         if need_size < 0 or need_size % self.page_size:
             raise InvalidValueError("need_size", need_size, f"a multiple of the page size {self.page_size}")
         num_pages = need_size // self.page_size
-        if num_pages > self._num_free:
-            return None
-        self._num_free -= num_pages
-        pages = self._stack[self._num_free : self._num_free + num_pages][::-1]
-        return _rows_of(pages, self._rows_of_page)
+        with self._lock:
+            if num_pages > self._num_free:
+                return None
+            self._num_free -= num_pages
+            pages = self._stack[self._num_free : self._num_free + num_pages][::-1]
+            return _rows_of(pages, self._rows_of_page)
 
     def free(self, indices: IndexArray) -> None:
         """Free every page that contains one of the rows."""
         pages = _pages_of(indices, self.page_size)
-        if self._debug:
-            self._check_allocated(pages)
-        self._stack[self._num_free : self._num_free + len(pages)] = pages
-        self._num_free += len(pages)
+        with self._lock:
+            if self._debug:
+                self._check_allocated(pages)
+            self._stack[self._num_free : self._num_free + len(pages)] = pages
+            self._num_free += len(pages)
 
     def _check_allocated(self, pages: IndexArray) -> None:
         last = self._first_page + self._num_pages - 1

@@ -18,8 +18,6 @@ INDEX_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The common properties of all device pools."""
-
     size: int
     """Rows that can be allocated; the tensors have `size + page_size`."""
     page_size: int
@@ -38,7 +36,6 @@ class PoolShape:
         return [torch.zeros((rows, *row_shape), dtype=self.dtype, device=self.device) for _ in range(self.layer_num)]
 
     def rows(self, indices: IndexArray) -> torch.Tensor:
-        """Return the index array as a tensor on the pool's device."""
         return torch.from_numpy(indices).to(self.device)
 
 
@@ -54,8 +51,10 @@ class MHATokenToKVPool:
         """Return the layer's tensors, without a copy."""
         return self.k_buffer[layer_id], self.v_buffer[layer_id]
 
-    def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write one row per token. k, v: `(len(indices), head_num, head_dim)`."""
+    def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
+        """Write one row per token. k, v: `(len(indices), head_num, head_dim)`, both required."""
+        if v is None:
+            raise InvalidValueError("v", None, "a tensor beside k")
         rows = self.shape.rows(indices)
         self.k_buffer[layer_id][rows] = k.to(self.shape.dtype)
         self.v_buffer[layer_id][rows] = v.to(self.shape.dtype)
@@ -73,8 +72,12 @@ class MLATokenToKVPool:
         """Return the layer's tensor, without a copy."""
         return self.kv_buffer[layer_id]
 
-    def set_kv_buffer(self, layer_id: int, indices: IndexArray, kv: torch.Tensor) -> None:
-        """Write one row per token. kv: `(len(indices), 1, kv_cache_dim)`."""
+    def set_kv_buffer(
+        self, layer_id: int, indices: IndexArray, kv: torch.Tensor, v: torch.Tensor | None = None
+    ) -> None:
+        """Write one row per token. kv: `(len(indices), 1, kv_cache_dim)`. v: None, there are no values beside it."""
+        if v is not None:
+            raise InvalidValueError("v", type(v).__name__, "None")
         self.kv_buffer[layer_id][self.shape.rows(indices)] = kv.to(self.shape.dtype)
 
 
@@ -121,24 +124,3 @@ class NSATokenToKVPool(MLATokenToKVPool):
 def index_pages(size: int, page_size: int) -> int:
     """Return the number of pages of an index over `size` rows, at least one more than the rows need."""
     return (size + page_size + 1) // page_size
-
-
-def write_rows(
-    pool: MHATokenToKVPool | MLATokenToKVPool,
-    layer_id: int,
-    indices: IndexArray,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-) -> None:
-    """Call `set_kv_buffer` of a pool of either kind.
-
-    v: None exactly for an MLA pool, where `k` is the compressed KV. Raises InvalidValueError otherwise.
-    """
-    match pool, v:
-        case MLATokenToKVPool(), None:
-            pool.set_kv_buffer(layer_id, indices, k)
-        case MHATokenToKVPool(), torch.Tensor():
-            pool.set_kv_buffer(layer_id, indices, k, v)
-        case _:
-            wanted = "None" if isinstance(pool, MLATokenToKVPool) else "a tensor beside k"
-            raise InvalidValueError("v", type(v).__name__, wanted)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, write_rows
+from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
@@ -54,7 +54,7 @@ class SWAKVPool:
         v: None exactly for an MLA pool, where `k` is the compressed KV.
         """
         pool, local = self._pool_of(layer_id)
-        write_rows(pool, local, indices, k, v)
+        pool.set_kv_buffer(local, indices, k, v)
 
     def _pool_of(self, layer_id: int) -> tuple[MHATokenToKVPool | MLATokenToKVPool, int]:
         if layer_id not in self.layers_mapping:

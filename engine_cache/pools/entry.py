@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine_cache.storage.base import PoolName, PoolTransfer
+from engine_cache.storage.base import PoolName
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
@@ -65,7 +65,6 @@ class PoolEntry:
     """Whether the pool uses the anchor's rows, which are allocated and freed with the anchor's pages."""
 
     def local_layer(self, layer: int) -> int | None:
-        """Return the pool's layer for a layer of the model."""
         return layer if self.layer_mapper is None else self.layer_mapper(layer)
 
     def alloc_host(self, num_rows: int) -> IndexArray | None:
@@ -78,7 +77,7 @@ class PoolEntry:
 
 
 class HostPoolGroup:
-    """The pools of one model. Rows and pages are those of the anchor in every method except `clear`.
+    """The pools of one model. `size`, `page_size`, `layout`, `alloc`, `free` and `available_size` are the anchor's.
 
     Raises InvalidValueError unless there is exactly one anchor and each name occurs once, and for a pool that shares
     the anchor's rows but has other pages.
@@ -94,8 +93,13 @@ class HostPoolGroup:
             raise InvalidValueError("anchors of a group", [entry.name.value for entry in anchors], f"one of {names}")
         (self.anchor,) = anchors
         self.entries = {entry.name: entry for entry in listed}
-        for entry in self.sharing_entries():
+        self.sharing = [entry for entry in listed if entry.share_indices_with_anchor]
+        """The pools on the anchor's rows. Their pages are copied and stored together with the anchor's."""
+        for entry in self.sharing:
             self._check_sharing(entry)
+        pool = self.anchor.host_pool
+        self.size, self.page_size, self.layout = pool.size, pool.page_size, pool.layout
+        self.alloc, self.free, self.available_size = pool.alloc, pool.free, pool.available_size
 
     @classmethod
     def of(cls, anchor: PoolEntry, *sidecars: PoolEntry) -> HostPoolGroup:
@@ -103,35 +107,7 @@ class HostPoolGroup:
         anchor.is_primary_index_anchor = True
         return cls((anchor, *sidecars))
 
-    @property
-    def size(self) -> int:
-        """Host rows."""
-        return self.anchor.host_pool.size
-
-    @property
-    def page_size(self) -> int:
-        """Rows per page."""
-        return self.anchor.host_pool.page_size
-
-    @property
-    def layout(self) -> str:
-        """Layout of the host tensors."""
-        return self.anchor.host_pool.layout
-
-    def alloc(self, need_size: int) -> IndexArray | None:
-        """Allocate host rows. None if fewer are free."""
-        return self.anchor.host_pool.alloc(need_size)
-
-    def free(self, indices: IndexArray) -> None:
-        """Free host rows."""
-        self.anchor.host_pool.free(indices)
-
-    def available_size(self) -> int:
-        """Return the number of free host rows."""
-        return self.anchor.host_pool.available_size()
-
     def clear(self) -> None:
-        """Free all rows of all pools."""
         for entry in self.entries.values():
             entry.host_pool.clear()
 
@@ -146,15 +122,6 @@ class HostPoolGroup:
     def get_pool(self, name: PoolName) -> HostPool:
         """Return the host pool of that name. Raises as `entry` does."""
         return self.entry(name).host_pool
-
-    def sharing_entries(self) -> list[PoolEntry]:
-        """Return the entries that share the anchor's rows."""
-        return [entry for entry in self.entries.values() if entry.share_indices_with_anchor]
-
-    def source_of(self, transfer: PoolTransfer) -> PoolName | None:
-        """Return the pool whose rows a transfer shares, or None if it has its own."""
-        shares = self.entry(transfer.name).share_indices_with_anchor
-        return transfer.indices_from_pool or (self.anchor.name if shares else None)
 
     def check_layers(self, transfer_layer_num: int) -> None:
         """Raise InvalidValueError unless every layer of the model has a pool, and every layer of a pool once."""

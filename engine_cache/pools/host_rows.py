@@ -1,49 +1,20 @@
-"""Allocation of the rows of host pools, sizes of host pools, and a host pool without bytes. No torch."""
+"""Sizes of host pools, and a host pool without bytes. No torch."""
 
 from __future__ import annotations
-
-from threading import Lock
 
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
 
-class HostRows:
-    """Allocates whole pages of host rows, `0 .. size - 1`, as `PagedTokenToKVPoolAllocator` does. Thread-safe."""
-
-    def __init__(self, size: int, page_size: int) -> None:
-        self.size = size
-        self.page_size = page_size
-        self._rows = PagedTokenToKVPoolAllocator(size, page_size, first_page=0)
-        self._lock = Lock()  # guards _rows
-
-    def clear(self) -> None:
-        with self._lock:
-            self._rows.clear()
-
-    def available_size(self) -> int:
-        with self._lock:
-            return self._rows.available_size()
-
-    def free_pages(self) -> IndexArray:
-        with self._lock:
-            return self._rows.free_pages()
-
-    def alloc(self, need_size: int) -> IndexArray | None:
-        with self._lock:
-            return self._rows.alloc(need_size)
-
-    def free(self, indices: IndexArray) -> None:
-        with self._lock:
-            self._rows.free(indices)
-
-
-class BytelessHostPool(HostRows):
-    """A host pool for simulations, which allocates rows but copies nothing."""
+class BytelessHostPool(PagedTokenToKVPoolAllocator):
+    """A host pool for simulations, which allocates the rows `0 .. size - 1` but copies nothing."""
 
     layer_num = 1
     layout = "page_first"
+
+    def __init__(self, size: int, page_size: int) -> None:
+        super().__init__(size, page_size, first_page=0)
 
     def backup_from_device_all_layer(
         self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine_cache.pools.allocators import MambaSlotAllocator
-from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, write_rows
+from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool
 from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
@@ -22,8 +22,6 @@ from kv_events.errors import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class MambaCache:
-    """Tensors of all layers and slots."""
-
     conv: list[torch.Tensor]
     """Tensors of shape `(layers, size + 1, *conv_shape)`."""
     temporal: torch.Tensor
@@ -109,7 +107,7 @@ class HybridLinearKVPool:
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
         """Write one row per token. v: None exactly for an MLA pool, where `k` is the compressed KV."""
-        write_rows(self.full_kv_pool, _local(self.full_attention_layer_id_mapping, layer_id), indices, k, v)
+        self.full_kv_pool.set_kv_buffer(_local(self.full_attention_layer_id_mapping, layer_id), indices, k, v)
 
 
 class HybridReqToTokenPool(ReqToTokenPool):

@@ -20,7 +20,6 @@ class ReqToTokenPool:
         self._free = list(range(size - 1, -1, -1))
 
     def available_size(self) -> int:
-        """Number of further requests that can be accepted."""
         return len(self._free)
 
     def alloc(self) -> int | None:
@@ -28,7 +27,6 @@ class ReqToTokenPool:
         return self._free.pop() if self._free else None
 
     def free(self, req_pool_idx: int) -> None:
-        """Free a line."""
         self._free.append(req_pool_idx)
 
     def read(self, req_pool_idx: int, length: int) -> IndexArray:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine_cache import settings
 from engine_cache.errors import PoolError
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator, rows_of_pages
-from engine_cache.settings import debug_pools
 from engine_cache.types import IndexArray
 
 
@@ -15,7 +15,7 @@ class SWATokenToKVPoolAllocator:
 
     The SWA row may be freed earlier. The full row identifies a token.
 
-    size, swa_size: number of rows of either kind, multiples of page_size. With `KVSIGHT_DEBUG_POOLS`, freeing a page
+    size, swa_size: number of rows of either kind, multiples of page_size. With `settings.CHECK_FREES`, freeing a page
     twice or mapping a row twice raises PoolError; without it, such errors are not detected.
     """
 
@@ -27,10 +27,9 @@ class SWATokenToKVPoolAllocator:
         self.page_size = page_size
         self.full_to_swa_index_mapping = np.zeros(size + page_size, np.int64)
         """[size + page_size] SWA row of each full row; 0 if it has none."""
-        self._debug = debug_pools()
+        self._debug = settings.CHECK_FREES
 
     def clear(self) -> None:
-        """Free all pages."""
         self.full.clear()
         self.swa.clear()
         self.full_to_swa_index_mapping[:] = 0

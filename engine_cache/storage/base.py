@@ -7,6 +7,8 @@ bytes. A batch returns one bool per page: a page that cannot be read or written 
 from __future__ import annotations
 
 import abc
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checka
 
 import numpy as np
 
+from engine_cache.storage.tracked_pages import TrackedPages
 from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError, KvsightError
@@ -51,8 +54,11 @@ class PoolHitPolicy(Enum):
 
 @dataclass(slots=True)
 class PoolTransfer:
-    """The part of one pool in one operation. Transfers between host and storage use `keys` and `host_indices`, one key
-    per page of indices; transfers between device and host use `device_indices` and `host_indices`."""
+    """The part of one pool in one operation.
+
+    Transfers between host and storage use `keys` and `host_indices`, one key per page of indices; transfers between
+    device and host use `device_indices` and `host_indices`.
+    """
 
     name: PoolName
     host_indices: IndexArray | None = None
@@ -60,8 +66,6 @@ class PoolTransfer:
     keys: list[str] | None = None
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     nodes_to_load: list[TreeNode] | None = None
-    indices_from_pool: PoolName | None = None
-    """Pool whose indices (and keys, unless set) this one shares. None if it has its own."""
 
 
 class PoolTransferResult(NamedTuple):
@@ -115,7 +119,8 @@ class ZeroCopyHostPool(PagedHostPool, Protocol):
 
     def get_page_buffer_meta(self, indices: IndexArray, /) -> tuple[list[int], list[int]]:
         """Return address and length in bytes of every contiguous run of the pages, page by page, the same number for
-        each page. Raises InvalidValueError for a layout whose pages are not contiguous, even without indices."""
+        each page. Raises InvalidValueError for a layout whose pages are not contiguous, even without indices.
+        """
 
 
 class HiCacheStorage(abc.ABC):
@@ -133,14 +138,20 @@ class HiCacheStorage(abc.ABC):
     """True if an object holds some of a page's heads, for ranks with fewer heads. States and indexes have no heads, so
     such a backend accepts the KV pool only."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tracked_pages: int | None = None) -> None:
         self._pools: dict[PoolName, PagedHostPool] = {}
         self._closed = False
+        self._held = TrackedPages(max_tracked_pages)
+        """Keys of the KV pages that the backend holds, according to its own records."""
+        self._counts_lock = threading.Lock()  # guards _counts
+        self._counts: Counter[str] = Counter()
 
     def register_host_pools(self, pools: Mapping[PoolName, PagedHostPool]) -> None:
-        """Register all pools of a cache, which has the backend to itself until `unregister_host_pools`. If one pool is
-        refused, none is registered. Raises InvalidValueError, without a change, while pools of another cache are
-        registered."""
+        """Register all pools of a cache, which has the backend to itself until `unregister_host_pools`.
+
+        If one pool is refused, none is registered. Raises InvalidValueError, without a change, while pools of another
+        cache are registered.
+        """
         for name, known in self._pools.items():
             if pools.get(name) is not known:
                 got = type(pools.get(name)).__name__
@@ -156,8 +167,10 @@ class HiCacheStorage(abc.ABC):
             raise
 
     def unregister_host_pools(self) -> None:
-        """Release the memory of all pools, so that another cache may use the backend. No transfer may be running.
-        Harmless without pools and after `close()`."""
+        """Release the memory of all pools, so that another cache may use the backend.
+
+        No transfer may be running. Harmless without pools and after `close()`.
+        """
         self._pools.clear()
 
     def register_mem_pool_host(self, pool: PagedHostPool) -> None:
@@ -217,7 +230,6 @@ class HiCacheStorage(abc.ABC):
         """`batch_set_v1` for several pools, with the `keys` and `host_indices` of the transfers."""
         return self._by_pool(self._write, transfers)
 
-    @abc.abstractmethod
     def is_held(self, key: str) -> bool:
         """Return whether the backend holds this KV page, according to its own records, without a lookup.
 
@@ -225,24 +237,36 @@ class HiCacheStorage(abc.ABC):
         if it is held and was not announced before; announced pages in `take_removed()` are withdrawn. The announced
         pages therefore converge to the held ones, however writes, evictions and acknowledgements interleave.
         """
+        self._check_open()
+        return key in self._held
 
-    @abc.abstractmethod
     def take_removed(self) -> list[str]:
         """Return the keys of KV pages that were evicted, damaged or lost since the last call and are not held again.
-        Pages removed by `clear()` are not included."""
+
+        Pages removed by `clear()` are not included.
+        """
+        self._check_open()
+        return self._held.take_lost()
 
     @abc.abstractmethod
     def clear(self) -> None:
         """Remove all pages of this model and rank, and no others."""
 
-    @abc.abstractmethod
     def get_stats(self) -> StorageStats:
         """Return figures for metrics and tests. Allowed after `close()`."""
+        num_held, held_bytes = self._size()
+        with self._counts_lock:
+            counts = {name: self._counts[name] for name in StorageStats._fields}
+        return StorageStats(**counts | {"num_held": num_held, "held_bytes": held_bytes})
 
     def close(self) -> None:
         """Close the backend and release the memory of the pools. Stored pages stay. Closing twice is harmless."""
         self._closed = True
         self._pools.clear()
+
+    @abc.abstractmethod
+    def _size(self) -> tuple[int, int]:
+        """Return the number of pages that the backend holds, and their bytes."""
 
     @abc.abstractmethod
     def _present(self, name: PoolName, keys: Sequence[str]) -> Iterable[bool]:
@@ -255,6 +279,10 @@ class HiCacheStorage(abc.ABC):
     @abc.abstractmethod
     def _write(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
         """Write pages from the pool."""
+
+    def _count(self, **counts: int) -> None:
+        with self._counts_lock:
+            self._counts.update(counts)
 
     def _register(self, name: PoolName, pool: PagedHostPool) -> None:
         self._check_open()

@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from engine_cache.errors import CacheStateError
-from engine_cache.storage.base import HiCacheStorage, PagedHostPool, PoolName, StorageStats
+from engine_cache.storage.base import HiCacheStorage, PagedHostPool, PoolName
 from engine_cache.storage.object_names import PAGE_KEY_PATTERN, StorageIdentity
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
@@ -58,23 +58,10 @@ class DirectoryStorage(HiCacheStorage):
         self._own = _pattern_of(identity)
         self._file_bytes: dict[PoolName, int] = {}
         self._lock = threading.Lock()  # guards the fields below, and renaming and removal of files
-        self._held: OrderedDict[str, int] = OrderedDict()  # file name -> bytes, least recently used first
-        self._used = 0  # bytes of _held and of unfinished files
-        self._removed: dict[str, None] = {}  # keys for take_removed(), in order
-        self._counts: Counter[str] = Counter()
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # file name -> bytes, least recently used first
+        self._used = 0  # bytes of _sizes and of unfinished files
         folder.mkdir(parents=True, exist_ok=True)
         self._take_over()
-
-    def is_held(self, key: str) -> bool:
-        self._check_open()
-        with self._lock:
-            return self._file_name(PoolName.KV, key) in self._held
-
-    def take_removed(self) -> list[str]:
-        self._check_open()
-        with self._lock:
-            removed, self._removed = self._removed, {}
-        return list(removed)
 
     def clear(self) -> None:
         """See `HiCacheStorage`. Raises OSError if a file cannot be removed."""
@@ -82,25 +69,23 @@ class DirectoryStorage(HiCacheStorage):
         with self._lock:
             for entry in self._own_files():
                 Path(entry.path).unlink(missing_ok=True)
-            self._used -= sum(self._held.values())
-            self._held.clear()
-            self._removed.clear()
+            self._used -= sum(self._sizes.values())
+            self._sizes.clear()
+            self._held.forget_all()
 
-    def get_stats(self) -> StorageStats:
+    def _size(self) -> tuple[int, int]:
         with self._lock:
-            counts = {name: self._counts[name] for name in StorageStats._fields}
-            counts |= {"num_held": len(self._held), "held_bytes": sum(self._held.values())}
-        return StorageStats(**counts)
+            return len(self._sizes), sum(self._sizes.values())
 
     def check(self) -> None:
         """Recount while no write is running. Raises CacheStateError with both figures."""
         with self._lock:
-            counted = sum(self._held.values())
+            counted = sum(self._sizes.values())
             if not counted == self._used <= self._capacity:
                 raise CacheStateError(f"{counted} bytes held, {self._used} used, capacity {self._capacity}")
-            missing = self._held.keys() - {entry.name for entry in self._own_files()}
+            missing = self._sizes.keys() - {entry.name for entry in self._own_files()}
             if missing:
-                raise CacheStateError(f"{len(missing)} of {len(self._held)} held files are missing: {min(missing)}")
+                raise CacheStateError(f"{len(missing)} of {len(self._sizes)} held files are missing: {min(missing)}")
 
     def _register(self, name: PoolName, pool: PagedHostPool) -> None:
         needed = pool.get_dummy_flat_data_page().nbytes + _CHECKSUM_BYTES
@@ -110,8 +95,6 @@ class DirectoryStorage(HiCacheStorage):
             )
         super()._register(name, pool)
         self._file_bytes[name] = needed
-
-    # --- pages -------------------------------------------------------------------------------------------------------
 
     def _present(self, name: PoolName, keys: Sequence[str]) -> Iterator[bool]:
         return (self._is_there(self._file_name(name, key), self._file_bytes[name]) for key in keys)
@@ -162,7 +145,6 @@ class DirectoryStorage(HiCacheStorage):
         return True
 
     def _load(self, file_name: str, data: memoryview) -> bool:
-        """Read the file's page into `data`. False if the file is missing or damaged."""
         checksum = bytearray(_CHECKSUM_BYTES)
         file_bytes = len(data) + _CHECKSUM_BYTES
         try:
@@ -197,7 +179,7 @@ class DirectoryStorage(HiCacheStorage):
                 file.write(_checksum(file_name, data))
             with self._lock:
                 unfinished.replace(self._folder / file_name)
-                self._used -= self._held.pop(file_name, 0)  # another thread may have written the same page
+                self._used -= self._sizes.pop(file_name, 0)  # another thread may have written the same page
                 self._hold(file_name, file_bytes)
         except OSError as error:
             logger.warning("page %s cannot be written: %s", file_name, error)
@@ -208,13 +190,11 @@ class DirectoryStorage(HiCacheStorage):
             return False
         return True
 
-    # --- what is held ------------------------------------------------------------------------------------------------
-
     def _reserve(self, num_bytes: int, keep: Collection[str] = ()) -> bool:
         with self._lock:
             num_failed = 0
             while self._used + num_bytes > self._capacity:
-                oldest = next(iter(self._held), None)
+                oldest = next(iter(self._sizes), None)
                 if oldest is None or oldest in keep or num_failed == _MAX_FAILED_EVICTIONS:
                     return False
                 num_failed += not self._evict(oldest)
@@ -227,19 +207,21 @@ class DirectoryStorage(HiCacheStorage):
             (self._folder / file_name).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("page %s cannot be evicted: %s", file_name, error)
-            self._held.move_to_end(file_name)
+            self._sizes.move_to_end(file_name)
             return False
         self._forget(file_name)
-        self._counts["num_evicted"] += 1
+        self._count(num_evicted=1)
         return True
 
     def _touch(self, file_names: list[str]) -> None:
         """Mark files of one prefix as used, the first page as the most recent one: without it the others are useless.
-        Files that this storage did not know are added."""
+
+        Files that this storage did not know are added.
+        """
         with self._lock:
             for file_name in reversed(file_names):
-                if file_name in self._held:
-                    self._held.move_to_end(file_name)
+                if file_name in self._sizes:
+                    self._sizes.move_to_end(file_name)
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     size = (self._folder / file_name).stat().st_size
@@ -248,22 +230,20 @@ class DirectoryStorage(HiCacheStorage):
         self._reserve(0)
 
     def _hold(self, file_name: str, num_bytes: int) -> None:
-        self._held[file_name] = num_bytes
-        self._removed.pop(self._kv_key(file_name), None)
+        self._sizes[file_name] = num_bytes
+        self._held.hold(self._kv_key(file_name), self._held.moment)
 
     def _forget(self, file_name: str) -> None:
         """Drop a file. The caller holds the lock. Unknown files are not reported as removed."""
-        num_bytes = self._held.pop(file_name, None)
+        num_bytes = self._sizes.pop(file_name, None)
         if num_bytes is None:
             return
         self._used -= num_bytes
-        key = self._kv_key(file_name)
-        if key:
-            self._removed[key] = None
+        self._held.lose(self._kv_key(file_name), self._held.moment)
 
     def _forget_if_missing(self, file_name: str) -> None:
         with self._lock:
-            if file_name in self._held and not (self._folder / file_name).exists():
+            if file_name in self._sizes and not (self._folder / file_name).exists():
                 self._forget(file_name)
 
     def _remove_damaged(self, file_name: str, seen: os.stat_result, why: str) -> None:
@@ -280,7 +260,7 @@ class DirectoryStorage(HiCacheStorage):
             except OSError as error:
                 logger.warning("page %s is damaged (%s) and cannot be removed: %s", file_name, why, error)
                 return
-            self._counts["num_damaged"] += 1
+            self._count(num_damaged=1)
             self._forget(file_name)
         logger.warning("page %s was damaged and is removed: %s", file_name, why)
 
@@ -296,7 +276,7 @@ class DirectoryStorage(HiCacheStorage):
             elif seen.st_mtime < time.time() - _ABANDONED_AFTER_S:  # its writer crashed
                 Path(entry.path).unlink(missing_ok=True)
         for _, file_name, num_bytes in sorted(found):
-            self._held[file_name] = num_bytes
+            self._hold(file_name, num_bytes)
             self._used += num_bytes
         self._reserve(0)
 
@@ -310,14 +290,10 @@ class DirectoryStorage(HiCacheStorage):
         pool = "" if name is PoolName.KV else f".{name.value}"
         return f"{self._prefix}{key}{pool}{self._suffix}.bin"
 
-    def _kv_key(self, file_name: str) -> str:
-        """Return the storage key of a KV page's file, or "" for files of other pools."""
+    def _kv_key(self, file_name: str) -> list[str]:
+        """Return the storage key of a KV page's file, and nothing for files of other pools."""
         key = file_name.removeprefix(self._prefix).removesuffix(f"{self._suffix}.bin")
-        return "" if "." in key else key
-
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            self._counts.update(counts)
+        return [] if "." in key else [key]
 
 
 def _pattern_of(identity: StorageIdentity) -> re.Pattern[str]:

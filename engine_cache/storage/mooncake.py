@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -18,18 +16,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from engine_cache.settings import MooncakeSettings
-from engine_cache.storage.base import (
-    HiCacheStorage,
-    PagedHostPool,
-    PoolName,
-    StorageClosedError,
-    StorageStats,
-    ZeroCopyHostPool,
-)
+from engine_cache.storage.base import HiCacheStorage, PagedHostPool, PoolName, StorageClosedError, ZeroCopyHostPool
 from engine_cache.storage.mooncake_client import MooncakeClient, StorageUnreachableError
 from engine_cache.storage.mooncake_watch import MooncakeWatch
 from engine_cache.storage.object_names import PAGE_KEY_PATTERN, StorageIdentity
-from engine_cache.storage.tracked_pages import TrackedPages
 from engine_cache.types import no_indices
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
@@ -57,8 +47,6 @@ class _Objects:
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """A registered pool."""
-
     pool: ZeroCopyHostPool
     buffers: list[torch.Tensor]
     name_ends: list[str]
@@ -77,14 +65,11 @@ class MooncakeStorage(HiCacheStorage):
     medium: ClassVar[StorageMedium] = StorageMedium.EXTERNAL
 
     def __init__(self, client: MooncakeClient, identity: StorageIdentity, settings: MooncakeSettings) -> None:
-        super().__init__()
+        super().__init__(settings.mooncake_max_tracked_pages)
         self._client = client
         self._identity = identity
         self._owns_store = settings.mooncake_owns_store
-        self._held = TrackedPages(settings.mooncake_max_tracked_pages)
         self._registered: dict[PoolName, _Registered] = {}
-        self._counts_lock = threading.Lock()  # guards _counts
-        self._counts: Counter[str] = Counter()
         client.on_away = self._held.lose_all
         self._watch = MooncakeWatch(client, settings.mooncake_watch_interval_s, self._look_again)
         client.on_transfer_failed = self._watch.suspect
@@ -95,29 +80,21 @@ class MooncakeStorage(HiCacheStorage):
         settings = settings or MooncakeSettings()
         return cls(MooncakeClient(settings, tp_size=identity.tp_size), identity, settings)
 
-    def is_held(self, key: str) -> bool:
-        self._check_open()
-        return key in self._held
-
-    def take_removed(self) -> list[str]:
-        self._check_open()
-        return self._held.take_lost()
-
     def clear(self) -> None:
-        """See `HiCacheStorage`. With `mooncake_owns_store` the whole store is emptied. Raises StorageUnreachableError
-        if the master does not answer."""
+        """See `HiCacheStorage`.
+
+        With `mooncake_owns_store` the whole store is emptied. Raises StorageUnreachableError if the master does not
+        answer.
+        """
         self._check_open()
         self._client.remove_matching(None if self._owns_store else self._identity.object_pattern)
         for keys in _batches(self._held.forget_all()):
             self._hold_seen(keys)  # written during the call
 
-    def get_stats(self) -> StorageStats:
-        """See `HiCacheStorage`. `num_held` counts KV pages that were seen in the store and not missed since."""
-        kv = self._registered.get(PoolName.KV)
-        with self._counts_lock:
-            counts = {name: self._counts[name] for name in StorageStats._fields}
-        held = len(self._held)
-        return StorageStats(**counts | {"num_held": held, "held_bytes": held * kv.page_bytes if kv else 0})
+    def _size(self) -> tuple[int, int]:
+        """Count the KV pages that were seen in the store and not missed since."""
+        kv, num_held = self._registered.get(PoolName.KV), len(self._held)
+        return num_held, num_held * kv.page_bytes if kv else 0
 
     def close(self) -> None:
         """Leave the store. Pages in the memory that this client lends are lost to all engines; others stay."""
@@ -166,8 +143,6 @@ class MooncakeStorage(HiCacheStorage):
             if buffer.data_ptr() not in kept:
                 self._client.unregister(buffer.data_ptr())
 
-    # --- pages -------------------------------------------------------------------------------------------------------
-
     def _present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
         return [bool(there) for there in self._look(name, keys)]
 
@@ -207,9 +182,7 @@ class MooncakeStorage(HiCacheStorage):
             self._held.hold(compress(keys, before), moment)
             self._hold_seen([key for key, was, now in zip(keys, before, done, strict=True) if now and not was])
         self._count(
-            num_already_stored=sum(before),
-            num_written=sum(done) - sum(before),
-            num_failed_writes=len(done) - sum(done),
+            num_already_stored=sum(before), num_written=sum(done) - sum(before), num_failed_writes=len(done) - sum(done)
         )
         return done
 
@@ -231,8 +204,6 @@ class MooncakeStorage(HiCacheStorage):
         if unclear:
             text = f"the Mooncake store of master {self._client.address} gave no answer for {unclear} pages"
             raise StorageUnreachableError(text)
-
-    # --- objects -----------------------------------------------------------------------------------------------------
 
     def _names(self, name: PoolName, keys: Sequence[str]) -> list[str]:
         prefix, ends = self._identity.prefix, self._known(name).name_ends
@@ -264,10 +235,6 @@ class MooncakeStorage(HiCacheStorage):
             self._check_open()
             raise InvalidValueError("pool", name.value, "a registered pool")
         return registered
-
-    def _count(self, **counts: int) -> None:
-        with self._counts_lock:
-            self._counts.update(counts)
 
 
 def _batches(keys: list[str]) -> Iterator[list[str]]:

@@ -101,7 +101,8 @@ class MooncakeClient:
 
     def put(self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[bool]:
         """Return whether each object was written, or is being written by another client; only `exist` distinguishes
-        the two. Stored objects keep their content."""
+        the two. Stored objects keep their content.
+        """
         codes = self._run(names, lambda: self._native.batch_put_from(list(names), list(addresses), list(sizes)))
         return [code == _OK for code in codes]
 
@@ -109,7 +110,8 @@ class MooncakeClient:
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[bool | None], list[bool]]:
         """Return whether each object was read (None if it was not, but may be stored), and whether it is stored with
-        another length than requested. Memory of objects that were not read is undefined."""
+        another length than requested. Memory of objects that were not read is undefined.
+        """
         codes = self._run(names, lambda: self._native.batch_get_into(list(names), list(addresses), list(sizes)))
         odd = [self._is_odd(*each) for each in zip(names, codes, sizes, strict=True)]
         return [_was_read(*each) for each in zip(codes, sizes, odd, strict=True)], odd
@@ -136,7 +138,6 @@ class MooncakeClient:
             self._registered.add(address)
 
     def unregister(self, address: int) -> None:
-        """Unregister memory."""
         with self._in_flight():
             self._native.unregister_buffer(address)
         with self._idle:
@@ -164,8 +165,11 @@ class MooncakeClient:
         return MasterState.EMPTIED if had_beacon or is_put else MasterState.SAME
 
     def close(self) -> bool:
-        """Wait for running calls and leave the store. Objects in the memory that this client lends are lost. False if a
-        call does not end and may still use registered memory."""
+        """Wait for running calls and leave the store.
+
+        Objects in the memory that this client lends are lost. False if a call does not end and may still use
+        registered memory.
+        """
         with self._idle:
             if self._closed:
                 return self._ended
@@ -181,8 +185,6 @@ class MooncakeClient:
         self._native.close()
         self._ended = True
         return True
-
-    # --- the native client ------------------------------------------------------------------------------------------
 
     def _run(self, names: Sequence[str], call: Callable[[], list[int]]) -> list[int]:
         """Return one code per name. While the master is unreachable, no call is made and all codes are `_NO_MASTER`."""
@@ -281,7 +283,6 @@ class MooncakeClient:
 
 
 def _was_read(code: int, size: int, is_odd: bool) -> bool | None:
-    """Convert a code to the result of `MooncakeClient.get`."""
     if code == size:
         return True
     return False if is_odd or code == _NOT_FOUND else None

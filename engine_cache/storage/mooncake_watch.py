@@ -43,7 +43,6 @@ class MooncakeWatch:
             self._suspicious_until = time.monotonic() + _LENDER_TTL_S
 
     def stop(self) -> None:
-        """Stop the thread after its current call."""
         self._ended.set()
         self._thread.join(_STOP_TIMEOUT_S)
         atexit.unregister(self.stop)

@@ -32,8 +32,11 @@ _FINGERPRINT_DIGITS = 20
 
 
 def page_key(block_hash: str, extra_key: str | None = None) -> str:
-    """Return the storage key of a page. block_hash: 64 hex digits, otherwise InvalidValueError is raised. extra_key:
-    namespace of the page, None for the default one."""
+    """Return the storage key of a page.
+
+    block_hash: 64 hex digits, otherwise InvalidValueError is raised. extra_key: namespace of the page, None for the
+    default one.
+    """
     return page_keys([block_hash], extra_key)[0]
 
 
@@ -100,9 +103,10 @@ class StorageIdentity:
         return f"_{self.model_name.replace('/', '-')}{tp}{pp}"
 
     def object_names(self, pool: PoolName, num_runs: int) -> list[str]:
-        """Return the parts after the storage key in the names of a page's objects, one per contiguous run of memory, in
-        the order of the runs. Tensor-parallel ranks share pages of MLA and of an index. Raises InvalidValueError if
-        pages of the pool have another number of runs."""
+        """Return the parts after the storage key in the names of a page's objects, one per contiguous run of memory,
+        in the order of the runs. Tensor-parallel ranks share pages of MLA and of an index. Raises InvalidValueError
+        if pages of the pool have another number of runs.
+        """
         latent, of_rank = self._rank_tags()
         if pool is PoolName.MAMBA:
             names = ["temporal", *(f"conv_{number}" for number in range(num_runs - 1))]

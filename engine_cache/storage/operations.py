@@ -7,10 +7,10 @@ transfer ownership under the operation's lock.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TypeAlias
 
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.tree.key import RadixKey
@@ -53,64 +53,56 @@ class StoragePolicy:
                 raise InvalidValueError(name, getattr(self, name), "0 or more")
 
     def timeout_s(self, hit_units: int) -> float:
-        """Return the time limit of a prefetch of that many units."""
         return min(self.timeout_cap_s, self.timeout_base_s + self.timeout_per_1024_s * hit_units / 1024)
 
 
+@dataclass(eq=False)
 class PrefetchOperation:
     """Pages being read from storage to the host. The tree starts and ends it; the I/O side fills the rows."""
 
-    def __init__(
-        self,
-        req_id: str,
-        start_node: TreeNode,
-        key: RadixKey,
-        last_hash: str | None,
-        host_indices: IndexArray,
-        extras: Sequence[PoolTransfer] = (),
-    ) -> None:
-        self.req_id = req_id
-        self.start_node = start_node
-        self.key = key
-        """The units to fetch, page-aligned. They start where the start node's prefix ends."""
-        self.last_hash = last_hash
-        self.extras = list(extras)
-        """Transfers of sidecars, with host rows. They belong to the tree again once `is_over`. Setting `host_indices`
-        to None keeps the rows from being freed."""
-        self.extra_pool_hit_pages: dict[PoolName, int] = {}
-        """Pages of each sidecar that were read."""
-        self.extra_pages = 0
-        """Sidecar pages requested so far, found or not. Used by the I/O side only."""
-        self.hashes: list[str] = []
-        """Block hashes, one per page."""
-        self.keys: list[str] = []
-        """Storage keys, one per page."""
-        self._began = time.monotonic()
-        self._lock = Lock()  # guards the fields below
-        self._rows = host_indices  # owned by the operation
-        self._hit_units: int | None = None
-        self._completed_units = 0
-        self._terminated = False
-        self._ended = False
-        self._taken = False
+    req_id: str
+    start_node: TreeNode
+    key: RadixKey
+    """The units to fetch, page-aligned. They start where the start node's prefix ends."""
+    last_hash: str | None
+    _rows: IndexArray
+    """Host rows that the operation owns."""
+    extras: list[PoolTransfer] = field(default_factory=list)
+    """Transfers of sidecars, with host rows. They belong to the tree again once `is_over`. Setting `host_indices` to
+    None keeps the rows from being freed."""
+    extra_pool_hit_pages: Counter[PoolName] = field(default_factory=Counter)
+    """Pages of each sidecar that were read."""
+    hashes: list[str] = field(default_factory=list)
+    """Block hashes, one per page."""
+    keys: list[str] = field(default_factory=list)
+    """Storage keys, one per page."""
+    hit_units: int | None = None
+    """Units that the backend holds. None before the lookup, or if there are too few."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """Protects the data that the operation needs at the start node. Closed by the tree."""
+    _began: float = field(default_factory=lambda: time.monotonic())
+    _lock: Lock = field(default_factory=Lock)  # guards _rows and the fields below
+    _completed_units: int = 0
+    _terminated: bool = False
+    _ended: bool = False
+    _taken: bool = False
 
     # the I/O side
 
     def cut_to_hit(self, hit_units: int) -> IndexArray:
         """Shorten the operation to the units that the backend holds. Return the other rows to the caller."""
         with self._lock:
-            self._hit_units = hit_units
+            self.hit_units = hit_units
             if self._taken:  # the remaining rows are returned by end()
                 return no_indices()
             self._rows, beyond = self._rows[:hit_units], self._rows[hit_units:]
             return beyond
 
-    def next_batch(self, max_units: int) -> tuple[int, IndexArray]:
-        """Return the position of the next batch and its rows, which are empty if no KV is left to fetch."""
+    def next_batch(self, max_units: int) -> IndexArray:
+        """Return the rows of the next batch, which are empty if no KV is left to fetch."""
         with self._lock:
-            if self._terminated:
-                return self._completed_units, no_indices()
-            return self._completed_units, self._rows[self._completed_units : self._completed_units + max_units]
+            end = 0 if self._terminated else self._completed_units + max_units
+            return self._rows[self._completed_units : end]
 
     def advance(self, units: int) -> bool:
         """Count units that have arrived. False, without counting them, if the operation was terminated."""
@@ -134,10 +126,10 @@ class PrefetchOperation:
         with self._lock:
             if self._terminated:
                 return True
-            if self._completed_units == self._hit_units:
+            if self._completed_units == self.hit_units:
                 return False  # sidecars are still being read into their rows
             if policy.stop == "timeout":
-                return time.monotonic() - self._began > policy.timeout_s(self._hit_units or 0)
+                return time.monotonic() - self._began > policy.timeout_s(self.hit_units or 0)
             return policy.stop == "best_effort"
 
     def take(self) -> IndexArray:
@@ -149,7 +141,6 @@ class PrefetchOperation:
 
     @property
     def is_over(self) -> bool:
-        """Return whether both sides have ended."""
         with self._lock:
             return self._ended and self._taken
 
@@ -164,17 +155,13 @@ class ArchiveOperation:
     """Pages being written from the host to storage."""
 
     node: TreeNode
-    """Its host copy is held until the tree has processed the acknowledgement."""
     keys: list[str]
     host_indices: IndexArray
     extras: list[PoolTransfer] = field(default_factory=list)
     events: list[BlockStored] = field(default_factory=list)
     """The store event of each page; empty without storage events."""
-    extra_pages: int = 0
-    """Sidecar pages handed to the backend so far, stored or not."""
     completed_pages: int = 0
     num_units: int = 0
     """Units on the host that wait for the acknowledgement."""
-
-
-StorageOperation: TypeAlias = ArchiveOperation | PrefetchOperation
+    held: ExitStack = field(default_factory=ExitStack)
+    """Protects the host copy of the node until the tree has processed the acknowledgement."""

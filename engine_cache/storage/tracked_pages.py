@@ -1,4 +1,4 @@
-"""The pages that a shared store is known to hold, although other engines write to it and evict from it as well."""
+"""The pages that a storage backend is known to hold."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class TrackedPages:
     """Keys of pages that were seen in a store. Beyond `limit` keys the one seen least recently is dropped and counts as
     lost. Any thread.
 
-    The answer of the store may be out of date when it arrives. The caller therefore reads `moment` before its request
-    and passes it on with the answer. Pages seen before everything was lost or removed are ignored, and so are pages
-    missed before they were last seen.
+    The answer of a store that others use may be out of date when it arrives. The caller therefore reads `moment` before
+    its request and passes it on with the answer. Pages seen before everything was lost or removed are ignored, and so
+    are pages missed before they were last seen.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
         self._lock = threading.Lock()  # guards the fields below
         self._held: OrderedDict[str, int] = OrderedDict()  # key -> moment it was seen, oldest first
@@ -38,7 +38,6 @@ class TrackedPages:
             return key in self._held
 
     def keys(self) -> list[str]:
-        """Return a copy of all keys."""
         with self._lock:
             return list(self._held)
 
@@ -52,7 +51,7 @@ class TrackedPages:
                 self._lost.pop(key, None)
                 self._held[key] = self._moment
                 self._held.move_to_end(key)
-            while len(self._held) > self._limit:
+            while self._limit is not None and len(self._held) > self._limit:
                 oldest, _ = self._held.popitem(last=False)
                 self._lost[oldest] = None
             return True

@@ -2,7 +2,7 @@
 
     DeviceTier <── HostTier (HostLeaves, Backups, LoadBacks) <── StorageTier
 
-Each tier has access to the one above it. `device.py` and `host.py` decide what is evicted, `backup.py` and
-`load_back.py` move data between device and host, `storage.py` archives and prefetches. `transfer.py`, `copying.py` and
-`storage_io.py` run the copies. Start at `device.py`, then `host.py`.
+Each tier has access to the one above it. `device.py` and `host.py` decide what is evicted, `backup.py` and `host.py`
+move data between device and host, `storage.py` archives and prefetches. `transfer.py`, `copying.py` and `storage_io.py`
+run the copies. Start at `device.py`, then `host.py`.
 """

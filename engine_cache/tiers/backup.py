@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from engine_cache.base import IncLockRefResult
 from engine_cache.components.component import AuxiliaryComponent
-from engine_cache.components.indexer import indexer_transfers
 from engine_cache.errors import CacheStateError
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.tiers.device import DeviceTier
@@ -91,8 +90,6 @@ class Backups:
         """Whether hits trigger backups. Hits are not counted with write-back."""
         return self.write_policy in _HITS_TO_BACK_UP
 
-    # --- begin ------------------------------------------------------------------------------------------------------
-
     def back_up_if_due(self, node: TreeNode) -> None:
         """Back up the data that a node has on the device only, if the node has enough hits."""
         if not self._is_due(node):
@@ -104,17 +101,12 @@ class Backups:
         if node.host_value is None:
             self.write(node)
         is_pending = node.write_through_pending_id is not None
-        if node.host_value is not None and not (is_pending and self._device.rules.late_states_wait):
+        if node.host_value is not None and not (is_pending and self._device.variant.late_states_wait):
             self.write_late(node)
 
     def _is_due(self, node: TreeNode) -> bool:
         threshold = _HITS_TO_BACK_UP.get(self.write_policy)
         return threshold is not None and node.hit_count >= threshold
-
-    def _has_parent_on_host(self, node: TreeNode) -> bool:
-        parent = node.parent
-        assert parent is not None
-        return parent is self._tree.root or parent.host_value is not None
 
     def write(self, node: TreeNode, write_back: bool = False) -> int:
         """Start to copy a device node to the host. Returns its units, or 0 if the backup is refused.
@@ -122,42 +114,13 @@ class Backups:
         A backup is refused if the host has no room or, except in a write-back, if the parent has no host copy. The node
         stays locked until `writing_check`, except in a write-back.
         """
-        if not write_back and not self._has_parent_on_host(node):
-            if not self._device.rules.backs_up_parents:
-                return 0
+        parent = node.parent
+        assert parent is not None
+        if not write_back and parent.host_value is None and parent is not self._tree.root:
             above = [step for step in self._tree.path_to_root(node)[:0:-1] if step.host_value is None]
-            if not all(self._write(step, write_back=False) for step in above):
+            if not self._device.variant.backs_up_parents or not all(self._copy(step) for step in above):
                 return 0
-        return self._write(node, write_back=write_back)
-
-    def _write(self, node: TreeNode, *, write_back: bool) -> int:
-        ack_id = next(self._ids)
-        parts = self._not_on_host(node)
-        node.host_ref_counter += 1  # so that making room does not delete a tombstone without children
-        try:
-            rows = self._start(node, ack_id, parts)
-            if rows is None:
-                self._leaves.evict(self._leaves.to_evict(len(node.key)))
-                rows = self._start(node, ack_id, parts)
-        finally:
-            node.host_ref_counter -= 1
-        if rows is None:
-            self.num_refused += 1
-            return 0
-        node.host_value = rows
-        node.write_through_pending_id = ack_id
-        lock = None if write_back else self._device.lock(node)
-        self.ongoing[ack_id] = BackupOperation(node, lock, [node], [(each, node) for each in parts])
-        return len(rows)
-
-    def _start(self, node: TreeNode, ack_id: int, parts: list[AuxiliaryComponent]) -> IndexArray | None:
-        assert node.value is not None
-        transfers = self._transfers(node, parts)
-        extras = [*transfers, *indexer_transfers(self._controller.group)]
-        rows = self._controller.write(node.value, ack_id, extras)
-        if rows is not None:
-            self._put_on_host(node, ack_id, parts, transfers)
-        return rows
+        return len(node.key) if self._copy(node, write_back=write_back) else 0
 
     def write_late(self, node: TreeNode) -> bool:
         """Start to copy the data that arrived at a node after its KV was copied to the host.
@@ -165,34 +128,36 @@ class Backups:
         Returns False if there is no such data or the host has no room. The node stays locked until `writing_check`. No
         KV event is recorded.
         """
-        parts = self._not_on_host(node)
-        if node.host_value is None or not parts:
-            return False
-        transfers, ack_id = self._transfers(node, parts), next(self._ids)
-        if self._controller.write(no_indices(), ack_id, transfers) is None:
-            self.num_refused += 1
-            return False
-        self._put_on_host(node, ack_id, parts, transfers)
-        self.ongoing[ack_id] = BackupOperation(node, self._device.lock(node), [], [(each, node) for each in parts])
-        return True
+        return node.host_value is not None and bool(self._not_on_host(node)) and self._copy(node)
 
     def _not_on_host(self, node: TreeNode) -> list[AuxiliaryComponent]:
         data = [(each, each.data(node)) for each in self._components]
         return [each for each, held in data if held.value is not None and held.host_value is None]
 
-    def _transfers(self, node: TreeNode, parts: list[AuxiliaryComponent]) -> list[PoolTransfer]:
-        return [PoolTransfer(each.pool, device_indices=each.data(node).value) for each in parts]
-
-    def _put_on_host(
-        self, node: TreeNode, ack_id: int, parts: list[AuxiliaryComponent], transfers: list[PoolTransfer]
-    ) -> None:
+    def _copy(self, node: TreeNode, *, write_back: bool = False) -> bool:
+        """Start to copy what is not on the host yet: KV, unless it was copied before, and data of other kinds."""
+        assert node.value is not None
+        kv = node.value if node.host_value is None else no_indices()
+        ack_id, parts = next(self._ids), self._not_on_host(node)
+        transfers = [PoolTransfer(each.pool, device_indices=each.data(node).value) for each in parts]
+        with self._leaves.held(node):  # so that making room does not delete a tombstone without children
+            rows = self._controller.write(kv, ack_id, transfers)
+            if rows is None and len(kv):
+                self._leaves.evict(self._leaves.units_to_evict(len(kv)))
+                rows = self._controller.write(kv, ack_id, transfers)
+        if rows is None:
+            self.num_refused += 1
+            return False
         for component, transfer in zip(parts, transfers, strict=True):
             assert transfer.host_indices is not None
             component.lock_host(node)
             component.put_on_host(node, transfer.host_indices)
             component.data(node).pending_id = ack_id
-
-    # --- end --------------------------------------------------------------------------------------------------------
+        if len(kv):
+            node.host_value, node.write_through_pending_id = rows, ack_id
+        lock, publish = None if write_back else self._device.lock(node), [node] if len(kv) else []
+        self.ongoing[ack_id] = BackupOperation(node, lock, publish, [(each, node) for each in parts])
+        return True
 
     def writing_check(self, write_back: bool = False) -> None:
         """Process finished backups, oldest first. write_back: wait for all of them."""
@@ -275,8 +240,6 @@ class Backups:
         operation.discarded.append((component.pool, rows))
         component.data(node).pending_id = None
         component.unlock_host(node)
-
-    # --- changes of the tree ----------------------------------------------------------------------------------------
 
     def touched(self, path: Sequence[TreeNode]) -> None:
         """Do nothing: backups do not depend on the order of use."""

@@ -153,7 +153,6 @@ class ManualCopyEngine:
         return ticket
 
     def num_queued(self, lane: Lane) -> int:
-        """Return the number of jobs of the lane that have not run."""
         return sum(job.lane is lane for job in self._queued)
 
     def step(self, lane: Lane, position: int = 0) -> bool:
@@ -165,7 +164,6 @@ class ManualCopyEngine:
         return True
 
     def run_up_to(self, ticket: Ticket) -> None:
-        """Run the jobs of the ticket's lane up to its own."""
         lane = next((job.lane for job in self._queued if job.ticket is ticket), None)
         while lane is not None and any(job.ticket is ticket for job in self._queued):
             self.step(lane)

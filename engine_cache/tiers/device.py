@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine_cache.base import DecLockRefResult, IncLockRefResult
-from engine_cache.components.component import NODE_LOCK, AuxiliaryComponent, oldest_first
+from engine_cache.components.component import NODE_LOCK, AuxiliaryComponent, least_recent_first
 from engine_cache.errors import CacheStateError
 from engine_cache.pools.entry import RowAllocator
-from engine_cache.rules import Rules
 from engine_cache.tree.events import EventRecorder
 from engine_cache.tree.key import RadixKey
 from engine_cache.tree.node import TreeNode
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray
+from engine_cache.variants import CacheVariant
 from kv_events.errors import InvalidValueError
 
 
@@ -31,16 +31,15 @@ class DeviceTier:
         events: EventRecorder,
         allocator: RowAllocator | None,
         components: Sequence[AuxiliaryComponent],
-        rules: Rules,
+        variant: CacheVariant,
     ) -> None:
         self.tree = tree
         self.events = events
         self.components = components
-        self.rules = rules
+        self.variant = variant
         self._allocator = allocator
 
     def free(self, rows: IndexArray) -> None:
-        """Return rows to their allocator."""
         if self._allocator is not None and len(rows):
             self._allocator.free(rows)
 
@@ -87,34 +86,35 @@ class DeviceTier:
     def evict_leaf(self, leaf: TreeNode) -> None:
         """Delete a leaf, and the ancestors that become useless without it."""
         node = self.delete_leaf(leaf)
-        while self.rules.deletes_tombstone_leaves and self.is_useless(node):
+        while self.variant.deletes_tombstone_leaves and self.is_useless(node):
             node = self.delete_leaf(node)
 
     def is_useless(self, node: TreeNode) -> bool:
         """Return whether the node is an unused leaf at which no match can end."""
-        if not self.rules.deletes_tombstone_leaves or node.children:
+        if not self.variant.deletes_tombstone_leaves or node.children:
             return False
         is_held = node.lock_ref > 0 or node.host_ref_counter > 0 or node.write_through_pending_id is not None
         held = (component.data(node) for component in self.components)
         return not is_held and all(data.value is None and data.host_value is None for data in held)
 
     def evict_component(
-        self, component: AuxiliaryComponent, num_rows: int, evict_leaf: Callable[[TreeNode], None]
-    ) -> None:
-        """Free device rows of one kind, least recently used first.
+        self, component: AuxiliaryComponent, num_rows: int, evict_leaf: Callable[[TreeNode], None] | None = None
+    ) -> int:
+        """Free device rows of one kind, least recently used first. Returns their number.
 
         A leaf loses all its data, through `evict_leaf`. Any other node loses this kind and the kinds that cannot be
         used without it, which is not an event.
         """
-        before = component.device_size
-        for node in oldest_first(component.device_lru_list):  # no other node loses this kind
+        evict_leaf, before = evict_leaf or self.evict_leaf, component.device_size
+        for node in least_recent_first(component.device_lru_list):  # no other node loses this kind
             if before - component.device_size >= num_rows:
                 break
-            if node in self.tree.device_leaves and not (node.children and self.rules.keeps_kv_above_host_children):
+            if node in self.tree.device_leaves and not (node.children and self.variant.keeps_kv_above_host_children):
                 evict_leaf(node)
             elif all(each.data(node).lock_ref == 0 for each in self.evicted_with(component)):
                 for each in self.evicted_with(component):
                     each.free_on_device(node)
+        return before - component.device_size
 
     def evicted_with(self, component: AuxiliaryComponent) -> list[AuxiliaryComponent]:
         """Return the kinds that an inner node loses together with this one."""
@@ -129,7 +129,7 @@ class DeviceTier:
         delta = -self.tree.lock(held)
         if not self.components or held is self.tree.root:
             return IncLockRefResult(delta, held)
-        if not self.rules.locks_have_tickets:
+        if not self.variant.locks_have_tickets:
             for component in self.components:
                 component.acquire(held)
             return IncLockRefResult(delta, held)
@@ -146,7 +146,7 @@ class DeviceTier:
             raise CacheStateError(f"node {node.id} is not on the device, it cannot be locked or unlocked")
         if not self.components or node is self.tree.root:
             return DecLockRefResult(self.tree.unlock(node))
-        if not self.rules.locks_have_tickets:
+        if not self.variant.locks_have_tickets:
             tickets = [(component.kind, NODE_LOCK) for component in self.components]
             if any(component.data(node).lock_ref < 1 for component in self.components):
                 raise CacheStateError(f"node {node.id} unlocked with mamba_lock_ref 0, expected at least 1")
@@ -160,7 +160,7 @@ class DeviceTier:
         return DecLockRefResult(released)
 
     def _first_on_device(self, node: TreeNode) -> TreeNode:
-        if not self.rules.locks_evicted_nodes:
+        if not self.variant.locks_evicted_nodes:
             raise CacheStateError(f"node {node.id} is not on the device, it cannot be locked or unlocked")
         step = node
         while step.value is None:

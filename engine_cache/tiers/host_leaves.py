@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from engine_cache.components.component import AuxiliaryComponent, oldest_first
+from engine_cache.components.component import AuxiliaryComponent, least_recent_first
 from engine_cache.pools.entry import HostPool
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tree.node import TreeNode
@@ -28,14 +28,12 @@ class HostLeaves:
         self._tree.host_leaves.discard(node)
 
     def release(self, node: TreeNode) -> None:
-        """Undo one `hold`."""
         assert node.host_ref_counter > 0, f"node {node.id} released with host_ref_counter 0"
         node.host_ref_counter -= 1
         self._tree.update_host_leaf(node)
 
     @contextmanager
     def held(self, node: TreeNode) -> Iterator[None]:
-        """Call `hold`, and `release` at the end of the block."""
         self.hold(node)
         try:
             yield
@@ -43,17 +41,17 @@ class HostLeaves:
             self.release(node)
 
     def free(self, rows: IndexArray) -> None:
-        """Return host rows to their pool."""
         if len(rows):
             self.pool.free(rows)
 
-    def to_evict(self, num_units: int) -> int:
+    def units_to_evict(self, num_units: int) -> int:
         """Return the number of units to evict to make room for `num_units`."""
-        return num_units - self.pool.available_size() if self._device.rules.evicts_shortage_only else num_units
+        return num_units - self.pool.available_size() if self._device.variant.evicts_shortage_only else num_units
 
     def evict(self, num_units: int) -> int:
         """Delete nodes that are on the host only, in the order of the eviction policy, until `num_units` rows are free
-        or no such node is left. Returns the number of rows."""
+        or no such node is left. Returns the number of rows.
+        """
         leaves, before = self._tree.host_leaves, self.pool.available_size()
         uncovered = []  # nodes that became leaves in a cascade, for the next eviction
         while self.pool.available_size() - before < num_units and (leaf := leaves.pop()) is not None:
@@ -98,7 +96,7 @@ class HostLeaves:
         """
         pool = component.entry.host_pool
         before = pool.available_size()
-        for node in oldest_first(component.host_lru_list):  # no other node loses this kind, as on the device
+        for node in least_recent_first(component.host_lru_list):  # no other node loses this kind, as on the device
             if pool.available_size() - before >= num_rows:
                 break
             if node in self._tree.host_leaves:

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from engine_cache.components.component import AuxiliaryComponent, LockTicket
-from engine_cache.components.indexer import indexer_transfers
+from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.storage.base import HiCacheStorage, PoolName, PoolTransfer, StorageClosedError
 from engine_cache.storage.object_names import page_keys
-from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation, StorageOperation, StoragePolicy
+from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation, StoragePolicy
 from engine_cache.tiers.host import HostTier
 from engine_cache.tiers.storage_io import StorageIO
 from engine_cache.tree.key import RadixKey
@@ -42,15 +41,10 @@ class StorageTier:
     def __init__(self, host: HostTier, backend: HiCacheStorage, policy: StoragePolicy) -> None:
         self.ongoing_archives: dict[ArchiveOperation, TreeNode] = {}
         self.ongoing_prefetches: dict[str, PrefetchOperation] = {}
-        """Prefetches by request."""
         self.archive_tokens_occupied = 0
-        """Units on the host that must stay there until they are archived."""
         self.prefetch_tokens_occupied = 0
-        """Units on the host that belong to prefetches."""
         self.num_skipped_archives = 0
-        """Number of nodes that were not archived because too many host rows were waiting for it."""
         self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that the backend holds
-        self._host_locks: dict[StorageOperation, list[tuple[AuxiliaryComponent, LockTicket]]] = {}
         self._host = host
         self._leaves = host.leaves
         self._tree = host.device.tree
@@ -70,7 +64,6 @@ class StorageTier:
         self.ongoing_prefetches.clear()
         self.archive_tokens_occupied = self.prefetch_tokens_occupied = 0
         self._announced.clear()
-        self._host_locks.clear()
         self.io.reset()
 
     def detach(self) -> str | None:
@@ -113,14 +106,12 @@ class StorageTier:
         filled = [each for each in self._components if each.is_filled_on_host(node)]
         keys = self._page_keys(node)
         extras = [component.archive_transfer(node, keys) for component in filled]
-        extras += indexer_transfers(self._controller.group)
         operation = ArchiveOperation(node, keys, node.host_value, extras)
         if self.io.policy.emit_storage_events and self._events.enabled:
             operation.events = list(self._events.store_events(node, self.io.backend.medium))
         self._archive(operation)
 
     def archive_parts(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> None:
-        """Archive data of these kinds that arrived on the host after the node's KV."""
         keys = self._page_keys(node)
         extras = [component.archive_transfer(node, keys) for component in parts]
         self._archive(ArchiveOperation(node, [], no_indices(), extras))
@@ -133,35 +124,32 @@ class StorageTier:
         if self.archive_tokens_occupied >= self.io.policy.archive_share * self._controller.kv.host_pool.size:
             self.num_skipped_archives += 1
             return
-        with ExitStack() as undo:
-            self._hold(operation, operation.node)
-            undo.callback(self._release, operation, operation.node)
+        with self._hold(operation.node) as held:
             self.io.archive(operation)
-            undo.pop_all()
+            operation.held = held.pop_all()
         self.ongoing_archives[operation] = operation.node
         operation.num_units = len(operation.node.key)
         self.archive_tokens_occupied += operation.num_units
 
     def _end_archive(self, operation: ArchiveOperation) -> None:
-        node = self.ongoing_archives.pop(operation)
+        del self.ongoing_archives[operation]
         self.archive_tokens_occupied -= operation.num_units
-        self._release(operation, node)
+        operation.held.close()
         for key, event in zip(operation.keys[: operation.completed_pages], operation.events, strict=False):
             if key not in self._announced and self._is_held(key):
                 self._announced[key] = event
                 self._events.queue.append(event)
 
-    def _hold(self, operation: StorageOperation, node: TreeNode) -> None:
-        """Protect from eviction the host data that an operation needs at the node."""
-        tickets = [(each, each.acquire_host(node)) for each in self._components]
-        self._host_locks[operation] = [(each, ticket) for each, ticket in tickets if ticket is not None]
+    def _hold(self, node: TreeNode) -> ExitStack:
+        """Protect from eviction the host data that an operation needs at the node, until the result is closed."""
+        held = ExitStack()  # of callbacks: a generator would release the node when it is collected after a reset
         self._leaves.hold(node)
-
-    def _release(self, operation: StorageOperation, node: TreeNode) -> None:
-        """Undo `_hold`."""
-        for component, ticket in self._host_locks.pop(operation):
-            component.release_host(node, ticket)
-        self._leaves.release(node)
+        held.callback(self._leaves.release, node)
+        for component in self._components:
+            ticket = component.acquire_host(node)
+            if ticket is not None:
+                held.callback(component.release_host, node, ticket)
+        return held
 
     # --- stored pages -----------------------------------------------------------------------------------------------
 
@@ -199,15 +187,18 @@ class StorageTier:
 
     # --- begin a prefetch -------------------------------------------------------------------------------------------
 
-    def can_prefetch(self, num_units: int) -> bool:
-        """Return whether a prefetch of `num_units` units is large enough and within the rate limit."""
-        return num_units >= self.io.prefetch_threshold and self.prefetch_tokens_occupied < self._prefetch_capacity()
-
     def prefetch(self, req_id: str, start_node: TreeNode, key: RadixKey, last_hash: str | None) -> None:
-        """Start to fetch the pages of `key`, which continue the prefix of `start_node`.
+        """Start to fetch the pages of `key`, which continue the prefix of `start_node`. last_hash: as in the cache.
 
-        Does nothing without room on the host, or if no match could use the pages.
+        Does nothing for too few units, above the rate limit, without room on the host, or if no match could use the
+        pages.
         """
+        if len(key) < self.io.prefetch_threshold or self.prefetch_tokens_occupied >= self._prefetch_capacity():
+            return
+        hashes = compute_node_hash_values(start_node, self._tree.page_size) if start_node.parent is not None else []
+        own_hash = hashes[-1] if hashes else None
+        if last_hash not in (None, own_hash):
+            raise InvalidValueError("last_hash", last_hash, f"that of node {start_node.id}, {own_hash}")
         with self._leaves.held(start_node), ExitStack() as undo:
             rows = self._alloc(len(key))
             if rows is None:
@@ -217,16 +208,15 @@ class StorageTier:
             if extras is None:
                 return
             undo.callback(self._free_extras, extras)
-            operation = PrefetchOperation(req_id, start_node, key[: len(rows)], last_hash, rows, extras)
-            self._hold(operation, start_node)
-            undo.callback(self._release, operation, start_node)
+            operation = PrefetchOperation(req_id, start_node, key[: len(rows)], own_hash, rows, extras)
+            held = undo.enter_context(self._hold(start_node))
             self.io.prefetch(operation)
+            operation.held = held.pop_all()
             undo.pop_all()
         self.ongoing_prefetches[req_id] = operation
         self.prefetch_tokens_occupied += len(operation.key)
 
     def _prefetch_capacity(self) -> int:
-        """Return the number of units that prefetches may occupy on the host."""
         kv = self._controller.kv
         return int(_RATE_LIMIT_SHARE * (kv.host_pool.size - kv.device_allocator.size))
 
@@ -270,7 +260,7 @@ class StorageTier:
                 transfer.host_indices = rows
                 extras.append(transfer)
             undo.pop_all()
-        return [*extras, *indexer_transfers(self._controller.group)]
+        return extras
 
     def _free_extras(self, extras: Iterable[PoolTransfer]) -> None:
         for extra in extras:
@@ -295,7 +285,6 @@ class StorageTier:
         return len(rows) - matched
 
     def abort_prefetch(self, req_id: str) -> None:
-        """Abort the prefetch of a request, if it has one."""
         operation = self.ongoing_prefetches.get(req_id)
         if operation is not None:
             self._leaves.free(operation.take())
@@ -305,7 +294,7 @@ class StorageTier:
         """Drop a prefetch whose rows were taken."""
         del self.ongoing_prefetches[operation.req_id]
         self.prefetch_tokens_occupied -= len(operation.key)
-        self._release(operation, operation.start_node)
+        operation.held.close()
 
     def _insert(self, operation: PrefetchOperation, rows: IndexArray) -> int:
         """Insert fetched pages below the start node. Returns the units that were in the tree before.
@@ -319,12 +308,12 @@ class StorageTier:
         key, node, done = operation.key[: len(rows)], operation.start_node, 0
         with ExitStack() as undo:
             undo.callback(lambda: self._leaves.free(rows[done:]))
-            self._settle(node)
+            self._wait_for_backup(node)
             if node.host_value is None and node is not tree.root:
                 return len(rows)  # the backup of the node failed, so no node below it can be on the host
             while done < len(key) and (child := tree.next_on_path(node, key, done)) is not None:
                 tree.touch([child])
-                self._settle(child)
+                self._wait_for_backup(child)
                 self._adopt_or_free(child, rows[done : done + len(child.key)])
                 node, done = child, done + len(child.key)
             if done < len(key):
@@ -337,7 +326,7 @@ class StorageTier:
                     component.commit_prefetch(node, transfer, operation)
         return done
 
-    def _settle(self, node: TreeNode) -> None:
+    def _wait_for_backup(self, node: TreeNode) -> None:
         """Wait for a pending backup of the node. Before its end, no event may report host pages below the node."""
         if node.write_through_pending_id is not None:
             self._host.backups.wait_for(node.write_through_pending_id)

@@ -7,7 +7,7 @@ copying.
 One operation is a list of transfers with a single acknowledgement, KV first and then its sidecars:
 
     KV ──────────────── allocates and frees its rows
-    ├── on its rows     (the index of sparse attention): uses the rows of KV's transfer
+    ├── on its rows     (the index of sparse attention): copied with KV, without a transfer of its own
     └── rows of its own (recurrent states, windows): allocated together with KV's, all or nothing
 """
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -24,7 +26,7 @@ from engine_cache.errors import TransferError
 from engine_cache.pools.entry import HostPoolGroup, PoolEntry, RowAllocator
 from engine_cache.pools.host_rows import require_larger_than_device
 from engine_cache.storage.base import PoolName, PoolTransfer
-from engine_cache.tiers.copying import CopyEngine, Lane, Step, Ticket
+from engine_cache.tiers.copying import CopyEngine, Lane, Ticket
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
@@ -80,8 +82,6 @@ class HiCacheController:
         """The pool entry of that name. Raises InvalidValueError, which lists the known names."""
         return self.group.entry(name)
 
-    # --- device to host ---------------------------------------------------------------------------------------------
-
     def write(
         self, device_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
     ) -> IndexArray | None:
@@ -89,28 +89,25 @@ class HiCacheController:
 
         The rows hold the data once `ack_id` is among the finished writes. extra_pools: transfers of sidecars, which
         receive host rows if they have none. Raises InvalidValueError for a transfer of an unknown pool, without source
-        rows, or with different numbers of rows on the two sides, and if a pool that shares KV's rows is missing.
+        rows, or with different numbers of rows on the two sides.
         """
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
-        lacking = self._allocate_rows(transfers, "host_indices")
-        if lacking is None:
+        taken = self._allocate_rows(transfers, "host_indices")
+        if taken is None:
             return None
         try:
-            ticket = self.engine.submit(Lane.WRITE, [self._write_step(_moves(transfers))])
+            ticket = self.engine.submit(Lane.WRITE, [partial(self._copy_to_host, self._moves(transfers))])
         except BaseException:
-            self._give_back(lacking, "host_indices")
+            self._give_back(taken, "host_indices")
             raise
         self._writes.append(Ack(ticket, [ack_id]))
         return kv.host_indices
 
-    def _write_step(self, moves: list[_Move]) -> Step:
-        def copy() -> None:
-            for name, host, device in moves:
-                entry = self.entries[name]
-                entry.host_pool.backup_from_device_all_layer(entry.device_pool, host, device)
-
-        return copy
+    def _copy_to_host(self, moves: list[_Move]) -> None:
+        for name, host, device in moves:
+            entry = self.entries[name]
+            entry.host_pool.backup_from_device_all_layer(entry.device_pool, host, device)
 
     def finished_writes(self, *, wait: bool = False, wait_for: int | None = None) -> list[Ack]:
         """Return finished backups in the order they were started, up to the first unfinished one; each only once.
@@ -122,8 +119,6 @@ class HiCacheController:
             if wait_for in ack.ids:
                 break
         return [self._writes.popleft() for _ in range(_num_finished(self._writes))]
-
-    # --- host to device ---------------------------------------------------------------------------------------------
 
     def load(
         self, host_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
@@ -145,8 +140,8 @@ class HiCacheController:
         """Start the queued loads as one operation, layer by layer. Return its number for `wait_for_layer`, or -1."""
         if not self._load_queue:
             return -1
-        moves = _moves([transfer for _, transfers in self._load_queue for transfer in transfers])
-        steps = [self._load_step(layer, moves) for layer in range(self.transfer_layer_num)]
+        moves = self._moves([transfer for _, transfers in self._load_queue for transfer in transfers])
+        steps = [partial(self._copy_to_device, layer, moves) for layer in range(self.transfer_layer_num)]
         ticket = self.engine.submit(Lane.LOAD, steps)
         self._loads.append(Ack(ticket, [ack_id for ack_id, _ in self._load_queue]))
         self._load_queue = []
@@ -154,20 +149,18 @@ class HiCacheController:
         self._load_tickets[consumer] = ticket
         return consumer
 
-    def _load_step(self, layer: int, moves: list[_Move]) -> Step:
-        def copy() -> None:
-            for name, host, device in moves:
-                entry = self.entries[name]
-                local = entry.local_layer(layer)
-                if local is not None:
-                    entry.host_pool.load_to_device_per_layer(entry.device_pool, host, device, local)
-
-        return copy
+    def _copy_to_device(self, layer: int, moves: list[_Move]) -> None:
+        for name, host, device in moves:
+            entry = self.entries[name]
+            local = entry.local_layer(layer)
+            if local is not None:
+                entry.host_pool.load_to_device_per_layer(entry.device_pool, host, device, local)
 
     def wait_for_layer(self, consumer: int, layer: int) -> None:
         """Wait until a layer of the operation that `start_loading` numbered `consumer` is on the device; -1 returns at
-        once. Any thread. Raises TransferError if the copy failed or a reset dropped it, and InvalidValueError for an
-        unknown number."""
+        once. Any thread. Raises TransferError if the copy failed or a reset dropped it, and InvalidValueError for
+        an unknown number.
+        """
         if not -1 <= consumer < self._next_consumer:
             raise InvalidValueError("consumer", consumer, f"-1 .. {self._next_consumer - 1}, a result of start_loading")
         if 0 <= consumer < self._first_consumer:
@@ -194,78 +187,58 @@ class HiCacheController:
         self._load_tickets = {n: ticket for n, ticket in self._load_tickets.items() if id(ticket) not in ended}
         return finished
 
-    # --- rows -------------------------------------------------------------------------------------------------------
-
-    def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> list[PoolTransfer] | None:
-        """Allocate the rows that transfers lack on the side `wanted`. Transfers that share rows are resolved last.
+    def _allocate_rows(self, transfers: Sequence[PoolTransfer], side: Side) -> list[PoolTransfer] | None:
+        """Allocate the rows that transfers lack on one side.
 
         Returns those transfers, or None, with nothing allocated, if a pool has no room.
         """
-        if len(transfers) > 1 or len(self.entries) > 1:  # most models have KV alone
-            self._check_transfers(transfers, wanted)
-        lacking = [transfer for transfer in transfers if getattr(transfer, wanted) is None]
-        has_room = False
-        try:
-            has_room = all(self._take_rows(each, wanted) for each in lacking if self.group.source_of(each) is None)
-        finally:
-            if not has_room:
-                self._give_back(lacking, wanted)
-        if not has_room:
-            return None
-        for transfer in transfers:
-            source = self._source(transfer, transfers)
-            if source is not None:
-                transfer.host_indices, transfer.device_indices = source.host_indices, source.device_indices
-        return lacking
+        num_rows = [self._num_rows(transfer, side) for transfer in transfers]
+        taken: list[PoolTransfer] = []
+        with ExitStack() as undo:
+            undo.callback(self._give_back, taken, side)
+            for transfer, number in zip(transfers, num_rows, strict=True):
+                if getattr(transfer, side) is None:
+                    entry = self.entry(transfer.name)
+                    rows = entry.alloc_host(number) if side == "host_indices" else entry.alloc_device(number)
+                    if rows is None:
+                        return None
+                    setattr(transfer, side, rows)
+                    taken.append(transfer)
+            undo.pop_all()
+        return taken
+
+    def _num_rows(self, transfer: PoolTransfer, side: Side) -> int:
+        """Return the number of rows that a transfer needs on one side."""
+        name = self.entry(transfer.name).name.value
+        given = transfer.host_indices if side == "device_indices" else transfer.device_indices
+        if given is None:
+            raise InvalidValueError(f"transfer of pool {name}", transfer, f"a source for its {side}")
+        there = getattr(transfer, side)
+        if there is not None and len(given) != len(there):
+            expected = f"as many as on the other side, {len(given)}"
+            raise InvalidValueError(f"{side} of pool {name}", len(there), expected)
+        return len(given)
 
     def _give_back(self, transfers: Sequence[PoolTransfer], side: Side) -> None:
-        """Take rows that were allocated back from transfers. Those that share rows own none."""
         for transfer in transfers:
-            rows = getattr(transfer, side)
+            entry = self.entry(transfer.name)
+            pool: RowAllocator = entry.host_pool if side == "host_indices" else entry.device_allocator
+            pool.free(getattr(transfer, side))
             setattr(transfer, side, None)
-            if rows is not None and self.group.source_of(transfer) is None:
-                entry = self.entry(transfer.name)
-                pool: RowAllocator = entry.host_pool if side == "host_indices" else entry.device_allocator
-                pool.free(rows)
 
-    def _check_transfers(self, transfers: Sequence[PoolTransfer], wanted: Side) -> None:
-        """Check that every transfer has a source of rows, and that all pools on KV's rows move with it."""
+    def _moves(self, transfers: Sequence[PoolTransfer]) -> list[_Move]:
+        """Merge the rows of all transfers into one move per pool, in the order in which the pools first appear."""
+        hosts: dict[PoolName, list[IndexArray]] = {}
+        devices: dict[PoolName, list[IndexArray]] = {}
         for transfer in transfers:
-            name = transfer.name.value
-            given = transfer.host_indices if wanted == "device_indices" else transfer.device_indices
-            if self._source(transfer, transfers) is None and given is None:
-                raise InvalidValueError(f"transfer of pool {name}", transfer, f"a source for its {wanted}")
-            there = getattr(transfer, wanted)
-            if given is not None and there is not None and len(given) != len(there):
-                expected = f"as many as on the other side, {len(given)}"
-                raise InvalidValueError(f"{wanted} of pool {name}", len(there), expected)
-        left = {entry.name for entry in self.group.sharing_entries()} - {transfer.name for transfer in transfers}
-        kv = transfers[0]
-        if left and len(_first_of(kv.device_indices, kv.host_indices)):
-            missing = sorted(name.value for name in left)
-            raise InvalidValueError("transfers", [each.name.value for each in transfers], f"{missing}, too")
-
-    def _source(self, transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> PoolTransfer | None:
-        """Return the transfer whose rows this one shares, or None if it has its own.
-
-        Raises InvalidValueError if that transfer is missing or shares rows itself.
-        """
-        name = self.group.source_of(transfer)
-        if name is None:
-            return None
-        source = next((each for each in transfers if each.name is name), None)
-        if source is None or self.group.source_of(source) is not None:
-            raise InvalidValueError(
-                f"transfer of pool {transfer.name.value}", transfer, f"one of {name.value} beside it"
-            )
-        return source
-
-    def _take_rows(self, transfer: PoolTransfer, wanted: Side) -> bool:
-        """Allocate rows for one transfer. False if there is no room."""
-        entry, num_rows = self.entry(transfer.name), len(_first_of(transfer.device_indices, transfer.host_indices))
-        rows = entry.alloc_host(num_rows) if wanted == "host_indices" else entry.alloc_device(num_rows)
-        setattr(transfer, wanted, rows)
-        return rows is not None
+            assert transfer.host_indices is not None
+            assert transfer.device_indices is not None
+            shared = [entry.name for entry in self.group.sharing] if transfer.name is self.kv.name else []
+            for name in (transfer.name, *shared):
+                hosts.setdefault(name, []).append(transfer.host_indices)
+                devices.setdefault(name, []).append(transfer.device_indices)
+        moves = [_Move(name, np.concatenate(hosts[name]), np.concatenate(devices[name])) for name in hosts]
+        return [move for move in moves if len(move.host)]
 
 
 HybridCacheController = HiCacheController
@@ -278,25 +251,5 @@ class _Move(NamedTuple):
     device: IndexArray
 
 
-def _moves(transfers: Sequence[PoolTransfer]) -> list[_Move]:
-    """Merge the rows of all transfers into one move per pool, in the order in which the pools first appear."""
-    hosts: dict[PoolName, list[IndexArray]] = {}
-    devices: dict[PoolName, list[IndexArray]] = {}
-    for transfer in transfers:
-        hosts.setdefault(transfer.name, []).append(_first_of(transfer.host_indices))
-        devices.setdefault(transfer.name, []).append(_first_of(transfer.device_indices))
-    moves = [_Move(name, np.concatenate(hosts[name]), np.concatenate(devices[name])) for name in hosts]
-    return [move for move in moves if len(move.host)]
-
-
-def _first_of(*rows: IndexArray | None) -> IndexArray:
-    """Return the first argument that is not None. The caller has checked that there is one."""
-    for each in rows:
-        if each is not None:
-            return each
-    raise AssertionError("a transfer has no rows")
-
-
 def _num_finished(acks: deque[Ack]) -> int:
-    """Return the number of leading operations that have ended."""
     return sum(1 for _ in takewhile(lambda ack: ack.ticket.query(), acks))

@@ -25,7 +25,6 @@ class ResidentPage(NamedTuple):
 
     node: TreeNode
     page_index: int
-    """Position of the page inside its node."""
     block_hash: int
     parent_block_hash: int | None
     token_ids: TokenIds
@@ -41,12 +40,7 @@ class EventRecorder:
     """
 
     def __init__(
-        self,
-        page_size: int,
-        *,
-        enabled: bool,
-        groups: Sequence[str],
-        seed_of_extra_key: Callable[[str], int],
+        self, page_size: int, *, enabled: bool, groups: Sequence[str], seed_of_extra_key: Callable[[str], int]
     ) -> None:
         self.enabled = enabled
         self.queue: list[EngineEvent] = []
@@ -98,15 +92,16 @@ class EventRecorder:
         return map(BlockRemoved, hashes, repeat(medium), repeat(node.key.extra_key))
 
     def all_cleared(self) -> None:
-        """Record that the cache is empty, in every queue."""
         if self.enabled:
             self.queue.append(AllBlocksCleared())
         for queue in self.group_queues.values():
             queue.append(AllBlocksCleared())
 
     def group_store(self, group: str, node: TreeNode, medium: StorageMedium, pages: slice) -> None:
-        """Record that these pages of the node have data of the group on `medium`. The events do not name parents; those
-        of full KV do."""
+        """Record that these pages of the node have data of the group on `medium`.
+
+        The events do not name parents; those of full KV do.
+        """
         if group in self.group_queues:
             hashes = self._block_hashes(node, pages)
             self.group_queues[group].extend(self._stores(node, medium, hashes, repeat(None), repeat([]), pages))
@@ -136,8 +131,10 @@ class EventRecorder:
 
 
 class KVCacheEventMixin:
-    """The event interface of a cache. It must precede `BasePrefixCache` in the bases of a class, so that its
-    `take_events` is used."""
+    """The event interface of a cache.
+
+    It must precede `BasePrefixCache` in the bases of a class, so that its `take_events` is used.
+    """
 
     events: EventRecorder
     tree: RadixTree
@@ -146,7 +143,6 @@ class KVCacheEventMixin:
 
     @property
     def root_node(self) -> TreeNode:
-        """The root of the tree, which has an empty key."""
         return self.tree.root
 
     @property
@@ -159,13 +155,7 @@ class KVCacheEventMixin:
 
     @property
     def kv_event_queue(self) -> list[EngineEvent]:
-        """Events that have not been returned by `take_events`."""
         return self.events.queue
-
-    @property
-    def group_event_queues(self) -> dict[str, list[EngineEvent]]:
-        """Events of each group that have not been returned by `take_group_events`."""
-        return self.events.group_queues
 
     def take_events(self) -> list[EngineEvent]:
         """Return all events since the last call, oldest first."""

@@ -23,8 +23,6 @@ _MOST_ENTRIES_A_NODE, _SPARE_ENTRIES = 2, 64
 
 
 class EvictionPolicy(NamedTuple):
-    """An order of eviction."""
-
     key: Callable[[TreeNode], SortKey]
     falls_when_used: bool = False
     """Whether use makes a node's key smaller. In other policies a key can only grow, which need not be reported."""
@@ -74,16 +72,13 @@ class EvictionQueue:
         return node in self._entries
 
     def __iter__(self) -> Iterator[TreeNode]:
-        """Iterate over the nodes in no particular order."""
         return iter(self._entries)
 
     def add(self, node: TreeNode) -> None:
-        """Add a node. Does nothing if it is in the queue."""
         if node not in self._entries:
             self._sort_later(node)
 
     def discard(self, node: TreeNode) -> None:
-        """Remove a node. Does nothing if it is not in the queue."""
         self._entries.pop(node, None)
 
     def used(self, nodes: Iterable[TreeNode]) -> None:

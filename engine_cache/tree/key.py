@@ -49,10 +49,7 @@ class RadixKey:
     is_bigram: bool
 
     def __init__(
-        self,
-        token_ids: Sequence[int] | npt.NDArray[np.integer],
-        extra_key: str | None = None,
-        is_bigram: bool = False,
+        self, token_ids: Sequence[int] | npt.NDArray[np.integer], extra_key: str | None = None, is_bigram: bool = False
     ) -> None:
         self.data = _token_bytes(token_ids)
         self.extra_key = _namespace(extra_key)
@@ -114,7 +111,8 @@ class RadixKey:
     ) -> tuple[RadixKey, IndexArray | None]:
         """With `is_eagle`, return the key's bigram view, which copies no tokens, and `value` cut to its length.
 
-        Otherwise return both unchanged. The conversion is idempotent."""
+        Otherwise return both unchanged. The conversion is idempotent.
+        """
         if not is_eagle:
             return self, value
         key = self

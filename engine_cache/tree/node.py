@@ -6,7 +6,8 @@ remove event of a page always contains the same hash as its store event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
@@ -30,99 +31,65 @@ class ComponentType(IntEnum):
     """The recurrent state after the last unit, one slot."""
 
 
+@dataclass(slots=True, eq=False)
 class ComponentData:
     """The data of a node of one kind of state besides Full KV."""
 
-    __slots__ = ("host_lock_ref", "host_value", "lock_ends", "lock_gaps", "lock_ref", "pending_id", "value")
-
-    def __init__(self) -> None:
-        self.value: IndexArray | None = None
-        """Device rows. None if the node is a tombstone of this kind on the device."""
-        self.host_value: IndexArray | None = None
-        """Host rows, set when a backup is enqueued."""
-        self.lock_ref = 0
-        """Users that need the device rows. Above 0 the rows cannot be evicted."""
-        self.host_lock_ref = 0
-        """Transfers that need the host rows. Above 0 the rows cannot be evicted."""
-        self.pending_id: int | None = None
-        """Backup that has not filled the host rows yet."""
-        self.lock_ends: frozenset[int] = frozenset()
-        """Tickets of the window locks that begin below and end at this node."""
-        self.lock_gaps: frozenset[int] = frozenset()
-        """Tickets of the window locks that continue above this node but found no rows here."""
+    value: IndexArray | None = None
+    """Device rows. None if the node is a tombstone of this kind on the device."""
+    host_value: IndexArray | None = None
+    """Host rows, set when a backup is enqueued."""
+    lock_ref: int = 0
+    host_lock_ref: int = 0
+    pending_id: int | None = None
+    """Backup that has not filled the host rows yet."""
 
 
 _NUM_AUXILIARIES = len(ComponentType) - 1
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TreeNode:
-    """A node whose key is a run of whole pages. The root has an empty key and no parent.
+    """A node whose key is a run of whole pages. The root has an empty key and no parent."""
 
-    has_states: whether the node can have state of kinds other than Full KV.
-    """
+    id: int
+    """Unique in its tree, in order of creation."""
+    key: RadixKey
+    value: IndexArray | None
+    """Device rows, one per unit. None if the node is evicted."""
+    parent: TreeNode | None
+    last_access_time: int
+    """Ticks of the tree's clock, like `creation_time`."""
+    priority: int
+    has_states: InitVar[bool] = False
+    """Whether the node can have state of kinds other than Full KV."""
+    creation_time: int = field(init=False)
+    former_parent: TreeNode | None = None
+    """Parent of the node before it was deleted."""
+    children: dict[PageKey, TreeNode] = field(default_factory=dict)
+    """Children by `RadixKey.page_key` of their first page."""
+    num_device_children: int = 0
+    """Number of children on the device. A device leaf has none."""
+    lock_ref: int = 0
+    """Users that need the device rows. Above 0 the rows cannot be evicted."""
+    hit_count: int = 0
+    hash_value: list[str] | None = None
+    """Block hashes as hex, one per page."""
+    sequence_hash: U64Array | None = None
+    """Sequence hashes, one per page."""
+    host_value: IndexArray | None = None
+    """Host rows, one per unit, set when a backup is enqueued. None without a host copy."""
+    host_ref_counter: int = 0
+    """Storage operations that need the host rows. Above 0 the rows cannot be evicted."""
+    write_through_pending_id: int | None = None
+    """Backup that has not been acknowledged. Until it is, no event reports the host copy."""
+    _auxiliaries: Sequence[ComponentData] = ()
 
-    __slots__ = (
-        "_auxiliaries",
-        "children",
-        "creation_time",
-        "former_parent",
-        "hash_value",
-        "hit_count",
-        "host_ref_counter",
-        "host_value",
-        "id",
-        "key",
-        "last_access_time",
-        "lock_ref",
-        "num_device_children",
-        "parent",
-        "priority",
-        "sequence_hash",
-        "value",
-        "write_through_pending_id",
-    )
-
-    def __init__(
-        self,
-        node_id: int,
-        key: RadixKey,
-        value: IndexArray | None,
-        parent: TreeNode | None,
-        now: int,
-        priority: int,
-        has_states: bool = False,
-    ) -> None:
-        self.id = node_id
-        """Unique in its tree, in order of creation."""
-        self.key = key
-        self.value = value
-        """Device rows, one per unit. None if the node is evicted."""
-        self.parent = parent
-        self.former_parent: TreeNode | None = None
-        """Parent of the node before it was deleted."""
-        self.children: dict[PageKey, TreeNode] = {}
-        """Children by `RadixKey.page_key` of their first page."""
-        self.num_device_children = 0
-        """Number of children on the device. A device leaf has none."""
-        self.lock_ref = 0
-        """Users that need the device rows. Above 0 the rows cannot be evicted."""
-        self.hit_count = 0
-        self.priority = priority
-        self.last_access_time = now
-        """Ticks of the tree's clock, like `creation_time`."""
-        self.creation_time = now
-        self.hash_value: list[str] | None = None
-        """Block hashes as hex, one per page."""
-        self.sequence_hash: U64Array | None = None
-        """Sequence hashes, one per page."""
-        self.host_value: IndexArray | None = None
-        """Host rows, one per unit, set when a backup is enqueued. None without a host copy."""
-        self.host_ref_counter = 0
-        """Storage operations that need the host rows. Above 0 the rows cannot be evicted."""
-        self.write_through_pending_id: int | None = None
-        """Backup that has not been acknowledged. Until it is, no event reports the host copy."""
-        self._auxiliaries = [ComponentData() for _ in range(_NUM_AUXILIARIES)] if has_states else ()
+    def __post_init__(self, has_states: bool) -> None:
+        self.creation_time = self.last_access_time
+        if has_states:
+            self._auxiliaries = [ComponentData() for _ in range(_NUM_AUXILIARIES)]
 
     def detach(self) -> None:
         """Mark the node as deleted. `former_parent` still leads to the tree."""
@@ -174,8 +141,11 @@ def iter_nodes(root: TreeNode) -> Iterator[TreeNode]:
 
 
 def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
-    """Return the node's block hashes. Missing hashes are computed and stored, those of ancestors first, because a hash
-    chain starts at a child of the root."""
+    """Return the node's block hashes.
+
+    Missing hashes are computed and stored, those of ancestors first, because a hash chain starts at a child of the
+    root.
+    """
     for missing in path_down(node, lambda n: n.hash_value is None):
         assert missing.parent is not None
         above = missing.parent.hash_value
@@ -186,8 +156,10 @@ def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
 
 
 def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U64Array:
-    """Return the node's sequence hashes, computed and stored like the block hashes. seed: of the namespace, see
-    `namespace_seed`."""
+    """Return the node's sequence hashes, computed and stored like the block hashes.
+
+    seed: of the namespace, see `namespace_seed`.
+    """
     for missing in path_down(node, lambda n: n.sequence_hash is None):
         assert missing.parent is not None
         key, above = missing.key, missing.parent.sequence_hash

@@ -76,8 +76,6 @@ class RadixTree:
         """Report touches and splits to `observer`, after the observers that were added before."""
         self._observers = (*self._observers, observer)
 
-    # --- walk and split ---------------------------------------------------------------------------------------------
-
     def whole_pages(self, key: RadixKey, value: IndexArray | None) -> tuple[RadixKey, IndexArray | None]:
         """Convert the key to the tree's units and cut it to whole pages, and cut `value` to the units.
 
@@ -158,14 +156,10 @@ class RadixTree:
             observer.was_split(upper, child, split_len)
         return upper
 
-    # --- nodes ------------------------------------------------------------------------------------------------------
-
     def new_node(self, key: RadixKey, value: IndexArray | None, parent: TreeNode | None, priority: int) -> TreeNode:
-        """Create a node without linking it."""
         return TreeNode(next(self._node_ids), key, value, parent, next(self._clock), priority, self._has_states)
 
     def link(self, leaf: TreeNode) -> None:
-        """Link a new node to its parent."""
         parent = leaf.parent
         assert parent is not None
         parent.children[leaf.key.page_key(self.page_size)] = leaf
@@ -211,10 +205,7 @@ class RadixTree:
         self.update_leaf(node)
         self.update_leaf(node.parent)
 
-    # --- leaves and locks -------------------------------------------------------------------------------------------
-
     def is_device_leaf(self, node: TreeNode) -> bool:
-        """Return whether the node belongs in `device_leaves`."""
         return node.value is not None and node.lock_ref == 0 and not node.num_device_children
 
     def update_leaf(self, node: TreeNode) -> None:
@@ -227,7 +218,6 @@ class RadixTree:
             self.update_host_leaf(node)
 
     def update_host_leaf(self, node: TreeNode) -> None:
-        """Update the host leaves after a change of the node."""
         is_on_host_only = node.value is None and node.host_value is not None
         if is_on_host_only and not node.children and node.host_ref_counter == 0:
             self.host_leaves.add(node)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from indexer.decisions.base import DecisionsUnavailableError
+from indexer.decisions.log import DecisionsUnavailableError
 from kv_events.log.event_log import EventLogError, EventLogWriter
 from kv_events.log.retention import LogRetention
 from kv_events.records import LogRecord
@@ -17,7 +17,7 @@ _SEGMENT_BYTES = 64 * 2**20
 
 
 class FileDecisions:
-    """See `DecisionSink`. Creates the folder with the first decision.
+    """Creates the folder with the first decision.
 
     Whole files are deleted, oldest first, to keep the log within its bound.
     """
@@ -32,14 +32,14 @@ class FileDecisions:
         self._thread = ThreadPoolExecutor(1, "decisions")
 
     async def write(self, records: Sequence[LogRecord]) -> None:
-        """See `DecisionSink`."""
+        """See `Write`."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records)
         except (OSError, EventLogError) as error:
             raise DecisionsUnavailableError(f"event log {self._folder}: {error}") from error
 
     async def stop(self) -> None:
-        """See `DecisionSink`."""
+        """Close the log."""
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown(wait=False)
         await asyncio.shield(closing)

@@ -1,4 +1,4 @@
-"""The bounded queue between the callers who report decisions and the log that keeps them."""
+"""The bounded queue between the callers who report decisions and what keeps them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import ClassVar, TypeAlias
 
-from indexer.decisions.base import DecisionSink, DecisionsUnavailableError
+from kv_events.errors import KvsightError
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.outages import Outage
@@ -26,21 +27,42 @@ NO_LOG, QUEUE_FULL = "no log", "queue full"
 """Why decisions are dropped."""
 
 
+Write: TypeAlias = Callable[[Sequence[LogRecord]], Awaitable[None]]
+"""Appends records of the channel DECISIONS. Raises DecisionsUnavailableError, perhaps after it has written some of
+them. The call is then repeated."""
+
+
+class DecisionsUnavailableError(KvsightError):
+    """Decisions cannot be written now. Try again later."""
+
+    retriable: ClassVar[bool] = True
+
+
+async def _nothing_to_release() -> None:
+    pass
+
+
 class DecisionLog:
     """Takes decisions and outcomes without waiting, and writes them in the background.
 
-    Beyond `max_queued_bytes` of memory for records that wait, further ones are dropped and counted. So are all without
-    a sink.
+    Beyond `max_queued_bytes` of memory for records that wait, further ones are dropped and counted.
     """
 
-    def __init__(self, sink: DecisionSink | None, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
+    def __init__(
+        self,
+        write: Write | None,
+        stop: Callable[[], Awaitable[None]] = _nothing_to_release,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+    ) -> None:
+        """write: None: every record is dropped. stop: releases what `write` uses. Both run in one event loop."""
         self.accepted: Counter[str] = Counter(decision=0, outcome=0)
         """Kind -> records that were accepted."""
         self.dropped: Counter[str] = Counter({NO_LOG: 0, QUEUE_FULL: 0})
         """Reason -> records that were dropped."""
         self.written = 0
         self.outage = Outage(logger, "decisions cannot be written", "decisions are written")
-        self._sink = sink
+        self._write = write
+        self._stop = stop
         self._max_bytes = max_queued_bytes
         self._queue: deque[LogRecord] = deque()
         self._queued_bytes = 0
@@ -59,7 +81,7 @@ class DecisionLog:
         """
         offset, now_ms = self.accepted.total(), int(time.time() * 1000)
         record = LogRecord(0, offset, now_ms, request_id.encode(), payload, Channel.DECISIONS)
-        reason = NO_LOG if self._sink is None else QUEUE_FULL if self._is_full(record.memory_bytes) else None
+        reason = NO_LOG if self._write is None else QUEUE_FULL if self._is_full(record.memory_bytes) else None
         if reason is not None:
             self.dropped[reason] += 1
             return False
@@ -72,7 +94,7 @@ class DecisionLog:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Write in the background of a block. Leaving it writes what is queued, for at most two seconds."""
-        if self._sink is None:
+        if self._write is None:
             yield
             return
         task = asyncio.create_task(keep_running(lambda: self._drain(), "decisions", logger), name="decisions")
@@ -87,13 +109,13 @@ class DecisionLog:
             await asyncio.gather(task, return_exceptions=True)
             if self._queue:
                 logger.warning("%d decisions were not written before the end", len(self._queue))
-            await self._sink.stop()
+            await self._stop()
 
     def _is_full(self, num_bytes: int) -> bool:
         return self._queued_bytes + num_bytes > self._max_bytes
 
     async def _drain(self) -> None:
-        assert self._sink is not None
+        assert self._write is not None
         while True:
             await self._arrival.wait()
             batch = [self._queue[i] for i in range(min(len(self._queue), _MAX_RECORDS))]
@@ -101,7 +123,7 @@ class DecisionLog:
                 self._arrival.clear()
                 continue
             try:
-                await self._sink.write(batch)
+                await self._write(batch)
             except DecisionsUnavailableError as error:
                 self.outage.note_failure(error)
                 await self._backoff.pause()

@@ -45,21 +45,22 @@ NUM_STREAM_FIELDS = 14
     SPACE, NUMBER, LAST_EPOCH, NEXT_SEQ, HEARD_MS, LATEST_MS, AGREED_MS, MADE_AT,
     BATCHES, STORED, REMOVED, KNOWN, UNKNOWN, REFUSED,
 ) = range(NUM_STREAM_FIELDS)  # fmt: skip
-"""Columns of streams. SPACE: row of the index in `Tracked.spaces`, or -1 if no batch of the stream can be applied here.
-HEARD_MS: time of the last record applied; LATEST_MS: the latest time; AGREED_MS: HEARD_MS when the digests were equal
-for the last time. MADE_AT: the time in the last batch, the bits of a float64. BATCHES to REFUSED are counted from 0."""
+"""Columns of streams. SPACE: row of the index in `PlainStreams.spaces`, or -1 if no batch of the stream can be applied
+here. HEARD_MS: time of the last record applied; LATEST_MS: the latest time; AGREED_MS: HEARD_MS when the digests were
+equal for the last time. MADE_AT: the time in the last batch, the bits of a float64. BATCHES to REFUSED are counted from
+0."""
 
 NUM_CLOCK_FIELDS = 6
 NOW, LOG_READ_AT, RESUMED_AT, UNBROKEN_SINCE, LONGEST_PAUSE, LONGEST_UNBROKEN = range(NUM_CLOCK_FIELDS)
 """Columns of the clock: see `Replay.now` and `Freshness`. The last two: `Freshness.longest_pauses_s`."""
 
-HANDED_BACK, DOUBTED = range(2)
+NOT_PLAIN, DIGEST_DIFFERS = range(2)
 """Why `apply_batches` ended early: the next record is not for it, or the view of the last one is not right after it."""
 
 _read_pages = reader(Pages)
 
 
-class Tracked(NamedTuple):
+class PlainStreams(NamedTuple):
     """What is known about streams, by a number of their own."""
 
     spaces: U64Matrix
@@ -139,8 +140,8 @@ def _equals_stated(digest, data, at):
 
 
 @array_kernel(
-    types.UniTuple(types.int64, 3), U8Input, I64Matrix, spread(BatchArrays), BoolVector, I64Vector, spread(Tracked),
-    types.int64, types.int64, types.int64,
+    types.UniTuple(types.int64, 3), U8Input, I64Matrix, spread(BatchArrays), BoolVector, I64Vector,
+    spread(PlainStreams), types.int64, types.int64, types.int64,
 )  # fmt: skip
 def apply_batches(data, rows, arrays, wanted, numbers, tracked, start, stop, most_pages):
     """Apply the wanted records of [start, stop), up to one that cannot be applied here.
@@ -156,10 +157,10 @@ def apply_batches(data, rows, arrays, wanted, numbers, tracked, start, stop, mos
             continue
         number, partition = numbers[i], rows[i, PARTITION]
         if arrays.plain[i] == 0 or number < 0 or partition >= tracked.offsets.shape[0]:
-            return i, num_touched, HANDED_BACK
+            return i, num_touched, NOT_PLAIN
         stream = tracked.streams[number]
         if not _is_next(stream, arrays, i, most_pages):
-            return i, num_touched, HANDED_BACK
+            return i, num_touched, NOT_PLAIN
         if stream[BATCHES] == 0:
             tracked.touched[num_touched] = number
             num_touched += 1
@@ -177,6 +178,6 @@ def apply_batches(data, rows, arrays, wanted, numbers, tracked, start, stop, mos
             refused += _apply_event(pages, stream, digest, tracked.no_marks, data, arrays.events[event], arrays.words)
         stream[REFUSED] += refused
         if refused > 0 or not _equals_stated(digest, data, arrays.batches[i, DIGEST]):
-            return i + 1, num_touched, DOUBTED
+            return i + 1, num_touched, DIGEST_DIFFERS
         stream[AGREED_MS] = stream[HEARD_MS]
-    return stop, num_touched, HANDED_BACK
+    return stop, num_touched, NOT_PLAIN

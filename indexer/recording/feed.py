@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-from indexer.replay.until import Until
 from indexer.sources.base import Source
 from kv_events.codec import decode_batch
 from kv_events.decisions import Decision, decode_decision
 from kv_events.errors import RecordRejectedError
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.streams import split_group
 
@@ -32,7 +32,7 @@ class Feed:
     """Partition -> first offset. Others begin with the oldest record."""
     since_s: float | None = None
     """Earlier records are left out. Seconds since 1970."""
-    until: Until = field(default_factory=Until)
+    until: LogMoment = field(default_factory=LogMoment)
     """The end of the range."""
     accepts: Callable[[LogRecord], bool] = lambda _record: True
     is_recorded: bool = True
@@ -55,8 +55,8 @@ class Feed:
 
         ends: of the source, now. once: the range ends there at the latest.
         """
-        if self.until.positions is not None:
-            return {part: min(end, ends.get(part, 0) if once else end) for part, end in self.until.positions.items()}
+        if self.until.offsets is not None:
+            return {part: min(end, ends.get(part, 0) if once else end) for part, end in self.until.offsets.items()}
         is_over = self.until.time_s is not None and time.time() > self.until.time_s
         return ends if once or is_over else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,23 +12,21 @@ import numpy.typing as npt
 from indexer.index import SLICE_PAGES, OverlapIndex
 from indexer.kernels.batches import (
     BATCHES,
-    DOUBTED,
+    DIGEST_DIFFERS,
     MADE_AT,
     NUM_CLOCK_FIELDS,
     NUM_STREAM_FIELDS,
     SPACE,
-    Tracked,
+    PlainStreams,
     apply_batches,
 )
 from indexer.namespaces import NamespaceKey
 from indexer.replay.replay import FORGET_EVERY_MS, Replay
-from indexer.replay.until import Until
 from indexer.views import View, ViewState
 from kv_events.codec import batch_names, decode_batch
 from kv_events.digest import DIGEST_WORDS
 from kv_events.kernels.batches import TIME
 from kv_events.kernels.bundles import I64Vector
-from kv_events.kernels.log_records import OFFSET, PARTITION
 from kv_events.log.batch_columns import BatchColumns, decode_chunk
 from kv_events.log.reader import RecordChunk
 from kv_events.records import Channel, LogRecord
@@ -38,22 +36,10 @@ _NO_SPACE = -1
 _MOST_NAMES = 65_536
 _MOST_PARTITIONS = 4096
 _MOST_SEQ = 2**62
-_PUNCTUAL_MS = 250  # well below what `indexer.lateness` takes for late
-_NEVER, _MOST_OFFSET = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+_PUNCTUAL_MS = 250  # well below what `indexer.views` takes for late
+_NEVER = np.iinfo(np.int64).min
 
 Mask = npt.NDArray[np.bool_]
-
-
-def rows_before(chunk: RecordChunk, until: Until) -> Mask:
-    """Return bool[n], the records of a chunk that `until` takes. Its offset is an index in the log."""
-    taken = chunk.until(0, len(chunk.rows), until.time_s)
-    if until.offset is not None:
-        taken[max(0, until.offset - chunk.first_index) :] = False
-    if until.positions is not None:
-        partitions, places = np.unique(chunk.rows[:, PARTITION], return_inverse=True)
-        limits = [min(until.positions.get(partition, 0), _MOST_OFFSET) for partition in partitions.tolist()]
-        taken &= chunk.rows[:, OFFSET] < np.array(limits, np.int64)[places]
-    return taken
 
 
 class PlainRun(NamedTuple):
@@ -77,10 +63,10 @@ class PlainRun(NamedTuple):
             yield self.views[number], row
 
 
-class Witness(Protocol):
-    """Receives every record that is applied, in order."""
+class ApplyObserver:
+    """Receives every record that is applied, in order. This one does nothing with them."""
 
-    def hold_back(self, columns: BatchColumns) -> None:
+    def mark_not_plain(self, columns: BatchColumns) -> None:
         """Clear `columns.arrays.plain` of records that are to be applied one by one, before any of them is applied."""
 
     def take_plain(self, run: PlainRun) -> None:
@@ -88,35 +74,25 @@ class Witness(Protocol):
 
     def take_one(self, index: int, record: LogRecord, apply: Callable[[], None]) -> None:
         """Apply a record by a call of `apply`, during which `Applier.on_applied` receives the batch."""
-
-
-class _NoWitness:
-    def hold_back(self, columns: BatchColumns) -> None:
-        pass
-
-    def take_plain(self, run: PlainRun) -> None:
-        pass
-
-    def take_one(self, index: int, record: LogRecord, apply: Callable[[], None]) -> None:
         apply()
 
 
 class ChunkApplier:
     """Applies chunks of records to the views of a replay. The result is that of `Replay.apply` for each record.
 
-    A batch goes the short way if it is plain and the next one of a view that is live. The state of such views is kept
-    in arrays, which are read again after each record that takes the long way. Nothing else may change the views as long
-    as this object is used.
+    The kernel applies a batch if it is plain and the next one of a view that is live. The state of such views is kept
+    in arrays, which are read again after each record that is applied by itself. Nothing else may change the views as
+    long as this object is used.
     """
 
-    def __init__(self, replay: Replay, witness: Witness | None = None) -> None:
+    def __init__(self, replay: Replay, observer: ApplyObserver | None = None) -> None:
         self._replay = replay
-        self._witness = witness or _NoWitness()
+        self._observer = observer or ApplyObserver()
         self._numbers: dict[bytes, int] = {}  # encoded names of a stream, with its block size -> its number here
         self._number_of: dict[StreamId, int] = {}  # only streams with a view
         self._views: dict[int, View] = {}
         self._spaces: dict[NamespaceKey, int] = {}
-        self._tracked = Tracked(
+        self._tracked = PlainStreams(
             np.zeros((0, 0), np.uint64),
             np.zeros((0, NUM_STREAM_FIELDS), np.int64),
             np.zeros((0, DIGEST_WORDS), np.uint64),
@@ -132,21 +108,23 @@ class ChunkApplier:
         is_event = chunk.channels[start:stop] == Channel.EVENTS
         wanted = is_event if wanted is None else wanted & is_event
         numbers = self._numbered(columns)
-        self._witness.hold_back(columns)
-        _hold_back_late(columns, chunk.timestamps_ms[start:stop])
-        self._hold_back_turns(columns, chunk.timestamps_ms[start:stop], wanted)
+        self._observer.mark_not_plain(columns)
+        _mark_late(columns, chunk.timestamps_ms[start:stop])
+        self._mark_removals(columns, chunk.timestamps_ms[start:stop], wanted)
         first_index, at = chunk.first_index + start, 0
         while at < len(wanted):
-            end, is_doubted = self._apply_plain(columns, wanted, numbers, at)
-            plain = at + np.flatnonzero(wanted[at : end - is_doubted])
+            end, digest_differs = self._apply_plain(columns, wanted, numbers, at)
+            plain = at + np.flatnonzero(wanted[at : end - digest_differs])
             if len(plain):
-                self._witness.take_plain(PlainRun(first_index, columns, plain, numbers, self._views))
-            at = end - is_doubted
+                self._observer.take_plain(PlainRun(first_index, columns, plain, numbers, self._views))
+            at = end - digest_differs
             if at < len(wanted):
                 record, number = chunk.record(start + at), int(numbers[at])
-                confirm = partial(self._confirm, record, number) if is_doubted else partial(self._replay.apply, record)
+                apply = partial(self._replay.apply, record)
+                if digest_differs:
+                    apply = partial(self._compare_digest, record, number)
                 num_forgotten = self._replay.num_forgotten
-                self._witness.take_one(first_index + at, record, confirm)
+                self._observer.take_one(first_index + at, record, apply)
                 if self._replay.num_forgotten != num_forgotten:
                     self._forget_streams()
                 self._learn(record, number)
@@ -155,8 +133,8 @@ class ChunkApplier:
             offset = int(self._tracked.offsets[partition])
             self._replay.positions[partition] = max(self._replay.positions.get(partition, 0), offset)
 
-    def _hold_back_turns(self, columns: BatchColumns, times_ms: I64Vector, wanted: Mask) -> None:
-        """Let the records before which silent workers are dropped take the long way."""
+    def _mark_removals(self, columns: BatchColumns, times_ms: I64Vector, wanted: Mask) -> None:
+        """Let the records before which silent workers are dropped be applied by themselves."""
         if self._replay.forgets:
             now = np.concatenate(([round(self._replay.now * 1000)], np.where(wanted, times_ms, _NEVER)))
             periods = np.maximum.accumulate(now) // FORGET_EVERY_MS
@@ -182,16 +160,9 @@ class ChunkApplier:
         self._tracked = before._replace(streams=streams, digests=digests, touched=np.zeros(num_streams, np.int64))
 
     def _apply_plain(self, columns: BatchColumns, wanted: Mask, numbers: I64Vector, start: int) -> tuple[int, bool]:
-        """Apply records until one has to take the long way. Returns (end, whether the digest of the last differs)."""
+        """Apply records up to one that is not plain. Returns (end, whether the digest of the last one differs)."""
         replay, tracked = self._replay, self._tracked
-        freshness = replay.freshness
-        tracked.clock[:] = (
-            replay.now,
-            freshness.log_read_at,
-            freshness.resumed_at,
-            freshness.unbroken_since,
-            *freshness.longest_pauses_s,
-        )
+        tracked.clock[:] = *replay.clock, *replay.freshness.longest_pauses_s
         end, num_touched, reason = apply_batches(
             np.frombuffer(columns.data, np.uint8),
             columns.rows,
@@ -203,13 +174,14 @@ class ChunkApplier:
             len(wanted),
             SLICE_PAGES,
         )
-        replay.now, freshness.log_read_at, freshness.resumed_at, freshness.unbroken_since, *_ = tracked.clock.tolist()
+        now, log_read_at, resumed_at, unbroken_since, *_ = tracked.clock.tolist()
+        replay.clock = now, log_read_at, resumed_at, unbroken_since
         touched = tracked.touched[:num_touched]
         made_at = tracked.streams[touched, MADE_AT].view(np.float64).tolist()
         for number, facts, made in zip(touched.tolist(), tracked.streams[touched].tolist(), made_at, strict=True):
             self._update(self._views[number], number, facts, made)
         tracked.streams[touched, BATCHES:] = 0
-        return end, reason == DOUBTED
+        return end, reason == DIGEST_DIFFERS
 
     def _update(self, view: View, number: int, facts: list[int], made_at: float) -> None:
         """Write what the kernel has done to a view. made_at: time of the last batch."""
@@ -230,15 +202,15 @@ class ChunkApplier:
         counters.unknown_removals += unknown
         self._replay.applier.records += batches
 
-    def _confirm(self, record: LogRecord, number: int) -> None:
+    def _compare_digest(self, record: LogRecord, number: int) -> None:
         """Do what remains to be done after a batch that the kernel applied, and whose digest differs."""
         view, batch = self._views[number], decode_batch(record.payload)
-        view.confirm(batch)
+        view.compare_digest(batch)
         for notify in self._replay.applier.on_applied:
             notify(view, batch)
 
     def _learn(self, record: LogRecord, number: int) -> None:
-        """Read the state of a view after a record that took the long way. number: of the names of the record."""
+        """Read the state of a view after a record that was applied by itself. number: of the names of the record."""
         names = batch_names(record.payload)
         if names is None:
             return  # no record that an applier accepts
@@ -253,7 +225,7 @@ class ChunkApplier:
             if namespace.key in self._spaces:
                 self._tracked.spaces[self._spaces[namespace.key]] = namespace.index.pages
         view = namespaces.view(stream)
-        if view is None or number < 0 or namespaces.block_size(stream) != block_size or not _is_simple(view):
+        if view is None or number < 0 or view.block_size != block_size or not _is_simple(view):
             return
         self._number_of[stream] = number
         self._views[number] = view
@@ -274,15 +246,15 @@ class ChunkApplier:
         return space
 
     def _forget_streams(self) -> None:
-        """Let the next record of each stream take the long way."""
+        """Let the next record of each stream be applied by itself."""
         self._tracked.streams[:, SPACE] = _NO_SPACE
         self._number_of.clear()
         self._views.clear()
         self._spaces.clear()
 
 
-def _hold_back_late(columns: BatchColumns, times_ms: I64Vector) -> None:
-    """Let the batches that tell of a time before their record take the long way."""
+def _mark_late(columns: BatchColumns, times_ms: I64Vector) -> None:
+    """Let the batches of a time before their record be applied by themselves."""
     (plain,) = np.nonzero(columns.arrays.plain)
     batch_ms = columns.arrays.batches[plain, TIME].view(np.float64) * 1000
     columns.arrays.plain[plain[np.abs(batch_ms - times_ms[plain]) > _PUNCTUAL_MS]] = False
@@ -290,5 +262,5 @@ def _hold_back_late(columns: BatchColumns, times_ms: I64Vector) -> None:
 
 def _is_simple(view: View) -> bool:
     """Return whether plain batches leave the view live as long as the digests are equal."""
-    is_sound = view.state is ViewState.LIVE and not (view.degraded_reason or view.refused_now or view.is_behind)
-    return is_sound and view.lateness.is_plain and view.marks is None and view.next_seq < _MOST_SEQ
+    is_sound = view.state is ViewState.LIVE and not (view.degraded_reason or view.refused_now or view.is_delayed)
+    return is_sound and view.lateness.clocks_agree and view.marks is None and view.next_seq < _MOST_SEQ

@@ -17,6 +17,7 @@ from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotDamagedError
 from indexer.snapshots.image import check, take, unpack
 from kv_events.errors import KvsightError
+from kv_events.log.format import list_segments
 from kv_events.log.time_index import replace_file
 from kv_events.records import LogRecord
 
@@ -142,9 +143,8 @@ def load_frame(frame: Frame, settings: IndexerSettings) -> Replay:
     head, replay = frame.head, Replay(settings)
     replay.applier.namespaces = snapshot.namespaces
     replay.applier.records, replay.applier.dead_letters.counts = head.num_records, Counter(head.rejected)
-    replay.now, replay.positions = snapshot.taken_at, dict(head.positions)
-    replay.freshness.log_read_at, replay.freshness.resumed_at = head.log_read_at, head.resumed_at
-    replay.freshness.unbroken_since = head.unbroken_since
+    replay.positions = dict(head.positions)
+    replay.clock = snapshot.taken_at, head.log_read_at, head.resumed_at, head.unbroken_since
     replay.lacks_beginning = head.lacks_beginning
     return replay
 
@@ -164,3 +164,41 @@ def faults_of_frames(folder: Path) -> list[str]:
 def _image(path: Path) -> bytes:
     data = path.read_bytes()
     return data[len(_MAGIC) + _LENGTHS_BYTES + int.from_bytes(data[8:12], "little") :]
+
+
+class Beginning(NamedTuple):
+    """The views before the oldest record of a log."""
+
+    views: Replay
+    """Empty without a key frame."""
+    fault: str = ""
+    """Why the key frame could not be used; empty if there is none, or if it is used."""
+    warning: str = ""
+    """That the views are incomplete, because older records were deleted without a key frame that has all of them."""
+
+
+def open_beginning(folder: Path, settings: IndexerSettings, *, is_bounded: bool = True) -> Beginning:
+    """Return the views before the oldest record of a log: those of the key frame there, or empty ones.
+
+    is_bounded: use only a key frame that was made with these settings. Raises OSError.
+    """
+    segments = list_segments(folder)
+    first = segments[0].first_index if segments else 0
+    path = folder / f"{first:020d}{FRAME_SUFFIX}"
+    fault = ""
+    if path.exists():
+        try:
+            views = load_frame(read_head(path, settings if is_bounded else None), settings)
+            return Beginning(views, warning=begins_late(folder, first) if views.lacks_beginning else "")
+        except (KeyFrameError, OtherSettingsError) as error:
+            fault = str(error)
+    return Beginning(Replay(settings), fault, begins_late(folder, first) if first else "")
+
+
+def begins_late(folder: Path, first_index: int) -> str:
+    """Return the sentence about a log whose oldest records were deleted, without a key frame that has all of them."""
+    cause = f"the records before {first_index} are deleted" if first_index else "it is a slice of a log that does"
+    return (
+        f"{folder} begins late: {cause}, and no key frame has everything that workers held then. "
+        "What a worker held is unknown until it resends everything"
+    )

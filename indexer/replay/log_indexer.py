@@ -9,8 +9,8 @@ from typing import Final
 
 from indexer.replay.frames import FRAME_SUFFIX, checksum, save_frame
 from indexer.replay.timeline import Timeline
-from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
+from kv_events.log.moments import LogMoment
 from kv_events.log.time_index import TIMES_SUFFIX, delete_unfinished
 from kv_events.records import LogRecord
 
@@ -79,7 +79,7 @@ class LogIndexer:
 
     def _begin(self) -> None:
         """Continue at the newest key frame, or at the oldest record."""
-        self._views, self._next_index = self.timeline.nearest(Until())
+        self._views, self._next_index = self.timeline.nearest(LogMoment())
         self._segment = self._next_index  # no key frame is due for files that begin here or before
         self._cost = 0
         self._newest: tuple[int, LogRecord] | None = None  # the last record that was applied

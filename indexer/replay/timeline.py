@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from indexer.replay.beginning import begins_late
 from indexer.replay.chunks import ChunkApplier
 from indexer.replay.frames import (
     FRAME_SUFFIX,
     Frame,
     KeyFrameError,
     OtherSettingsError,
+    begins_late,
     checksum,
     load_frame,
     read_head,
 )
 from indexer.replay.replay import Replay
-from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.log.event_log import EventLogError
 from kv_events.log.format import EventLogCorruptedError
+from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.log.time_index import TimeIndex
 from kv_events.records import Channel, LogRecord
 
 _NAME_BYTES = 4096
 """The names of a batch are within its first bytes."""
+_MOST_FRAMES: Final = 1
+"""Key frames that moving views pass at most. A moment that is further away is opened from the nearest one."""
+_MOST_SKIPPED: Final = 100_000
+"""Records that are skipped at most, because they are later than the moment although they come before its end."""
 
 
 class BatchAt(NamedTuple):
@@ -46,7 +49,7 @@ class BatchAt(NamedTuple):
 class Timeline:
     """Opens any moment of an event log, also while the log grows. For one thread at a time.
 
-    A moment is an `Until`: an index, a time, or Kafka positions. The views are those of the nearest key frame before
+    A moment is an index, a time, or offsets of partitions. The views are those of the nearest key frame before
     it, with the records since applied. Without key frames, all records are applied, beginning with the oldest one.
     Damaged records and key frames are passed over and named in `damage` and `faults`, key frames that were made with
     other settings in `warnings`.
@@ -66,10 +69,8 @@ class Timeline:
         self._other_settings: dict[Path, str] = {}
         self._lacks_beginning = False  # whether views were opened without what precedes the log
         self._times = TimeIndex(folder, self._note_damage)
-        self._views: Replay | None = None
-        self._index = self._times.first_index
-        self._is_exact = True  # whether the views are those at `_index`, rather than at a time or at positions
-        self._ahead: Iterator[tuple[int, LogRecord]] | None = None  # the records from `_index` on
+        self._views: Replay | None = None  # of the last call
+        self._ahead: Iterator[tuple[int, LogRecord]] | None = None  # the records from `index` on
 
     @property
     def first_index(self) -> int:
@@ -82,14 +83,17 @@ class Timeline:
         return self._times.next_index
 
     @property
-    def span_s(self) -> tuple[float, float] | None:
-        """Earliest and latest time of a record, in seconds since 1970. None if the log is empty."""
-        return None if self._times.is_empty else (self._times.first_ms / 1000, self._times.last_ms / 1000)
+    def extent(self) -> LogExtent:
+        """Which records the log has, without their offsets: see `offsets`."""
+        first, end = self.first_index, self.next_index
+        if self._times.is_empty:
+            return LogExtent(first_index=first, next_index=end)
+        return LogExtent("the log", end - first, first, end, self._times.first_ms, self._times.last_ms)
 
     @property
     def index(self) -> int:
         """Index after the newest record of the present moment. Before the first call, the oldest index."""
-        return self._index
+        return self.first_index if self._views is None else self._views.index
 
     @property
     def damage(self) -> list[EventLogCorruptedError]:
@@ -124,53 +128,81 @@ class Timeline:
         """Write the files of the time index. Raises OSError."""
         self._times.save()
 
-    def at(self, moment: Until | None = None) -> Replay:
-        """Return the views at a moment; default: the end of the log. They are new objects: later calls do not change
-        them, except `next`.
+    def at(self, moment: LogMoment | None = None, views: Replay | None = None) -> Replay:
+        """Return the views at a moment; default: the end of the log.
 
         A moment before the log gives empty views, one behind it those at its end. Raises OSError.
+
+        views: the result of an earlier call. If they can move to the moment, they are changed and returned. Other
+        results are new objects, which no later call changes, except `next`.
         """
-        moment = moment or Until()
-        views = self.replayed(moment)
-        if moment.time_s is not None:
-            self.pass_time(views, moment.time_s)
-        return views
-
-    def pass_time(self, views: Replay, time_s: float) -> None:
-        """Advance the clock of views to a time, but not beyond the last event of the log."""
-        if views.applier.records and self._times.last_event_ms is not None:
-            views.pass_time(min(time_s, self._times.last_event_ms / 1000))
-
-    def replayed(self, moment: Until) -> Replay:
-        """Return the views as `at` does, but with the clock at the newest record, also of a moment in time."""
-        stop = self.end_of(moment)
-        views, start = self.nearest(moment)
-        self._index = start
-        if moment.positions is None:
-            self._apply_chunks(views, start, stop, moment.time_s)
-        else:
-            rest = replace(moment, offset=None)
-            for index, record in _before(self.records(start, stop), moment.positions):
-                if rest.takes(record):
-                    views.apply(record)
-                    self._index = index + 1
-        self._is_exact = moment.time_s is None and moment.positions is None
-        if self._is_exact:
-            self._index = max(start, stop)
+        moment = moment or LogMoment()
+        if views is None or not self.can_move(views, moment) or not self._move(views, moment):
+            views, start = self.nearest(moment)
+            views.index = views.next_index = start
+            self._apply(views, moment)
         self._views, self._ahead = views, None
         return views
 
-    def _apply_chunks(self, views: Replay, start: int, stop: int, time_s: float | None) -> None:
-        """Apply the records [start, stop) that are not later than a time."""
-        applier = ChunkApplier(views)
+    def can_move(self, views: Replay, moment: LogMoment) -> bool:
+        """Return whether it is quicker to move views to a moment than to open it. views: of `at`."""
+        if views.moment.offsets is not None or moment.offsets is not None or len(views.skipped) > _MOST_SKIPPED:
+            return False
+        return (
+            (moment.index is None or views.index <= moment.index)
+            and (moment.time_s is None or views.newest_s <= moment.time_s)
+            and self._num_frames(views.index, self.end_of(moment)) <= _MOST_FRAMES
+        )
+
+    def _move(self, views: Replay, moment: LogMoment) -> bool:
+        """Move views to a moment for which `can_move` holds.
+
+        Returns False if the views are of no use now, because the log has records in such an order that they would not
+        be those of the moment.
+        """
+        views.take_time_back()
+        had_skipped, pauses = bool(views.skipped), views.clock[2:]
+        is_in_order = self._apply(views, moment)
+        # the end of a pause is found by the first record after it, which may be another one in the order of the log
+        return is_in_order and not (had_skipped and views.clock[2:] != pauses)
+
+    def _apply(self, views: Replay, moment: LogMoment) -> bool:
+        """Apply what belongs to a moment and is not applied yet. Returns False if a partition is out of order."""
+        stop, applier = self.end_of(moment), ChunkApplier(views)
+        late, views.skipped = np.array(views.skipped, np.int64), []
+        start = int(late[0]) if len(late) else views.next_index
+        behind = {partition for partition, offset in (moment.offsets or {}).items() if offset}
         for chunk in self._times.chunks(start):
             first, last = max(0, start - chunk.first_index), min(len(chunk.rows), stop - chunk.first_index)
-            if last <= 0:
-                return
-            wanted = chunk.until(first, last, time_s)
-            applier.apply(chunk, first, last, wanted)
-            if wanted.any():
-                self._index = chunk.first_index + first + int(np.flatnonzero(wanted)[-1]) + 1
+            if last <= 0 or (moment.offsets is not None and not behind):
+                break
+            indices = chunk.first_index + np.arange(first, last)
+            is_late = np.isin(indices, late)
+            is_open = (chunk.channels[first:last] == Channel.EVENTS) & (is_late | (indices >= views.next_index))
+            belongs = is_open & chunk.before(moment)[first:last]
+            if moment.offsets is None:
+                views.skipped += indices[is_open & ~belongs].tolist()
+            rows = np.flatnonzero(belongs & is_late)
+            if not _is_in_order(views, (chunk.record(first + row) for row in rows.tolist())):
+                return False
+            applier.apply(chunk, first, last, belongs)
+            if belongs.any():
+                views.index = max(views.index, int(indices[belongs][-1]) + 1)
+            if moment.offsets is not None:
+                behind -= _reached(chunk, moment.offsets)
+        views.skipped += late[late >= stop].tolist()
+        views.next_index = max(views.next_index, stop)
+        views.moment = moment
+        if moment.time_s is not None:
+            self._pass_time(views, moment.time_s)
+        elif moment.offsets is None:
+            views.index = max(views.index, stop)
+        return True
+
+    def _pass_time(self, views: Replay, time_s: float) -> None:
+        """Advance the clock of views to a time, but not beyond the last event of the log."""
+        if views.applier.records and self._times.last_event_ms is not None:
+            views.pass_time(min(time_s, self._times.last_event_ms / 1000))
 
     def next(self) -> Replay | None:
         """Apply the next record of events. Returns the views, or None at the end of the log.
@@ -178,15 +210,16 @@ class Timeline:
         The result of the last call changes if it was returned by `at` of an index, or by this method. Raises OSError.
         """
         if self._ahead is None:
-            self._ahead = self.records(self._index)
+            self._ahead = self.records(self.index)
         for index, record in self._ahead:
             if record.channel != Channel.EVENTS:
                 continue
-            if self._views is None or not self._is_exact:
-                return self.at(Until(offset=index + 1))
-            self._views.apply(record)
-            self._index = index + 1
-            return self._views
+            views, after = self._views, LogMoment(index=index + 1)
+            if views is None or views.moment.time_s is not None or views.moment.offsets is not None:
+                return self.at(after)
+            views.apply(record)
+            views.moment, views.index, views.next_index = after, index + 1, index + 1
+            return views
         self._ahead = None
         return None
 
@@ -195,8 +228,8 @@ class Timeline:
 
         Raises OSError.
         """
-        before = self.event_before(self._index)
-        return None if before is None else self.at(Until(offset=before[0]))
+        before = self.event_before(self.index)
+        return None if before is None else self.at(LogMoment(index=before[0]))
 
     def event_before(self, stop: int) -> tuple[int, LogRecord] | None:
         """Return the newest record of events before an index, and its index. None if there is none. Raises OSError."""
@@ -251,44 +284,36 @@ class Timeline:
                 if index >= start:
                     yield index, record
 
-    def records_between(self, start: Until, stop: Until) -> Iterator[tuple[int, LogRecord]]:
-        """Yield (index, record) of all channels that belong to one moment and not to an earlier one. Raises OSError."""
-        first = 0
-        if start.offset is not None:
-            first = start.offset
-        elif start.time_s is not None:
-            first = self._times.before(start.time_s * 1000)
-        for index, record in self.records(first, self.end_of(stop)):
-            if _takes(stop, index, record) and not _takes(start, index, record):
-                yield index, record
-
-    def changes(self, worker: str, start: Until | None = None, stop: Until | None = None) -> Iterator[BatchAt]:
+    def changes(self, worker: str, start: LogMoment | None = None, stop: LogMoment | None = None) -> Iterator[BatchAt]:
         """Yield the batches of a worker with events, in the order of the log, that belong to one moment and not to an
         earlier one. Defaults: all of the log.
 
         Batches that a view would not apply, such as duplicates, are included. Raises OSError.
         """
-        name = worker.encode()
-        for index, record in self.records_between(start or Until(offset=0), stop or Until()):
-            if record.channel != Channel.EVENTS or name not in record.payload[:_NAME_BYTES]:
-                continue
-            try:
-                batch = decode_batch(record.payload)
-            except RecordRejectedError:
-                continue
-            if batch.stream.worker == worker and batch.steps:
-                yield BatchAt(index, record, batch)
+        name, start, stop = worker.encode(), start or LogMoment(index=0), stop or LogMoment()
+        first, end = start.index or 0, self.end_of(stop)
+        if start.time_s is not None:
+            first = self.first_after(start.time_s)
+        for chunk in self._times.chunks(first):
+            wanted = (chunk.channels == Channel.EVENTS) & chunk.before(stop) & ~chunk.before(start)
+            for row in np.flatnonzero(wanted).tolist():
+                record = chunk.record(row)
+                batch = _decoded(record) if name in record.payload[:_NAME_BYTES] else None
+                if batch is not None and batch.stream.worker == worker and batch.steps:
+                    yield BatchAt(chunk.first_index + row, record, batch)
+            if chunk.next_index >= end:
+                return
 
-    def end_of(self, moment: Until) -> int:
+    def end_of(self, moment: LogMoment) -> int:
         """Return an index after the last record that belongs to a moment. Records before it may not belong to it."""
         stop = self._times.next_index
-        if moment.offset is not None:
-            stop = min(stop, moment.offset)
+        if moment.index is not None:
+            stop = min(stop, moment.index)
         if moment.time_s is not None and not self._times.is_empty:
             stop = min(stop, self._times.after(moment.time_s * 1000))
         return max(stop, self._times.first_index)
 
-    def nearest(self, moment: Until) -> tuple[Replay, int]:
+    def nearest(self, moment: LogMoment) -> tuple[Replay, int]:
         """Return the views of the last key frame at or before a moment, and the index of the next record to apply.
 
         Without such a frame: empty views and the oldest index.
@@ -314,7 +339,7 @@ class Timeline:
         self._lacks_beginning = self._lacks_beginning or views.lacks_beginning
         return views, first
 
-    def num_frames(self, start: int, stop: int) -> int:
+    def _num_frames(self, start: int, stop: int) -> int:
         """Return the number of key frames behind an index, up to and including another one."""
         names = (path.name.removesuffix(FRAME_SUFFIX) for path in self._folder.glob(f"*{FRAME_SUFFIX}"))
         return sum(start < int(name) <= stop for name in names if name.isdecimal())
@@ -330,12 +355,12 @@ class Timeline:
                 found[partition] = found.get(partition, (first, 0))[0], last + 1
         return found
 
-    def _is_before(self, frame: Frame, moment: Until, stop: int) -> bool:
+    def _is_before(self, frame: Frame, moment: LogMoment, stop: int) -> bool:
         head = frame.head
         return (
             self._times.first_index <= head.next_index <= stop
             and (moment.time_s is None or head.newest_ms <= moment.time_s * 1000)
-            and (moment.positions is None or _is_within(head.positions, moment.positions))
+            and (moment.offsets is None or _is_within(head.positions, moment.offsets))
         )
 
     def _check_record(self, frame: Frame) -> None:
@@ -349,23 +374,22 @@ class Timeline:
         self._damage.setdefault((error.segment, error.position), error)
 
 
-def _takes(moment: Until, index: int, record: LogRecord) -> bool:
-    return moment.takes(record if moment.offset is None else record._replace(offset=index))
+def _decoded(record: LogRecord) -> DecodedBatch | None:
+    try:
+        return decode_batch(record.payload)
+    except RecordRejectedError:
+        return None
+
+
+def _reached(chunk: RecordChunk, offsets: Mapping[int, int]) -> set[int]:
+    """Return the partitions of which a chunk has the last record before an offset, or a later one."""
+    return {partition for partition, _, last in chunk.offsets(Channel.EVENTS) if last + 1 >= offsets.get(partition, 0)}
+
+
+def _is_in_order(views: Replay, late: Iterable[LogRecord]) -> bool:
+    """Return whether no later record of their partitions was applied before these."""
+    return all(record.offset >= views.positions.get(record.partition, 0) for record in late)
 
 
 def _is_within(positions: Mapping[int, int], limits: Mapping[int, int]) -> bool:
     return all(offset <= limits.get(partition, 0) for partition, offset in positions.items())
-
-
-def _before(
-    records: Iterator[tuple[int, LogRecord]], positions: Mapping[int, int] | None
-) -> Iterator[tuple[int, LogRecord]]:
-    """Yield records until each partition has reached its limit. positions: partition -> offset; None: no limits."""
-    behind = {partition for partition, offset in (positions or {}).items() if offset}
-    for index, record in records:
-        if positions is not None and record.channel == Channel.EVENTS:
-            if record.offset >= positions.get(record.partition, 0):
-                behind.discard(record.partition)
-            if not behind:
-                return
-        yield index, record

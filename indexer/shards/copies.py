@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from indexer.errors import IndexFullError
-from indexer.index import SLICE_PAGES, StreamPages
+from indexer.index import SLICE_PAGES, IndexFullError, StreamPages
 from indexer.namespaces import Namespaces
 from indexer.views import View
 from kv_events.codec import StoredPages
@@ -20,24 +19,24 @@ logger = logging.getLogger(__name__)
 _NO_HASHES = np.zeros(0, np.uint64)
 
 
-def copy_views(views: Iterable[View], source: Namespaces, target: Namespaces, partition: int) -> Iterator[None]:
+def copy_views(views: Iterable[View], target: Namespaces, partition: int) -> Iterator[None]:
     """Copy views with their pages, in slices. Streams that the target knows already are left out.
 
-    views: of `source`, which must not change before the end. Views that do not fit are left out: their publishers send
+    views: they must not change before the end. Views that do not fit are left out: their publishers send
     everything again. partition: that of the copies.
     """
     for view in views:
         if target.view(view.stream) is None:
             try:
-                copy = yield from _copy(view, source.block_size(view.stream), target)
+                copy = yield from _copy(view, target)
                 copy.partition = partition
             except IndexFullError as error:
                 logger.warning("%s is not copied: %s", view.stream.key, error)
 
 
-def _copy(view: View, block_size: int, target: Namespaces) -> Generator[None, None, View]:
-    yield from target.make_room(view.stream, block_size)
-    copy = target.add_view(view.stream, block_size)
+def _copy(view: View, target: Namespaces) -> Generator[None, None, View]:
+    yield from target.make_room(view.stream, view.block_size)
+    copy = target.add_view(view.stream, view.block_size)
     for held in view.index.stream_pages(view.number):
         for event in _events(held):
             for start in range(0, len(event.hashes), SLICE_PAGES):

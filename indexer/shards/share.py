@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from indexer.applier import Applier
-from indexer.lateness import LATE_S
 from indexer.namespaces import Namespaces
 from indexer.progress import Progress
 from indexer.settings import IndexerSettings
@@ -18,9 +17,9 @@ from indexer.shards.copies import copy_views
 from indexer.slices import Slices
 from indexer.snapshots.base import SnapshotStore
 from indexer.snapshots.image import Snapshot, SnapshotParts, take
-from indexer.snapshots.keeper import SnapshotKeeper
+from indexer.snapshots.keeper import SnapshotCounts, SnapshotKeeper
 from indexer.sources.base import DivisibleSource, SourceUnavailableError
-from indexer.views import View
+from indexer.views import LATE_S, View
 
 if TYPE_CHECKING:
     from indexer.shards.membership import Membership
@@ -40,13 +39,14 @@ class Share:
         store: Callable[[int], SnapshotStore | None],
         progress: Progress,
         slices: Slices,
+        counts: SnapshotCounts,
     ) -> None:
         """store: creates the store of the snapshots of a partition, if there are any."""
         self.membership = membership
         self._settings = settings
         self._store = store
         self._keepers: dict[int, SnapshotKeeper] = {}  # by partition
-        self._gone = [0, 0]  # snapshots written, and those that failed, of partitions that were given up
+        self._counts = counts
         self._source = source
         self._applier = applier
         self._progress = progress
@@ -102,17 +102,16 @@ class Share:
         self._begun = frozenset(begins)
 
     async def _load(self, partition: int) -> Snapshot | None:
-        keeper = SnapshotKeeper(self._store(partition), self._settings, time.monotonic())
+        keeper = SnapshotKeeper(self._store(partition), self._settings, time.monotonic(), self._counts)
         self._keepers[partition] = keeper
         return await keeper.load(time.time())
 
     async def _take_over(self, partition: int, snapshot: Snapshot) -> int:
         """Restore the views of a partition from its snapshot. Returns the offset of the first record to apply."""
-        source, views = snapshot.namespaces, snapshot.namespaces.views
-        now = time.monotonic()
+        views, now = snapshot.namespaces.views, time.monotonic()
         for view in views:  # late, but neither expired nor silent before the log was read
             view.heard_tick, view.silent_from = max(view.heard_tick, now - LATE_S), now
-        await self._slices.run(copy_views(views, source, self._applier.namespaces, partition))
+        await self._slices.run(copy_views(views, self._applier.namespaces, partition))
         logger.info("partition %d: snapshot of %d views loaded", partition, len(views))
         return snapshot.positions.get(partition, 0)
 
@@ -135,26 +134,14 @@ class Share:
             is_own = partition in self.membership.own and not self._progress.is_behind(partition)
             await self._close(partition, partial(self._copy, partition) if with_snapshots and is_own else None)
 
-    @property
-    def snapshots_written(self) -> int:
-        """Snapshots of partitions written so far."""
-        return self._gone[0] + sum(keeper.written for keeper in self._keepers.values())
-
-    @property
-    def snapshot_failures(self) -> int:
-        """Snapshots of partitions that could not be written."""
-        return self._gone[1] + sum(keeper.failures for keeper in self._keepers.values())
-
     async def _close(self, partition: int, copy: Callable[[], Awaitable[SnapshotParts]] | None = None) -> None:
-        keeper = self._keepers.pop(partition)
-        await keeper.close(copy)
-        self._gone = [self._gone[0] + keeper.written, self._gone[1] + keeper.failures]
+        await self._keepers.pop(partition).close(copy)
 
     async def _copy(self, partition: int) -> SnapshotParts:
         """Copy the views of a partition in slices, between two records."""
         copies = Namespaces(self._settings)
-        source, position = self._applier.namespaces, self._progress.positions[partition]
-        await self._slices.run(copy_views(self._views(partition), source, copies, partition))
+        position = self._progress.positions[partition]
+        await self._slices.run(copy_views(self._views(partition), copies, partition))
         parts: SnapshotParts = await self._slices.run(take(copies, {partition: position}, time.time()))
         return parts
 

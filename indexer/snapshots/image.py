@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from indexer.index import IndexImage
-from indexer.lateness import Lateness
 from indexer.namespaces import Namespace, Namespaces
 from indexer.position import Position
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import Piece, SnapshotDamagedError
-from indexer.views import RESYNC_CUT_OFF, View, ViewCounters, ViewState
+from indexer.views import RESYNC_CUT_OFF, Lateness, View, ViewCounters, ViewState
 from kv_events.digest import DIGEST_WORDS, digest_bytes
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.limits import MAX_NAME_BYTES
@@ -47,7 +46,7 @@ class _ExactImage(msgspec.Struct, frozen=True, array_like=True):
     missing_batches: int
     lateness: Lateness
     silent_from: float
-    is_behind: bool
+    is_delayed: bool
 
 
 class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
@@ -215,7 +214,7 @@ def _exact_image(view: View) -> _ExactImage:
         view.missing_batches,
         copy(view.lateness),
         view.silent_from,
-        view.is_behind,
+        view.is_delayed,
     )
 
 
@@ -241,6 +240,7 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
         stream = StreamId(part.model, part.tenant, v.worker, v.dp_rank)
         view = View(
             stream,
+            part.block_size,
             namespace.index,
             v.number,
             namespace.columns,
@@ -259,7 +259,7 @@ def _restore_exactly(view: View, exact: _ExactImage) -> None:
     view.heard_tick, view.refused_now, view.resync_began = exact.heard_tick, exact.refused_now, exact.resync_began
     view.agreed_at, view.missing_batches = exact.agreed_at, exact.missing_batches
     view.position = view.position._replace(first_missing=exact.first_missing)
-    view.lateness, view.silent_from, view.is_behind = exact.lateness, exact.silent_from, exact.is_behind
+    view.lateness, view.silent_from, view.is_delayed = exact.lateness, exact.silent_from, exact.is_delayed
     if exact.marks is not None:
         view.marks = view.index.new_marks()
         view.marks[view.index.live_entries()] = np.frombuffer(exact.marks, np.uint8)

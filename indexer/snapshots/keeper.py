@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from indexer.settings import IndexerSettings
 from indexer.slices import Interval
@@ -15,15 +16,23 @@ from indexer.snapshots.image import Snapshot, SnapshotParts, unpack
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class SnapshotCounts:
+    """Counts of all keepers of a process."""
+
+    written: int = 0
+    failures: int = 0
+    """Snapshots that could not be written."""
+
+
 class SnapshotKeeper:
     """Owns the store and the task that writes to it. If the store fails, only freshness suffers."""
 
-    def __init__(self, store: SnapshotStore | None, settings: IndexerSettings, now: float) -> None:
+    def __init__(
+        self, store: SnapshotStore | None, settings: IndexerSettings, now: float, counts: SnapshotCounts | None = None
+    ) -> None:
         """store: None keeps nothing. now: monotonic seconds; the first snapshot is due one interval later."""
-        self.written = 0
-        """Snapshots written so far."""
-        self.failures = 0
-        """Snapshots that could not be written."""
+        self.counts = counts or SnapshotCounts()
         self._store = store
         self._settings = settings
         self._interval = Interval(settings.snapshot_interval_s, now + settings.snapshot_interval_s)
@@ -68,10 +77,10 @@ class SnapshotKeeper:
         try:
             await store.save(await asyncio.to_thread(parts.pack))
         except SnapshotStoreError as error:
-            self.failures += 1
+            self.counts.failures += 1
             logger.warning("snapshot not written: %s", error)
         except Exception:
-            self.failures += 1
+            self.counts.failures += 1
             logger.exception("snapshot not written")
         else:
-            self.written += 1
+            self.counts.written += 1

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
 from aiokafka import TopicPartition
-from aiokafka.errors import CorruptRecordException, KafkaError
+from aiokafka.errors import CorruptRecordException
 
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from kv_events.codec import encode_resync
 from kv_events.kafka.connection import (
     KafkaConnection,
-    KafkaUnreachableError,
     check_fetching,
     describe_topics,
     stop_consumer,
@@ -77,20 +76,19 @@ class KafkaSource:
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         self._assigned, self._found, self._next_offsets = set(), set(), {}
         try:
-            await self._connection.check()
-            await self._open_clients()
-            await self._compare_retention()
-            found_id = await topic_id(self._consumer, self._events_topic)
-            self._is_replaced |= None not in (found_id, self._topic_id) and found_id != self._topic_id
-            begins = await self._assign_new({} if self._is_replaced else positions)
-        except KafkaUnreachableError as error:
-            raise SourceUnavailableError(str(error)) from error
-        except KafkaError as error:
+            with self._guarded("read"):
+                await self._connection.check()
+                await self._open_clients()
+                await self._compare_retention()
+                found_id = await topic_id(self._consumer, self._events_topic)
+                self._is_replaced |= None not in (found_id, self._topic_id) and found_id != self._topic_id
+                begins = await self._assign_new({} if self._is_replaced else positions)
+        except SourceUnavailableError:
             await self._clients.aclose()
-            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
+            raise
         if self._was_found and not self._is_there:
             await self._clients.aclose()
-            raise self._missing()
+            raise SourceUnavailableError(f"topic {self._events_topic} does not exist any longer; publishers create it")
         self._topic_id = found_id or self._topic_id
         self._is_replaced = False
         return begins
@@ -99,42 +97,36 @@ class KafkaSource:
         self._only, self._begin_at = frozenset(partitions), positions
         if self._consumer is None:
             return {}  # `start` begins to read them
-        try:
+        with self._guarded("read"):
             await self._assign_new(positions)
             return {tp.partition: await self._consumer.position(tp) for tp in self._assigned}
-        except KafkaError as error:
-            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
 
     async def fetch(self) -> Sequence[LogRecord]:
         if not self._found:
             await asyncio.sleep(_FETCH_WAIT_MS / 1000)
             return []
-        try:
-            if self._found != self._assigned:
-                await self._assign_new(self._begin_at)
-            check_fetching(self._consumer)  # the consumer's loop starts again
-            return self._accepted(await self._consumer.getmany(timeout_ms=_FETCH_WAIT_MS, max_records=_MAX_RECORDS))
-        except _UNREADABLE:
-            return [record for tp in sorted(self._assigned) for record in await self._fetch_carefully(tp)]
-        except KafkaError as error:
-            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
+        with self._guarded("read"):
+            try:
+                if self._found != self._assigned:
+                    await self._assign_new(self._begin_at)
+                check_fetching(self._consumer)  # the consumer's loop starts again
+                return self._accepted(await self._consumer.getmany(timeout_ms=_FETCH_WAIT_MS, max_records=_MAX_RECORDS))
+            except _UNREADABLE:
+                return [record for tp in sorted(self._assigned) for record in await self._fetch_carefully(tp)]
 
     async def _fetch_carefully(self, tp: TopicPartition) -> list[LogRecord]:
         """Fetch the next record of a partition. Records that aiokafka cannot read come without key and payload."""
         unreadable: list[LogRecord] = []
-        try:
-            while len(unreadable) < _MOST_UNREADABLE:
-                try:
-                    fetched = await self._consumer.getmany(tp, timeout_ms=_FETCH_WAIT_MS, max_records=1)
-                except _UNREADABLE:
-                    offset = await self._consumer.position(tp)
-                    self._consumer.seek(tp, offset + 1)
-                    self._next_offsets[tp.partition] = offset + 1
-                    unreadable.append(LogRecord(tp.partition, offset, self._times_ms.get(tp.partition, 0), b"", b""))
-                else:
-                    return unreadable + self._accepted(fetched)
-        except KafkaError as error:
-            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
+        while len(unreadable) < _MOST_UNREADABLE:
+            try:
+                fetched = await self._consumer.getmany(tp, timeout_ms=_FETCH_WAIT_MS, max_records=1)
+            except _UNREADABLE:
+                offset = await self._consumer.position(tp)
+                self._consumer.seek(tp, offset + 1)
+                self._next_offsets[tp.partition] = offset + 1
+                unreadable.append(LogRecord(tp.partition, offset, self._times_ms.get(tp.partition, 0), b"", b""))
+            else:
+                return unreadable + self._accepted(fetched)
         return unreadable
 
     def _accepted(self, fetched: Mapping[TopicPartition, Sequence[Any]]) -> list[LogRecord]:
@@ -152,9 +144,6 @@ class KafkaSource:
     def _replaced(self) -> LogReplacedError:
         return LogReplacedError(f"topic {self._events_topic} was deleted or created again")
 
-    def _missing(self) -> SourceUnavailableError:
-        return SourceUnavailableError(f"topic {self._events_topic} does not exist any longer; publishers create it")
-
     def _time_ms(self, record: Any) -> int:
         """Return the time of a record, or that of the record before it if a publisher could send none."""
         if record.timestamp >= 0:
@@ -165,7 +154,7 @@ class KafkaSource:
         return trace_headers(record.headers) if record.headers and self._sends_traces else ()
 
     async def ends(self) -> Mapping[int, int]:
-        try:
+        with self._guarded("read"):
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 await self._look_for_partitions()
                 if self._topic_id is None:
@@ -174,8 +163,6 @@ class KafkaSource:
                     self._is_replaced = True
                     raise self._replaced()
                 ends = await self._consumer.end_offsets(list(self._found))
-        except (KafkaError, TimeoutError) as error:
-            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
         return {tp.partition: offset for tp, offset in ends.items()}
 
     async def _current_id(self) -> bytes | None:
@@ -191,15 +178,13 @@ class KafkaSource:
 
         time_s: seconds since 1970. Raises SourceUnavailableError.
         """
-        try:
+        with self._guarded("read"):
             ends = await self.ends()
             found = await self._consumer.offsets_for_times(dict.fromkeys(self._found, int(time_s * 1000)))
-        except KafkaError as error:
-            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
         return {tp.partition: ends[tp.partition] if at is None else at.offset for tp, at in found.items()}
 
     async def request(self, request: ResyncRequest) -> None:
-        try:
+        with self._guarded("write"):
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 if self._producer is None:
                     await self._open_producer()
@@ -210,14 +195,13 @@ class KafkaSource:
                 await self._producer.send_and_wait(
                     self._control_topic, encode_resync(request), key=request.stream.encode()
                 )
-        except KafkaUnreachableError as error:
-            raise SourceUnavailableError(str(error)) from error
-        except (KafkaError, TimeoutError) as error:
-            raise SourceUnavailableError(self._connection.failure(error, "write")) from error
 
     async def stop(self) -> None:
         self._producer = None
         await self._clients.aclose()
+
+    def _guarded(self, operation: str) -> AbstractContextManager[None]:
+        return self._connection.guarded(operation, SourceUnavailableError)
 
     async def _open_clients(self) -> None:
         """Create and start the clients. Each belongs to the event loop that runs when it is created."""

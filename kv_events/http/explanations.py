@@ -1,4 +1,4 @@
-"""Answers of POST /explain and `kvsight explain --json`. Pages of a prompt are counted from 1."""
+"""Bodies of POST /explain and `kvsight explain --json`. Pages of a prompt are counted from 1."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ CAUSES = {
 
 Cause: TypeAlias = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(CAUSES)})]
 """A key of `CAUSES`. Clients accept other words, too."""
+
+
+class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request has besides the fields of a query, in either dialect."""
+
+    worker: str | None = None
+    """The only worker to explain. Default: `instance_id` in the RFC's dialect, otherwise all workers."""
+    at: float | None = None
+    """The moment in seconds since 1970. Default: the end of the log."""
 
 
 class BatchPosition(msgspec.Struct, frozen=True, kw_only=True):

@@ -156,6 +156,13 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True):
     """A prefix ends where fewer workers hold its next page. Those of which most is held more than once come first."""
 
 
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A text."""
+
+    model_name: str
+    text: Annotated[str, msgspec.Meta(min_length=1)]
+
+
 class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of a text."""
 

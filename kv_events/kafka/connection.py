@@ -17,8 +17,8 @@ import shlex
 import ssl
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -118,6 +118,18 @@ class KafkaConnection:
         elif isinstance(error, TimeoutError):
             reason = "no answer in time"
         return f"Kafka at {self.bootstrap}: {reason}"
+
+    @contextmanager
+    def guarded(self, operation: str, failed: type[KvsightError]) -> Iterator[None]:
+        """Raise `failed` for an error of Kafka in the block. operation: see `failure`."""
+        from aiokafka.errors import KafkaError
+
+        try:
+            yield
+        except KafkaUnreachableError as error:
+            raise failed(str(error)) from error
+        except (KafkaError, OSError) as error:  # TimeoutError is an OSError
+            raise failed(self.failure(error, operation)) from error
 
     @property
     def user(self) -> str:

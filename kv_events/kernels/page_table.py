@@ -10,7 +10,7 @@ or 0 if it is empty. Tags alone decide almost every comparison, and splits and r
 slots, which are one cache line, form a *bucket* and are compared at once. The high bits of a tag select the key's home
 bucket. If that is full, the key is stored in the next bucket that is not full. A search therefore ends at the first
 bucket with an empty slot, which is usually the home bucket. The arrays are reserved at their maximum size, but memory
-is only used for the parts in use. The kernels are in `page_table_kernels`.
+is only used for the parts in use. The kernels are in `page_table_ops`.
 
 Keys come from outside, so each table draws a secret, a 128-bit number. The tag is the upper 32 bits of key * secret
 modulo 2**128 (multiply-shift hashing: Dietzfelbinger and others, 1997). For any two keys that were chosen without the

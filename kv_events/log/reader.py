@@ -34,12 +34,13 @@ from kv_events.log.format import (
     list_segments,
     read_version,
 )
-from kv_events.records import LogRecord
+from kv_events.log.moments import LogExtent, LogMoment
+from kv_events.records import Channel, LogRecord
 
 _CHUNK_BYTES = 2 << 20  # larger reads are slower; more than the largest record
 _MOST_ROWS = 16_384
 _TABLES = checksum_tables()
-_MOST_MS = 2**62
+_MOST_MS, _MOST_OFFSET = 2**62, np.iinfo(np.int64).max
 
 OnDamage = Callable[[EventLogCorruptedError], None]
 
@@ -88,13 +89,24 @@ class RecordChunk(NamedTuple):
             (found,) = np.nonzero(rows[:, PARTITION] == partition)
             yield partition, int(rows[found[0], OFFSET]), int(rows[found[-1], OFFSET])
 
-    def until(self, start: int, stop: int, time_s: float | None) -> npt.NDArray[np.bool_]:
-        """Return bool[stop - start]: which of these rows are not later than a time. None: all."""
-        times = self.timestamps_ms[start:stop]
-        if time_s is None:
-            return np.ones(len(times), np.bool_)
-        found: npt.NDArray[np.bool_] = times <= floor(min(max(time_s * 1000, -_MOST_MS), _MOST_MS))
-        return found
+    def before(self, moment: LogMoment) -> npt.NDArray[np.bool_]:
+        """Return bool[n]: which records belong to a moment of the log."""
+        taken = np.ones(len(self.rows), np.bool_)
+        if moment.time_s is not None:
+            taken &= self.timestamps_ms <= floor(min(max(moment.time_s * 1000, -_MOST_MS), _MOST_MS))
+        if moment.index is not None:
+            taken[max(0, moment.index - self.first_index) :] = False
+        if moment.offsets is not None:
+            partitions, places = np.unique(self.rows[:, PARTITION], return_inverse=True)
+            limits = [min(moment.offsets.get(partition, 0), _MOST_OFFSET) for partition in partitions.tolist()]
+            taken &= self.rows[:, OFFSET] < np.array(limits, np.int64)[places]
+        return taken
+
+    def note_in(self, extent: LogExtent) -> None:
+        """Count the records."""
+        times = self.timestamps_ms
+        first_ms, last_ms = int(times.min()), int(times.max())
+        extent.extend(self.first_index, len(self.rows), first_ms, last_ms, self.offsets(Channel.EVENTS))
 
     def record(self, number: int) -> LogRecord:
         """Return one record. number: its row."""

@@ -5,34 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, JsonValue, SecretStr, ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kv_events.errors import InvalidValueError
 from kv_events.hash_seed import process_seed
-from kv_events.runtime.variables import PREFIX, report_unknown_variables, variable
+from kv_events.runtime.variables import check_variables, variable, variables_of
 
 _MAX_SECRET_BYTES = 64 * 2**10
-_ARGUMENT_ONLY: dict[str, JsonValue] = {"environment": False}
 _BOUNDS = {"ge": "of at least", "gt": "greater than", "le": "of at most", "lt": "less than"}
-
-
-def argument(default: Any, **constraints: Any) -> Any:
-    """A field without an environment variable: only the constructor sets it. constraints: as of pydantic's `Field`."""
-    return Field(default, json_schema_extra=_ARGUMENT_ONLY, **constraints)
 
 
 class KvsightSettings(BaseSettings):
     """Settings from keyword arguments, else from `KVSIGHT_*` variables. Raises InvalidValueError for a bad value.
 
-    An unknown `KVSIGHT_*` variable is logged when the first settings of a process are read.
+    A field that `kv_events.runtime.variables` does not list is set by the constructor alone. Raises
+    UnknownVariableError if a `KVSIGHT_*` variable is set that does not exist.
     """
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(frozen=True, extra="ignore")
 
     def __init__(self, **values: Any) -> None:
-        report_unknown_variables()
+        check_variables()
         process_seed()  # not a field of any class, but a bad value must stop the start, too
         try:
             super().__init__(**values)
@@ -58,11 +53,6 @@ class KvsightSettings(BaseSettings):
         """Arguments first, then variables. A hook of pydantic-settings."""
         return init_settings, _Variables(settings_cls)
 
-    @classmethod
-    def variables(cls) -> dict[str, FieldInfo]:
-        """Environment variable -> field."""
-        return {variable(name): field for name, field in cls.model_fields.items() if not _is_argument(field)}
-
     def secret(self, field: str) -> str | None:
         """Return a secret: the value of a field, or the content of the file that `<field>_file` names, else None.
 
@@ -86,7 +76,7 @@ class KvsightSettings(BaseSettings):
         field = cls.model_fields[name]
         said = first["msg"].removeprefix("Input should be ").partition(", unable")[0]
         expected = "a value" if is_missing else _expected(name, field) or said
-        return InvalidValueError(name if _is_argument(field) else variable(name), value, expected)
+        return InvalidValueError(variable(name), value, expected)
 
 
 def read_secret(field: str, path: Path) -> str:
@@ -108,7 +98,8 @@ class _Variables(EnvSettingsSource):
     """Environment variables, for the fields that have one."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return (None, field_name, False) if _is_argument(field) else super().get_field_value(field, field_name)
+        found = (self.env_vars.get(name.lower()) for name in variables_of(field_name))
+        return next((value for value in found if value is not None), None), field_name, False
 
 
 def _expected(name: str, field: FieldInfo) -> str:
@@ -127,7 +118,3 @@ def _expected(name: str, field: FieldInfo) -> str:
     if "ge" in bounds and "le" in bounds:
         return f"{kind} in {bounds['ge']} .. {bounds['le']}"
     return f"{kind} " + " and ".join(f"{_BOUNDS[bound]} {value:g}" for bound, value in bounds.items())
-
-
-def _is_argument(field: FieldInfo) -> bool:
-    return field.json_schema_extra == _ARGUMENT_ONLY

@@ -53,9 +53,9 @@ def audit(
     known_damage = [str(source.tail)] if source.tail else []
     compile_kernels("analysis.audit.audit")
     from analysis.audit.audit import audit_log
-    from analysis.audit.curves import AuditSeries
+    from analysis.audit.curves import AuditCurves
 
-    series = None if html is None else AuditSeries()
+    series = None if html is None else AuditCurves()
     with progress_bar() as bar:
         task = bar.add_task("records", total=None)
         first_index = list_segments(log)[0].first_index

@@ -42,6 +42,9 @@ def bridge(
         int | None,
         typer.Option(help="Serve Prometheus metrics on this port.", envvar="KVSIGHT_METRICS_PORT", min=1, max=65_535),
     ] = None,
+    bridge_away_s: Annotated[
+        float | None, typer.Option(help="Seconds after which the pages of an unreachable engine are dropped.")
+    ] = None,
     *,
     connection: dict[str, Any],
 ) -> None:
@@ -82,7 +85,8 @@ def bridge(
     )
     load_kernels()
     gc.freeze()  # as `kvsight serve` does
-    uvloop.run(_serve(engines, BridgeSettings(), template, metrics_port), loop_factory=new_event_loop)
+    settings = BridgeSettings.from_flags(bridge_away_s=bridge_away_s)
+    uvloop.run(_serve(engines, settings, template, metrics_port), loop_factory=new_event_loop)
 
 
 async def _serve(

@@ -23,7 +23,7 @@ from kvsight.cli.streams import rows_of
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from api.decisions.window import FunnelWindow
+    from api.decisions.window import DecisionWindow
     from api.settings import ApiSettings
     from simulation import Requests, SimulationSettings
     from simulation.live import LiveFleet
@@ -104,7 +104,7 @@ async def _run_live(
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
     from kv_events.log.memory import MemoryLog
-    from simulation.live import MemoryTransport, publishing_fleet
+    from simulation.live import memory_transport, publishing_fleet
 
     stop = stop_signals()
     log = MemoryLog()
@@ -112,7 +112,7 @@ async def _run_live(
     app = create_app(consumer, settings)
     async with (
         running_server(app, settings, bound) as url,
-        publishing_fleet(fleet_settings, "kv-aware", MemoryTransport(log), consumer) as fleet,
+        publishing_fleet(fleet_settings, "kv-aware", memory_transport(log), consumer) as fleet,
     ):
         serve = partial(_serve, fleet.trial, app.state.scene.funnel, count())
         shown = await _warm_up(fleet, serve, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
@@ -126,7 +126,7 @@ async def _run_live(
             await _serve_on(serve, workload[_WARM_REQUESTS:], stop)
 
 
-def _serve(trial: Trial, funnel: FunnelWindow, numbers: Iterator[int], request: Request) -> None:
+def _serve(trial: Trial, funnel: DecisionWindow, numbers: Iterator[int], request: Request) -> None:
     """Serve a request, and report what was chosen and reused, as routers do."""
     from kv_events.decisions import VERSION, Outcome
 

@@ -16,6 +16,6 @@ def demo_prompt(
     How much depends on the engine's `--seed`: 0 holds all 2048 tokens, 1 a half, 2 a quarter, 3 an eighth. The output
     is the body of POST /query: `kvsight demo-prompt | kvsight query -`.
     """
-    from simulation.demo_prompt import demo_prompt as prompt
+    from simulation.workload import demo_prompt as prompt
 
     typer.echo(msgspec.json.encode({"model_name": model, "token_ids": prompt().tolist()}))

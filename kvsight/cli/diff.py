@@ -10,7 +10,7 @@ import typer
 
 from kvsight.cli.console import UsageError, at_most_one, compile_kernels, err, out, print_json, print_lines
 from kvsight.cli.log.reading import LogInput, exit_if_any_damaged
-from kvsight.cli.moments import local_time, parse_moment
+from kvsight.cli.moments import extent_text, local_time, moment_fault, parse_moment
 from kvsight.cli.options import ApiToken, AsJson
 from kvsight.cli.replay import views_at
 from kvsight.cli.streams import MEDIA
@@ -18,8 +18,8 @@ from kvsight.cli.tables import Column, count, natural_order, table_lines
 
 if TYPE_CHECKING:
     from analysis.diff import Holdings
-    from indexer.replay.moments import Moment
     from kv_events.http.log import MovedPage, StreamDiff
+    from kv_events.log.moments import LogMoment
 
 
 def diff(
@@ -59,15 +59,15 @@ def diff(
     exit_if_any_damaged(sources)
 
 
-def _of_log(source: LogInput, moment: Moment, flag: str) -> Holdings:
+def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
     """What the workers hold at a moment of a log. Raises UsageError if the moment is outside."""
     from analysis.diff import holdings_of
 
-    views, span = views_at(source, moment)
-    if fault := span.fault(moment):
-        raise UsageError(fault.replace("--at", flag))
+    views, extent = views_at(source, moment)
+    if fault := moment_fault(extent, moment, flag):
+        raise UsageError(fault)
     if not views.applier.records:
-        raise UsageError(f"{flag} {moment.text}: no record is before this moment: {span}")
+        raise UsageError(f"{flag} {moment.typed}: no record is before this moment: {extent_text(extent)}")
     err.print(
         f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}",
         markup=False,

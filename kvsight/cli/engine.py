@@ -56,7 +56,7 @@ async def _serve(settings: PublisherSettings, capacity: int, rate: float, seed: 
     from publisher import EventPublisher
     from publisher.sinks.kafka import KafkaSink
     from simulation import SimulatedWorker, SimulationSettings, create_cache
-    from simulation.demo_prompt import engine_requests
+    from simulation.workload import engine_requests
 
     stop = stop_signals()
     publisher = EventPublisher(settings, KafkaSink(settings))

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from kv_events.log.moments import LogExtent, LogMoment
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, compile_kernels, err, out, print_json, print_lines, read_json_object
 from kvsight.cli.history import History, open_history
-from kvsight.cli.moments import LogSpan, local_time, parse_moment
+from kvsight.cli.moments import extent_text, local_time, moment_fault, parse_moment
 from kvsight.cli.options import AsJson
 from kvsight.cli.prompts import decode_query
 from kvsight.cli.streams import namespace_text
@@ -22,7 +23,6 @@ from kvsight.extras import require_serve
 if TYPE_CHECKING:
     from analysis.explain.asked_prompt import AskedPrompt
     from analysis.explain.tracer import History as Records
-    from indexer.replay.moments import Moment
     from kv_events.http.explanations import Explanation, Finding, WorkerExplanation
 
 
@@ -49,42 +49,43 @@ def explain(
     moment = parse_moment(at)
     body = read_json_object(prompt)
     history = open_history(log, kafka, connection, moment)
-    compile_kernels("analysis.explain.explanation", "api.queries.asked_prompts")
-    from api.queries.asked_prompts import asked_prompt
+    compile_kernels("analysis.explain.explanation", "api.queries.parsing")
+    from analysis.explain.asked_prompt import AskedPrompt
 
-    asked = asked_prompt(*decode_query(body), worker)
-    found, span = _explain(asked, history, moment)
+    asked = AskedPrompt(*decode_query(body), worker)
+    found, extent = _explain(asked, history, moment)
     if as_json:
         print_json(found)
     else:
         print_lines(_lines(found, asked, out.width))
-    err.print(f"{span}\nas of {local_time(found.time)}, after {count(found.records, 'record')}", markup=False)
+    as_of = f"as of {local_time(found.time)}, after {count(found.records, 'record')}"
+    err.print(f"{extent_text(extent)}\n{as_of}", markup=False)
     history.exit_if_damaged()
 
 
-def _explain(asked: AskedPrompt, history: History, moment: Moment) -> tuple[Explanation, LogSpan]:
+def _explain(asked: AskedPrompt, history: History, moment: LogMoment) -> tuple[Explanation, LogExtent]:
     """Raises UsageError if the moment is outside the log."""
     from analysis.explain.explanation import NothingToExplainError
     from analysis.explain.explanation import explain as explain_records
 
-    span = LogSpan(history.name) if history.log is None else history.log.span
+    extent = LogExtent(history.name) if history.log is None else history.log.extent
     views = None if history.log is None else history.log.views_before()
     try:
-        found = explain_records(asked, _records(history, span), moment.until, views)
+        found = explain_records(asked, _records(history, extent), moment, views)
     except NothingToExplainError as error:
-        raise UsageError(span.fault(moment) or f"{history.name}: {error}") from error
-    fault = span.fault(moment)
+        raise UsageError(moment_fault(extent, moment) or f"{history.name}: {error}") from error
+    fault = moment_fault(extent, moment)
     if fault:
         raise UsageError(fault)
     damage = [] if history.log is None else history.log.damage_lines
-    return msgspec.structs.replace(found, damage=damage), span
+    return msgspec.structs.replace(found, damage=damage), extent
 
 
-def _records(history: History, span: LogSpan) -> Records:
+def _records(history: History, extent: LogExtent) -> Records:
     """Return the records to follow. A topic has no indices."""
     if history.log is not None:
         return history.log.chunks("replaying")
-    return ((None, record) for _, record in history.records(span))
+    return ((None, record) for _, record in history.records(extent))
 
 
 def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:

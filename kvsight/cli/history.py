@@ -12,9 +12,8 @@ from kvsight.cli.log.reading import LogInput
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from indexer.replay.moments import Moment
+    from kv_events.log.moments import LogExtent, LogMoment
     from kv_events.records import LogRecord
-    from kvsight.cli.moments import LogSpan
 
 
 class History(NamedTuple):
@@ -26,11 +25,11 @@ class History(NamedTuple):
     log: LogInput | None = None
     """None: a topic."""
 
-    def records(self, span: LogSpan) -> Iterator[tuple[int, LogRecord]]:
-        """Yield each record with its index, noted in a span, and show the progress on stderr."""
+    def records(self, extent: LogExtent) -> Iterator[tuple[int, LogRecord]]:
+        """Yield each record with its index, noted in an extent, and show the progress on stderr."""
         with progress_bar() as bar:
             for index, record in self.read(bar):
-                span.note(index, record)
+                extent.note(index, record)
                 yield index, record
 
     def exit_if_damaged(self) -> None:
@@ -39,7 +38,7 @@ class History(NamedTuple):
             self.log.exit_if_damaged()
 
 
-def open_history(log: Path | None, kafka: str | None, connection: dict[str, Any], moment: Moment) -> History:
+def open_history(log: Path | None, kafka: str | None, connection: dict[str, Any], moment: LogMoment) -> History:
     """Open the log that was asked for. connection: further settings of Kafka. Raises KvsightError."""
     if at_most_one({"LOG": log, "--kafka": kafka}) is None:
         raise UsageError("give the folder of an event log, or --kafka HOST:PORT")
@@ -49,14 +48,14 @@ def open_history(log: Path | None, kafka: str | None, connection: dict[str, Any]
     return History(str(log), lambda bar: source.records("replaying", bar), source)
 
 
-def _topic(kafka: str | None, connection: dict[str, Any], moment: Moment) -> History:
-    from indexer.sources.history import source_records
+def _topic(kafka: str | None, connection: dict[str, Any], moment: LogMoment) -> History:
     from indexer.sources.kafka import KafkaSource
+    from indexer.sources.reader import source_records
     from kv_events.kafka.connection import KafkaConnection
     from kv_events.kafka.settings import KafkaSettings
 
-    if moment.until.offset is not None:
-        raise UsageError(f"--at {moment.text}: a topic has no index; give a time or PARTITION:OFFSET,...")
+    if moment.index is not None:
+        raise UsageError(f"--at {moment.typed}: a topic has no index; give a time or PARTITION:OFFSET,...")
     settings = KafkaSettings.from_flags(kafka=kafka, **connection)
     run_until_interrupted(KafkaConnection(settings).check)  # before kernels are compiled
     name = f"topic {settings.events_topic}"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from pythonjsonlogger.json import JsonFormatter
 
-from kv_events.runtime.variables import variable
+from kv_events.runtime.variables import PREFIX
 
 _OURS = ("api", "bridge", "engine_cache", "indexer", "kv_events", "kvsight", "publisher", "simulation")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -76,6 +76,6 @@ def configure_logs(level: Level, form: Format = Format.TEXT) -> None:
 
 
 def _parameter(field: str, default: Level | Format, text: str) -> inspect.Parameter:
-    option = typer.Option(help=text, envvar=variable(field), show_envvar=False, case_sensitive=False)
+    option = typer.Option(help=text, envvar=f"{PREFIX}{field.upper()}", show_envvar=False, case_sensitive=False)
     annotation = Annotated[type(default), option]  # type: ignore[valid-type]
     return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

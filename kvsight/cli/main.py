@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kv_events.errors import KvsightError
-from kv_events.runtime.variables import report_unknown_variables
+from kv_events.runtime.variables import check_variables
 from kvsight.cli import (
     audit,
     bridge,
@@ -87,7 +87,7 @@ def _settings(
     version: Version = False,
 ) -> None:
     configure_logs(Level.INFO if verbose else Level.WARNING)
-    report_unknown_variables()
+    check_variables()
 
 
 def run() -> None:

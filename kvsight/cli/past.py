@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import UsageError, compile_kernels, err
@@ -17,10 +18,9 @@ _LARGE_BYTES = 64 * 2**20
 """A log of this size takes about a second to replay."""
 
 
-def serve_past(
-    folder: Path | None, at: str | None, others: Mapping[str, object], host: str | None, port: int | None
-) -> None:
+def serve_past(folder: Path | None, at: str | None, others: Mapping[str, object], **flags: Any) -> None:
     """Serve the past of an event log until SIGINT or SIGTERM. others: flags that exclude it -> their values.
+    flags: settings of the HTTP side.
 
     Raises UsageError, and the errors of `api.server.listen`.
     """
@@ -32,11 +32,11 @@ def serve_past(
     require_serve("kvsight replay --serve")
     from api.settings import ApiSettings
 
-    settings = ApiSettings.from_flags(host=host, port=port)
+    settings = ApiSettings.from_flags(**flags)
     log, moment = LogInput(folder), parse_moment(at)
     log.find_torn_tail()
     # each moment that is opened would repeat them; the page shows them as marks
-    logging.getLogger("indexer.dead_letters").setLevel(logging.ERROR)
+    logging.getLogger("indexer.applier").setLevel(logging.ERROR)
     keep_freed_memory()
     allow_open_files(settings.max_connections)
     compile_kernels("api.replay.app")
@@ -45,7 +45,7 @@ def serve_past(
     from api.server import listen, run_server, url_of
 
     try:
-        app = create_past_app(folder, settings, moment.until, log.damage_lines)
+        app = create_past_app(folder, settings, moment, log.damage_lines)
     except OutsideTheLogError as error:
         raise UsageError(f"--at {error}") from None
     bound = listen(settings)

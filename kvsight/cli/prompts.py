@@ -14,7 +14,7 @@ from kvsight.cli.console import UsageError, json_fault, shown
 if TYPE_CHECKING:
     import httpx
 
-    from api.queries.questions import Numbers, Question
+    from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 _TIMEOUT_S = 30.0
 _LONGEST_TEXT = 200
@@ -65,12 +65,12 @@ def read_text(file: Path) -> str:
         raise UsageError(f"{shown(file)}: not text: {error}") from error
 
 
-def decode_query(body: dict[str, msgspec.Raw]) -> tuple[Question, Numbers]:
+def decode_query(body: dict[str, msgspec.Raw]) -> tuple[ParsedQuery, PromptArray]:
     """The body of a query as the API understands it. Needs the extra `serve`. Raises KvsightError."""
-    from api.queries.body_formats import codec_of
-    from api.queries.questions import BY_ANY, decode_question
+    from api.queries.body_formats import format_of
+    from api.queries.parsing import BY_ANY, decode_question
 
-    return decode_question(msgspec.json.encode(body), codec_of("application/json"), BY_ANY)
+    return decode_question(msgspec.json.encode(body), format_of("application/json"), BY_ANY)
 
 
 def tokenize(url: str, model: str, text: str) -> list[int]:

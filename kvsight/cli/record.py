@@ -22,8 +22,8 @@ from kvsight.extras import require_serve
 if TYPE_CHECKING:
     from indexer.recording.feed import Feed, Selection
     from indexer.recording.recorder import Recorder
-    from indexer.replay.until import Until
     from kv_events.kafka.settings import KafkaSettings
+    from kv_events.log.moments import LogMoment
     from kv_events.log.retention import DeletedSegment
 
 _SHOW_S = 0.5
@@ -77,7 +77,7 @@ def record(
         require_serve("kvsight record --metrics-port")
     settings = KafkaSettings.from_flags(kafka=kafka, **connection)
     first, last = _moment("--from", since), _moment("--to", until)
-    has_offsets = first.positions is not None or last.positions is not None
+    has_offsets = first.offsets is not None or last.offsets is not None
     feeds = _feeds(settings, channel, last, Selection(worker, model), has_offsets=has_offsets)
     size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES))
     age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
@@ -113,7 +113,7 @@ def _report_deletion(segment: DeletedSegment) -> None:
 async def _record(
     recorder: Recorder,
     feeds: list[Feed],
-    since: Until,
+    since: LogMoment,
     begun: str,
     *,
     once: bool,
@@ -134,10 +134,10 @@ async def _record(
 
 
 def _serve_metrics(recorder: Recorder, port: int) -> None:
-    from api.telemetry.recording import RecordingMetrics
+    from api.telemetry.families import Collected, recording_families
     from publisher.metrics import serve_metrics
 
-    serve_metrics(port, RecordingMetrics(recorder), lambda: recorder.obstacle)
+    serve_metrics(port, Collected(lambda: recording_families(recorder)), lambda: recorder.obstacle)
 
 
 async def _run(recorder: Recorder, feeds: list[Feed], stop: asyncio.Event, *, once: bool) -> None:
@@ -148,11 +148,11 @@ async def _run(recorder: Recorder, feeds: list[Feed], stop: asyncio.Event, *, on
     await running
 
 
-async def _begin(feed: Feed, since: Until) -> None:
+async def _begin(feed: Feed, since: LogMoment) -> None:
     """Find the offsets at which a range begins. Raises SourceUnavailableError."""
     from indexer.sources.kafka import KafkaSource
 
-    feed.begins = since.positions or {}
+    feed.begins = since.offsets or {}
     if since.time_s is not None:
         feed.since_s = since.time_s
         assert isinstance(feed.source, KafkaSource)  # as `create_feeds` makes them
@@ -164,7 +164,7 @@ async def _begin(feed: Feed, since: Until) -> None:
 
 
 def _feeds(
-    settings: KafkaSettings, channels: list[Kind] | None, until: Until, selection: Selection, *, has_offsets: bool
+    settings: KafkaSettings, channels: list[Kind] | None, until: LogMoment, selection: Selection, *, has_offsets: bool
 ) -> list[Feed]:
     """The topics to read. Offsets belong to the events' topic, so a range of offsets contains nothing else."""
     from indexer.assembly import create_feeds
@@ -182,9 +182,9 @@ def _feeds(
     return feeds
 
 
-def _moment(flag: str, text: str | None) -> Until:
+def _moment(flag: str, text: str | None) -> LogMoment:
     """A moment of a topic. Raises UsageError."""
     moment = parse_moment(text, flag)
-    if moment.until.offset is not None:
+    if moment.index is not None:
         raise UsageError(f"{flag}: got {text}; a topic has no index: give a time or PARTITION:OFFSET,...")
-    return moment.until
+    return moment

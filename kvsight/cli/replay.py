@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from kv_events.log.moments import LogExtent, LogMoment
 from kvsight.cli.answers import Asked, answer_lines
-from kvsight.cli.connection_flags import with_kafka_flags
+from kvsight.cli.connection_flags import with_kafka_and_http_flags
 from kvsight.cli.console import (
     EXIT_USAGE,
     UsageError,
@@ -24,7 +25,7 @@ from kvsight.cli.console import (
 )
 from kvsight.cli.history import History, open_history
 from kvsight.cli.log.reading import LogInput
-from kvsight.cli.moments import LogSpan, local_time, parse_moment
+from kvsight.cli.moments import extent_text, local_time, moment_fault, parse_moment
 from kvsight.cli.options import AsJson
 from kvsight.cli.past import serve_past
 from kvsight.cli.prompts import decode_query
@@ -33,12 +34,11 @@ from kvsight.cli.tables import count
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from api.queries.questions import Numbers, Question
     from indexer.replay import Replay
-    from indexer.replay.moments import Moment
+    from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 
-@with_kafka_flags
+@with_kafka_and_http_flags
 def replay(
     log: Annotated[Path | None, typer.Argument(help="Folder of an event log, from `kvsight record`.")] = None,
     kafka: Annotated[str | None, typer.Option(help="Read a Kafka topic instead: HOST:PORT,...")] = None,
@@ -46,7 +46,7 @@ def replay(
     query: Annotated[Path | None, typer.Option(help="JSON file with a query to answer.")] = None,
     as_json: AsJson = False,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page and the HTTP API over the past.")] = False,
-    host: Annotated[str | None, typer.Option(help="Address to listen on, with --serve.", envvar="KVSIGHT_HOST")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, with --serve.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on, with --serve.", envvar="KVSIGHT_PORT")] = None,
     *,
     connection: dict[str, Any],
@@ -66,7 +66,9 @@ def replay(
     Example: kvsight replay run.log --at 2026-01-31T12:00:00Z --query prompt.json
     """
     if serve:
-        serve_past(log, at, {"--kafka": kafka, "--query": query, "--json": as_json or None}, host, port)
+        serve_past(
+            log, at, {"--kafka": kafka, "--query": query, "--json": as_json or None}, host=host, port=port, **connection
+        )
         return
     if query is not None:
         require_serve("kvsight replay --query")
@@ -76,55 +78,53 @@ def replay(
     compile_kernels(
         "indexer.replay",
         "api.queries.encoding",
-        *(["api.queries.answers", "api.queries.questions"] if query is not None else []),
+        *(["api.fast.local_answers", "api.queries.parsing"] if query is not None else []),
     )
     asked = None if body is None else decode_query(body)
-    replayed, span = _replay(history, moment)
-    fault = span.fault(moment)
+    replayed, extent = _replay(history, moment)
+    fault = moment_fault(extent, moment)
     if not replayed.applier.records:
-        raise UsageError(fault or f"--at {moment.text}: no record is before this moment: {span}")
+        raise UsageError(fault or f"--at {moment.typed}: no record is before this moment: {extent_text(extent)}")
     if body is None or asked is None:
         _show_views(replayed, as_json)
     else:
         _show_answer(body, *asked, replayed, as_json)
-    err.print(f"{span}\n{_used(moment, replayed)}", markup=False)
+    err.print(f"{extent_text(extent)}\n{_used(moment, replayed)}", markup=False)
     if fault:
         err.print(f"warning: {fault}", markup=False)
         raise typer.Exit(EXIT_USAGE)
     history.exit_if_damaged()
 
 
-def _replay(history: History, moment: Moment) -> tuple[Replay, LogSpan]:
+def _replay(history: History, moment: LogMoment) -> tuple[Replay, LogExtent]:
     from indexer.replay import Replay
 
     if history.log is not None:
         with waiting("replaying"):
             return views_at(history.log, moment)
-    span = LogSpan(history.name)
-    return Replay().apply_all((record for _, record in history.records(span)), moment.until), span
+    extent = LogExtent(history.name)
+    return Replay().apply_all((record for _, record in history.records(extent)), moment), extent
 
 
-def views_at(log: LogInput, moment: Moment) -> tuple[Replay, LogSpan]:
+def views_at(log: LogInput, moment: LogMoment) -> tuple[Replay, LogExtent]:
     """The views at a moment of a log, and the extent of the log. Damage and warnings are noted in the log."""
     from indexer.replay import Timeline
 
     timeline = Timeline(log.folder)
-    views = timeline.at(moment.until)
-    if moment.until.positions is not None or timeline.span_s is None:
-        for _ in log.chunks("reading"):  # which offsets the log has
-            pass
-        span = log.span
-    else:
-        span = LogSpan.of(str(log.folder), timeline.first_index, timeline.next_index, timeline.span_s)
+    views, extent = timeline.at(moment), timeline.extent
+    extent.name = log.extent.name
+    if moment.offsets is not None:
+        with waiting("reading"):
+            extent.offsets = timeline.offsets()
     log.damage, log.faults, log.warnings = timeline.damage, timeline.faults, timeline.warnings
     log.find_torn_tail()
-    return views, span
+    return views, extent
 
 
-def _used(moment: Moment, replayed: Replay) -> str:
+def _used(moment: LogMoment, replayed: Replay) -> str:
     """The moment that was used, in words."""
     zone = " (the local zone)" if moment.is_naive else ""
-    asked = "" if moment.until.time_s is None else f"; asked for {local_time(moment.until.time_s)}{zone}"
+    asked = "" if moment.time_s is None else f"; asked for {local_time(moment.time_s)}{zone}"
     return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"
 
 
@@ -136,11 +136,12 @@ def _show_views(replayed: Replay, as_json: bool) -> None:
 
 
 def _show_answer(
-    body: dict[str, msgspec.Raw], question: Question, numbers: Numbers, replayed: Replay, as_json: bool
+    body: dict[str, msgspec.Raw], question: ParsedQuery, numbers: PromptArray, replayed: Replay, as_json: bool
 ) -> None:
-    from api.queries.answers import Answers
+    from api.queries.answers import general_answer, namespaces_of
 
-    encoded = Answers().answer(question, numbers, replayed.namespaces, replayed.freshness, replayed.now)
+    asked_of = namespaces_of(question, replayed.namespaces)
+    encoded = general_answer(question, numbers, asked_of, replayed.freshness, replayed.now)
     found = msgspec.json.decode(encoded, type=dict[str, Any])
     if as_json:
         print_json(found)
@@ -174,7 +175,7 @@ def _rows(replayed: Replay) -> Iterator[StreamRow]:
         yield StreamRow(
             model,
             view.stream.tenant,
-            replayed.namespaces.block_size(view.stream),
+            view.block_size,
             view.stream.worker,
             view.stream.dp_rank,
             group or "",

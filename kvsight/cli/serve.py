@@ -11,7 +11,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.limits import SOCKET_FILES
 from kv_events.runtime.variables import variable
 from kvsight.cli.allocator import keep_freed_memory
-from kvsight.cli.connection_flags import with_kafka_and_redis_flags
+from kvsight.cli.connection_flags import with_service_flags
 from kvsight.cli.console import at_most_one, compile_kernels, err, report_compilation
 from kvsight.cli.logs import with_log_flags
 from kvsight.cli.open_files import allow_open_files
@@ -19,17 +19,18 @@ from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from api.app import Application
-    from api.settings import ApiSettings
+    from api.settings import ApiSettings, RegistrationSettings
+    from bridge.settings import BridgeSettings
     from indexer.recording.thread import RecordingThread
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 
 
 @with_log_flags
-@with_kafka_and_redis_flags
+@with_service_flags
 def serve(
     *,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.", envvar="KVSIGHT_HOST")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.", envvar="KVSIGHT_PORT")] = None,
     kafka: Annotated[
         str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
@@ -42,32 +43,9 @@ def serve(
         str | None,
         typer.Option(help="Save snapshots: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"),
     ] = None,
-    snapshot_dir: Annotated[
-        Path | None, typer.Option(help="Save snapshots in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
-    ] = None,
-    record: Annotated[
-        Path | None, typer.Option(help="Record into an event log in this folder.", envvar="KVSIGHT_RECORD")
-    ] = None,
-    record_keep: Annotated[
-        str | None, typer.Option(help="Age of records that are deleted: 24h, 7d.", envvar="KVSIGHT_RECORD_KEEP")
-    ] = None,
-    record_max_bytes: Annotated[
-        str | None, typer.Option(help="Bound on the size of the log: 20GiB.", envvar="KVSIGHT_RECORD_MAX_BYTES")
-    ] = None,
     group: Annotated[str | None, typer.Option(help="Share partitions with this group.", envvar="KVSIGHT_GROUP")] = None,
     advertise_url: Annotated[
         str | None, typer.Option(help="Address of this member for the others.", envvar="KVSIGHT_ADVERTISE_URL")
-    ] = None,
-    api_tokens_file: Annotated[
-        Path | None, typer.Option(help="TOML file of tokens with scopes.", envvar="KVSIGHT_API_TOKENS_FILE")
-    ] = None,
-    tls_cert_file: Annotated[
-        Path | None,
-        typer.Option("--tls-cert-file", "--tls-cert", help="Serve HTTPS.", envvar="KVSIGHT_TLS_CERT_FILE"),
-    ] = None,
-    tls_key_file: Annotated[
-        Path | None,
-        typer.Option("--tls-key-file", "--tls-key", help="Key, if in another file.", envvar="KVSIGHT_TLS_KEY_FILE"),
     ] = None,
     connection: dict[str, Any],
 ) -> None:
@@ -77,49 +55,37 @@ def serve(
     a radix view of each worker and answers POST /query and /query_by_hash. Snapshots and registrations survive a
     restart if they are saved in Redis or in a folder. With --record, everything that routers and engines report is
     also written to an event log, for kvsight replay and explain. With --group, several services share the partitions
-    of the topic, and any of them answers for all. All other settings are KVSIGHT_ variables;
-    see docs/settings.md.
+    of the topic, and any of them answers for all. Settings without a flag are
+    KVSIGHT_ variables; see docs/settings.md.
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
     """
     at_most_one({"--kafka": kafka, "--event-log-dir": event_log_dir})
-    at_most_one({"--redis": redis, "--snapshot-dir": snapshot_dir})
+    at_most_one({"--redis": redis, "--snapshot-dir": connection["snapshot_dir"]})
     require_serve("kvsight serve")
     from api.settings import ApiSettings, RegistrationSettings
+    from bridge.settings import BridgeSettings
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 
-    indexer = IndexerSettings.from_flags(
-        kafka=kafka,
-        **connection,
-        event_log_dir=event_log_dir,
-        redis=redis,
-        snapshot_dir=snapshot_dir,
-    )
-    settings = ApiSettings.from_flags(
-        host=host,
-        port=port,
-        record=record,
-        record_keep=record_keep,
-        record_max_bytes=record_max_bytes,
-        api_tokens_file=api_tokens_file,
-        tls_cert_file=tls_cert_file,
-        tls_key_file=tls_key_file,
-    )
-    shards = GroupSettings.from_flags(group=group, advertise_url=advertise_url)
+    indexer = IndexerSettings.from_flags(kafka=kafka, event_log_dir=event_log_dir, redis=redis, **connection)
+    settings = ApiSettings.from_flags(host=host, port=port, **connection)
+    shards = GroupSettings.from_flags(group=group, advertise_url=advertise_url, **connection)
+    registration = RegistrationSettings.from_flags(**connection)
+    bridge = BridgeSettings.from_flags(**connection)
     shards.check(indexer.kafka, reuse_port=settings.reuse_port)
     if settings.reuse_port and indexer.is_embedded:
         expected = "false without --kafka and --event-log-dir: services with engines of their own answer differently"
         raise InvalidValueError(variable("reuse_port"), settings.reuse_port, expected)
     keep_freed_memory()
-    engines = RegistrationSettings().max_registrations if indexer.is_embedded else 0
+    engines = registration.max_registrations if indexer.is_embedded else 0
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
     compile_kernels("api.app", *(["indexer.replay"] if settings.record is not None else []))
     from api.server import listen, run_server, url_of
 
     if indexer.is_embedded:
         bound = listen(settings)
-        app = _embedded(indexer, settings, bound.getsockname()[1], max_files)
+        app = _embedded(indexer, settings, registration, bridge, bound.getsockname()[1], max_files)
     elif shards.group is not None:
         bound = listen(settings)
         app = _member(indexer, settings, shards, url_of(bound, settings))
@@ -170,7 +136,14 @@ def _member(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettin
     return create_app(consumer, settings, decisions=create_decision_log(indexer), recording=recording, group=group)
 
 
-def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int, max_files: int) -> Application:
+def _embedded(
+    indexer: IndexerSettings,
+    settings: ApiSettings,
+    registration: RegistrationSettings,
+    bridge: BridgeSettings,
+    port: int,
+    max_files: int,
+) -> Application:
     """The application that reads engines itself: their events pass through a log in memory. port: of its socket.
     max_files: file descriptors that engines may use.
 
@@ -180,9 +153,7 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int, max_fi
 
     load = import_without_kernels("bridge")
     from api.app import create_app
-    from api.settings import RegistrationSettings
     from api.workers.registrations import Registrations
-    from bridge import BridgeSettings
     from indexer.assembly import create_consumer, create_decision_log, create_store
     from kv_events.log.memory import MemoryLog
 
@@ -190,6 +161,6 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int, max_fi
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations")
-    parts = consumer, log, RegistrationSettings(), BridgeSettings(), store, lambda: report_compilation(load)
+    parts = consumer, log, registration, bridge, store, lambda: report_compilation(load)
     registrations = Registrations(*parts, own_port=port, max_files=max_files)
     return create_app(consumer, settings, registrations, create_decision_log(indexer, recording), recording)

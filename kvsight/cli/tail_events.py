@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +16,6 @@ from kvsight.cli.streams import MEDIA
 from kvsight.cli.tables import printable
 
 if TYPE_CHECKING:
-    from kv_events.codec import RemovedPages, StoredPages
     from kv_events.records import LogRecord
 
 KINDS = ("stored", "removed", "cleared", "heartbeat", "resync", "state", "dropped", "rejected")
@@ -141,7 +139,7 @@ def of_feed(event: FeedEvent) -> TailEvent:
 
 def of_record(record: LogRecord) -> TailEvent:
     """A record of a log. One that cannot be decoded says why."""
-    from kv_events.codec import RemovedPages, StoredPages, decode_batch
+    from kv_events.codec import decode_batch
     from kv_events.errors import RecordRejectedError
     from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 
@@ -151,8 +149,7 @@ def of_record(record: LogRecord) -> TailEvent:
     except RecordRejectedError as error:
         reason = f"{where}: {error}"
         return TailEvent(time_ms=record.timestamp_ms, kinds=("rejected",), reason=reason)
-    stored = _pages(step for step in batch.steps if isinstance(step, StoredPages))
-    removed = _pages(step for step in batch.steps if isinstance(step, RemovedPages))
+    stored, removed = batch.pages()
     others = {
         "cleared": any(isinstance(step, AllBlocksCleared) for step in batch.steps),
         "resync": any(isinstance(step, SnapshotBegin | SnapshotEnd) for step in batch.steps),
@@ -178,14 +175,6 @@ def _kinds(stored: Mapping[str, int], removed: Mapping[str, int], others: Mappin
     """The kinds of a batch. One that changes nothing is a heartbeat."""
     has = {**others, "stored": any(stored.values()), "removed": any(removed.values())}
     return tuple(kind for kind in KINDS if has.get(kind)) or ("heartbeat",)
-
-
-def _pages(steps: Iterable[StoredPages | RemovedPages]) -> dict[str, int]:
-    """Medium -> pages of several steps."""
-    total: Counter[str] = Counter()
-    for step in steps:
-        total[list(MEDIA)[step.medium]] += len(step.hashes)
-    return dict(total)
 
 
 def _by_tier(pages: Mapping[str, int]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import httpx
+import pytest
 from playwright.async_api import Browser, Locator, Page
 
 from api.app import create_app
@@ -24,6 +25,8 @@ from tests.support.log.hand_fed import HandFed
 from tests.support.log.planted_causes import VICTIM, planted
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
+
+pytestmark = pytest.mark.timing("a browser must show a change within seconds")
 
 TOKENS = list(range(1, 65))
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
@@ -330,7 +333,7 @@ async def test_one_worker_shows_its_batches_as_they_arrive(browser: Browser) -> 
         await async_wait_until(is_shown, DEADLINE_S, "a batch of two pages")
         await page.get_by_role("button", name="Ask for a resync").click()
         await wait_for_text(page, "#worker", "Asked 1 stream at")
-        await async_wait_until(lambda: fed.consumer.resyncs_requested, DEADLINE_S, "the request")
+        await async_wait_until(lambda: fed.consumer.resyncs.requested, DEADLINE_S, "the request")
         assert faults == []
 
 

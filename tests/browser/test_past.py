@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from playwright.async_api import Browser, Page
 
 from api.replay.app import create_past_app
 from api.server import running_server
 from api.settings import ApiSettings
-from indexer.replay.until import Until
 from kv_events.log.event_log import EventLogWriter
+from kv_events.log.moments import LogMoment
 from tests.support.browser.chromium import DEADLINE_S, new_page
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
+
+pytestmark = pytest.mark.timing("a browser must show a moment within seconds")
 
 HOSTILE = '<img src=x onerror="document.title=1">'
 NUM_SECONDS = 120
@@ -42,7 +45,7 @@ def write_log(folder: Path, name: str = "w-1") -> Path:
 async def serving(folder: Path, damage: list[str] | None = None) -> AsyncIterator[tuple[str, httpx.AsyncClient]]:
     """The address of the page over a log, and a client of its API."""
     settings = ApiSettings(port=0)
-    app = create_past_app(folder, settings, Until(), damage or [])
+    app = create_past_app(folder, settings, LogMoment(), damage or [])
     async with running_server(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
         yield url, client
 

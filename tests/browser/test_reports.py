@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from analysis.audit.audit import audit_log
-from analysis.audit.curves import AuditSeries
+from analysis.audit.curves import AuditCurves
 from analysis.html.audit_page import write_audit_page
 from kv_events.log.event_log import EventLogWriter
 from kv_events.schema import SnapshotBegin, SnapshotEnd
@@ -195,7 +195,7 @@ def test_empty_and_impossible_logs_are_told_in_words(browser: Browser, tmp_path:
         ("empty", ("The log has no batches.", "The log has no events.", "The log has no decisions of routers.")),
         ("forged", ("No fault found: 1 stream", "@4.61169e+15", "No page was held over a span")),
     ):
-        file, series = tmp_path / f"{name}.html", AuditSeries()
+        file, series = tmp_path / f"{name}.html", AuditCurves()
         write_audit_page(file, audit_log(tmp_path / name, series=series), series)
         visit = Visit(browser, file.as_uri())
         text = visit.page.locator("body").inner_text()

@@ -5,7 +5,7 @@ from tests.rigs.cache import CacheRig
 
 @pytest.fixture(autouse=True)
 def _watched_pools(monkeypatch):
-    monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", "1")
+    monkeypatch.setattr("engine_cache.settings.CHECK_FREES", True)
 
 
 @pytest.fixture

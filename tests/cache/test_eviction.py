@@ -163,7 +163,7 @@ def test_a_state_above_children_on_the_host_only_goes_alone_or_with_its_kv(rig):
     node, _ = rig.turns(A, AB)
     rig.cache.evict(EvictParams(2))
     rig.cache.take_events()
-    goes_along = int(not rig.cache.rules.keeps_kv_above_host_children)
+    goes_along = int(rig.cls == "unified")
     assert rig.cache.evict_mamba(1)[:2] == (2 * goes_along, 1)
     assert (rig.events(), node.value is None) == (removed(GPU, goes_along), bool(goes_along))
     assert rig.has(A, "mamba")[1]

@@ -172,7 +172,7 @@ def test_a_match_uses_the_way_to_the_state_and_beyond_it_only_what_it_splits(rig
     order = [rig.node_of(tokens) for tokens in ([5], [1, 2, 3], [1, 2, 3, 4], [1, 2])]
     times = [node.last_access_time for node in order]
     assert times == sorted(times)
-    assert list(rig.cache.mamba_lru_list) == [order[0], *order[2:]]
+    assert list(rig.cache.states.device_lru_list) == [order[0], *order[2:]]
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_a_state_that_is_locked_keeps_the_swa_rows_of_its_node(rig):
     mamba, swa = rig.cache.auxiliaries
     mamba.lock(node)
     node.lock_ref += 1
-    assert (rig.cache.evict_component(swa, 100), rig.has(A, "swa")[0]) == (2, True)
+    assert (rig.cache._evictor.evict_component(swa, 100), rig.has(A, "swa")[0]) == (2, True)
     rig.reset()
 
 

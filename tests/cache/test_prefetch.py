@@ -275,7 +275,7 @@ def test_every_way_out_gives_everything_back(rig, store, way_out):
         assert rig.cache.detach_storage_backend() == (True, "detached")
     rig.settle()
     assert rig.cache.check_prefetch_progress("r")
-    assert (set(rig.used().values()), tier._host_locks, rig.cache.ongoing_prefetch) == ({0}, {}, {})
+    assert (set(rig.used().values()), tier.ongoing_archives, rig.cache.ongoing_prefetch) == ({0}, {}, {})
     assert (rig.cache.prefetch_tokens_occupied, rig.cache.root_node.host_ref_counter) == (0, 0)
 
 
@@ -299,11 +299,11 @@ def test_a_request_prefetches_once_at_a_time(rig, store):
         rig.prefetch(ABCD)
 
 
-@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("debug", [False, True])
 @rigs("hiradix")
 def test_a_wrong_last_hash_is_reported(rig, store, monkeypatch, debug):
     """Otherwise pages of another prompt would be fetched."""
-    monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", debug)
+    monkeypatch.setattr("engine_cache.settings.CHECK_FREES", debug)
     (node,) = rig.turns(A)
     right, another = page_hashes(A)[0], page_hashes([9, 9])[0]
     for anchor, tokens in ((rig.cache.root_node, ABCD), (node, ABCD[2:])):

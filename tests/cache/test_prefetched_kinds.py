@@ -383,7 +383,7 @@ def test_a_sidecar_whose_room_cannot_be_made_costs_the_others_nothing(rig, half,
     assert_the_next_one_works(rig)
 
 
-@pytest.mark.parametrize("where", ["_settle", "_add_leaf", "store"])
+@pytest.mark.parametrize("where", ["_wait_for_backup", "_add_leaf", "store"])
 @rigs(*KINDS)
 def test_what_has_arrived_and_cannot_be_put_into_the_tree_is_freed(rig, half, monkeypatch, where):
     rig.prefetch(ABCD)

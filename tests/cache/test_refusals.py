@@ -82,7 +82,7 @@ def unified(*components, allocator=None, page_size=2, **options):
 
 
 def states(**options):
-    return MambaComponent(slots(), **{"enable_extra_buffer": True} | options)
+    return MambaComponent(slots(), **{"enable_mamba_extra_buffer": True} | options)
 
 
 def windows(size=3):
@@ -104,7 +104,7 @@ def windows(size=3):
         (lambda: himamba(load_back_threshold=-1), "load_back_threshold.*-1"),
         (lambda: himamba(mamba_allocator=slots()), "mamba_allocator"),
         (lambda: himamba(sidecar=None), "pool.*mamba.*one of kv"),
-        (lambda: himamba(state_page=2), "page size of the host pool of states.*2"),
+        (lambda: himamba(state_page=2), "mamba page_size: got 1, expected the host pool's, 2"),
         (lambda: himamba(enable_mamba_extra_buffer=False), "page_size.*2"),
         (lambda: mamba(), "page_size.*enable_mamba_extra_buffer"),
         (lambda: mamba(1, is_eagle=True), "is_eagle.*enable_mamba_extra_buffer"),
@@ -114,9 +114,9 @@ def windows(size=3):
         (lambda: unified(allocator=SWATokenToKVPoolAllocator(16, 16, 2)), "allocator"),
         (lambda: unified(windows()), "allocator"),
         (lambda: windows(0), "sliding_window_size"),
-        (lambda: states(chunk_size=0), "chunk_size"),
-        (lambda: unified(states(enable_extra_buffer=False)), "page_size"),
-        (lambda: unified(states(enable_extra_buffer=False), page_size=1, is_eagle=True), "is_eagle"),
+        (lambda: states(mamba_cache_chunk_size=0), "chunk_size"),
+        (lambda: unified(states(enable_mamba_extra_buffer=False)), "page_size"),
+        (lambda: unified(states(enable_mamba_extra_buffer=False), page_size=1, is_eagle=True), "is_eagle"),
         (lambda: CacheRig("unified+swa").cache.component(ComponentType.MAMBA), "MAMBA.*SWA"),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_host_tier_must_know_every_kind_by_its_own_allocator_and_comes_once():
     component, pool = states(), pages()
     cache = unified(component, allocator=pool)
     foreign, own = (entry(PoolName.MAMBA, allocator) for allocator in (slots(), component.allocator))
-    for sidecars, words in (((), "mamba"), ((foreign,), "device_allocator")):
+    for sidecars, words in (((), "mamba"), ((foreign,), "mamba_allocator")):
         with pytest.raises(InvalidValueError, match=words):
             cache.init_hicache(controller(pool, *sidecars))
     assert cache.cache_controller is None
@@ -296,7 +296,7 @@ def test_check_finds_damage_and_states_both_figures(damage, what):
         (lambda c, n: setattr(c.states, "protected_size", 2), "protected mamba rows.*2 != 0"),
         (lambda c, n: setattr(c.states.data(n), "value", None), "a leaf without a state"),
         (lambda c, n: setattr(c.states.data(n), "lock_ref", 1), "0 <= mamba_lock_ref <= lock_ref"),
-        (lambda c, n: c.mamba_lru_list.pop(n), "mamba list: nodes listed"),
+        (lambda c, n: c.states.device_lru_list.pop(n), "mamba list: nodes listed"),
         (lambda c, n: c.mamba_allocator.free(n.mamba_value), "distinct pages"),
     ],
 )
@@ -311,7 +311,7 @@ def test_check_finds_damage_of_states_and_states_both_figures(damage, what):
 def test_check_finds_a_list_out_of_order_and_slots_without_an_owner():
     rig = CacheRig("mamba")
     rig.turns(A, [3, 3])
-    rig.cache.mamba_lru_list.move_to_end(rig.node_of(A))
+    rig.cache.states.device_lru_list.move_to_end(rig.node_of(A))
     with pytest.raises(CacheStateError, match="times of use"):
         check_cache(rig.cache)
     rig = CacheRig("mamba")

@@ -12,7 +12,7 @@ from engine_cache import (
     RadixCache,
     Request,
 )
-from engine_cache.components.match import num_accepted
+from engine_cache.components.component import num_accepted
 from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, ABC, ABCD, NOTHING, A, CacheRig, rigs
 from tests.rigs.cache_requests import Requests

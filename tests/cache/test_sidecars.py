@@ -14,13 +14,12 @@ from engine_cache import (
     RadixKey,
     StoragePolicy,
 )
-from engine_cache.components.indexer import indexer_transfers
 from engine_cache.pools.host import HOST_LAYOUTS
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.directory import DirectoryStorage
 from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation
 from engine_cache.tiers.storage_io import StorageIO
-from tests.rigs.cache import AB, ABC, ABCD, CacheRig, rigs
+from tests.rigs.cache import AB, ABC, ABCD, A, CacheRig, rigs
 from tests.rigs.cache_pools import NumberPools
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
 
@@ -208,23 +207,20 @@ def test_a_copy_of_the_index_that_fails_takes_the_copy_of_kv_with_it(rig):
 
 
 def test_the_index_rides_with_kv_and_other_models_have_nothing_that_does():
-    expected = [PoolTransfer(INDEXER, hit_policy=ALL, indices_from_pool=KV)]
-    found = [indexer_transfers(CacheRig(name).controller.group) for name in (NSA, "hiradix", "unified+swa")]
-    assert found == [expected, [], []]
+    sharing = [CacheRig(name).controller.group.sharing for name in (NSA, "hiradix", "unified+swa")]
+    assert [[entry.name for entry in entries] for entries in sharing] == [[INDEXER], [], []]
 
 
-@rigs(NSA)
+@rigs(NSA, "unified+indexer")
 def test_pools_that_live_on_the_rows_of_kv_ride_along_with_every_transfer(rig):
-    rig.attach(MemoryStorage())
-    rig.insert(AB)
-    rig.engine.step(Lane.WRITE)
-    rig.cache.writing_check()
-    prefetch = rig.prefetch([2, 2, 2, 2])
-    (archive,) = rig.cache.ongoing_backup
-    assert [
-        [(each.name, each.indices_from_pool) for each in extras] for extras in (archive.extras, prefetch.extras)
-    ] == [[(INDEXER, KV)]] * 2
-    rig.settle()
+    store = MemoryStorage()
+    rig.attach(store)
+    rig.turns(A)
+    assert {name for name, _ in store.pages} == {KV, INDEXER}
+    del store.pages[INDEXER, page_hashes(A)[0]]
+    rig.reset()
+    rig.prefetch(A)
+    assert rig.fetched() == 0
 
 
 def test_what_one_cache_archives_another_prefetches_bit_for_bit(tmp_path):

@@ -178,7 +178,7 @@ def test_a_disabled_cache_takes_nothing(rig):
     assert rig.cache.inc_lock_ref(result.last_device_node).delta == 0
     assert rig.cache.dec_lock_ref(result.last_device_node) == (0,)
     rig.tokens.clear()  # the caller keeps its rows
-    is_taken = not rig.cache.rules.frees_duplicates
+    is_taken = rig.cls in ("radix", "hiradix")
     assert rig.cache.insert(InsertParams(RadixKey(AB), np.arange(4), mamba_value=np.array([1]))) == (0, 0, not is_taken)
 
 
@@ -204,7 +204,7 @@ def test_a_prompt_that_is_computed_again_is_reported_again_and_its_rows_are_take
     rig.demoted(AB)
     free = rig.pool.available_size()
     result = rig.insert(ABC)
-    known = 4 if rig.cache.rules.counts_evicted_overlap else 0
+    known = 4 if rig.cls == "unified" else 0
     assert (result.prefix_len, result.total_len, result.mamba_exist) == (known, 6, False)
     assert rig.events() == stored(GPU, [1, 1], [2, 2], [3, 3])
     assert (rig.pool.available_size(), len(rig.held(GPU))) == (free - 6, 3)
@@ -216,7 +216,7 @@ def test_what_is_on_the_device_counts_and_its_duplicates_are_freed(rig):
     rig.cache.evict(EvictParams(2))
     free = rig.pool.available_size()
     result = rig.insert(ABC)
-    known = 4 if rig.cache.rules.counts_evicted_overlap else 2
+    known = 4 if rig.cls == "unified" else 2
     assert (result.prefix_len, result.total_len, rig.pool.available_size()) == (known, 6, free - 4)
 
 

@@ -233,7 +233,7 @@ class _Life:
 
     def held(self) -> dict[str, npt.NDArray[np.uint64]]:
         """Return the pages of each medium."""
-        from simulation.divergence import held_pages
+        from simulation.worker import held_pages
 
         found = {medium.value: held_pages(self.worker, medium) for medium in MEDIA}
         assert not any(nameless for _, nameless in found.values()), "every page on disk is announced"

@@ -13,6 +13,8 @@ from tests.chaos.faults.fault import FAULTS
 from tests.chaos.report import plain_table
 from tests.chaos.run import Outcome, run
 
+pytestmark = pytest.mark.timing("views must be right within ten seconds of any fault")
+
 assert tests.chaos.faults  # fills the table
 _INJECTIONS = 4
 _MINUTES = 0.3

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import httpx
 import numpy as np
 
-from indexer.lateness import LATE_S
+from indexer.views import LATE_S
 from tests.chaos.engine import Engine
 from tests.chaos.rig import Rig, Service
 

@@ -23,7 +23,11 @@ MODEL = "demo-model"
 TTL_S = 10.0  # the default time-to-live
 REDIS_PASSWORD = "a-secret-of-redis"
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.timing("each step of a first day must end within its time"),
+    pytest.mark.soak,
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture
@@ -114,11 +118,12 @@ def service_starts_without_a_home_of_its_own(site: Site, redis: RedisServer, api
         api.port,
         "--log-format",
         "json",
+        "--redis-password-file",
+        folder / "redis-password",
         user=user,
         HOME=home,
         XDG_CACHE_HOME=home,
         KVSIGHT_REDIS=redis.url,
-        KVSIGHT_REDIS_PASSWORD_FILE=folder / "redis-password",
     )
     wait_until(lambda: api.is_up() or not serve.running, 200, "the service to listen")
     assert serve.running, serve.output

@@ -9,11 +9,10 @@ import msgspec
 
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder
-from bridge.hashes.identity import RegistrationDefaults
+from bridge.decoding.decoder import Decoder, Messages
 from bridge.registry import StreamRegistry
+from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
-from bridge.stream.live_batches import LiveBatches
 from bridge.stream.rank_streams import RankStreams
 from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
@@ -43,17 +42,17 @@ class FloodTarget:
 
     async def _run(self, data: bytes) -> None:
         registry = StreamRegistry(self._settings, self._template, SharedSink(MemorySink(MemoryLog())))
-        stream, defaults = StreamId("m", "default", "w", 0), RegistrationDefaults(None)
+        stream, defaults = StreamId("m", "default", "w", 0), EngineDefaults()
         streams = RankStreams(stream, defaults, registry, Decoder(), BridgeCounters())
         for payload in (data, _many_times(data)):
             _apply(streams, payload)
-            await streams.settle()
+            await streams.start_and_close_publishers()
         await streams.close(0.0, clear=True)
 
 
 def _apply(streams: RankStreams, payload: bytes) -> None:
     """Raises AssertionError if one step takes long."""
-    work, is_left = streams.apply(LiveBatches.of([(0, payload)])), True
+    work, is_left = streams.apply(Messages.of([(0, payload)])), True
     while is_left:
         began = time.thread_time()
         is_left = next(work, "end") is None

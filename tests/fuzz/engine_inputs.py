@@ -11,11 +11,12 @@ import msgspec
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, UndecodableError
 from bridge.hashes.event_translator import EventTranslator
-from bridge.hashes.identity import StreamIdentity
+from bridge.settings import EngineDefaults
 from bridge.tensorrt import PolledEvents
 from kv_events.codec import decode_batch
 from kv_events.log.memory import MemoryLog
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
 from publisher.sinks import MemorySink
@@ -30,7 +31,7 @@ def _settings(block_size: int) -> PublisherSettings:
     )
 
 
-def _publisher(block_size: int, group: str, blocks: BlockTable | None) -> EventPublisher:
+def _publisher(_: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
     return EventPublisher(_settings(block_size), MemorySink(MemoryLog()), blocks)
 
 
@@ -62,12 +63,12 @@ class BridgeTarget:
     def __init__(self) -> None:
         self._decoder = Decoder()
         self._translator = EventTranslator(
-            StreamIdentity("m", "default"),
+            StreamId("m", "default", "w", 0),
+            EngineDefaults(),
             BridgeCounters(),
             RateLimitedLogger(logging.getLogger("tests"), "engine w"),
             _publisher,
             lambda publisher: None,
-            block_size=None,
             ledger_pages=4096,
             name_pages=4096,
         )

@@ -10,16 +10,17 @@ from typing import Any
 import msgspec
 
 from api.decisions.routes import DecisionRoute
+from api.fast.local_answers import LocalAnswers
 from api.problems import ProblemError
-from api.queries.body_formats import CONTENT_TYPES, codec_of, decode_as
-from api.queries.routes import HotRoutes
+from api.queries.body_formats import CONTENT_TYPES, decode_as, format_of
+from api.queries.routes import QueryRoutes
 from api.workers.register import engine_of_peer, engine_of_rfc
-from api.workers.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from api.workers.saved_registrations import SavedRegistrations
 from indexer.decisions.log import DecisionLog
 from indexer.snapshots.base import Piece
 from kv_events.decisions import VERSION, Candidate, Decision, Outcome, decode_decision, encode_decision
 from kv_events.errors import RecordRejectedError
+from kv_events.http.registrations import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from tests.fuzz.log_inputs import SMALL
 from tests.support.both_ways import BothWays
 from tests.support.log.hand_fed import HandFed
@@ -55,14 +56,14 @@ REGISTRATIONS = [*_both(_REGISTRATIONS), *(msgspec.json.encode(kept) for kept in
 
 
 class HttpTarget:
-    """The hot routes and that of decisions as ASGI applications, without a server."""
+    """The query routes and that of decisions as ASGI applications, without a server."""
 
     def __init__(self) -> None:
         consumer = HandFed(SMALL).consumer
         for _ in consumer.applier.apply(Stream("w").batch(stored((0, [1, 2, 3]))), 1.0):
             pass
         decisions = DecisionRoute(consumer, DecisionLog(None))
-        self._routes = HotRoutes(consumer, 2**20).endpoints() | decisions.endpoints()
+        self._routes = QueryRoutes(LocalAnswers(consumer), lambda: True, 2**20).endpoints() | decisions.endpoints()
 
     def __call__(self, data: bytes) -> None:
         for route in self._routes.values():
@@ -84,7 +85,7 @@ class HttpTarget:
 
 
 class LaneTarget:
-    """The hot lane: what it answers is what the ordinary way answers."""
+    """The fast path: what it answers is what the ordinary way answers."""
 
     def __init__(self) -> None:
         self._both = BothWays(HandFed(SMALL))
@@ -127,7 +128,7 @@ def run_registration(data: bytes) -> None:
     """Use the bytes as a saved list and as the body of every registration request."""
     asyncio.run(SavedRegistrations(_OneImage(data)).load())
     for content_type in CONTENT_TYPES:
-        codec = codec_of(content_type)
+        codec = format_of(content_type)
         for kind in (PeerRegistration, RfcRegistration, PeerUnregistration, RfcUnregistration):
             with contextlib.suppress(ProblemError):
                 request = decode_as(kind, data, codec)

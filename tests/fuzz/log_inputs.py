@@ -9,8 +9,7 @@ import zlib
 from pathlib import Path
 
 from bridge.decoding.decoder import Decoder
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotDamagedError

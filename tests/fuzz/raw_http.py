@@ -1,6 +1,6 @@
 """The same bytes get the same answers in all ways of the service, over real connections.
 
-Each stream of `raw_requests` is sent to a listener without a hot lane, to one with it, and over a connection that has
+Each stream of `raw_requests` is sent to a listener without a fast path, to one with it, and over a connection that has
 become direct. What comes back until the connection ends is compared, byte by byte.
 """
 
@@ -75,7 +75,7 @@ class Ways:
 
     def __init__(self, urls: list[str]) -> None:
         """urls: see `ways`."""
-        self._ways = dict(zip(("ordinary", "hot lane", "direct"), zip(urls, (0, 0, 2), strict=True), strict=True))
+        self._ways = dict(zip(("ordinary", "fast path", "direct"), zip(urls, (0, 0, 2), strict=True), strict=True))
         self._clients: set[_Client] = set()
 
     async def compare(self, seed: int, number: int, *, is_patient: bool = False) -> Divergence | None:
@@ -165,7 +165,7 @@ class _Client(asyncio.Protocol):
 
 @asynccontextmanager
 async def ways() -> AsyncIterator[Ways]:
-    """Run a service with three listeners: without a hot lane, and two with it, as each accepts one client at a time."""
+    """Run a service with three listeners, two of them with a fast path, as each accepts one client at a time."""
     fed = HandFed(IndexerSettings(max_pages=2**18, worker_ttl_s=1e6, forget_after_s=1e6))
     settings = ApiSettings(port=0, max_connections=10 * _AT_ONCE, tokenize_url="http://127.0.0.1:9")
     app = create_app(fed.consumer, settings)
@@ -178,7 +178,7 @@ async def ways() -> AsyncIterator[Ways]:
 
 
 class _Beside:
-    """The same application for another server, which does not start it and knows no hot lane."""
+    """The same application for another server, which does not start it and knows no fast path."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -194,7 +194,7 @@ class _Beside:
 
 
 class _BesideWithLane(_Beside, Application):
-    """The same with the hot lane."""
+    """The same with the fast path."""
 
 
 async def compare_many(seed: int, go_on: Callable[[int], bool]) -> tuple[int, list[Divergence]]:

@@ -65,7 +65,7 @@ def targets() -> dict[str, Target]:
         "snapshot": Target([SNAPSHOT_BODY], run_snapshot),
         "query": Target([*QUERIES, *DECISIONS], HttpTarget()),
         "decision": Target(decision_records(), run_decision),
-        "hot lane": Target(QUERIES, LaneTarget()),
+        "fast path": Target(QUERIES, LaneTarget()),
         "registration": Target(REGISTRATIONS, run_registration),
         "answer": Target(ANSWERS, run_answer),
         "feed": Target([FEED], run_feed),

@@ -8,6 +8,8 @@ from tests.fuzz.runner import check, within_bounds
 from tests.fuzz.targets import Target, targets
 from tests.support.effort import num_examples
 
+pytestmark = pytest.mark.timing("one step of a flooded bridge must end within its bound")
+
 TARGETS = targets()
 EXAMPLES = num_examples(150)
 

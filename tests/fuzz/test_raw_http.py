@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import uvloop
 
-from api.fast.fast_path import HotLane
+from api.fast.fast_path import FastPath
 from tests.fuzz.raw_http import compare_many
 from tests.support.effort import num_examples
 
@@ -23,8 +23,8 @@ def test_streams_of_bytes_get_the_same_answers_in_all_ways() -> None:
 
 
 def test_a_way_that_answers_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    ordinary = HotLane.answer
-    monkeypatch.setattr(HotLane, "answer", lambda *args: (ordinary(*args) or b"").replace(b"scores", b"score") or None)
+    ordinary = FastPath.answer
+    monkeypatch.setattr(FastPath, "answer", lambda *args: (ordinary(*args) or b"").replace(b"scores", b"score") or None)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         _, differing = runner.run(compare_many(0, lambda number: number < 20))
     assert differing

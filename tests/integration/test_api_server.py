@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ import pytest
 import uvloop
 
 from api.app import create_app
-from api.errors import CannotListenError, PortInUseError
-from api.server import listen, run_server, running_server
+from api.server import CannotListenError, PortInUseError, listen, run_server, running_server
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -122,6 +122,33 @@ def test_a_signal_ends_the_server_gracefully() -> None:
         server.kill()
     assert b"Traceback" not in errors
     assert server.returncode in (0, -signal.SIGTERM)
+
+
+def test_a_signal_while_the_loop_starts_ends_the_command_without_a_traceback() -> None:
+    """uvloop makes a pair of sockets when it starts, and the signal comes with it."""
+    program = (
+        "import _socket, os, signal, sys\n"
+        "make = _socket.socketpair\n"
+        "def interrupted(*arguments):\n"
+        "    _socket.socketpair = make\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return make(*arguments)\n"
+        "import api.server\n"
+        "listen = api.server.listen\n"
+        "def late(settings):\n"
+        "    _socket.socketpair = interrupted\n"
+        "    return listen(settings)\n"
+        "api.server.listen = late\n"
+        "from kvsight.cli.main import run\n"
+        "sys.argv = ['kvsight', 'serve', '--port', '0', '--event-log-dir', sys.argv[1]]\n"
+        "run()\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory() as log:
+        command = [sys.executable, "-c", program, log]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.PIPE, timeout=60)
+    assert b"Traceback" not in done.stderr
+    assert done.returncode == 130
 
 
 def _answers(port: int) -> bool:

@@ -1,4 +1,4 @@
-"""HTTPS of the service: both lanes, both clients, and files that are wrong."""
+"""HTTPS of the service: both paths, both clients, and files that are wrong."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ def settings_of(files: dict[str, Any]) -> ApiSettings:
 @pytest.mark.parametrize(
     ("files", "named"),
     [
-        ({"tls_key_file": "key"}, "KVSIGHT_TLS_CERT_FILE"),
-        ({"tls_cert_file": "cert"}, "KVSIGHT_TLS_CERT_FILE"),
-        ({"tls_cert_file": "missing"}, "KVSIGHT_TLS_CERT_FILE"),
-        ({"tls_cert_file": "cert", "tls_key_file": "other"}, "KVSIGHT_TLS_KEY_FILE"),
-        ({"tls_cert_file": "cert", "tls_key_file": "locked"}, "KVSIGHT_TLS_KEY_PASSWORD_FILE"),
+        ({"tls_key_file": "key"}, "--tls-cert-file"),
+        ({"tls_cert_file": "cert"}, "--tls-cert-file"),
+        ({"tls_cert_file": "missing"}, "--tls-cert-file"),
+        ({"tls_cert_file": "cert", "tls_key_file": "other"}, "--tls-key-file"),
+        ({"tls_cert_file": "cert", "tls_key_file": "locked"}, "--tls-key-password-file"),
     ],
 )
 def test_a_wrong_file_is_named_at_the_start(files: dict[str, str], named: str, certificates: Certificates) -> None:

@@ -15,12 +15,12 @@ from typing import Any, get_args
 import httpx
 import pytest
 
-from api.access.auth import OPEN_PATHS, scope_of
+from api.access.guard import OPEN_PATHS, scope_of
 from api.access.tokens import Scope
 from api.app import create_app
-from api.server import running_server
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
+from tests.support.api_rig import served
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -51,7 +51,7 @@ def table(name: str, *scopes: str, limit: float | None = None) -> str:
 async def a_service(file: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service with a file of tokens, which knows the worker `w`."""
     api, fed = ApiSettings(port=0, api_tokens_file=file, **settings), HandFed()
-    async with running_server(create_app(fed.consumer, api), api) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(create_app(fed.consumer, api), api) as client:
         await fed.hold(Stream("w"), TOKENS)
         yield client
 
@@ -231,7 +231,7 @@ def test_a_bad_file_stops_the_start_and_shows_no_token(file: Path, text: str | N
         file.write_text(text)
     with pytest.raises(InvalidValueError) as raised:
         create_app(HandFed().consumer, ApiSettings(api_tokens_file=file))
-    assert str(raised.value).startswith("KVSIGHT_API_TOKENS_FILE: got ")
+    assert str(raised.value).startswith("--api-tokens-file: got ")
     assert words in str(raised.value)
     for token in ("secret", "someone", "0123456789abcdef"):
         assert token not in str(raised.value)

@@ -14,6 +14,8 @@ from tests.support.engines.event_payloads import names_of, payload, removed, sto
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 
+pytestmark = pytest.mark.timing("the bridge must keep up with an engine")
+
 NUM_RESTARTS = (2, 2, 1, 1, 1, 0, 0, 0)
 """For each engine."""
 NUM_PAGES = 100_000

@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import count, repeat
+from typing import Self
 
 import pytest
 import zmq
@@ -14,27 +15,11 @@ import zmq.asyncio
 
 from bridge.stream.rank_streams import RankStreams
 from bridge.stream.replay import ReplayClient, ReplayError
-from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.support.bridge.rig import GPU, Play, bridged, on, pages, store
 from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until
-
-IDLE = {"bridge_idle_check_s": 30.0}
-
-
-def prompt(number: int) -> list[int]:
-    """Tokens of one page."""
-    return [1000 + number] * 4
-
-
-def store(number: int) -> bytes:
-    """Return a batch that stores one page."""
-    return payload(stored([number], prompt(number)))
-
-
-def pages(*numbers: int) -> set[tuple[int, int]]:
-    return on(GPU, [names_of(prompt(number))[0] for number in numbers])
 
 
 class OddReplays:
@@ -47,13 +32,13 @@ class OddReplays:
         self._ending = threading.Event()
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self) -> Iterator[Self]:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(self.endpoint)
             thread = threading.Thread(target=self._answer, args=(router,))
             thread.start()
             try:
-                yield
+                yield self
             finally:
                 self._ending.set()
                 thread.join()
@@ -71,19 +56,19 @@ class OddReplays:
 
 
 async def test_a_replay_port_without_a_listener_costs_no_more_than_moments() -> None:
-    with ZmqEngine(replay=False) as engine:
-        async with LiveBridge(**IDLE) as bridge:
-            await bridge.read(engine, replay_endpoint=f"tcp://127.0.0.1:{free_port()}")
-            engine.seq = 5
-            engine.send(store(0))
-            await bridge.shows(pages(0), deadline_s=8)
+    async with bridged(read={"replay_endpoint": f"tcp://127.0.0.1:{free_port()}"}, replay=False) as (engine, bridge):
+        engine.seq = 5
+        engine.send(store(0))
+        await bridge.shows(pages(0), deadline_s=8)
 
 
 async def test_live_batches_do_not_wait_for_an_answer_to_a_question_that_they_answer() -> None:
-    mute = OddReplays(iter(()))
-    with ZmqEngine(replay=False) as engine, mute.answering():
-        async with LiveBridge(bridge_idle_check_s=0.1, bridge_replay_timeout_s=60) as bridge:
-            await bridge.read(engine, replay_endpoint=mute.endpoint)
+    with OddReplays(iter(())).answering() as mute:
+        settings = {"bridge_idle_check_s": 0.1, "bridge_replay_timeout_s": 60}
+        async with bridged(read={"replay_endpoint": mute.endpoint}, settings=settings, replay=False) as (
+            engine,
+            bridge,
+        ):
             for number in range(4):
                 await async_wait_until(lambda: mute.num_requests > bridge.counters()["batches"])
                 engine.send(store(number))
@@ -91,39 +76,66 @@ async def test_live_batches_do_not_wait_for_an_answer_to_a_question_that_they_an
             assert bridge.counters()["failed_replays"] == 0
 
 
-async def test_a_gap_is_abandoned_after_missing_answers() -> None:
-    mute = OddReplays(iter(()))
-    with ZmqEngine(replay=False) as engine, mute.answering():
-        async with LiveBridge(**IDLE, bridge_replay_timeout_s=0.3, bridge_replay_attempts=2) as bridge:
-            await bridge.read(engine, replay_endpoint=mute.endpoint)
-            engine.send(store(0))
-            await bridge.shows(pages(0))
-            engine.send(store(1), "lost")
-            engine.send(store(2))
-            await bridge.shows(pages(2))
-            assert bridge.counters()["failed_replays"] == 2
+@pytest.mark.parametrize(
+    ("answers", "settings", "script", "counters"),
+    [
+        pytest.param(*case, id=name)
+        for name, *case in (
+            (
+                "none",
+                iter(()),
+                {"bridge_replay_timeout_s": 0.3, "bridge_replay_attempts": 2},
+                "send 0, show 0, lose 1, send 2, show 2",
+                {"failed_replays": 2, "losses": 1},
+            ),
+            ("one again and again", repeat(0), {}, "until failed_replays, count 1, send 1, show 0 1", {}),
+            (
+                "no end",
+                count(),
+                {"bridge_replay_deadline_s": 0.5},
+                "count 1000000, send 7, show 7, until losses",
+                {},
+            ),
+        )
+    ],
+)
+async def test_an_answer_that_helps_nobody_is_left(
+    answers: Iterator[int], settings: dict[str, float], script: str, counters: dict[str, int]
+) -> None:
+    with OddReplays(answers).answering() as odd:
+        read = {"replay_endpoint": odd.endpoint}
+        counted, _ = await Play.follow(script, read=read, settings=settings, replay=False)
+    assert {name: counted[name] for name in counters} == counters
 
 
-async def test_an_answer_that_repeats_itself_is_left() -> None:
-    babbler = OddReplays(repeat(0))
-    with ZmqEngine(replay=False) as engine, babbler.answering():
-        async with LiveBridge(**IDLE) as bridge:
-            await bridge.read(engine, replay_endpoint=babbler.endpoint)
+async def test_a_replay_socket_that_is_closed_costs_what_was_missed_and_is_asked_again_when_it_is_open() -> None:
+    with ZmqEngine() as keeper:
+        keeper.stop()
+        async with bridged(read={"replay_endpoint": keeper.replay_endpoint}, replay=False) as (engine, bridge):
             await async_wait_until(lambda: bridge.counters()["failed_replays"] > 0)
-            engine.seq = 1
-            engine.send(store(1))
-            await bridge.shows(pages(0, 1), deadline_s=30)
+            keeper.restart()
+            for number in range(4):
+                keeper.send(store(number))
+            engine.seq = 3
+            engine.send(store(3))  # the first batch that is heard
+            await bridge.shows(pages(0, 1, 2, 3), deadline_s=30)
+            keeper.stop()
+            engine.send(store(4), "dropped")
+            engine.send(store(5))
+            await bridge.shows(pages(5))
 
 
-async def test_an_answer_without_an_end_is_left_at_the_deadline() -> None:
-    babbler = OddReplays(count())
-    with ZmqEngine(replay=False) as engine, babbler.answering():
-        async with LiveBridge(**IDLE, bridge_replay_deadline_s=0.5) as bridge:
-            await bridge.read(engine, replay_endpoint=babbler.endpoint)
-            engine.seq = 10**9
-            engine.send(store(7))
-            await bridge.shows(pages(7), deadline_s=30)
-            assert bridge.counters()["losses"] > 0
+async def test_a_replay_socket_that_never_knows_what_comes_live_is_not_believed_for_ever() -> None:
+    with ZmqEngine() as other:
+        other.send(store(100))
+        async with bridged(read={"replay_endpoint": other.replay_endpoint}, replay=False) as (engine, bridge):
+            engine.seq = 50
+
+            def all_shown() -> bool:
+                engine.send(store(1))
+                return pages(1) <= bridge.view().pages
+
+            await async_wait_until(all_shown, deadline_s=30)
 
 
 async def test_large_batches_of_a_replay_are_worked_on_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,14 +152,13 @@ async def test_large_batches_of_a_replay_are_worked_on_beside_the_event_loop(mon
     monkeypatch.setattr(RankStreams, "apply_waiting", watched)
     num_pages = 20_000
     tokens = list(range(num_pages * 4))
-    with ZmqEngine() as engine:
+    async with bridged(is_read=False) as (engine, bridge):
         for _ in range(3):
             engine.send(payload(stored(range(num_pages), tokens)), "dropped")
-        async with LiveBridge(**IDLE) as bridge:
-            await bridge.read(engine)
-            await bridge.shows(on(GPU, names_of(tokens)))
-            await async_wait_until(lambda: len(large_ones()) == 3)  # the first one already shows all pages
-            assert bridge.counters()["replayed_batches"] == 3
+        await bridge.read(engine)
+        await bridge.shows(on(GPU, names_of(tokens)))
+        await async_wait_until(lambda: len(large_ones()) == 3)  # the first one already shows all pages
+        assert bridge.counters()["replayed_batches"] == 3
     assert all(thread.startswith("bridge") for thread in large_ones())
 
 

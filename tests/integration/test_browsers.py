@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from api.app import create_app
-from api.server import running_server
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
+from tests.support.api_rig import served
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -26,7 +26,7 @@ CHANGES = ("/workers/w/resync", "/decisions", "/register", "/unregister")
 async def a_service(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service that knows the worker `w`."""
     api, fed = ApiSettings(port=0, **settings), HandFed()
-    async with running_server(create_app(fed.consumer, api), api) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(create_app(fed.consumer, api), api) as client:
         await fed.hold(Stream("w"), TOKENS)
         yield client
 
@@ -70,7 +70,7 @@ async def test_the_own_page_and_programs_may_ask_for_changes() -> None:
 async def test_another_name_of_the_service_is_refused_in_either_lane() -> None:
     async with a_service(allowed_hosts="127.0.0.1,*.kvsight.example,[::1]") as client:
         for host in ("127.0.0.1", "127.0.0.1:8000", "a.KVSIGHT.example:80", "[::1]", "[::1]:8000"):
-            for _ in range(5):  # the lane knows the head from the second one on
+            for _ in range(5):  # the fast path knows the head from the second one on
                 assert (await client.post("/query", json=QUERY, headers={"host": host})).is_success, host
             assert (await client.get("/workers", headers={"host": host})).is_success, host
         for host in ("rebound.example", "kvsight.example", "127.0.0.1.example", "[::2]", "1", ""):
@@ -84,5 +84,5 @@ async def test_another_name_of_the_service_is_refused_in_either_lane() -> None:
 
 @pytest.mark.parametrize("hosts", ["kvsight:8000", "http://kvsight", "a,,b", ""])
 def test_wrong_hosts_stop_the_start(hosts: str) -> None:
-    with pytest.raises(InvalidValueError, match="KVSIGHT_ALLOWED_HOSTS"):
+    with pytest.raises(InvalidValueError, match="--allowed-hosts"):
         ApiSettings(allowed_hosts=hosts)

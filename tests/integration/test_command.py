@@ -164,13 +164,16 @@ def test_an_unknown_model_is_one_clear_line_with_the_known_ones(recorded: Path) 
     [
         ("KVSIGHT_WORKER_TTL_S", "-3", ("KVSIGHT_WORKER_TTL_S: got '-3'",)),
         ("KVSIGHT_REDIS", "foo://user:secret@host", ("KVSIGHT_REDIS", "foo://...@host", "redis://")),
-        ("KVSIGHT_DEAD_LETTER_DIR", "/proc/nope", ("/proc/nope",)),
     ],
 )
 def test_a_bad_setting_is_one_clear_line(name: str, value: str, words: tuple[str, ...]) -> None:
     done = kvsight("serve", "--port", 0, environment={name: value})
     assert_one_clear_line(done, *words)
     assert "secret" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_line() -> None:
+    assert_one_clear_line(kvsight("serve", "--port", 0, "--dead-letter-dir", "/proc/nope"), "/proc/nope")
 
 
 @pytest.mark.parametrize(

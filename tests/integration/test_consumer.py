@@ -10,25 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.applier import Applier
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.freshness import NO_HEARTBEAT
-from indexer.lateness import LATE_S
 from indexer.namespaces import Namespaces
-from indexer.replay import Replay, log_records
+from indexer.replay import Replay
 from indexer.scores import score
 from indexer.settings import IndexerSettings
 from indexer.snapshots.folder import FolderStore
 from indexer.snapshots.image import take, unpack
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
-from indexer.views import ViewState
+from indexer.views import LATE_S, View, ViewState
 from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import ResyncRequest, SnapshotBegin
-from tests.support.log.records import Stream, removed, stored
+from tests.support.log.records import Stream, log_records, removed, stored
 from tests.support.waiting import async_wait_until
 
 SETTINGS = IndexerSettings(max_pages=100_000, resync_retry_s=0.2)
@@ -42,8 +40,21 @@ def new_consumer(
     return Consumer(MemorySource(log), applier, settings, store, lambda: time.time() + ahead_s)
 
 
+def heard_log() -> tuple[MemoryLog, list[ResyncRequest]]:
+    """A log, and the requests to publishers that it gets."""
+    log, requests = MemoryLog(), list[ResyncRequest]()
+    log.listen(requests.append)
+    return log, requests
+
+
 def put(log: MemoryLog, record: LogRecord) -> None:
     log.append(record.key, record.payload, record.timestamp_ms)
+
+
+def view_of(consumer: Consumer, stream: Stream) -> View:
+    view = consumer.namespaces.view(stream.id)
+    assert view is not None
+    return view
 
 
 def taken(namespaces: Namespaces, positions: dict[int, int], now: float) -> bytes:
@@ -105,8 +116,7 @@ async def test_records_are_applied_while_the_log_is_slow_to_say_where_it_ends() 
         await async_wait_until(lambda: source.num_waiting == 0, what="its answer")
         source.may_answer.clear()
         await async_wait_until(lambda: source.num_waiting == 1, what="the next probe")
-        view = consumer.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(consumer, stream)
         assert (view.state, consumer.failure, consumer.lag()) == (ViewState.LIVE, None, 0)
 
 
@@ -122,8 +132,7 @@ async def test_a_restart_loads_the_snapshot_and_reads_only_what_came_since(tmp_p
     async with second.running():
         await caught_up(second, log)
         assert second.applier.records == 1
-        view = second.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(second, stream)
         assert (view.state, sum(view.num_pages)) == (ViewState.LIVE, len(stream.held))
         view.index.check()
 
@@ -137,8 +146,7 @@ async def test_a_view_that_was_heard_long_before_the_restart_is_live_from_the_ne
     second = new_consumer(log, tmp_path, ahead_s=LATE_S + 1)
     async with second.running():
         await caught_up(second, log)
-        view = second.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(second, stream)
         assert (second.freshness.state(view), second.freshness.reason(view)) == (ViewState.STALE, NO_HEARTBEAT)
         put(log, stream.batch(stored((1, [2])), now=time.time() + LATE_S + 1))
         await caught_up(second, log)
@@ -183,9 +191,7 @@ def test_a_snapshot_keeps_every_view_and_its_scores() -> None:
 
 
 async def test_a_stale_view_asks_its_publisher_and_is_mended() -> None:
-    log, stream = MemoryLog(), Stream()
-    requests: list[ResyncRequest] = []
-    log.listen(requests.append)
+    (log, requests), stream = heard_log(), Stream()
     put(log, stream.batch(stored((0, [1, 2]))))
     consumer = new_consumer(log)
     async with consumer.running():
@@ -195,16 +201,13 @@ async def test_a_stale_view_asks_its_publisher_and_is_mended() -> None:
         await async_wait_until(lambda: len(requests) >= 1, what="a resync request")
         assert (requests[0].stream, requests[0].epoch, requests[0].reason) == (stream.id.key, 1, "gap")
         put(log, stream.resync())
-        view = consumer.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(consumer, stream)
         await async_wait_until(lambda: view.state is ViewState.LIVE, what="a live view")
         assert view.num_pages[0] == 4
 
 
 async def test_a_request_without_an_answer_is_repeated() -> None:
-    log, stream = MemoryLog(), Stream()
-    requests: list[ResyncRequest] = []
-    log.listen(requests.append)
+    (log, requests), stream = heard_log(), Stream()
     stream.batch()  # lost
     put(log, stream.batch(stored((0, [1])), digest=bytes(64)))
     consumer = new_consumer(log)
@@ -213,9 +216,7 @@ async def test_a_request_without_an_answer_is_repeated() -> None:
 
 
 async def test_many_stale_streams_are_asked_one_after_another() -> None:
-    log = MemoryLog()
-    requests: list[ResyncRequest] = []
-    log.listen(requests.append)
+    log, requests = heard_log()
     for i in range(50):
         stream = Stream(f"w{i}")
         stream.batch()  # lost
@@ -236,8 +237,7 @@ async def test_a_silent_worker_expires_then_is_forgotten() -> None:
         put(log, stream.batch(stored((0, [1]))))
         put(log, other.batch(stored((0, [1]))))
         await caught_up(consumer, log)
-        view = consumer.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(consumer, stream)
 
         def expired() -> bool:
             put(log, other.batch())
@@ -309,8 +309,7 @@ async def test_a_loop_that_fails_reports_it_and_starts_again() -> None:
         put(log, stream.batch(stored((1, [2]))))
         source.is_broken = False
         await caught_up(consumer, log)
-        view = consumer.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(consumer, stream)
         assert (view.state, view.num_pages[0], consumer.applier.records) == (ViewState.LIVE, 2, 2)
 
 
@@ -320,8 +319,7 @@ async def test_a_record_that_causes_an_error_is_a_dead_letter(monkeypatch: pytes
     async with consumer.running():
         put(log, stream.batch(stored((0, [1]))))
         await caught_up(consumer, log)
-        view = consumer.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(consumer, stream)
         with monkeypatch.context() as patch:
             patch.setattr(view.index, "store", lambda *_: 1 / 0)
             put(log, stream.batch(stored((0, [2]))))
@@ -353,8 +351,7 @@ async def test_a_stop_in_the_middle_of_a_backlog_saves_whole_records_only(
     second = new_consumer(log, tmp_path, settings)
     async with second.running():
         await caught_up(second, log)
-        view = second.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(second, stream)
         assert (view.state, view.num_pages[0]) == (ViewState.LIVE, 180_000)
 
 
@@ -369,8 +366,8 @@ async def test_snapshots_taken_during_a_backlog_hold_whole_records_only(tmp_path
     async with consumer.running():
         while not consumer.ready:
             await asyncio.sleep(0)
-            if consumer.snapshots_written not in seen and (tmp_path / "views.kvsnap").is_file():
-                seen.add(consumer.snapshots_written)
+            if consumer.snapshot_counts.written not in seen and (tmp_path / "views.kvsnap").is_file():
+                seen.add(consumer.snapshot_counts.written)
                 saved = unpack((tmp_path / "views.kvsnap").read_bytes(), settings)
                 for view in saved.namespaces.views:
                     assert view.num_pages[0] == 30_000 * saved.positions[0]
@@ -389,8 +386,7 @@ async def test_a_recreated_log_is_read_from_its_beginning(tmp_path: Path) -> Non
     second = new_consumer(recreated, tmp_path)
     async with second.running():
         await caught_up(second, recreated)
-        view = second.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(second, stream)
         assert (view.epoch, view.state, view.num_pages[0]) == (2, ViewState.LIVE, 1)
 
 
@@ -409,16 +405,13 @@ async def test_a_dead_letter_of_any_size_is_never_fatal(tmp_path: Path) -> None:
 
 
 async def test_an_operators_resync_reaches_a_busy_stream() -> None:
-    log, stream = MemoryLog(), Stream()
-    requests: list[ResyncRequest] = []
-    log.listen(requests.append)
+    (log, requests), stream = heard_log(), Stream()
     put(log, stream.batch(stored((0, [1]))))
     consumer = new_consumer(log)
     async with consumer.running():
         await caught_up(consumer, log)
-        view = consumer.namespaces.view(stream.id)
-        assert view is not None
-        consumer.demand_resync(view)
+        view = view_of(consumer, stream)
+        consumer.resyncs.demand(view)
         assert view.state is ViewState.LIVE
 
         def is_asked() -> bool:
@@ -430,16 +423,13 @@ async def test_an_operators_resync_reaches_a_busy_stream() -> None:
 
 
 async def test_views_that_do_not_fit_do_not_ask_for_ever() -> None:
-    log, stream = MemoryLog(), Stream()
-    requests: list[ResyncRequest] = []
-    log.listen(requests.append)
+    (log, requests), stream = heard_log(), Stream()
     settings = IndexerSettings(max_pages=10, resync_retry_s=0.05)
     put(log, stream.batch(stored((0, list(range(1, 21))))))
     consumer = new_consumer(log, settings=settings)
     async with consumer.running():
         await caught_up(consumer, log)
-        view = consumer.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(consumer, stream)
         assert (view.state, view.stale_reason) == (ViewState.STALE, "index full")
         for _ in range(5):
             put(log, stream.batch())
@@ -467,8 +457,7 @@ async def test_a_damaged_segment_of_a_followed_log_is_skipped(tmp_path: Path) ->
     async with consumer.running():
         await async_wait_until(lambda: consumer.ready or consumer.failure is not None, what="ready")
         assert consumer.failure is None
-        view = consumer.namespaces.view(stream.id)
-        assert view is not None
+        view = view_of(consumer, stream)
         assert view.counters.gaps == 1
         assert view.num_pages[0] > 10
 
@@ -481,8 +470,7 @@ async def test_records_of_other_channels_change_no_view_and_count_as_read(tmp_pa
     consumer = Consumer(FileSource(tmp_path), Applier(Namespaces(SETTINGS), DeadLetters()), SETTINGS)
     async with consumer.running():
         await async_wait_until(lambda: consumer.ready, what="ready")
-    view = consumer.namespaces.view(stream.id)
-    assert view is not None
+    view = view_of(consumer, stream)
     assert (consumer.positions, view.num_pages[0], view.state) == ({0: 5}, 1, ViewState.LIVE)
     assert (consumer.applier.records, consumer.applier.dead_letters.counts) == (2, {})
     replayed = Replay().apply_all(log_records(tmp_path))

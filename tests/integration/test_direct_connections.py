@@ -11,7 +11,7 @@ import pytest
 
 from api.app import create_app
 from api.fast import connection
-from api.fast.fast_path import HotLane
+from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.server import running_server
 from api.settings import ApiSettings
@@ -31,13 +31,13 @@ from tests.support.servers.lines import (
 
 def test_requests_that_repeat_do_not_reach_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Head] = []
-    ordinary = HotLane.answer
+    ordinary = FastPath.answer
 
-    def noted(lane: HotLane, head: Head, data: bytes, start: int) -> bytes | None:
+    def noted(lane: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
         taken.append(head)
         return ordinary(lane, head, data, start)
 
-    monkeypatch.setattr(HotLane, "answer", noted)
+    monkeypatch.setattr(FastPath, "answer", noted)
 
     async def main() -> None:
         async with a_service() as connect:
@@ -156,14 +156,14 @@ def test_a_connection_stays_ordinary_while_too_many_files_are_open(monkeypatch: 
 
 
 def test_an_error_of_one_direct_connection_is_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    ordinary = connection.HotProtocol.resume
+    ordinary = connection.FastConnection.resume
 
-    def fails_once(server: connection.HotProtocol, data: bytes, rest: bytes) -> None:
+    def fails_once(server: connection.FastConnection, data: bytes, rest: bytes) -> None:
         if b"hostile" in data:
             raise ValueError("hostile")
         ordinary(server, data, rest)
 
-    monkeypatch.setattr(connection.HotProtocol, "resume", fails_once)
+    monkeypatch.setattr(connection.FastConnection, "resume", fails_once)
 
     async def main() -> None:
         async with a_service() as connect:

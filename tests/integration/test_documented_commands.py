@@ -26,13 +26,15 @@ from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 from tests.unit.docs.test_code_blocks import blocks, commands
 
+pytestmark = pytest.mark.timing("documented commands must come up within their time")
+
 NOT_HERE = {
     "docker": "needs Docker; tests/unit/deploy checks the files, and test_compose_services.py runs the services",
     "COMPOSE_PROFILES=group,record": "needs Docker; CI runs it",
-    "KVSIGHT_REUSE_PORT=true": "see test_api_server.py",
-    "KVSIGHT_TENANT_LIMITS_FILE=/etc/kvsight/tenants.toml": "see test_tenant_limits.py",
+    "kvsight serve --kafka localhost:9092 --port 8000 --reuse-port": "see test_api_server.py",
+    "kvsight serve --kafka localhost:9092 --tenant-limits-file /etc/kvsight/tenants.toml": "see test_tenant_limits.py",
     "make chaos": "takes ten minutes; a short run is in tests/chaos",
-    "KVSIGHT_ALLOWED_HOSTS=kvsight.example,localhost,127.0.0.1": "see tests/integration/test_browsers.py",
+    "kvsight serve --kafka localhost:9092 --allowed-hosts kvsight.example,localhost,127.0.0.1": "see test_browsers.py",
     "VLLM_MODEL=Qwen/Qwen3-0.6B": "needs Docker and a GPU",
     "helm": "needs a cluster; tests/unit/deploy/test_kubernetes.py renders the chart",
     "kubectl": "needs a cluster",

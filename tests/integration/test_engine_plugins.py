@@ -199,7 +199,6 @@ def test_each_rank_serves_its_metrics_on_a_port_of_its_own(
         ("MODEL", None, "KVSIGHT_MODEL"),
         ("EVENT_LOG_DIR", None, "KVSIGHT_KAFKA / KVSIGHT_EVENT_LOG_DIR"),
         ("WITH_TOKENS", "1", "KVSIGHT_WITH_TOKENS"),
-        ("BRIDGE_AWAY_S", "-1", "KVSIGHT_BRIDGE_AWAY_S"),
     ],
 )
 def test_bad_settings_stop_the_engines_start(
@@ -219,7 +218,7 @@ from bridge.plugins import EnginePublisher
 
 publisher = EnginePublisher(attn_dp_rank=0)
 publisher.publish([1.5, [["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU"]], 0])
-while publisher._publisher.stats().next_seq == 0:
+while publisher._stream.publishers[0].stats().next_seq == 0:
     time.sleep(0.01)
 """
 

@@ -18,6 +18,8 @@ from tests.support.engines.released_modules import RELEASES, VLLM, VLLM_ARRAYS, 
 from tests.support.servers.child_process import ChildProcess, free_port
 from tests.support.waiting import async_wait_until
 
+pytestmark = pytest.mark.timing("engines, a bridge and a service must agree within seconds")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -127,9 +127,6 @@ class Kept:
     async def write(self, records: Sequence[LogRecord]) -> None:
         self.records += [decode_decision(record.payload) for record in records]
 
-    async def stop(self) -> None:
-        """Nothing to release."""
-
 
 @dataclass
 class Rig:
@@ -162,7 +159,7 @@ async def routed(
         }
         urls |= dict.fromkeys(down, DEAD_URL)
         api = await stack.enter_async_context(
-            running_server(create_app(fed.consumer, settings, decisions=DecisionLog(kept)), settings)
+            running_server(create_app(fed.consumer, settings, decisions=DecisionLog(kept.write)), settings)
         )
         example = load(router, urls, api if with_api else DEAD_URL, **variables)
         for client_of_router in (example.http, example.kvsight):

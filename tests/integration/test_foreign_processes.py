@@ -21,6 +21,8 @@ from kv_events.records import LogRecord
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 
+pytestmark = pytest.mark.timing("an engine's process must publish within seconds")
+
 ROOT = Path(__file__).resolve().parents[2]
 THEIRS = ("api", "indexer", "simulation", "bridge")
 OF_ROUTERS = {"kvsight", "kv_events"}

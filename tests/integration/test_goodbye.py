@@ -13,7 +13,7 @@ import pytest
 from bridge import EngineSettings
 from engine_cache import InsertParams, RadixCache, RadixKey
 from indexer.assembly import create_consumer
-from indexer.replay import Replay, log_records
+from indexer.replay import Replay
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
 from kv_events.log.memory import MemoryLog
@@ -24,16 +24,19 @@ from publisher.sinks.file import FileSink
 from publisher.sinks.memory import MemorySink
 from publisher.sinks.zmq import ZmqSink
 from simulation import SimulationSettings, WorkloadSettings, generate
-from simulation.live import MemoryTransport, publishing_fleet
+from simulation.live import memory_transport, publishing_fleet
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines import event_payloads
 from tests.support.engines.event_payloads import names_of, payload
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.log.records import log_records
 from tests.support.servers.child_process import free_port
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import async_wait_until, wait_until
+
+pytestmark = pytest.mark.timing("a publisher must close within its deadline")
 
 GRACE_S = 3.0
 """Beyond its deadline, a close may stop the sink."""
@@ -181,7 +184,7 @@ async def test_the_workers_of_a_simulation_leave_the_scores_when_it_ends() -> No
     consumer = create_consumer(IndexerSettings(), log)
     settings = SimulationSettings(workers=2, capacity_tokens=4096, page_size=16)
     async with consumer.running():
-        async with publishing_fleet(settings, "round-robin", MemoryTransport(log), consumer) as fleet:
+        async with publishing_fleet(settings, "round-robin", memory_transport(log), consumer) as fleet:
             for request in generate(WorkloadSettings(num_requests=4)):
                 fleet.trial.step(request)
             await fleet.settle()

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.timing("members must join their group within seconds")
 
 PARTITIONS = 6
 WORKERS = ["w15", "w0", "w2", "w24", "w3", "w9"]

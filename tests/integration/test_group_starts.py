@@ -5,10 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.timing("members must join their group within seconds")
 
 
 def lines(*services: ServiceProcess) -> list[str]:

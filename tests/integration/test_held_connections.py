@@ -18,13 +18,15 @@ import pytest
 
 from api.access.connections import RESERVED
 from api.fast import http_limits
-from api.queries.questions import decode_question
+from api.queries.parsing import decode_question
 from kv_events.log.event_log import EventLogWriter
 from tests.support.log.records import Stream, stored
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.lines import QUERY, a_service, prompts, request, run
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.waiting import async_wait_until, wait_until
+
+pytestmark = pytest.mark.timing("silent connections must be closed after ten seconds, and others answered meanwhile")
 
 NUM_HELD = 2000
 HELD_BODIES = 40
@@ -170,7 +172,7 @@ def test_probes_are_answered_while_all_connections_are_being_answered() -> None:
                 status, headers, body = await workers.ask(HEALTH.replace(b"health", b"workers"))
                 assert status == b"HTTP/1.1 503 Service Unavailable"
                 assert b"retry-after: 1" in headers
-                assert b"KVSIGHT_MAX_CONNECTIONS" in body
+                assert b"--max-connections" in body
 
     run(main())
 

@@ -13,7 +13,7 @@ import httpx
 from fastapi import FastAPI
 from starlette.routing import BaseRoute, Route
 
-from api.access.auth import OPEN_PATHS, scope_of
+from api.access.guard import OPEN_PATHS, scope_of
 from api.access.tokens import Scope
 from api.app import create_app
 from api.server import running_server

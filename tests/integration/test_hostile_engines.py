@@ -19,6 +19,8 @@ from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.timing("other engines must be registered within a second")
+
 SOON_S = 3.0
 """Each of these takes less than half a second on an idle machine."""
 LOST = "batches lost"

@@ -171,6 +171,6 @@ async def test_records_that_the_client_library_cannot_read_are_skipped_and_count
             assert consumer.applier.dead_letters.counts["empty"] == 2
             assert consumer.failure is None
             resyncs = publisher.stats().resyncs
-            consumer.demand_resync(view)
+            consumer.resyncs.demand(view)
             await async_wait_until(lambda: publisher.stats().resyncs > resyncs, 60, "an answer to a request")
             assert publisher.stats().failure is None

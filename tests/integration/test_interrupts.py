@@ -19,6 +19,8 @@ from tests.support.servers.child_process import free_port
 from tests.support.servers.service_process import own_topics
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.timing("a command must end within a second of Ctrl-C")
+
 _IGNORING = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"]
 _ENDS = {0, 2, 130, -signal.SIGINT}
 """2: the broker is stopped."""

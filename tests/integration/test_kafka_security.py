@@ -34,6 +34,8 @@ from tests.support.servers.certificates import Certificates
 from tests.support.servers.secure_kafka import PASSWORD, USER, SecureKafka, unsecured_token
 from tests.support.waiting import async_wait_until
 
+pytestmark = pytest.mark.timing("a broker must refuse within the deadline of a connection")
+
 NO_LOGIN = {"kafka_username": None, "kafka_password_file": None}
 
 
@@ -220,7 +222,7 @@ async def test_a_page_goes_from_a_publisher_to_an_index_over_tls_with_a_login(ka
 
         await async_wait_until(live_view, deadline_s=30, what="the page in the index")
         resyncs = publisher.stats().resyncs
-        consumer.demand_resync(consumer.namespaces.views[0])
+        consumer.resyncs.demand(consumer.namespaces.views[0])
         await async_wait_until(lambda: publisher.stats().resyncs > resyncs, deadline_s=30, what="a resync")
 
 
@@ -255,7 +257,7 @@ async def test_a_password_that_is_rotated_needs_no_restart(
         password.write_text("the-second-secret")
         await shows(2)
         resyncs = publisher.stats().resyncs
-        consumer.demand_resync(consumer.namespaces.views[0])
+        consumer.resyncs.demand(consumer.namespaces.views[0])
         await async_wait_until(lambda: publisher.stats().resyncs > resyncs, deadline_s=30, what="a resync")
     password.write_text("the-first-secret")
     assert "wrong user or password" in await refusal(**own)

@@ -63,7 +63,7 @@ def test_a_wrong_level_is_refused_with_the_known_ones() -> None:
 
 
 async def test_every_error_answer_has_a_request_id_that_the_log_names(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "api.telemetry.request_log")
+    caplog.set_level("DEBUG", "api.telemetry.requests")
     app = create_app(HandFed().consumer, ApiSettings())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
         theirs = await client.get("/nowhere", headers={"X-Request-ID": "mine-1"})

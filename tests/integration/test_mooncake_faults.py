@@ -36,7 +36,7 @@ from tests.support.caches.page_pools import PagePool  # noqa: E402
 from tests.support.servers.child_process import free_port  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.timing("a store's calls must end within their deadline"), pytest.mark.torch]
 KEYS = page_keys([f"{page:064x}" for page in range(8)])
 
 

@@ -12,7 +12,7 @@ from engine_cache.storage.mooncake import MooncakeStorage
 from tests.rigs.mooncake import own_identity
 from tests.support.caches.page_pools import PagePool
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.timing("threads must meet within seconds"), pytest.mark.torch]
 KEYS = page_keys([f"{page:064x}" for page in range(2)])
 
 

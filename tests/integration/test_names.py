@@ -19,6 +19,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.streams import StreamId
 from kvsight.cli.tables import printable
 from publisher import PublisherSettings
+from tests.support.api_rig import asking
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 from tests.support.servers.embedded_service import service
@@ -82,10 +83,8 @@ async def test_names_with_control_characters_and_markup_are_text_everywhere(
     caplog.set_level(logging.INFO)
     fed = HandFed()
     app = create_app(fed.consumer, ApiSettings())
-    transport = httpx.ASGITransport(app)
     async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://t") as client,
+        asking(app) as client,
     ):
         await fed.feed(Stream(hostile, model=hostile, tenant=hostile).batch(stored((0, [1]))))
         for path in ("/workers", "/fleet"):

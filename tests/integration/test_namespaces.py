@@ -23,8 +23,9 @@ from kv_events.streams import MAMBA_GROUP, group_model
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from simulation import Request, SimulationSettings
-from simulation.direct import DirectFleet
+from simulation.run import DirectFleet
 from tests.rigs.cache import CacheRig
+from tests.support.api_rig import asking
 from tests.support.bridge.rig import GPU, Rig, on
 from tests.support.engines.event_payloads import names_of, stored
 from tests.support.waiting import async_wait_until
@@ -49,8 +50,7 @@ KINDS = {"lora_name": adapter_seed, "cache_salt": salt_seed}
 @asynccontextmanager
 async def serving(log: MemoryLog) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(create_consumer(IndexerSettings(max_pages=2**16), log), ApiSettings(port=0))
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+    async with asking(app) as client:
         yield client
 
 

@@ -23,6 +23,8 @@ from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.waiting import async_wait_until, wait_until
 
+pytestmark = pytest.mark.timing("views must be right within seconds after a cut heals")
+
 CUT, BLACKHOLE = TcpProxy.cut, TcpProxy.blackhole
 
 

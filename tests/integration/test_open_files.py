@@ -61,10 +61,11 @@ async def test_zmq_is_no_limit_on_the_engines_of_a_process() -> None:
 @contextmanager
 def _limited_service(log: Path) -> Iterator[str]:
     port = free_port()
-    limited = f'ulimit -Sn 100; ulimit -Hn {HARD}; exec "$0" -m kvsight serve --port {port}'
-    variables = {"KVSIGHT_MAX_CONNECTIONS": str(CONNECTIONS)}
+    limited = (
+        f'ulimit -Sn 100; ulimit -Hn {HARD}; exec "$0" -m kvsight serve --port {port} --max-connections {CONNECTIONS}'
+    )
     with log.open("wb") as output:
-        process = subprocess.Popen(["bash", "-c", limited, sys.executable], stderr=output, env=ENVIRONMENT | variables)
+        process = subprocess.Popen(["bash", "-c", limited, sys.executable], stderr=output, env=ENVIRONMENT)
     try:
         wait_until(lambda: b"kvsight listens" in log.read_bytes(), 120, "the service to listen")
         yield f"http://127.0.0.1:{port}"

@@ -11,10 +11,14 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.timing("a service must recover within seconds of its broker")
 
 _SINCE = re.compile(r"log unreadable since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ: ")
 

@@ -12,13 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from api.app import create_app
-from api.settings import ApiSettings, RegistrationSettings
-from api.workers.registrations import Registrations
-from bridge import BridgeSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
+from tests.support.api_rig import asking, embedding
 from tests.support.servers.child_process import free_port
 from tests.support.servers.peer_indexer import PeerIndexer
 
@@ -37,10 +34,7 @@ def peer(tmp_path: Path) -> Iterator[PeerIndexer]:
 async def ours() -> AsyncIterator[httpx.AsyncClient]:
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
-    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None)
-    app = create_app(consumer, ApiSettings(), registrations)
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+    async with asking(embedding(consumer, log)) as client:
         yield client
 
 

@@ -13,10 +13,6 @@ import httpx
 import numpy as np
 import pytest
 
-from api.app import create_app
-from api.settings import ApiSettings, RegistrationSettings
-from api.workers.registrations import Registrations
-from bridge import BridgeSettings
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
@@ -25,6 +21,7 @@ from kv_events.log.memory import MemoryLog
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq import ZmqSink
+from tests.support.api_rig import asking, embedding
 from tests.support.engines.event_payloads import cleared, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
@@ -93,13 +90,9 @@ class Both:
 async def both(place: Path) -> AsyncIterator[Both]:
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings(max_pages=2**17), log)
-    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None)
-    app = create_app(consumer, ApiSettings(port=0), registrations)
     async with AsyncExitStack() as stack:
         peer = await asyncio.to_thread(stack.enter_context, PeerIndexer(place / "peer.log"))
-        await stack.enter_async_context(app.router.lifespan_context(app))
-        transport = httpx.ASGITransport(app)
-        client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://ours"))
+        client = await stack.enter_async_context(asking(embedding(consumer, log)))
         yield Both(peer, log, client)
 
 

@@ -103,14 +103,14 @@ def test_a_client_that_pipelines_does_not_hold_up_others() -> None:
 
 
 def test_a_client_that_pipelines_without_end_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers: list[connection.HotProtocol] = []
-    ordinary = connection.HotProtocol.connection_made
+    servers: list[connection.FastConnection] = []
+    ordinary = connection.FastConnection.connection_made
 
-    def noted(server: connection.HotProtocol, transport: asyncio.Transport) -> None:
+    def noted(server: connection.FastConnection, transport: asyncio.Transport) -> None:
         servers.append(server)
         ordinary(server, transport)
 
-    monkeypatch.setattr(connection.HotProtocol, "connection_made", noted)
+    monkeypatch.setattr(connection.FastConnection, "connection_made", noted)
 
     async def main() -> None:
         async with a_service() as connect:

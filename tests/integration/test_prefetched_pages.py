@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
+
+from tests.support.api_rig import asking
 
 pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 
@@ -34,10 +35,8 @@ async def test_a_router_sees_prefetched_pages_before_any_request_has_used_them()
     rig, fed = CacheRig("hiradix").attach(filled_store()), HandFed()
     settings = PublisherSettings(model="m", worker="engine-0", block_size=rig.page_size)
     app = create_app(fed.consumer, ApiSettings())
-    transport = httpx.ASGITransport(app)
     async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://t") as router,
+        asking(app) as router,
         EventPublisher(settings, MemorySink(fed.log)) as publisher,
     ):
 

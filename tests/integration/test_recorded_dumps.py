@@ -19,8 +19,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from analysis.diff import Holdings, diff, holdings_of, holdings_of_dump
 from indexer.replay import LogIndexer, Timeline
-from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from tests.support.commands import kvsight
 from tests.support.engines.publishing_process import PublishingProcess
@@ -165,7 +165,7 @@ def assert_replays_to(run: Run, moments: list[Moment]) -> None:
 
 def assert_equal(timeline: Timeline, moments: list[Moment]) -> None:
     for moment in moments:
-        views = holdings_of(timeline.at(Until(positions=moment.positions)))
+        views = holdings_of(timeline.at(LogMoment(offsets=moment.positions)))
         assert [each for each in diff(moment.held, views) if not each.is_empty] == [], moment.positions
     assert (timeline.damage, timeline.faults) == ([], [])
 

@@ -259,19 +259,16 @@ def test_wrong_flags_of_a_recording_are_one_line(flags: list[str], line: str, tm
 
 
 @pytest.mark.parametrize(
-    ("variables", "line"),
+    ("flags", "line"),
     [
-        ({"KVSIGHT_RECORD_KEEP": "soon"}, "KVSIGHT_RECORD_KEEP: got 'soon', expected a positive number"),
-        ({"KVSIGHT_RECORD_MAX_BYTES": "20"}, "KVSIGHT_RECORD_MAX_BYTES: got '20', expected at least 16MiB"),
-        ({"KVSIGHT_RECORD_MAX_BYTES": "20GB"}, "KVSIGHT_RECORD_MAX_BYTES: got '20GB', expected a positive number"),
-        ({"KVSIGHT_RECORD": "/proc/nowhere"}, "/proc/nowhere: "),
-        (
-            {"KVSIGHT_RECORD": "/tmp/r", "KVSIGHT_EVENT_LOG_DIR": "/tmp/e"},
-            "KVSIGHT_RECORD: got '/tmp/r', expected none",
-        ),
+        (["--record-keep", "soon"], "--record-keep: got 'soon', expected a positive number"),
+        (["--record-max-bytes", "20"], "--record-max-bytes: got '20', expected at least 16MiB"),
+        (["--record-max-bytes", "20GB"], "--record-max-bytes: got '20GB', expected a positive number"),
+        (["--record", "/proc/nowhere"], "/proc/nowhere: "),
+        (["--record", "/tmp/r", "--event-log-dir", "/tmp/e"], "--record: got '/tmp/r', expected none"),
     ],
 )
-def test_wrong_settings_of_a_recording_are_one_line(variables: dict[str, str], line: str) -> None:
-    done = kvsight("serve", "--port", 0, environment=variables)
+def test_wrong_settings_of_a_recording_are_one_line(flags: list[str], line: str) -> None:
+    done = kvsight("serve", "--port", 0, *flags)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
     assert done.stderr.startswith(f"kvsight: {line}")

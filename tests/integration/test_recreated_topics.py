@@ -23,6 +23,8 @@ from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.timing("views must be right within seconds after a topic comes back")
+
 _LONGEST_LIE_S = 2.0
 """How long a view may be `live` although it lacks pages."""
 _ANSWERS = 20

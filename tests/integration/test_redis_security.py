@@ -101,7 +101,7 @@ async def test_a_client_that_is_refused_is_told_why_in_one_line(redis: SecureRed
     wrong = redis.settings(redis_password=SecretStr("wrong"))
     assert await refusal(**wrong) == f"{where}wrong user or password (user 'kvsight')"
     anonymous = redis.settings("", redis_password=None)
-    assert await refusal(**anonymous) == f"{where}it requires a login; set KVSIGHT_REDIS_PASSWORD_FILE"
+    assert await refusal(**anonymous) == f"{where}it requires a login; set --redis-password-file"
     weak = await refusal(**redis.settings("weak@"))
     assert weak.startswith(f"{where}a right is missing: ")
     assert "'set'" in weak
@@ -116,8 +116,8 @@ async def test_a_client_that_is_refused_is_told_why_in_one_line(redis: SecureRed
 @pytest.mark.parametrize(
     ("settings", "variable"),
     [
-        ({"redis": "redis://:hidden@h:1/0", "redis_password": SecretStr("hidden")}, "KVSIGHT_REDIS_PASSWORD_FILE"),
-        ({"redis": "redis://h:1/0", "redis_ca_file": "ca.pem"}, "KVSIGHT_REDIS_CA_FILE"),
+        ({"redis": "redis://:hidden@h:1/0", "redis_password": SecretStr("hidden")}, "--redis-password-file"),
+        ({"redis": "redis://h:1/0", "redis_ca_file": "ca.pem"}, "--redis-ca-file"),
         ({"redis": "http://u:hidden@h:1"}, "KVSIGHT_REDIS"),
     ],
 )
@@ -128,7 +128,7 @@ def test_settings_that_contradict_each_other_are_refused_without_secrets(setting
 
 
 def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match=r"^KVSIGHT_REDIS_CA_FILE: got .* \(No such file or directory\)"):
+    with pytest.raises(InvalidValueError, match=r"^--redis-ca-file: got .* \(No such file or directory\)"):
         RedisStore(RedisSettings(redis="rediss://h:1/0", redis_ca_file=tmp_path / "ca.pem"))
 
 

@@ -10,13 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from api.app import create_app
-from api.settings import ApiSettings, RegistrationSettings
-from api.workers.registrations import Registrations
 from bridge import BridgeSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
+from tests.support.api_rig import asking, embedding
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
@@ -61,10 +59,7 @@ class Service:
 async def service() -> AsyncIterator[Service]:
     log, indexer = MemoryLog(), IndexerSettings(max_pages=2**16)
     consumer = create_consumer(indexer, log)
-    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(bridge_name_pages=10_000), None)
-    app = create_app(consumer, ApiSettings(), registrations)
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+    async with asking(embedding(consumer, log, BridgeSettings(bridge_name_pages=10_000))) as client:
         yield Service(client)
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.servers.service_process import ServiceProcess
+
+pytestmark = pytest.mark.timing("registrations must not hold the event loop")
 
 NUM_ENGINES = 60
 MOST_KIB = 500

@@ -10,8 +10,8 @@ from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
-from simulation.direct import DirectFleet
-from simulation.live import KafkaTransport, MemoryTransport, Transport, run_live
+from simulation.live import Transport, kafka_transport, memory_transport, run_live
+from simulation.run import DirectFleet
 
 HYBRID = ["mamba", "himamba"]
 SMALL = SimulationSettings(workers=3, capacity_tokens=8192, page_size=16, groups=True, cache="mamba", disk_ratio=4.0)
@@ -52,12 +52,12 @@ def test_what_can_be_reused_is_what_the_cache_matches_at_every_moment(cache: str
 
 @pytest.mark.parametrize("cache", HYBRID)
 async def test_no_answer_diverges_over_a_running_log(cache: str, requests: list[Request]) -> None:
-    report = await run_live(requests, replace(SMALL, cache=cache), "kv-aware", MemoryTransport(MemoryLog()))
+    report = await run_live(requests, replace(SMALL, cache=cache), "kv-aware", memory_transport(MemoryLog()))
     assert (report.divergent_pages, report.divergent_answers) == (0, 0)
 
 
 async def test_no_answer_diverges_over_a_broker(kafka_bootstrap: str, requests: list[Request]) -> None:
-    transport: Transport = KafkaTransport(
+    transport: Transport = kafka_transport(
         KafkaSettings(kafka=kafka_bootstrap, events_topic="reuse-events", control_topic="reuse-control")
     )
     report = await run_live(requests[:60], SMALL, "round-robin", transport)

@@ -196,9 +196,9 @@ async def test_two_services_in_one_place_do_not_overwrite_each_other(
             await async_wait_until(first.is_ready, what="ready")
             await async_wait_until(second.is_ready, what="ready")
             await first.register(one)
-            assert "KVSIGHT_SNAPSHOT_DIR" not in caplog.text
+            assert "--snapshot-dir" not in caplog.text
             await second.register(other, instance=2)
-            assert "KVSIGHT_SNAPSHOT_DIR" in caplog.text
+            assert "--snapshot-dir" in caplog.text
             assert "kvsight_registration_save_failures_total 0.0" not in (await second.client.get("/metrics")).text
         async with service(**kept) as served:
             await async_wait_until(served.is_ready, what="ready")

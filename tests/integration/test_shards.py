@@ -18,12 +18,15 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
+import pytest
 
-from api.shards.wire import Ask, Asked, Told, decode_told, encode
+from api.shards.wire import ShardPrompt, ShardReply, ShardRequest, decode_reply, encode
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.lines import Line, body_of, every_kind, request, run
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.timing("members must take over partitions within seconds")
 
 WORKERS = [f"w{number}" for number in range(4)]
 
@@ -72,23 +75,23 @@ def check_the_routes_about_workers(first: ServiceProcess, second: ServiceProcess
 
 
 def check_what_members_ask_each_other(service: ServiceProcess) -> None:
-    """A question with a length is answered at once, one in chunks the usual way."""
+    """A question with a length is answered at once, one in chunks by FastAPI."""
 
-    def told(body: bytes, *, in_chunks: bool) -> Told:
+    def told(body: bytes, *, in_chunks: bool) -> ShardReply:
         content = iter([body]) if in_chunks else body
         headers = {"Content-Type": "application/msgpack"}
         answer = httpx.post(f"{service.url}/shards/query", content=content, headers=headers, timeout=60)
         assert (answer.status_code, answer.headers["Content-Type"]) == (200, "application/msgpack")
-        return decode_told(answer.content)
+        return decode_reply(answer.content)
 
-    def without_ages(told: Told) -> Told:
+    def without_ages(told: ShardReply) -> ShardReply:
         for found in told.found:
             found.rows[:] = [msgspec.structs.replace(row, age_ms=0) for row in found.rows]
         return told
 
-    one = Ask(MODEL, "default", {4: np.arange(1, 5, dtype="<u8").tobytes()})
-    for asks in ([], [one], [one, Ask("unknown", "default", {})]):
-        body = encode(Asked(0, asks))
+    one = ShardPrompt(MODEL, "default", {4: np.arange(1, 5, dtype="<u8").tobytes()})
+    for asks in ([], [one], [one, ShardPrompt("unknown", "default", {})]):
+        body = encode(ShardRequest(0, asks))
         at_once, usual = (without_ages(told(body, in_chunks=in_chunks)) for in_chunks in (False, True))
         assert at_once == usual
         assert len(at_once.found) == len(asks)

@@ -11,15 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.replay import Replay, log_records
-from indexer.replay.until import Until
+from indexer.replay import Replay
 from indexer.scores import score
-from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
-from kv_events.records import Channel, LogRecord
-from kv_events.schema import MEDIA, AllBlocksCleared, StorageMedium
+from kv_events.schema import MEDIA, StorageMedium
 from kv_events.streams import DEFAULT_TENANT
 from publisher.sinks import OutRecord
 from publisher.sinks.memory import MemorySink
@@ -34,10 +31,10 @@ from simulation import (
     generate,
     simulate,
 )
-from simulation.direct import DirectFleet
-from simulation.divergence import divergent_pages
-from simulation.errors import SimulationError
-from simulation.live import KafkaTransport, MemoryTransport, live_fleet, run_live
+from simulation.live import SimulationError, kafka_transport, live_fleet, memory_transport, run_live
+from simulation.run import DirectFleet
+from simulation.worker import divergent_pages
+from tests.support.log.records import log_records
 
 SMALL = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16)
 
@@ -105,7 +102,7 @@ def test_the_real_trace_does_not_diverge_and_prefixes_are_found(trace_path: Path
 @pytest.mark.parametrize("cache", CACHES)
 async def test_no_view_diverges_on_any_medium(cache: str, policy: str, requests: list[Request]) -> None:
     settings = replace(SMALL, cache=cache, disk_ratio=4.0)
-    async with live_fleet(settings, policy, MemoryTransport(MemoryLog())) as fleet:
+    async with live_fleet(settings, policy, memory_transport(MemoryLog())) as fleet:
         for request in requests:
             fleet.trial.step(request)
         await fleet.settle()
@@ -138,7 +135,7 @@ async def test_an_answer_distinguishes_gpu_cpu_and_disk(cache: str) -> None:
     system = extended(np.zeros(0, np.uint32))
     talk = extended(extended(system))
     settings = SimulationSettings(workers=1, capacity_tokens=1024, page_size=16, cache=cache, host_ratio=1.5)
-    async with live_fleet(settings, "random", MemoryTransport(MemoryLog())) as fleet:
+    async with live_fleet(settings, "random", memory_transport(MemoryLog())) as fleet:
         for tokens in (system, talk[:512], talk, *(extended(system) for _ in range(4))):
             fleet.trial.step(Request(0.0, tokens))
         await fleet.settle()
@@ -150,39 +147,11 @@ async def test_an_answer_distinguishes_gpu_cpu_and_disk(cache: str) -> None:
 # --- a recorded run -------------------------------------------------------------------------------------------------
 
 
-def _views_by_model(records: Sequence[LogRecord]) -> dict[str, set[int]]:
-    """Return the pages of each worker, computed with sets instead of an index."""
-    held: dict[str, set[int]] = {}
-    for record in records:
-        if record.channel != Channel.EVENTS:
-            continue
-        batch = decode_batch(record.payload)
-        pages = held.setdefault(batch.stream.worker, set())
-        for step in batch.steps:
-            match step:
-                case StoredPages():
-                    pages.update(step.hashes.tolist())
-                case RemovedPages():
-                    pages.difference_update(step.hashes.tolist())
-                case AllBlocksCleared():
-                    pages.clear()
-    return held
-
-
 def _views(replay: Replay) -> dict[str, set[int]]:
     return {
         view.stream.worker: {page for held in view.index.stream_pages(view.number) for page in held.hashes.tolist()}
         for view in replay.namespaces.views
     }
-
-
-def test_a_recorded_run_replays_to_the_same_views_at_any_offset(tmp_path: Path, requests: list[Request]) -> None:
-    settings = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16, event_log_dir=tmp_path)
-    simulate(requests, settings, ["kv-aware"])
-    records = list(log_records(tmp_path / "kv-aware"))
-    for offset in (*np.linspace(1, len(records) - 1, 5).astype(int).tolist(), len(records)):
-        replay = Replay().apply_all(records, Until(offset=offset))
-        assert _views(replay) == _views_by_model(records[:offset])
 
 
 def test_a_recorded_run_ends_with_what_the_caches_hold(tmp_path: Path, requests: list[Request]) -> None:
@@ -204,14 +173,8 @@ def test_a_recorded_run_ends_with_what_the_caches_hold(tmp_path: Path, requests:
 # --- live -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_live_run_does_not_diverge(requests: list[Request]) -> None:
-    report = await run_live(requests, SMALL, "kv-aware", MemoryTransport(MemoryLog()))
-    assert report.divergent_pages == 0
-    assert report.requests == len(requests)
-
-
 async def test_a_log_too_small_to_keep_what_was_written_is_made_up_for(requests: list[Request]) -> None:
-    async with live_fleet(SMALL, "round-robin", MemoryTransport(MemoryLog(capacity_bytes=2000))) as fleet:
+    async with live_fleet(SMALL, "round-robin", memory_transport(MemoryLog(capacity_bytes=2000))) as fleet:
         for request in requests:  # immediately: the consumer cannot have caught up
             fleet.trial.step(request)
         await fleet.settle()
@@ -224,18 +187,15 @@ async def test_a_publisher_that_dies_ends_a_live_run_with_its_name() -> None:
         async def send(self, records: Sequence[OutRecord]) -> None:
             raise RuntimeError("broken for good")
 
-    class DyingTransport(MemoryTransport):
-        def sink(self, settings: object) -> MemorySink:
-            return DyingSink(MemoryLog())
-
+    transport = memory_transport(MemoryLog())._replace(sink=lambda _: DyingSink(MemoryLog()))
     with pytest.raises(SimulationError, match=r"worker-0.*broken for good"):
-        async with live_fleet(SMALL, "random", DyingTransport(MemoryLog())):
+        async with live_fleet(SMALL, "random", transport):
             pass
 
 
 async def test_a_run_through_kafka_does_not_diverge(kafka_bootstrap: str, requests: list[Request]) -> None:
     suffix = uuid.uuid4().hex
-    transport = KafkaTransport(
+    transport = kafka_transport(
         KafkaSettings(kafka=kafka_bootstrap, events_topic=f"events-{suffix}", control_topic=f"control-{suffix}")
     )
     for policy in POLICIES:

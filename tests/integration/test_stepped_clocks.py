@@ -17,6 +17,8 @@ from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.stepped_clock import SteppedClock
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.timing("views must be judged right within heartbeats")
+
 HOUR_S = 3600
 
 

@@ -20,6 +20,8 @@ from tests.support.log.records import Stream, splitmix, stored, words
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.timing("views must be repaired within seconds")
+
 TTL_S = 60  # no repair waits for it
 
 

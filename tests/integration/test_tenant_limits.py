@@ -16,7 +16,7 @@ from api.server import running_server
 from api.settings import ApiSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantLimits
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
@@ -240,7 +240,7 @@ async def test_queries_beyond_the_limit_get_a_429_and_those_of_others_do_not(fil
 )
 def test_a_wrong_file_stops_the_start_and_names_the_place(file: Path, text: str, words: str) -> None:
     file.write_text(text)
-    with pytest.raises(InvalidValueError, match=f"KVSIGHT_TENANT_LIMITS_FILE.*{words}"):
+    with pytest.raises(InvalidValueError, match=f"--tenant-limits-file.*{words}"):
         TenantLimits(file)
 
 

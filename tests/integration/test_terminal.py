@@ -30,6 +30,8 @@ from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.terminal import COLUMNS, ENVIRONMENT, Shown, command, on_terminal, piped
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.timing("a command must show its lines within seconds")
+
 COMMANDS = typer.main.get_group(app).commands
 NAMED = [name for name, each in COMMANDS.items() if not each.hidden]
 LEAVES = {

@@ -106,7 +106,7 @@ async def test_publisher_and_indexer_meet_on_the_named_topics() -> None:
         view = live_view()
         assert view is not None
         resyncs_before = publisher.stats().resyncs
-        consumer.demand_resync(view)
+        consumer.resyncs.demand(view)
         await async_wait_until(lambda: publisher.stats().resyncs > resyncs_before, deadline_s=30, what="a resync")
 
 

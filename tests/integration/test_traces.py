@@ -93,7 +93,7 @@ CHUNKED = iter([b'{"model_name":"m",', b'"seq_hashes":[1]}'])
 @pytest.mark.parametrize(
     ("content", "status"),
     [
-        pytest.param(b'{"model_name":"m","seq_hashes":[1]}', 200, id="hot lane"),
+        pytest.param(b'{"model_name":"m","seq_hashes":[1]}', 200, id="fast path"),
         pytest.param(CHUNKED, 200, id="ordinary way"),
         pytest.param(b'{"model_name":"unknown","seq_hashes":[1]}', 404, id="refused"),
     ],

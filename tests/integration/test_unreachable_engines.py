@@ -12,11 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bridge.stream.reachability import why_unreachable
+from bridge.stream.subscriber import why_unreachable
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
 from tests.support.servers.embedded_service import service
 from tests.support.waiting import async_wait_until
+
+pytestmark = pytest.mark.timing("an engine must be given up within its deadline")
 
 REFUSED = (
     "connection refused; an engine listens only if its `endpoint` is tcp://*:PORT: "

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.replay import Replay
-from indexer.replay.chunks import ChunkApplier, PlainRun
+from indexer.replay.chunks import ApplyObserver, ChunkApplier, PlainRun
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
 from kv_events.codec import RemovedPages, Step, StoredPages, decode_batch
@@ -54,7 +54,7 @@ BOUNDS = (
 )
 
 
-class Counting:
+class Counting(ApplyObserver):
     """A witness that holds some records back and checks what it receives."""
 
     def __init__(self, random: Random, share: float) -> None:
@@ -62,7 +62,7 @@ class Counting:
         self.single: list[int] = []
         self._random, self._share = random, share
 
-    def hold_back(self, columns: BatchColumns) -> None:
+    def mark_not_plain(self, columns: BatchColumns) -> None:
         for row in range(len(columns.rows)):
             if self._random.random() < self._share:
                 columns.arrays.plain[row] = 0

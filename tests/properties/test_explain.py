@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.explain.page_history import NEVER, Leaving, Trail
+from analysis.explain.page_history import NEVER, PageHistory, RemovalKind
 from analysis.explain.watched_hashes import WatchTable
 
 NUM_PAGES = 6
@@ -42,14 +42,14 @@ def test_a_watch_table_grows() -> None:
 
 @given(st.lists(STEPS, max_size=40))
 def test_a_trail_holds_what_sets_hold_and_knows_the_last_change(steps: list[tuple[str, list[int], int]]) -> None:
-    trail = Trail(NUM_PAGES)
+    trail = PageHistory(NUM_PAGES)
     held: set[tuple[int, int]] = set()
     marks: set[tuple[int, int]] | None = None
-    left: dict[int, tuple[int, Leaving]] = {}
+    left: dict[int, tuple[int, RemovalKind]] = {}
     stored: dict[int, int] = {}
     for batch, (what, pages, medium) in enumerate(steps):
         before = {page for page, _ in held}
-        leaving = Leaving.REMOVED
+        leaving = RemovalKind.REMOVED
         array = np.array(pages, np.int64)
         match what:
             case "store":
@@ -64,7 +64,7 @@ def test_a_trail_holds_what_sets_hold_and_knows_the_last_change(steps: list[tupl
                     marks -= {(page, medium) for page in pages}
             case "clear":
                 trail.clear(batch)
-                held, leaving = set(), Leaving.CLEARED
+                held, leaving = set(), RemovalKind.CLEARED
             case "begin":
                 trail.begin_resync()
                 marks = set()
@@ -73,7 +73,7 @@ def test_a_trail_holds_what_sets_hold_and_knows_the_last_change(steps: list[tupl
                 marks = None
             case "end":
                 trail.end_resync(batch)
-                held, marks, leaving = held if marks is None else held & marks, None, Leaving.RESYNCED
+                held, marks, leaving = held if marks is None else held & marks, None, RemovalKind.RESYNCED
         now = {page for page, _ in held}
         left |= dict.fromkeys(before - now, (batch, leaving))
         stored |= dict.fromkeys(now - before, batch)

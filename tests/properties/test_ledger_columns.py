@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.hashes.hash_translator import HashNamespace, HashTranslator, NamespaceSeed
+from bridge.hashes.hash_memory import HashMemory, HashNamespace, NamespaceSeed
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.schema import AllBlocksCleared
 from kv_events.streams import StreamId
@@ -97,7 +97,7 @@ def drained(queue: ChangeQueue, pages: set[tuple[int, int]]) -> set[tuple[int, i
 @given(calls=calls)
 def test_any_events_in_one_call_are_taken_in_their_order(is_shared: bool, calls: list[list[Event] | None]) -> None:
     queue = ChangeQueue(10_000)
-    names, model = HashTranslator(CAPACITY, CAPACITY), Model()
+    names, model = HashMemory(CAPACITY, CAPACITY), Model()
     ledger = Ledger(CAPACITY, queue, names.blocks if is_shared else OwnBlocks(CAPACITY))
     view: set[tuple[int, int]] = set()
     for events in calls:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from indexer.errors import IndexFullError
-from indexer.index import IndexImage, Marks, OverlapIndex
+from indexer.index import IndexFullError, IndexImage, Marks, OverlapIndex
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.digest import empty_digest
 from kv_events.errors import InvalidValueError

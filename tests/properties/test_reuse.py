@@ -8,11 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
-from indexer.questions import score_all
+from indexer.scores import score_all
 from indexer.settings import IndexerSettings
 from kv_events.schema import NUM_MEDIA
 from tests.support.effort import num_examples

@@ -8,12 +8,10 @@ from tempfile import TemporaryDirectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
-from indexer.tenant_gate import TenantGate
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantGate, TenantLimits
 from indexer.views import View, ViewState
 from kv_events.digest import digest_bytes
 from kv_events.records import LogRecord

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from random import Random
 from shutil import copytree
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.replay import LogIndexer, Replay, Timeline
-from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
+from kv_events.log.batch_columns import decode_chunk
 from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run
@@ -41,25 +44,25 @@ def write(folder: Path, random: Random, length: int) -> list[LogRecord]:
     return records
 
 
-def from_the_beginning(folder: Path, until: Until) -> Replay:
+def from_the_beginning(folder: Path, until: LogMoment) -> Replay:
     found = (
-        record._replace(offset=index) if until.offset is not None else record
+        record._replace(offset=index) if until.index is not None else record
         for index, record in EventLogReader(folder).read()
     )
     return Replay(SETTINGS).apply_all(found, until)
 
 
-def some_moment(random: Random, records: list[LogRecord]) -> Until:
+def some_moment(random: Random, records: list[LogRecord]) -> LogMoment:
     kind, record = random.random(), random.choice(records)
     if kind < 0.4:
-        return Until(offset=random.randrange(len(records) + 2))
+        return LogMoment(index=random.randrange(len(records) + 2))
     if kind < 0.7:
-        return Until(time_s=(record.timestamp_ms + random.choice((-1, 0, 1, 4000))) / 1000)
+        return LogMoment(time_s=(record.timestamp_ms + random.choice((-1, 0, 1, 4000))) / 1000)
     limits = {0: -1, 1: -1}
     for each in records[: random.randrange(len(records) + 1)]:
         if each.channel == Channel.EVENTS:
             limits[each.partition] = each.offset
-    return Until(positions={p: offset + random.randrange(2) for p, offset in limits.items() if offset >= 0})
+    return LogMoment(offsets={p: offset + random.randrange(2) for p, offset in limits.items() if offset >= 0})
 
 
 @given(SEEDS, LENGTHS)
@@ -96,7 +99,7 @@ def test_a_log_whose_oldest_files_are_deleted_opens_as_the_whole_one(seed: int, 
             path.unlink()
         timeline = Timeline(folder, SETTINGS)
         for _ in range(4):
-            moment = Until(offset=random.randrange(timeline.first_index, len(records) + 1))
+            moment = LogMoment(index=random.randrange(timeline.first_index, len(records) + 1))
             assert facts(timeline.at(moment)) == facts(from_the_beginning(Path(whole), moment)), moment
         assert (timeline.faults, timeline.damage, timeline.warnings) == ([], [], [])
 
@@ -119,7 +122,7 @@ def test_steps_forward_and_back_equal_a_replay_from_the_beginning(seed: int, len
             assert (views is None) == (at is None)
             if views is not None and at is not None:
                 assert timeline.index == at
-                assert facts(views) == facts(from_the_beginning(Path(name), Until(offset=at)))
+                assert facts(views) == facts(from_the_beginning(Path(name), LogMoment(index=at)))
 
 
 @pytest.mark.parametrize("frame_at", [None, 19, 21])
@@ -140,7 +143,7 @@ def test_late_batches_and_wrong_clocks_replay_equally_however_they_are_read(
                 LogIndexer(tmp_path, SETTINGS, frame_cost=0).advance()
     timeline = Timeline(tmp_path, SETTINGS)
     for offset in range(5, 45):
-        moment = Until(offset=offset)
+        moment = LogMoment(index=offset)
         assert facts(timeline.at(moment)) == facts(from_the_beginning(tmp_path, moment)), moment
 
 
@@ -161,9 +164,79 @@ def test_workers_are_dropped_as_in_a_replay_from_the_beginning(seed: int) -> Non
         LogIndexer(Path(name), bounds, frame_cost=random.choice((500, 10**9))).advance()
         timeline = Timeline(Path(name), bounds)
         end = timeline.next_index
-        for moment in (Until(offset=random.randrange(end)), Until(time_s=1000 + random.randrange(100)), Until()):
+        for moment in (
+            LogMoment(index=random.randrange(end)),
+            LogMoment(time_s=1000 + random.randrange(100)),
+            LogMoment(),
+        ):
             found = (
-                record._replace(offset=index) if moment.offset is not None else record
+                record._replace(offset=index) if moment.index is not None else record
                 for index, record in EventLogReader(Path(name)).read()
             )
             assert facts(timeline.at(moment)) == facts(Replay(bounds).apply_all(found, moment)), moment
+
+
+@pytest.mark.parametrize("frame_cost", [None, 10_000])
+def test_views_after_any_moves_are_those_of_the_moment(tmp_path: Path, frame_cost: int | None) -> None:
+    with EventLogWriter(tmp_path, segment_bytes=20_000) as writer:
+        for record in faulty_run(Random(3), 500):
+            writer.append(record)
+    timeline = Timeline(tmp_path, SETTINGS)
+    if frame_cost is not None:
+        LogIndexer(tmp_path, SETTINGS, frame_cost=frame_cost).advance()
+    random, ways = Random(5), Counter[str]()
+    span = timeline.extent.span_s
+    assert span is not None
+    moving = timeline.at(LogMoment(index=1))
+    assert num_plain(timeline) > 250
+    for _ in range(150):
+        near = moving.now + random.choice((0.0, 0.2, 3.0, 40.0))
+        moment = random.choice(
+            (
+                LogMoment(index=min(timeline.next_index, moving.index + random.randrange(30))),
+                LogMoment(time_s=near),
+                LogMoment(time_s=random.uniform(*span) if random.random() < 0.2 else near),
+                LogMoment(offsets=dict(moving.positions)) if random.random() < 0.1 else LogMoment(index=moving.index),
+            )
+        )
+        can_move, before = timeline.can_move(moving, moment), moving
+        moving = timeline.at(moment, before)
+        ways["moved" if moving is before else "given up" if can_move else "opened"] += 1
+        assert facts(moving) == facts(timeline.at(moment)), moment
+    assert ways["moved"] > 60, ways
+    assert ways["opened"] > 5, ways
+
+
+def num_plain(timeline: Timeline) -> int:
+    """Return the number of batches that can be applied by the kernel."""
+    return sum(
+        int(np.count_nonzero(decode_chunk(chunk, 0, len(chunk.rows)).arrays.plain)) for chunk in timeline.chunks(0)
+    )
+
+
+def test_a_live_view_agreed_with_its_publisher_at_its_newest_batch(tmp_path: Path) -> None:
+    stream = Stream("w")
+    with EventLogWriter(tmp_path) as writer:
+        for i in range(20):
+            writer.append(stream.batch(stored((0, [i + 1])), now=1000.5 + i))
+        writer.append(stream.batch(stored((0, [30])), digest=bytes(64), now=1020.5))
+    timeline = Timeline(tmp_path, SETTINGS)
+    assert num_plain(timeline) == 21
+    moving = timeline.at(LogMoment(index=5))
+    for offset, agreed_at in ((5, 1004.5), (15, 1014.5), (18, 1017.5), (21, 1019.5)):
+        assert timeline.at(LogMoment(index=offset), moving) is moving
+        for views in (moving, timeline.at(LogMoment(index=offset))):
+            assert [view.agreed_at for view in views.namespaces.views] == [agreed_at]
+
+
+def test_views_do_not_move_back_or_far_beyond_key_frames(tmp_path: Path) -> None:
+    with EventLogWriter(tmp_path) as writer:
+        for i in range(100):
+            writer.append(Stream("w").batch(stored((0, [i + 1])), now=1000 + i))
+    LogIndexer(tmp_path, SETTINGS, frame_cost=2000).advance()
+    timeline = Timeline(tmp_path, SETTINGS)
+    moving = timeline.at(LogMoment(index=50))
+    for moment in (LogMoment(index=49), LogMoment(time_s=1048), LogMoment(index=100)):
+        assert timeline.at(moment, moving) is not moving
+    assert timeline.at(LogMoment(index=51), moving) is moving
+    assert (moving.index, moving.now) == (51, 1050)

@@ -136,8 +136,9 @@ class CacheRig:
 
     def _make_cache(self, write_policy="write_through", load_back_threshold=1, **options) -> Any:
         options = {"emit_group_events": options["enable_kv_cache_events"], "page_size": self.page_size} | options
+        states = {"mamba_pool": self.device_pools[PoolName.MAMBA], "mamba_cache_chunk_size": 2}
+        states["enable_mamba_extra_buffer"] = self.has_extra_buffer
         if self.cls == "unified":
-            states = {"state_pool": self.device_pools[PoolName.MAMBA], "chunk_size": 2, "enable_extra_buffer": True}
             make: dict[str, Any] = {
                 "swa": lambda: SWAComponent(self.swa, self.window),
                 "mamba": lambda: MambaComponent(self.slots, **states),
@@ -153,9 +154,9 @@ class CacheRig:
             options["load_back_threshold"] = load_back_threshold
         if self.cls in ("radix", "hiradix"):
             return (RadixCache if self.cls == "radix" else HiRadixCache)(**options)
-        states = {"mamba_allocator": self.slots, "mamba_pool": self.device_pools[PoolName.MAMBA]}
-        states |= {"enable_mamba_extra_buffer": self.has_extra_buffer, "mamba_cache_chunk_size": 2}
-        return (MambaRadixCache if self.cls == "mamba" else HiMambaRadixCache)(**states | options)
+        return (MambaRadixCache if self.cls == "mamba" else HiMambaRadixCache)(
+            mamba_allocator=self.slots, **states | options
+        )
 
     @property
     def identity(self):
@@ -195,7 +196,7 @@ class CacheRig:
         result = self.cache.insert(InsertParams(key, value, mamba_value=slot, swa_evicted_seqlen=evicted, **params))
         if result.mamba_exist and len(slot):
             self.slots.free(slot)
-        if not self.cache.rules.frees_duplicates:
+        if self.cls in ("radix", "hiradix"):
             self.pool.free(rows[: result.prefix_len])
         return result
 
@@ -274,7 +275,7 @@ class CacheRig:
 
     def hold_on_host(self, node):
         """Protect what a transfer at the node needs on the host besides KV from eviction. Returns the release."""
-        held = [(each, each.acquire_host(node)) for each in self.cache.auxiliaries]
+        held: list[Any] = [(each, each.acquire_host(node)) for each in self.cache.auxiliaries]
         return lambda: [each.release_host(node, ticket) for each, ticket in held if ticket is not None]
 
     def end_requests(self, number=None):
@@ -293,7 +294,6 @@ class CacheRig:
         self.loaded.clear()
 
     def run(self, *lanes):
-        """Run everything that is queued on the lanes, and apply nothing."""
         while any(self.engine.step(lane) for lane in lanes):
             pass
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine_cache.pools.host_rows import HostRows
+from engine_cache.pools.host_rows import BytelessHostPool
 from engine_cache.storage.base import PoolName
 
 
@@ -77,7 +77,7 @@ class DeviceRows:
         self.rows[dst] = self.rows[src]
 
 
-class NumberRows(HostRows):
+class NumberRows(BytelessHostPool):
     layer_num = 1
     layout = "page_first"
 

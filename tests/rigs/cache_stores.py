@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from engine_cache import StoragePolicy
-from engine_cache.storage.base import HiCacheStorage, PoolName, StorageStats
+from engine_cache.storage.base import HiCacheStorage, PoolName
 from engine_cache.storage.directory import DirectoryStorage
 from kv_events.schema import StorageMedium
 from tests.models.page_names import block_hash
@@ -64,8 +64,8 @@ class MemoryStorage(HiCacheStorage):
         self.pages.clear()
         self.removed.clear()
 
-    def get_stats(self):
-        return StorageStats(0, 0, 0, 0, 0, 0, 0, len(self.pages), 0)
+    def _size(self):
+        return len(self.pages), 0
 
     def _present(self, name, keys):
         self._check("exists", name, keys)
@@ -221,7 +221,7 @@ def is_idle(rig):
     rig.cache.check_hicache_events()
     tier, nodes = rig.cache.store, [rig.cache.root_node, *(place.node for place in rig.walk())]
     held = [rig.data(node, kind).host_lock_ref for node in nodes for kind in ("full", "swa", "mamba")]
-    left = rig.cache.prefetch_tokens_occupied, rig.cache.ongoing_prefetch, tier.io.prefetches, tier._host_locks
+    left = rig.cache.prefetch_tokens_occupied, rig.cache.ongoing_prefetch, tier.io.prefetches, tier.ongoing_archives
     return not any((*left, *held))
 
 

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool, PoolShape
-from engine_cache.pools.host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
-from engine_cache.pools.host_indexer import NSAIndexerPoolHost
+from engine_cache.pools.host import MambaPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, NSAIndexerPoolHost
 from engine_cache.pools.mamba import MambaPool
-from engine_cache.pools.mamba_host import MambaPoolHost
 from tests.rigs.cache_pools import Faults
 
 LAYERS = 2

@@ -1,4 +1,4 @@
-"""One service asked in all ways: by its hot lane, over a direct connection, and by the ordinary decoder and encoder."""
+"""One service asked in all ways: by its fast path, over a direct connection, by the ordinary decoder and encoder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from api.app import create_app
-from api.fast.fast_path import HotLane
+from api.fast.fast_path import FastPath
 from api.fast.heads import Head
-from api.fast.kernel_connections import Repeated
+from api.fast.kernel_connections import RequestTemplate
 from api.problems import ProblemError
-from api.queries.body_formats import codec_of
-from api.queries.encoding import encoded_answer
-from api.queries.questions import BY_HASH, BY_TOKENS, decode_question
+from api.queries.body_formats import format_of
+from api.queries.encoding import encode_answer
+from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
-from indexer.questions import score_all
+from indexer.scores import score_all
 from kv_events.hashing import sequence_hashes
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
@@ -43,25 +43,25 @@ class BothWays:
             batch = Stream(worker, dp_rank=rank, block_size=BLOCK_SIZE).batch(stored((0, hashes[:pages])))
             for _ in self._consumer.applier.apply(batch, 1.0):
                 pass
-        self._lane: HotLane = create_app(self._consumer, ApiSettings()).state.lane
+        self._fast_path: FastPath = create_app(self._consumer, ApiSettings()).state.fast_path
 
     def agree(self, body: bytes, path: str = "/query", content_type: str = "application/json") -> bool:
-        """Check that the lane's answer is the ordinary one. Returns False if the lane does not take the body.
+        """Check that the fast path's answer is the ordinary one. Returns False if the fast path does not take the body.
 
-        A body that the lane takes is then sent twice over a direct connection.
+        A body that the fast path takes is then sent twice over a direct connection.
         """
         head = _HEAD % (path.encode(), len(body), content_type.encode())
         accepted, data = Head(path, content_type, len(body)), head + body
-        answered = self._lane.answer(accepted, data, len(head))
+        answered = self._fast_path.answer(accepted, data, len(head))
         if answered is None:
             return False
         assert _AGE.sub(b"", answered) == self._expected(body, path, content_type), body
-        repeated = self._lane.repeated(accepted, data, len(head))
+        repeated = self._fast_path.repeated(accepted, data, len(head))
         if repeated is not None:
             assert self.agree_directly(repeated, [body, body], path) == [True, True]
         return True
 
-    def agree_directly(self, repeated: Repeated, bodies: list[bytes], path: str = "/query") -> list[bool]:
+    def agree_directly(self, repeated: RequestTemplate, bodies: list[bytes], path: str = "/query") -> list[bool]:
         """Send bodies over a connection that is direct for some requests. Checks answers, and that nothing is lost.
 
         Returns whether each one was answered, and not returned to the owner of the connection.
@@ -72,30 +72,30 @@ class BothWays:
             assert answer is None or answer == self._expected(body, path, "application/json"), body
         return [answer is not None for answer in answers]
 
-    def repeated(self, body: bytes) -> Repeated | None:
+    def repeated(self, body: bytes) -> RequestTemplate | None:
         """Return what is alike in requests with such a body."""
         head = _HEAD % (b"/query", len(body), b"application/json")
-        return self._lane.repeated(Head("/query", "application/json", len(body)), head + body, len(head))
+        return self._fast_path.repeated(Head("/query", "application/json", len(body)), head + body, len(head))
 
     def read_into(self, data: npt.NDArray[np.uint8]) -> None:
         """Let requests of direct connections be read into this memory."""
-        direct = self._lane.direct
+        direct = self._fast_path.direct
         assert direct is not None
-        direct._use(direct._exchange._replace(data=data))
+        direct._use(direct._sockets._replace(data=data))
 
     def _expected(self, body: bytes, path: str, content_type: str) -> bytes | None:
         """Return the ordinary answer without ages, or None if the body is refused."""
         try:
-            question, numbers = decode_question(body, codec_of(content_type), _FIELDS[path])
+            question, numbers = decode_question(body, format_of(content_type), _FIELDS[path])
         except ProblemError:
             return None
         namespaces = self._consumer.namespaces.find(question.model, question.tenant)
         scores = score_all(namespaces, partial(question.hashes, numbers), self._consumer.freshness)
-        return _AGE.sub(b"", encoded_answer(question, scores, time.time()))
+        return _AGE.sub(b"", encode_answer(question, scores, time.time()))
 
-    async def _ask_directly(self, repeated: Repeated, requests: list[bytes]) -> list[bytes | None]:
+    async def _ask_directly(self, repeated: RequestTemplate, requests: list[bytes]) -> list[bytes | None]:
         """Return the answers without ages, None for those requests that were returned."""
-        direct = self._lane.direct
+        direct = self._fast_path.direct
         assert direct is not None
         answers: list[bytes | None] = []
         ours, theirs = socket.socketpair()

@@ -17,12 +17,14 @@ import gc
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -70,22 +72,25 @@ class PreparedProcess:
         self._events, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(_prepared(read_at_exec(environment)), [request], [*streams, theirs.fileno()])
+        weakref.finalize(self, self._events.close)
         self.pid = int(self._events.recv(16))
         self._code: int | None = None
 
     @property
     def running(self) -> bool:
         """Return whether the process is alive."""
-        with suppress(BlockingIOError):
+        with suppress(TimeoutError):
             self.wait(0)
         return self._code is None
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Return the exit code, negative for a signal. Raises TimeoutError, or BlockingIOError if the timeout is 0."""
+        """Return the exit code, negative for a signal. Raises TimeoutError. Several threads may wait."""
         if self._code is None:
-            self._events.settimeout(timeout_s)
-            self._code = int(self._events.recv(16))
-            self._events.close()
+            ready = select.poll()
+            ready.register(self._events, select.POLLIN)
+            if not ready.poll(timeout_s and timeout_s * 1000):
+                raise TimeoutError(f"process {self.pid} runs after {timeout_s} s")
+            self._code = int(self._events.recv(16, socket.MSG_PEEK))  # left there for the other threads
         return self._code
 
     def send(self, number: int) -> None:

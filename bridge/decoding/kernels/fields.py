@@ -4,49 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.decoding.kernels.rows import (
-    BLOCK_SIZE,
-    CLEARED,
-    EXTRA,
-    EXTRA_LENGTH,
-    GROUP,
-    HAS_PARENT,
-    HASH_FROM,
-    HASH_TO,
-    KIND,
-    LORA,
-    LORA_ID,
-    MEDIUM,
-    MOONCAKE_EVENT,
-    PARENT,
-    RANGE,
-    REMOVED,
-    STORED,
-    TAG,
-    TRUNCATED,
-    TYPE,
-    UNREADABLE,
-    WINDOW,
-    fail,
-)
+from bridge.decoding.kernels import columns
 from bridge.decoding.kernels.tokens import read_tokens
+from kv_events.kernels import msgpack
 from kv_events.kernels.declare import array_function, array_helper
 from kv_events.kernels.instructions import eight_bytes
-from kv_events.kernels.msgpack import (
-    ARRAY,
-    BIN,
-    MAP,
-    NEGATIVE,
-    NIL,
-    POSITIVE,
-    STR,
-    big_endian,
-    dictionary,
-    look_up,
-    read_head,
-    read_key,
-    skip,
-)
 from kv_events.limits import MAX_ENGINE_PAGES
 
 # fields; the first ones are strings, whose pairs of columns begin at MEDIUM
@@ -55,7 +17,7 @@ _F_EXTRA, _F_HASHES, _F_PARENT, _F_TOKENS, _F_BLOCK_SIZE, _F_LORA_ID, _F_GROUP, 
 F_TAG, F_EVENT_TYPE, F_UNKNOWN, _F_LORA_OR_MAP = range(13, 17)
 NUM_TEXTS = 5
 
-EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS = dictionary(
+_TEXT, _BORDERS, _MEANINGS = msgpack.dictionary(
     {
         "medium": _F_MEDIUM,
         "lora_name": _F_LORA,
@@ -74,8 +36,8 @@ EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS = dictionary(
         "event_type": F_EVENT_TYPE,
     }
 )
-_TAG_TEXT, _TAG_BORDERS, _TAG_MEANINGS = dictionary(
-    {"BlockStored": STORED, "BlockRemoved": REMOVED, "AllBlocksCleared": CLEARED}
+_TAG_TEXT, _TAG_BORDERS, _TAG_MEANINGS = msgpack.dictionary(
+    {"BlockStored": columns.STORED, "BlockRemoved": columns.REMOVED, "AllBlocksCleared": columns.CLEARED}
 )
 
 # fields of the array form, in the order in which the engines added them; index 0 is the tag
@@ -95,6 +57,12 @@ _UINT64, _INT64 = 0xCF, 0xD3
 
 
 @array_helper
+def read_name(data, at, stop):
+    """Read the key of a field. Returns (field or F_UNKNOWN, position after it)."""
+    return msgpack.read_key(data, at, stop, _TEXT, _BORDERS, _MEANINGS, F_UNKNOWN)
+
+
+@array_helper
 def _read_hash(data, at, stop):
     """Read a block hash. Returns (whether it is valid, 64 bits, position after it).
 
@@ -102,68 +70,68 @@ def _read_hash(data, at, stop):
     """
     if at + 9 <= stop and (data[at] == _UINT64 or data[at] == _INT64):
         return True, eight_bytes(data, at + 1), at + 9
-    kind, value, at = read_head(data, at, stop)
-    if kind in (POSITIVE, NEGATIVE):
+    kind, value, at = msgpack.read_head(data, at, stop)
+    if kind in (msgpack.POSITIVE, msgpack.NEGATIVE):
         return True, value, at
-    if kind == BIN and value > _ZERO:
+    if kind == msgpack.BIN and value > _ZERO:
         length = np.int64(value)
-        return True, big_endian(data, at, length), at + length
+        return True, msgpack.big_endian(data, at, length), at + length
     return False, _ZERO, at
 
 
 @array_helper
 def _read_hashes(data, at, stop, row, hashes):
-    kind, count, at = read_head(data, at, stop)
-    if kind != ARRAY:
-        return fail(row, TYPE)
+    kind, count, at = msgpack.read_head(data, at, stop)
+    if kind != msgpack.ARRAY:
+        return columns.reject(row, columns.TYPE)
     if count > _MAX_PAGES:
-        return fail(row, RANGE)
-    position = row[HASH_FROM]
+        return columns.reject(row, columns.RANGE)
+    position = row[columns.HASH_FROM]
     for _ in range(np.int64(count)):
         is_hash, value, at = _read_hash(data, at, stop)
         if not is_hash:
-            return fail(row, TYPE)
+            return columns.reject(row, columns.TYPE)
         hashes[position] = value
         position += 1
-    row[HASH_TO] = position
+    row[columns.HASH_TO] = position
     return at
 
 
 @array_function
 def _read_parent(data, at, stop, row):
-    kind, _, end = read_head(data, at, stop)
-    if kind == NIL:
-        row[HAS_PARENT] = 0
+    kind, _, end = msgpack.read_head(data, at, stop)
+    if kind == msgpack.NIL:
+        row[columns.HAS_PARENT] = 0
         return end
     is_hash, value, at = _read_hash(data, at, stop)
     if not is_hash:
-        return fail(row, TYPE)
-    row[HAS_PARENT] = 1
-    row[PARENT] = np.int64(value)
+        return columns.reject(row, columns.TYPE)
+    row[columns.HAS_PARENT] = 1
+    row[columns.PARENT] = np.int64(value)
     return at
 
 
 @array_helper
 def _read_number(data, at, stop, row, column):
     """Read an integer. Sizes and indices must fit 31 bits. Nil counts as absent."""
-    kind, value, at = read_head(data, at, stop)
-    if kind == NIL:
+    kind, value, at = msgpack.read_head(data, at, stop)
+    if kind == msgpack.NIL:
         return at
-    if kind not in (POSITIVE, NEGATIVE):
-        return fail(row, TYPE)
-    if column != LORA_ID and (kind == NEGATIVE or value > _MAX_SIZE):
-        return fail(row, RANGE)
+    if kind not in (msgpack.POSITIVE, msgpack.NEGATIVE):
+        return columns.reject(row, columns.TYPE)
+    if column != columns.LORA_ID and (kind == msgpack.NEGATIVE or value > _MAX_SIZE):
+        return columns.reject(row, columns.RANGE)
     row[column] = np.int64(value)
     return at
 
 
 @array_function
 def _read_text(data, at, stop, row, column):
-    kind, value, at = read_head(data, at, stop)
-    if kind == NIL:
+    kind, value, at = msgpack.read_head(data, at, stop)
+    if kind == msgpack.NIL:
         return at
-    if kind != STR:
-        return fail(row, TYPE)
+    if kind != msgpack.STR:
+        return columns.reject(row, columns.TYPE)
     row[column], row[column + 1] = at, np.int64(value)
     return at + np.int64(value)
 
@@ -171,52 +139,52 @@ def _read_text(data, at, stop, row, column):
 @array_function
 def _read_lora_or_map(data, at, stop, row):
     """Read the element at index 7: vLLM's adapter name. Some SGLang builds send a map with the salt there instead."""
-    kind, count, end = read_head(data, at, stop)
-    if kind != MAP:
-        return _read_text(data, at, stop, row, LORA)
+    kind, count, end = msgpack.read_head(data, at, stop)
+    if kind != msgpack.MAP:
+        return _read_text(data, at, stop, row, columns.LORA)
     at = end
     for _ in range(np.int64(count)):
-        field, at = read_key(data, at, stop, EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS, F_UNKNOWN)
+        field, at = read_name(data, at, stop)
         if at < 0:
-            return fail(row, TRUNCATED)
+            return columns.reject(row, columns.TRUNCATED)
         if field in (_F_SALT, _F_LORA):
-            at = _read_text(data, at, stop, row, MEDIUM + 2 * field)
+            at = _read_text(data, at, stop, row, columns.MEDIUM + 2 * field)
         else:
-            at = skip(data, at, stop)
+            at = msgpack.skip(data, at, stop)
         if at < 0:
-            return fail(row, TYPE)
+            return columns.reject(row, columns.TYPE)
     return at
 
 
 @array_function
 def _read_extra(data, at, stop, row):
     """Record the extra keys if any page has some."""
-    kind, count, inside = read_head(data, at, stop)
-    end = skip(data, at, stop)
+    kind, count, inside = msgpack.read_head(data, at, stop)
+    end = msgpack.skip(data, at, stop)
     if end < 0:
-        return fail(row, TRUNCATED)
-    if kind == NIL:
+        return columns.reject(row, columns.TRUNCATED)
+    if kind == msgpack.NIL:
         return end
-    if kind != ARRAY:
-        return fail(row, TYPE)
+    if kind != msgpack.ARRAY:
+        return columns.reject(row, columns.TYPE)
     for _ in range(np.int64(count)):
-        kind, value, _at = read_head(data, inside, stop)
-        if kind != NIL and not (kind == ARRAY and value == _ZERO):
-            row[EXTRA], row[EXTRA_LENGTH] = at, end - at
+        kind, value, _at = msgpack.read_head(data, inside, stop)
+        if kind != msgpack.NIL and not (kind == msgpack.ARRAY and value == _ZERO):
+            row[columns.EXTRA], row[columns.EXTRA_LENGTH] = at, end - at
             break
-        inside = skip(data, inside, stop)
+        inside = msgpack.skip(data, inside, stop)
     return end
 
 
 @array_function
 def read_tag(data, at, stop, row):
-    kind, value, at = read_head(data, at, stop)
-    if kind != STR:
-        return fail(row, TAG)
+    kind, value, at = msgpack.read_head(data, at, stop)
+    if kind != msgpack.STR:
+        return columns.reject(row, columns.TAG)
     length = np.int64(value)
-    tag = look_up(data, at, length, _TAG_TEXT, _TAG_BORDERS, _TAG_MEANINGS, UNREADABLE)
-    if row[KIND] != MOONCAKE_EVENT:
-        row[KIND] = tag
+    tag = msgpack.look_up(data, at, length, _TAG_TEXT, _TAG_BORDERS, _TAG_MEANINGS, columns.UNREADABLE)
+    if row[columns.KIND] != columns.MOONCAKE_EVENT:
+        row[columns.KIND] = tag
     return at + length
 
 
@@ -224,7 +192,7 @@ def read_tag(data, at, stop, row):
 def read_field(data, at, stop, field, row, hashes, tokens):
     """Read one value into the row. Returns the position after it, or -1 with a reason in the row."""
     if field < NUM_TEXTS:
-        return _read_text(data, at, stop, row, MEDIUM + 2 * field)
+        return _read_text(data, at, stop, row, columns.MEDIUM + 2 * field)
     if field == _F_HASHES:
         return _read_hashes(data, at, stop, row, hashes)
     if field == _F_TOKENS:
@@ -232,13 +200,13 @@ def read_field(data, at, stop, field, row, hashes, tokens):
     if field == _F_PARENT:
         return _read_parent(data, at, stop, row)
     if field == _F_BLOCK_SIZE:
-        return _read_number(data, at, stop, row, BLOCK_SIZE)
+        return _read_number(data, at, stop, row, columns.BLOCK_SIZE)
     if field == _F_LORA_ID:
-        return _read_number(data, at, stop, row, LORA_ID)
+        return _read_number(data, at, stop, row, columns.LORA_ID)
     if field == _F_GROUP:
-        return _read_number(data, at, stop, row, GROUP)
+        return _read_number(data, at, stop, row, columns.GROUP)
     if field == _F_WINDOW:
-        return _read_number(data, at, stop, row, WINDOW)
+        return _read_number(data, at, stop, row, columns.WINDOW)
     if field == _F_LORA_OR_MAP:
         return _read_lora_or_map(data, at, stop, row)
     if field == _F_EXTRA:
@@ -246,6 +214,6 @@ def read_field(data, at, stop, field, row, hashes, tokens):
     if field == F_TAG:
         return read_tag(data, at, stop, row)
     if field == F_EVENT_TYPE:
-        row[KIND] = MOONCAKE_EVENT
-    at = skip(data, at, stop)
-    return at if at >= 0 else fail(row, TRUNCATED)
+        row[columns.KIND] = columns.MOONCAKE_EVENT
+    at = msgpack.skip(data, at, stop)
+    return at if at >= 0 else columns.reject(row, columns.TRUNCATED)

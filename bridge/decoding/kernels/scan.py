@@ -9,64 +9,98 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from bridge.decoding.kernels.batches import (
-    AT,
-    BATCH,
-    BATCH_RANK,
-    IS_OPEN,
-    IS_RANK_BAD,
-    LEFT,
-    NUM_BAD_RANKS,
-    NUM_HASHES,
-    NUM_ROWS,
-    NUM_TOKENS,
-    RANK,
-    RUN,
-    find_rank,
-    open_batch,
-)
-from bridge.decoding.kernels.fields import (
-    EVENT_BORDERS,
-    EVENT_MEANINGS,
-    EVENT_TEXT,
-    F_EVENT_TYPE,
-    F_UNKNOWN,
-    REMOVED_FIELDS,
-    STORED_FIELDS,
-    read_field,
-    read_tag,
-)
-from bridge.decoding.kernels.rows import (
-    BAD_STORE,
-    CONTINUES,
-    GROUP,
-    HAS_PARENT,
-    HASH_FROM,
-    HASH_TO,
-    KIND,
-    MOONCAKE_EVENT,
-    NUM_COLUMNS,
-    PARENT,
-    REASON,
-    REMOVED,
-    SHAPE,
-    START,
-    STOP,
-    STORED,
-    TAG,
-    TOKEN_FROM,
-    TOKEN_TO,
-    TRUNCATED,
-    TYPE,
-    UNREADABLE,
-    ScannedEvents,
-    fail,
-)
+from bridge.decoding.kernels import columns, fields
 from bridge.decoding.kernels.runs import begin_run, join_run, leave_run, shape
 from kv_events.kernels.bundles import I64Vector, U8Input
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
-from kv_events.kernels.msgpack import ARRAY, MAP, read_head, read_key, skip
-from kv_events.limits import MAX_ENGINE_PAGES
+from kv_events.kernels.msgpack import ARRAY, BAD, MAP, NIL, POSITIVE, dictionary, read_head, read_key, skip
+from kv_events.limits import MAX_ENGINE_EVENTS, MAX_ENGINE_PAGES
+
+# columns of the header for the current batch: its number, whether it was opened, position of the next event, events
+# left, rank (-1: none), whether the rank was invalid, whether the rank follows the events
+BATCH, IS_OPEN, AT, LEFT, BATCH_RANK, IS_RANK_BAD, RANK_FOLLOWS = range(7)
+# columns for all batches that are read together: rank, batches with an invalid rank, rows, hashes, tokens, first row of
+# the run
+RANK, NUM_BAD_RANKS, NUM_ROWS, NUM_HASHES, NUM_TOKENS, RUN = range(7, 13)
+NUM_HEADER = 13
+
+_F_EVENTS, _F_RANK = 100, 101
+_BATCH_TEXT, _BATCH_BORDERS, _BATCH_MEANINGS = dictionary(
+    {"events": _F_EVENTS, "data_parallel_rank": _F_RANK, "attn_dp_rank": _F_RANK, "dp_rank": _F_RANK}
+)
+_MAX_RANK = np.uint64(2**31 - 1)
+
+
+@array_function
+def _take_rank(data, at, stop, header):
+    kind, value, _ = read_head(data, at, stop)
+    if kind == POSITIVE and value <= _MAX_RANK:
+        header[BATCH_RANK] = np.int64(value)
+    elif kind not in (NIL, BAD):
+        header[IS_RANK_BAD] = 1
+
+
+@array_function
+def _take_events(data, at, stop, header):
+    """Set the header to the first event. Returns whether the events are a list, and not too many."""
+    kind, count, at = read_head(data, at, stop)
+    header[AT], header[LEFT] = at, np.int64(count)
+    return kind == ARRAY and count <= MAX_ENGINE_EVENTS
+
+
+@array_function
+def _open_map(data, at, stop, count, header):
+    found = False
+    for _ in range(count):
+        field, at = read_key(data, at, stop, _BATCH_TEXT, _BATCH_BORDERS, _BATCH_MEANINGS, fields.F_UNKNOWN)
+        if at < 0:
+            break
+        if field == _F_EVENTS:
+            found = _take_events(data, at, stop, header)
+            if not found:
+                break
+        elif field == _F_RANK:
+            _take_rank(data, at, stop, header)
+        at = skip(data, at, stop)
+        if at < 0:
+            break
+    return found
+
+
+@array_function
+def open_batch(data, at, stop, header):
+    """Find the events and the rank of a batch.
+
+    Returns False unless the batch is a map or an array of at least two elements, and has no more events than it may.
+    """
+    header[BATCH_RANK], header[IS_RANK_BAD], header[RANK_FOLLOWS], header[LEFT] = -1, 0, 0, 0
+    form, value, at = read_head(data, at, stop)
+    count = np.int64(value)
+    if form == MAP:
+        found = _open_map(data, at, stop, count, header)
+    elif form == ARRAY and count >= 2:
+        at = skip(data, at, stop)  # timestamp
+        found = at >= 0 and _take_events(data, at, stop, header)
+        header[RANK_FOLLOWS] = count > 2
+    else:
+        found = False
+    header[IS_OPEN] = found
+    return found
+
+
+@array_function
+def find_rank(data, stop, header):
+    """Read the rank that follows the events, without consuming the events that are left."""
+    if header[RANK_FOLLOWS] == 0:
+        return
+    header[RANK_FOLLOWS] = 0
+    at = header[AT]
+    for _ in range(header[LEFT]):
+        at = skip(data, at, stop)
+        if at < 0:
+            return
+    _take_rank(data, at, stop, header)
+
 
 _MAX_RUNS = 64
 """Bound on the runs of one call. Each costs Python some microseconds, up to about 200."""
@@ -85,32 +119,32 @@ def _read_event(data, at, stop, row, hashes, tokens):
     count = np.int64(value)
     if form == MAP:
         for _ in range(count):
-            field, at = read_key(data, at, stop, EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS, F_UNKNOWN)
+            field, at = fields.read_name(data, at, stop)
             if at < 0:
-                return fail(row, TRUNCATED)
-            if row[KIND] == MOONCAKE_EVENT:
-                field = F_UNKNOWN  # msgspec decodes its other fields
-            at = read_field(data, at, stop, field, row, hashes, tokens)
+                return columns.reject(row, columns.TRUNCATED)
+            if row[columns.KIND] == columns.MOONCAKE_EVENT:
+                field = fields.F_UNKNOWN  # msgspec decodes its other fields
+            at = fields.read_field(data, at, stop, field, row, hashes, tokens)
             if at < 0:
-                if _is_mooncake_event(data, row[START], stop):
-                    row[KIND] = MOONCAKE_EVENT
-                    return skip(data, row[START], stop)
+                if _is_mooncake_event(data, row[columns.START], stop):
+                    row[columns.KIND] = columns.MOONCAKE_EVENT
+                    return skip(data, row[columns.START], stop)
                 return -1
     elif form == ARRAY and count > 0:
-        at = read_tag(data, at, stop, row)
+        at = fields.read_tag(data, at, stop, row)
         if at < 0:
             return -1
-        fields = STORED_FIELDS if row[KIND] == STORED else REMOVED_FIELDS
-        known = fields.shape[0] if row[KIND] == STORED or row[KIND] == REMOVED else 1
+        layout = fields.STORED_FIELDS if row[columns.KIND] == columns.STORED else fields.REMOVED_FIELDS
+        known = layout.shape[0] if row[columns.KIND] <= columns.REMOVED else 1
         for position in range(1, count):
-            field = fields[position] if position < known else F_UNKNOWN
-            at = read_field(data, at, stop, field, row, hashes, tokens)
+            field = layout[position] if position < known else fields.F_UNKNOWN
+            at = fields.read_field(data, at, stop, field, row, hashes, tokens)
             if at < 0:
                 return -1
     else:
-        return fail(row, TYPE)
-    if row[KIND] == UNREADABLE:
-        return fail(row, TAG)
+        return columns.reject(row, columns.TYPE)
+    if row[columns.KIND] == columns.UNREADABLE:
+        return columns.reject(row, columns.TAG)
     return at
 
 
@@ -119,10 +153,10 @@ def _is_mooncake_event(data, at, stop):
     """Return whether an event in map form has an `event_type`. Its other fields then have a different meaning."""
     _, count, at = read_head(data, at, stop)
     for _ in range(np.int64(count)):
-        field, at = read_key(data, at, stop, EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS, F_UNKNOWN)
+        field, at = fields.read_name(data, at, stop)
         if at < 0:
             return False
-        if field == F_EVENT_TYPE:
+        if field == fields.F_EVENT_TYPE:
             return True
         at = skip(data, at, stop)
         if at < 0:
@@ -134,45 +168,48 @@ def _is_mooncake_event(data, at, stop):
 def _read_row(data, stop, header, rows, hashes, tokens):
     """Read the next event into the next row, and advance the header."""
     row = rows[header[NUM_ROWS]]
-    for column in range(NUM_COLUMNS):
+    for column in range(columns.NUM_COLUMNS):
         row[column] = 0
-    row[KIND], row[GROUP], row[START] = UNREADABLE, -1, header[AT]
-    row[HASH_FROM] = row[HASH_TO] = header[NUM_HASHES]
-    row[TOKEN_FROM] = row[TOKEN_TO] = header[NUM_TOKENS]
+    row[columns.KIND], row[columns.GROUP], row[columns.START] = columns.UNREADABLE, -1, header[AT]
+    row[columns.HASH_FROM] = row[columns.HASH_TO] = header[NUM_HASHES]
+    row[columns.TOKEN_FROM] = row[columns.TOKEN_TO] = header[NUM_TOKENS]
     end = _read_event(data, header[AT], stop, row, hashes, tokens)
     if end < 0:
-        row[KIND] = BAD_STORE if row[KIND] == STORED else UNREADABLE
+        row[columns.KIND] = columns.BAD_STORE if row[columns.KIND] == columns.STORED else columns.UNREADABLE
         end = skip(data, header[AT], stop)
-    elif row[KIND] == STORED:
-        row[SHAPE] = shape(row)
-    elif row[KIND] == REMOVED:
-        row[TOKEN_TO] = row[TOKEN_FROM]
-    if row[KIND] <= REMOVED:
-        header[NUM_HASHES], header[NUM_TOKENS] = row[HASH_TO], row[TOKEN_TO]
+    elif row[columns.KIND] == columns.STORED:
+        row[columns.SHAPE] = shape(row)
+    elif row[columns.KIND] == columns.REMOVED:
+        row[columns.TOKEN_TO] = row[columns.TOKEN_FROM]
+    if row[columns.KIND] <= columns.REMOVED:
+        header[NUM_HASHES], header[NUM_TOKENS] = row[columns.HASH_TO], row[columns.TOKEN_TO]
     header[LEFT] -= 1
     if end < 0:
-        row[KIND], row[REASON] = UNREADABLE, TRUNCATED  # all events after it are unreadable, too
+        row[columns.KIND], row[columns.REASON] = (
+            columns.UNREADABLE,
+            columns.TRUNCATED,
+        )  # all events after it are unreadable, too
         header[LEFT], end = 0, stop
-    row[STOP] = header[AT] = end
+    row[columns.STOP] = header[AT] = end
 
 
 @array_helper
-def _put_in_run(data, header, rows, location_indices):
+def _put_in_run(data, header, rows, kinds):
     """Add the newest row to the current run, or begin a new run with it. Returns whether it begins one."""
     number = header[NUM_ROWS]
     index = join_run(data, rows, header[RUN], number) if number > 0 else -1
-    rows[number][CONTINUES] = index >= 0
+    rows[number][columns.CONTINUES] = index >= 0
     if index < 0:
         begin_run(rows, number)
         header[RUN], index = number, 0
-    location_indices[number] = index
-    return rows[number][CONTINUES] == 0
+    kinds[number] = index + columns.REMOVAL * (rows[number][columns.KIND] == columns.REMOVED)
+    return rows[number][columns.CONTINUES] == 0
 
 
 # --- entry point ----------------------------------------------------------------------------------------------------
 
 
-@array_kernel(types.boolean, U8Input, I64Vector, I64Vector, ScannedEvents)
+@array_kernel(types.boolean, U8Input, I64Vector, I64Vector, columns.ScannedEvents)
 def scan_batches(data, borders, header, out):
     """Read the next events of consecutive batches of one rank, until `out` is full, or they have many runs or pages.
 
@@ -192,9 +229,9 @@ def scan_batches(data, borders, header, out):
             number = header[NUM_ROWS]
             _read_row(data, stop, header, rows, out.hashes, out.tokens)
             row = rows[number]
-            out.lengths[number], out.is_removal[number] = row[HASH_TO] - row[HASH_FROM], row[KIND] == REMOVED
-            out.parents[number], out.has_parent[number] = np.uint64(row[PARENT]), row[HAS_PARENT]
-            num_runs += _put_in_run(data, header, rows, out.location_indices)
+            out.lengths[number] = row[columns.HASH_TO] - row[columns.HASH_FROM]
+            out.parents[number], out.has_parent[number] = np.uint64(row[columns.PARENT]), row[columns.HAS_PARENT]
+            num_runs += _put_in_run(data, header, rows, out.kinds)
             header[NUM_ROWS] += 1
         find_rank(data, stop, header)
         if is_first:

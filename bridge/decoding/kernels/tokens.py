@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.decoding.kernels.rows import PAIRS, TOKEN_FROM, TOKEN_TO, TOKENS, TYPE, fail
+from bridge.decoding.kernels import columns
 from kv_events.kernels.declare import array_function, array_helper
 from kv_events.kernels.instructions import eight_bytes
 from kv_events.kernels.msgpack import ARRAY, NIL, POSITIVE, big_endian, read_head
@@ -56,7 +56,7 @@ def _read_usual_tokens(data, at, stop, row, tokens, count):
     There is no branch on the size of a token, because processors cannot predict it. Tokens are read in pairs, because
     the bytes loaded for the first one show where the second one begins. Returns (tokens read, position after them).
     """
-    done, position = 0, row[TOKEN_FROM]
+    done, position = 0, row[columns.TOKEN_FROM]
     while done + 2 <= count and at + 13 <= stop:
         word = eight_bytes(data, at)
         first = word >> _SHIFT56
@@ -74,22 +74,22 @@ def _read_usual_tokens(data, at, stop, row, tokens, count):
 @array_function
 def _read_pairs(data, at, stop, row, tokens, count):
     """Read `count` pairs as count + 1 tokens. Each pair overlaps the next one by one token."""
-    position = row[TOKEN_FROM]
+    position = row[columns.TOKEN_FROM]
     for i in range(count):
         kind, value, at = read_head(data, at, stop)
         if kind != ARRAY or value != np.uint64(2):
-            return fail(row, TOKENS)
+            return columns.reject(row, columns.TOKENS)
         first, at = _read_token(data, at, stop)
         if at < 0 or (i > 0 and first != tokens[position]):
-            return fail(row, TOKENS)
+            return columns.reject(row, columns.TOKENS)
         second, at = _read_token(data, at, stop)
         if at < 0:
-            return fail(row, TOKENS)
+            return columns.reject(row, columns.TOKENS)
         tokens[position] = first
         tokens[position + 1] = second
         position += 1
-    row[TOKEN_TO] = position + 1
-    row[PAIRS] = 1
+    row[columns.TOKEN_TO] = position + 1
+    row[columns.PAIRS] = 1
     return at
 
 
@@ -99,17 +99,17 @@ def read_tokens(data, at, stop, row, tokens):
     if kind == NIL:
         return at
     if kind != ARRAY:
-        return fail(row, TYPE)
+        return columns.reject(row, columns.TYPE)
     count = np.int64(value)
     if count > 0 and read_head(data, at, stop)[0] == ARRAY:
         return _read_pairs(data, at, stop, row, tokens, count)
     done, at = _read_usual_tokens(data, at, stop, row, tokens, count)
-    position = row[TOKEN_FROM] + done
+    position = row[columns.TOKEN_FROM] + done
     for _ in range(count - done):
         token, at = _read_token(data, at, stop)
         if at < 0:
-            return fail(row, TOKENS)
+            return columns.reject(row, columns.TOKENS)
         tokens[position] = token
         position += 1
-    row[TOKEN_TO] = position
+    row[columns.TOKEN_TO] = position
     return at

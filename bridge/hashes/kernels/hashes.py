@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from bridge.decoding.runs import PageEvents
+from bridge.decoding.events import PageEvents
+from bridge.decoding.kernels.columns import REMOVAL
 from kv_events.digest import mix
 from kv_events.kernels.bundles import I64Vector, U8Vector, U16Vector, U64Input, U64Matrix, U64Vector, spread
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
@@ -273,7 +274,7 @@ def translate_pages(arrays, out, pages, local, seeds, cursor, seed, base, is_sta
     for event in range(cursor[EVENT], pages.lengths.shape[0]):
         num_pages = pages.lengths[event]
         out.lengths[event], out.has_parent[event] = num_pages, 0
-        if pages.is_removal[event]:
+        if pages.kinds[event] & REMOVAL:
             _pass_on(out, cursor, pages.block_hashes, num_pages)
             cursor[PAGE_IN] += num_pages
             continue

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from indexer.settings import IndexerSettings
-    from kv_events.codec import DecodedBatch
     from kv_events.records import LogRecord
 
 
@@ -61,11 +60,7 @@ def _decoded(records: Sequence[LogRecord]) -> list[Arrival]:
         except RecordRejectedError:
             continue
         who, ahead_s = batch.stream, batch.timestamp - now
-        found.append(Arrival(who.model, who.tenant, who.worker, _pages_stored(batch), batch.degraded_reason, ahead_s))
+        found.append(
+            Arrival(who.model, who.tenant, who.worker, batch.pages().stored.total(), batch.degraded_reason, ahead_s)
+        )
     return found
-
-
-def _pages_stored(batch: DecodedBatch) -> int:
-    from kv_events.codec import StoredPages
-
-    return sum(len(step.hashes) for step in batch.steps if isinstance(step, StoredPages))

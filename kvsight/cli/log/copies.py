@@ -14,6 +14,7 @@ import typer
 
 from kv_events.log.event_log import LOCK_NAME, EventLogWriter
 from kv_events.log.format import list_segments
+from kv_events.log.moments import LogMoment
 from kv_events.records import LogRecord
 from kvsight.cli.console import UsageError, compile_kernels, err, print_json, progress_bar
 from kvsight.cli.log.reading import LogFolder, LogInput, exit_if_any_damaged
@@ -60,7 +61,7 @@ def slice_log(
     if not selection.num_in_range and (first or last):
         _remove(new_log)
         source.fail_outside(str(selection.range))
-    if begin is not None and begin > source.span.first_index and not (worker or model or channel):
+    if begin is not None and begin > source.extent.first_index and not (worker or model or channel):
         _keep_views(log, new_log, selection.range, begin)
     _report(new_log, writer.next_index, [source], as_json)
 
@@ -70,12 +71,15 @@ def _keep_views(log: Path, new_log: Path, copied: Range, begin: int) -> None:
     compile_kernels("indexer.replay")
     from indexer.replay import Timeline
     from indexer.replay.frames import save_frame
-    from indexer.replay.until import Until
 
-    first = copied.first.until
-    before = Until(offset=begin) if first.time_s is None else Until(time_s=math.ceil(first.time_s * 1000 - 1) / 1000)
-    if first.positions is None:
-        save_frame(new_log, Timeline(log).replayed(before), 0, 0)
+    first = copied.first
+    before = LogMoment(index=begin)
+    if first.time_s is not None:
+        before = LogMoment(time_s=math.ceil(first.time_s * 1000 - 1) / 1000)
+    if first.offsets is None:
+        views = Timeline(log).at(before)
+        views.take_time_back()
+        save_frame(new_log, views, 0, 0)
 
 
 def merge(

@@ -10,7 +10,7 @@ import typer
 from kvsight.cli.console import UsageError, compile_kernels, err, print_json
 from kvsight.cli.log.reading import LogFolder, LogInput
 from kvsight.cli.log.verify import damage_facts
-from kvsight.cli.moments import parse_moment
+from kvsight.cli.moments import moment_fault, parse_moment
 from kvsight.cli.options import AsJson
 from kvsight.cli.replay import views_at
 from kvsight.cli.tables import count
@@ -38,8 +38,8 @@ def export(
     from analysis.parquet import write_events, write_views
 
     replayed = LogInput(log)
-    views, span = views_at(replayed, moment)
-    fault = span.fault(moment)
+    views, extent = views_at(replayed, moment)
+    fault = moment_fault(extent, moment)
     if fault:
         raise UsageError(fault)
     source.faults, source.warnings = replayed.faults, replayed.warnings

@@ -41,17 +41,13 @@ class _Stream:
     _epochs: set[int] = field(default_factory=set)
 
     def note(self, record: LogRecord, batch: DecodedBatch) -> None:
-        from kv_events.codec import RemovedPages, StoredPages
-
         self.records += 1
         self._epochs.add(batch.epoch)
         self.epochs = len(self._epochs)
         self.first_ms, self.last_ms = min(self.first_ms, record.timestamp_ms), max(self.last_ms, record.timestamp_ms)
-        for step in batch.steps:
-            if isinstance(step, StoredPages):
-                self.pages_stored += len(step.hashes)
-            elif isinstance(step, RemovedPages):
-                self.pages_removed += len(step.hashes)
+        pages = batch.pages()
+        self.pages_stored += pages.stored.total()
+        self.pages_removed += pages.removed.total()
 
     def facts(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "_epochs"}
@@ -99,13 +95,13 @@ def info(log: LogFolder, as_json: AsJson = False) -> None:
 
 
 def _facts(source: LogInput, contents: _Contents) -> dict[str, Any]:
-    span = source.span
+    extent = source.extent
     return {
-        "records": span.records,
-        "first_index": span.first_index,
-        "next_index": span.next_index,
-        "first_ms": span.first_ms,
-        "last_ms": span.last_ms,
+        "records": extent.num_records,
+        "first_index": extent.first_index,
+        "next_index": extent.next_index,
+        "first_ms": extent.first_ms,
+        "last_ms": extent.last_ms,
         "bytes": source.num_bytes,
         "key_frames": _num_frames(source),
         "channels": {_channel(number): records for number, records in sorted(contents.channels.items())},
@@ -116,14 +112,14 @@ def _facts(source: LogInput, contents: _Contents) -> dict[str, Any]:
 
 
 def _lines(source: LogInput, contents: _Contents) -> Iterator[str]:
-    span = source.span
-    if not span.records:
+    extent = source.extent
+    if not extent.num_records:
         yield f"{source.folder}: the log is empty"
         return
-    yield f"{source.folder}: records {span.first_index} to {span.next_index - 1}, {source.num_bytes / _MB:.1f} MB"
-    yield f"from {local_time(span.first_ms / 1000)} to {local_time(span.last_ms / 1000)}"
+    yield f"{source.folder}: records {extent.first_index} to {extent.next_index - 1}, {source.num_bytes / _MB:.1f} MB"
+    yield f"from {local_time(extent.first_ms / 1000)} to {local_time(extent.last_ms / 1000)}"
     named = ", ".join(f"{records} {_channel(number)}" for number, records in sorted(contents.channels.items()))
-    yield f"{count(span.records, 'record')}: {named}; {count(_num_frames(source), 'key frame')}"
+    yield f"{count(extent.num_records, 'record')}: {named}; {count(_num_frames(source), 'key frame')}"
     if contents.rejected:
         yield f"{count(contents.rejected, 'record')} of events cannot be decoded"
     streams = sorted(contents.streams.values(), key=lambda each: (each.model, each.tenant, natural_order(each.worker)))

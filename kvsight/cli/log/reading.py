@@ -12,9 +12,10 @@ import typer
 
 from kv_events.log.event_log import EventLogCorruptedError, EventLogError
 from kv_events.log.format import list_segments
+from kv_events.log.moments import LogExtent
 from kv_events.log.tail import TornTail, torn_tail
 from kvsight.cli.console import UsageError, err, progress_bar
-from kvsight.cli.moments import LogSpan
+from kvsight.cli.moments import extent_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -50,7 +51,7 @@ class LogInput:
             raise EventLogError(f"{self.folder}: no such folder")
         if not list_segments(self.folder):
             raise EventLogError(f"{self.folder}: not an event log: it has no files *.kvlog")
-        self.span = LogSpan(str(self.folder))
+        self.extent = LogExtent(str(self.folder))
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +70,7 @@ class LogInput:
             done, last = 0, None
             for chunk in scan_log(self.folder, self.damage.append):
                 done += chunk.end - chunk.position
-                self.span.note_chunk(chunk)
+                chunk.note_in(self.extent)
                 yield chunk
                 bar.update(task, completed=done // _MIB)
                 last = chunk
@@ -110,8 +111,9 @@ class LogInput:
 
     def fail_outside(self, what: str) -> NoReturn:
         """End because a range has no record. Raises UsageError with the extent of the log."""
-        indices = f", indices {self.span.first_index} to {self.span.next_index - 1}" if self.span.records else ""
-        raise UsageError(f"{what} is outside the log: {self.span}{indices}")
+        extent = self.extent
+        indices = f", indices {extent.first_index} to {extent.next_index - 1}" if extent.num_records else ""
+        raise UsageError(f"{what} is outside the log: {extent_text(extent)}{indices}")
 
 
 def exit_if_any_damaged(logs: Iterable[LogInput]) -> None:

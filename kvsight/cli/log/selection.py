@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from indexer.replay.moments import Moment
     from kv_events.codec import DecodedBatch
+    from kv_events.log.moments import LogMoment
     from kv_events.log.reader import RecordChunk
     from kv_events.records import LogRecord
 
@@ -46,8 +45,8 @@ class Range:
     Offsets are those of the events' topic, so a range of offsets contains only events and dead letters.
     """
 
-    first: Moment
-    last: Moment
+    first: LogMoment
+    last: LogMoment
 
     @classmethod
     def of(cls, first: str | None, last: str | None) -> Range:
@@ -55,13 +54,13 @@ class Range:
         return cls(parse_moment(first, "--from"), parse_moment(last, "--to"))
 
     def __str__(self) -> str:
-        parts = (("--from", self.first.text), ("--to", self.last.text))
+        parts = (("--from", self.first.typed), ("--to", self.last.typed))
         return " ".join(f"{flag} {text}" for flag, text in parts if text) or "everything"
 
     @property
     def has_offsets(self) -> bool:
         """Whether an end of the range is PARTITION:OFFSET,..."""
-        return self.first.until.positions is not None or self.last.until.positions is not None
+        return self.first.offsets is not None or self.last.offsets is not None
 
     def rows(self, chunk: RecordChunk) -> npt.NDArray[np.int64]:
         """Return the rows of a chunk that are in the range."""
@@ -69,25 +68,16 @@ class Range:
 
         from kv_events.kernels.log_records import OFFSET, PARTITION
 
-        first, last = self.first.until, self.last.until
-        index = np.arange(chunk.first_index, chunk.next_index)
-        taken = np.ones(len(index), np.bool_)
-        if first.offset is not None:
-            taken &= index >= first.offset
-        if last.offset is not None:
-            taken &= index < last.offset
+        first, taken = self.first, chunk.before(self.last)
+        if first.index is not None:
+            taken[: max(0, first.index - chunk.first_index)] = False
         if first.time_s is not None:
             taken &= chunk.timestamps_ms >= first.time_s * 1000
-        if last.time_s is not None:
-            taken &= chunk.timestamps_ms <= last.time_s * 1000
         if self.has_offsets:
             taken &= np.isin(chunk.channels, _OF_EVENTS)
         partitions, offsets = chunk.rows[:, PARTITION], chunk.rows[:, OFFSET]
-        for partition, offset in (first.positions or {}).items():
+        for partition, offset in (first.offsets or {}).items():
             taken &= (partitions != partition) | (offsets >= offset)
-        if last.positions is not None:
-            within = [(partitions == p) & (offsets < offset) for p, offset in last.positions.items()]
-            taken &= reduce(np.logical_or, within)
         return np.flatnonzero(taken)
 
 

@@ -36,17 +36,17 @@ def verify(log: LogFolder, as_json: AsJson = False) -> None:
         print_json(_facts(source))
     else:
         rate = source.num_bytes / _MB / max(seconds, 1e-9)
-        sound = count(source.span.records, "sound record")
+        sound = count(source.extent.num_records, "sound record")
         print_lines([f"{log}: {sound}, {source.num_bytes / _MB:.1f} MB checked at {rate:.0f} MB/s"])
     source.exit_if_damaged()
 
 
 def _facts(source: LogInput) -> dict[str, Any]:
     return {
-        "records": source.span.records,
+        "records": source.extent.num_records,
         "bytes": source.num_bytes,
-        "first_index": source.span.first_index,
-        "next_index": source.span.next_index,
+        "first_index": source.extent.first_index,
+        "next_index": source.extent.next_index,
         **damage_facts(source),
     }
 

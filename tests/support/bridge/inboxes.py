@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import zmq
 
-from bridge.stream.inbox import Inbox
+from bridge.stream.messages import Inbox
 
 
 class Received(NamedTuple):
@@ -26,8 +26,8 @@ def received(inbox: Inbox, socket: zmq.Socket[bytes], *, with_topics: bool = Tru
         has_more = inbox.receive(socket, with_topics=with_topics)
         num_bad += inbox.num_bad
         for sent in inbox:
-            seqs, payloads = sent.batches
-            batches += [(sent.topic, int(seq), bytes(each)) for seq, each in zip(seqs, payloads, strict=True)]
+            numbered = map(sent.messages.one, range(len(sent.messages)))
+            batches += [(sent.topic, seq, bytes(each)) for seq, each in numbered]
     return Received(batches, num_bad)
 
 

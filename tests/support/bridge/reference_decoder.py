@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from bridge.decoding.decoder import Decoder
-from bridge.decoding.mooncake_events import MooncakeEvent
-from bridge.decoding.runs import BadEvent, ClearedRun, MixedRun, RemovedRun, StoredRun
+from bridge.decoding.events import ClearedRun, InvalidEvent, PageRun, medium_of
+from bridge.decoding.mooncake import MooncakeEvent
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS
 
 MASK64 = 2**64 - 1
@@ -104,9 +104,10 @@ def reference(event: Any) -> Any:
         case "BlockStored":
             signed = lora_id and (lora_id & MASK64) - (2**64 if lora_id & MASK64 >= 2**63 else 0)
             lora = lora or (str(signed) if signed else "")
-            return ("stored", hashes, parent, tokens, is_bigram, size, medium, locality, group, spec, lora, salt, extra)
+            where = medium_of(medium, locality)
+            return ("stored", hashes, parent, tokens, is_bigram, size, where, group, spec, lora, salt, extra)
         case "BlockRemoved":
-            return ("removed", hashes, medium, locality, group)
+            return ("removed", hashes, medium_of(medium, locality), group)
         case "AllBlocksCleared":
             return "cleared"
     return "bad"
@@ -118,30 +119,30 @@ def reference(event: Any) -> Any:
 def flat(run: Any) -> Iterator[Any]:
     """Split a stored run into events. The removals of a run stay one event."""
     match run:
-        case BadEvent():
+        case InvalidEvent():
             yield from ["bad"] * run.num_events
         case ClearedRun():
             yield from ["cleared"] * run.num_events
         case MooncakeEvent():
             yield "envelope"
-        case RemovedRun():
-            yield ("removed", run.block_hashes.tolist(), *run.location, run.attention_group)
-        case MixedRun():
+        case PageRun(media=[_, *_]):
             for part in run.parts():
                 yield from flat(part)
-        case StoredRun():
+        case PageRun(is_removal=True):
+            yield ("removed", run.events.block_hashes.tolist(), run.medium, run.attention_group)
+        case PageRun():
             yield from flat_stores(run)
 
 
-def flat_stores(run: StoredRun) -> Iterator[Any]:
+def flat_stores(run: PageRun) -> Iterator[Any]:
     stores, page, token = run.events, 0, 0
     for event, length in enumerate(stores.lengths.tolist()):
         num_tokens = len(run.tokens) if len(stores.lengths) == 1 else length * run.block_size if len(run.tokens) else 0
         hashes, tokens = stores.block_hashes[page : page + length], run.tokens[token : token + num_tokens]
         parent = int(stores.parents[event]) if stores.has_parent[event] else None
         yield (
-            "stored", hashes.tolist(), parent, tokens.tolist(), run.is_bigram, run.block_size, *run.location,
-            run.attention_group, run.spec, run.lora_name, run.cache_salt, run.extra_keys,
+            "stored", hashes.tolist(), parent, tokens.tolist(), run.is_bigram, run.block_size, run.medium,
+            run.attention_group, run.spec, run.lora_name, run.cache_salt, list(run.extra_keys),
         )  # fmt: skip
         page, token = page + length, token + num_tokens
     assert (page, token) == (len(stores.block_hashes), len(run.tokens))

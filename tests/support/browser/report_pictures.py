@@ -10,12 +10,12 @@ from pathlib import Path
 from playwright.sync_api import FloatRect
 
 from analysis.audit.audit import audit_log
-from analysis.audit.curves import AuditSeries
+from analysis.audit.curves import AuditCurves
 from analysis.html.audit_page import write_audit_page
 from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
-from simulation.direct import DirectFleet
+from simulation.run import DirectFleet
 from tests.support.browser.visit import Visit, open_browser
 
 _FOLDER = Path(__file__).resolve().parents[3] / "docs" / "images"
@@ -65,7 +65,7 @@ def record_a_faulty_run(folder: Path, requests: list[Request]) -> None:
 def main(folder: Path) -> None:
     """Write all pictures."""
     with tempfile.TemporaryDirectory() as scratch, open_browser() as browser:
-        log, file, series = Path(scratch) / "recording", Path(scratch) / "report.html", AuditSeries()
+        log, file, series = Path(scratch) / "recording", Path(scratch) / "report.html", AuditCurves()
         record_a_faulty_run(log, generate(WorkloadSettings(num_requests=1500, sessions_per_s=1.0)))
         report = audit_log(log, series=series)
         report.log = log.name

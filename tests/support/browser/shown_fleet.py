@@ -10,7 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from api.app import create_app
-from api.decisions.window import FunnelWindow
+from api.decisions.window import DecisionWindow
 from api.server import running_server
 from api.settings import ApiSettings
 from indexer.assembly import create_consumer
@@ -18,7 +18,7 @@ from indexer.settings import IndexerSettings
 from kv_events.decisions import VERSION, Outcome
 from kv_events.log.memory import MemoryLog
 from simulation import SimulationSettings, WorkloadSettings, generate
-from simulation.live import LiveFleet, MemoryTransport, publishing_fleet
+from simulation.live import LiveFleet, memory_transport, publishing_fleet
 from simulation.requests import Request
 
 POLICY = "kv-aware"
@@ -30,7 +30,7 @@ class ShownFleet(NamedTuple):
     url: str
     fleet: LiveFleet
     requests: list[Request]
-    funnel: FunnelWindow
+    funnel: DecisionWindow
     numbers: Iterator[int]
 
     def serve(self, request: Request) -> None:
@@ -52,7 +52,7 @@ async def shown_fleet(settings: ApiSettings, num_requests: int = 60, workers: in
     app = create_app(consumer, settings)
     async with (
         running_server(app, settings) as url,
-        publishing_fleet(simulated, POLICY, MemoryTransport(log), consumer) as fleet,
+        publishing_fleet(simulated, POLICY, memory_transport(log), consumer) as fleet,
     ):
         requests = list(generate(WorkloadSettings(num_requests=num_requests, seed=0)))
         shown = ShownFleet(url, fleet, requests, app.state.scene.funnel, count())

@@ -153,8 +153,8 @@ class TieredCacheMachine(StorageMachine):
 
     @operation(weight=4, when=is_stepped)
     def run_lane(self, draw):
-        lane = draw.choice(_LANES)
-        while self.engine.step(lane):
+        fast_path = draw.choice(_LANES)
+        while self.engine.step(fast_path):
             pass
 
     @operation(when=is_stepped)

@@ -63,7 +63,7 @@ class UnifiedSteps(RequestSteps):
 
     def check_reusable(self, tokens, extra_key, usable):
         """Check that the reusable length can be determined from the events alone."""
-        if not self.events or self.cache.kv_event_queue or any(self.cache.group_event_queues.values()):
+        if not self.events or self.cache.kv_event_queue or any(self.cache.events.group_queues.values()):
             return
         prompt = [self.names.named(prefix)[0] for prefix in self.names.prefixes(tokens, extra_key)]
         held = self.replay.pages[GPU].keys() | self.replay.pages[CPU].keys()

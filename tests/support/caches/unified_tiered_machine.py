@@ -193,7 +193,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
 
     def end(self):
         super().end()
-        assert self.cache.store is None or self.cache.store._host_locks == {}
+        assert not self.cache.ongoing_backup
 
 
 def rows_of(data):

@@ -31,19 +31,20 @@ class ZmqEngine:
         topic: str = "",
         high_water_mark: int = 100_000,
         first_seq: int = 0,
+        answers_at_most: int = 10**9,
         connect_to: str | None = None,
         port: int | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """layout: format of replay answers. connect_to: address that the reader binds, as with a wildcard address.
+        """layout: format of replay answers. answers_at_most: batches in one; the rest is dropped, as by a ROUTER's
+        high-water mark. connect_to: address that the reader binds, as with a wildcard address.
         host: IPv6 addresses are written in brackets.
         """
         self.seq = first_seq
         self.topic = topic.encode()
         self.requests: list[int] = []
         """First sequence numbers of the requested replays."""
-        self.answers_at_most = 10**9
-        """Maximum number of batches in a replay answer. The rest is dropped, as by a ROUTER's high-water mark."""
+        self._answers_at_most = answers_at_most
         self._first_seq = first_seq
         self._layout = layout
         self._high_water_mark = high_water_mark
@@ -140,7 +141,7 @@ class ZmqEngine:
             self.requests.append(start)
             with self._lock:
                 kept = [entry for entry in self._buffer if entry[0] >= start]
-            for seq, payload in kept[: self.answers_at_most]:
+            for seq, payload in kept[: self._answers_at_most]:
                 router.send_multipart(self._answered(frames[0], self.topic, seq.to_bytes(8, "big"), payload))
             router.send_multipart(self._answered(frames[0], b"", END, b""))
         router.close(linger=0)

@@ -30,8 +30,7 @@ from analysis.audit.decision_audit import (
     STALE,
     STORED_SINCE,
 )
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from indexer.replay.until import Until
 from kv_events.hashing import block_hash_chain, hash_strs_to_int64, namespace_seed, sequence_hashes
 from kv_events.http.explanations import WorkerExplanation
+from kv_events.log.moments import LogMoment
 from kv_events.records import LogRecord
 from kv_events.schema import (
     BATCHES_LOST,
@@ -55,7 +55,7 @@ class Scene:
     body: dict[str, Any] = field(default_factory=dict)
     """The query."""
     records: list[LogRecord] = field(default_factory=list)
-    until: Until | None = None
+    until: LogMoment | None = None
     """The moment; None: the end of the log."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the indexer."""
@@ -365,7 +365,7 @@ def closed(scene: Scene) -> Truth:
 def not_known_yet(scene: Scene) -> Truth:
     for _ in range(3):
         scene.noise()
-    scene.until = Until(time_s=scene.now)
+    scene.until = LogMoment(time_s=scene.now)
     scene.now += 1.0
     at = scene.send(scene.victim)
     _stored_up_to(scene, scene.num_pages)

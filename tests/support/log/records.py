@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from kv_events.codec import encode_batch, encode_event
+from kv_events.log.event_log import EventLogReader
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStored, SnapshotBegin, SnapshotEnd, WireEvent
 from kv_events.streams import StreamId
 
 Chain = tuple[int, Sequence[int]]
 """Sequence hash of the chain's parent (0: none), and the hashes of the chain."""
+
+
+def log_records(folder: Path) -> list[LogRecord]:
+    """Return the records of a log. Their offsets are their indices in it."""
+    return [record._replace(offset=index) for index, record in EventLogReader(folder).read()]
 
 
 def words(values: Iterable[int]) -> bytes:

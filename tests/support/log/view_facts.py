@@ -30,7 +30,7 @@ def facts(replay: Replay) -> dict[str, Any]:
 
 def _view_facts(replay: Replay, view: View) -> dict[str, Any]:
     return {
-        "block_size": replay.namespaces.block_size(view.stream),
+        "block_size": view.block_size,
         "state": (view.state, replay.freshness.state(view), view.reason, replay.freshness.reason(view)),
         "position": view.position,
         "heard": (view.heard_at, view.heard_tick, view.silent_from),

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 
 from api.app import create_app
-from api.server import running_server
 from api.settings import ApiSettings, RegistrationSettings
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings
 from indexer.assembly import create_consumer, create_store
 from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
+from tests.support.api_rig import served
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 
@@ -68,5 +68,5 @@ async def service(**settings: Any) -> AsyncIterator[Service]:
     registrations = Registrations(consumer, log, RegistrationSettings(), bridge, store)
     settings_of_api = ApiSettings(port=0)
     app = create_app(consumer, settings_of_api, registrations)
-    async with running_server(app, settings_of_api) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(app, settings_of_api) as client:
         yield Service(client)

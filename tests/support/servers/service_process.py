@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import httpx
 
+from kv_events.runtime.variables import FLAGS, variable
 from tests.support.prepared_python import PreparedProcess
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
@@ -31,16 +32,25 @@ def own_topics(kafka: str, **variables: object) -> dict[str, Any]:
     }
 
 
+def as_flags(variables: Mapping[str, object]) -> tuple[list[str], dict[str, str]]:
+    """Split settings, named as variables, into flags of `kvsight serve` and what stays in the environment."""
+    flags = []
+    for name in [name for name in variables if name.lower().removeprefix("kvsight_") in FLAGS]:
+        flag, value = variable(name.lower().removeprefix("kvsight_")), str(variables[name])
+        flags += {"true": [flag], "false": [f"--no-{flag[2:]}"]}.get(value, [flag, value])
+    return flags, {n: str(v) for n, v in variables.items() if n.lower().removeprefix("kvsight_") not in FLAGS}
+
+
 class ServiceProcess:
     """`with ServiceProcess(folder, KVSIGHT_KAFKA=...) as service:`. It keeps its port over restarts."""
 
     def __init__(self, folder: Path, **variables: object) -> None:
-        """folder: for its log lines. variables: its environment. With a `SSL_CERT_FILE`, it is asked over HTTPS."""
+        """folder: for its log lines. variables: settings, environment. With `SSL_CERT_FILE`, it is asked over HTTPS."""
         port, ca = free_port(), variables.get("SSL_CERT_FILE")
         self.url = f"{'http' if ca is None else 'https'}://127.0.0.1:{port}"
         self.log = folder / f"service-{port}.log"
         self._port = port
-        self._variables = {name: str(value) for name, value in variables.items()}
+        self._flags, self._variables = as_flags(variables)
         self._process: PreparedProcess | None = None
         self._http = httpx.Client(
             base_url=self.url, verify=ca is None or ssl.create_default_context(cafile=str(ca)), timeout=60
@@ -53,7 +63,7 @@ class ServiceProcess:
 
     def launch(self) -> None:
         """Start, without waiting."""
-        arguments = ["serve", "--port", self._port]
+        arguments = ["serve", "--port", self._port, *self._flags]
         with self.log.open("ab") as output, Path(os.devnull).open() as nothing:
             streams = nothing.fileno(), output.fileno(), output.fileno()
             self._process = PreparedProcess("kvsight", arguments, os.environ | self._variables, streams)

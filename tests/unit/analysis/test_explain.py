@@ -9,12 +9,11 @@ import pytest
 
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.explanation import explain
-from api.queries.asked_prompts import asked_prompt
 from indexer.replay import Replay, Timeline, open_beginning
-from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
 from kv_events.http.explanations import CAUSES, Explanation, Finding, WorkerExplanation
 from kv_events.log.event_log import EventLogWriter
+from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
 from kv_events.streams import StreamId
 from kvsight.cli.prompts import decode_query
@@ -40,7 +39,7 @@ def explanation_of(scene: Scene) -> WorkerExplanation:
 
 def prompt_of(scene: Scene) -> AskedPrompt:
     body = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in scene.body.items()}
-    return asked_prompt(*decode_query(body))
+    return AskedPrompt(*decode_query(body))
 
 
 def victim(found: Explanation) -> WorkerExplanation:
@@ -67,9 +66,9 @@ def test_every_cause_is_planted() -> None:
 def test_a_moment_may_be_an_index_of_the_log(number: int) -> None:
     scene, truth = planted("evicted", 300 + number)
     assert truth.record is not None
-    scene.until = Until(offset=truth.record + 1)
+    scene.until = LogMoment(index=truth.record + 1)
     check_truth(explanation_of(scene), truth)
-    scene.until = Until(offset=truth.record)
+    scene.until = LogMoment(index=truth.record)
     assert explanation_of(scene).findings[0].page != truth.page
 
 
@@ -78,9 +77,9 @@ def test_a_moment_may_be_positions_of_a_topic(number: int) -> None:
     scene, truth = planted("cleared", 310 + number)
     assert truth.record is not None
     offset = scene.records[truth.record].offset
-    scene.until = Until(positions={0: offset})
+    scene.until = LogMoment(offsets={0: offset})
     assert explanation_of(scene).cause == "held"
-    scene.until = Until(positions={0: offset + 1})
+    scene.until = LogMoment(offsets={0: offset + 1})
     assert explanation_of(scene).cause == "cleared"
 
 
@@ -94,7 +93,7 @@ def test_a_prompt_of_hashes_is_explained() -> None:
 def test_other_workers_are_not_changed_by_what_is_planted() -> None:
     scene, _ = planted("held", 330)
     body = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in scene.body.items()}
-    found = explain(asked_prompt(*decode_query(body)), enumerate(scene.records))
+    found = explain(AskedPrompt(*decode_query(body)), enumerate(scene.records))
     held = Replay().apply_all(scene.records)
     for worker in found.workers:
         view = held.namespaces.view(StreamId(MODEL, "default", worker.instance_id, worker.dp_rank))

@@ -10,7 +10,7 @@ import pytest
 
 from analysis.audit import curves as facts
 from analysis.audit.audit import audit_log
-from analysis.audit.curves import AuditSeries
+from analysis.audit.curves import AuditCurves
 from analysis.audit.report import AuditReport
 from analysis.audit.residency_kernels import COUNT_NAMES
 from analysis.curves import MOST_BINS, Levels, Sums, TimeBins
@@ -21,8 +21,8 @@ from tests.support.log.late_log import write_late_log
 from tests.support.log.records import Stream, stored
 
 
-def audited(folder: Path) -> tuple[AuditReport, AuditSeries]:
-    series = AuditSeries()
+def audited(folder: Path) -> tuple[AuditReport, AuditCurves]:
+    series = AuditCurves()
     return audit_log(folder, series=series), series
 
 

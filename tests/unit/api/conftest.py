@@ -11,6 +11,7 @@ import pytest
 
 from api.app import create_app
 from api.settings import ApiSettings
+from tests.support.api_rig import asking
 from tests.support.log.hand_fed import HandFed
 
 Serving = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, HandFed]]]
@@ -24,8 +25,7 @@ def serving() -> Serving:
     async def serve(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, HandFed]]:
         fed = HandFed()
         app = create_app(fed.consumer, ApiSettings(**settings))
-        transport = httpx.ASGITransport(app)
-        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as c:
+        async with asking(app) as c:
             yield c, fed
 
     return serve

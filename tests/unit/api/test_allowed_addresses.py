@@ -65,7 +65,7 @@ async def test_an_address_is_permitted_by_its_number(entries: str, host: str, fo
     ],
 )
 async def test_any_other_address_is_refused(entries: str, endpoint: str) -> None:
-    with pytest.raises(AddressRefusedError, match="KVSIGHT_REGISTER_ALLOW") as refused:
+    with pytest.raises(AddressRefusedError, match="--register-allow") as refused:
         await AllowedAddresses(entries).locate(endpoint)
     assert str(refused.value).startswith(endpoint)
 
@@ -94,5 +94,5 @@ async def test_the_service_itself_is_refused(host: str) -> None:
     ],
 )
 def test_an_entry_that_is_not_understood_stops_the_start(entry: str) -> None:
-    with pytest.raises(InvalidValueError, match=r"KVSIGHT_REGISTER_ALLOW: got .*, expected 10\.0\.0\.0/16"):
+    with pytest.raises(InvalidValueError, match=r"--register-allow: got .*, expected 10\.0\.0\.0/16"):
         RegistrationSettings(register_allow=f"10.0.0.0/8,{entry}")

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.fast.writer import AnswerWriter
-from api.queries.encoding import encoded_answer
-from api.queries.questions import Question
+from api.queries.encoding import encode_answer
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
-from indexer.questions import score_all
+from indexer.scores import score_all
 from indexer.settings import IndexerSettings
 from indexer.views import View, ViewState
 from kv_events.codec import StoredPages
+from kv_events.http.parsed_query import ParsedQuery
 from kv_events.schema import CLOSED
 from kv_events.streams import DEFAULT_TENANT, StreamId, group_model
 from tests.support.effort import num_examples
@@ -78,18 +78,18 @@ def freshness_of(*, is_catching_up: bool, outage: bool) -> Freshness:
     return freshness
 
 
-def question_of(weights: tuple[float, ...] | None, *, is_peer: bool) -> Question:
+def question_of(weights: tuple[float, ...] | None, *, is_peer: bool) -> ParsedQuery:
     block_size = None if is_peer else 16
-    return Question("m", DEFAULT_TENANT, "seq_hashes", None, None, False, weights, is_peer, block_size, None)
+    return ParsedQuery("m", DEFAULT_TENANT, "seq_hashes", None, None, False, weights, is_peer, block_size, None)
 
 
 writer = AnswerWriter()
 
 
-def both(namespace: Namespace, question: Question, freshness: Freshness) -> tuple[bytes | None, bytes]:
+def both(namespace: Namespace, question: ParsedQuery, freshness: Freshness) -> tuple[bytes | None, bytes]:
     """Return the answer of the kernel and that of msgspec."""
     scores = score_all([namespace], lambda _: PROMPT, freshness)
-    return writer.write(question, PROMPT, namespace, freshness, NOW), encoded_answer(question, scores, NOW)
+    return writer.write(question, PROMPT, namespace, freshness, NOW), encode_answer(question, scores, NOW)
 
 
 @settings(max_examples=num_examples(2000))

@@ -15,11 +15,11 @@ import pytest
 
 from api.app import create_app
 from api.settings import ApiSettings
-from indexer.decisions.base import DecisionsUnavailableError
-from indexer.decisions.log import DecisionLog
+from indexer.decisions.log import DecisionLog, DecisionsUnavailableError
 from kv_events.decisions import Candidate, Decision, DecisionRecord, Outcome, decode_decision
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
 from kv_events.records import Channel, LogRecord
+from tests.support.api_rig import asking
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -42,9 +42,6 @@ class Kept:
         if self.is_away:
             raise DecisionsUnavailableError("away")
         self.written += records
-
-    async def stop(self) -> None:
-        """Nothing to release."""
 
     @property
     def records(self) -> list[DecisionRecord]:
@@ -73,10 +70,9 @@ class Rig:
 @asynccontextmanager
 async def rig(*, has_sink: bool = True, max_queued_bytes: int = 2**20, **settings: Any) -> AsyncIterator[Rig]:
     fed, sink = HandFed(), Kept()
-    log = DecisionLog(sink if has_sink else None, max_queued_bytes)
+    log = DecisionLog(sink.write if has_sink else None, max_queued_bytes=max_queued_bytes)
     app = create_app(fed.consumer, ApiSettings(**settings), decisions=log)
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+    async with asking(app) as client:
         await fed.hold(Stream("w0"), [900, 901, 902, 903])
         yield Rig(client, sink, log)
 

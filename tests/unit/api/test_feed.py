@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
-from api.workers.event_stream import MAX_QUEUED_EVENTS, EventFeed, StreamFilter
+from api.workers.event_stream import MAX_QUEUED_EVENTS, EventStream, StreamFilter
 from indexer.freshness import Freshness
 from kv_events.schema import AllBlocksCleared
 from tests.support.http_checks import check_problem
@@ -42,7 +42,7 @@ async def next_events(stream: AsyncIterator[bytes]) -> list[tuple[str, dict[str,
 
 async def test_a_batch_is_reported_with_its_counts_and_the_state_after_it() -> None:
     fed = HandFed()
-    feed = EventFeed(fed.consumer, max_clients=1)
+    feed = EventStream(fed.consumer, max_clients=1)
     async with fed.consumer.running(), feed.listening(StreamFilter()) as stream:
         assert events_of(await anext(stream)) == []
         worker = Stream("w", dp_rank=2)
@@ -65,7 +65,7 @@ async def test_a_batch_is_reported_with_its_counts_and_the_state_after_it() -> N
 
 async def test_a_wrong_view_and_a_cleared_one_are_reported() -> None:
     fed = HandFed()
-    feed = EventFeed(fed.consumer, max_clients=1)
+    feed = EventStream(fed.consumer, max_clients=1)
     async with fed.consumer.running():
         worker = Stream("w")
         await fed.feed(worker.batch(stored((0, [1]))))
@@ -79,7 +79,7 @@ async def test_a_wrong_view_and_a_cleared_one_are_reported() -> None:
 
 async def test_silence_and_the_end_of_a_view_are_reported_too() -> None:
     fed = HandFed()
-    feed = EventFeed(fed.consumer, max_clients=1)
+    feed = EventStream(fed.consumer, max_clients=1)
     async with fed.consumer.running():
         worker = Stream("w")
         await fed.feed(worker.batch(stored((0, [1]))))
@@ -107,7 +107,7 @@ async def test_silence_and_the_end_of_a_view_are_reported_too() -> None:
 )
 async def test_only_what_was_asked_for_is_reported(wanted: StreamFilter, names: list[str]) -> None:
     fed = HandFed()
-    feed = EventFeed(fed.consumer, max_clients=2)
+    feed = EventStream(fed.consumer, max_clients=2)
     async with (
         fed.consumer.running(),
         feed.listening(StreamFilter()) as everything,
@@ -125,7 +125,7 @@ async def test_only_what_was_asked_for_is_reported(wanted: StreamFilter, names: 
 
 async def test_a_slow_client_is_notified_and_disconnected_and_the_others_continue() -> None:
     fed = HandFed()
-    feed = EventFeed(fed.consumer, max_clients=2)
+    feed = EventStream(fed.consumer, max_clients=2)
     async with (
         fed.consumer.running(),
         feed.listening(StreamFilter()) as slow,
@@ -146,7 +146,7 @@ async def test_a_slow_client_is_notified_and_disconnected_and_the_others_continu
 async def test_there_is_a_bound_on_clients_even_on_those_that_came_together() -> None:
     fed = HandFed()
     app = create_app(fed.consumer, ApiSettings(max_event_clients=4))
-    feed: EventFeed = app.state.feed
+    feed: EventStream = app.state.feed
     statuses: list[int] = []
 
     async def listen(client: httpx.AsyncClient) -> None:
@@ -173,7 +173,7 @@ async def test_there_is_a_bound_on_clients_even_on_those_that_came_together() ->
 
 async def test_a_caller_that_disconnects_before_its_answer_begins_frees_its_place() -> None:
     app = create_app(HandFed().consumer, ApiSettings(max_event_clients=1))
-    feed: EventFeed = app.state.feed
+    feed: EventStream = app.state.feed
 
     async def disconnected(_message: Any) -> None:
         raise OSError("no peer")

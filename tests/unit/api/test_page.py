@@ -9,7 +9,7 @@ from urllib.parse import urljoin
 import msgspec
 import pytest
 
-from api.page.worker_history import FleetWatch
+from api.page.worker_history import WorkerHistory
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.http.fleet import Fleet, Funnel, Residency
@@ -84,7 +84,7 @@ async def test_a_worker_that_lost_batches_comes_first_and_is_named(serving: Any)
         broken.batch(removed(hashes[:1]))
         broken.batch(removed(hashes[1:2]))
         await fed.feed(broken.batch(removed(hashes[2:3])))
-        await async_wait_until(lambda: fed.consumer.is_resync_requested(fed.consumer.namespaces.view(broken.id)))
+        await async_wait_until(lambda: fed.consumer.resyncs.is_requested(fed.consumer.namespaces.view(broken.id)))
 
         async def is_shown() -> bool:
             return "resync asked for" in sentence(await fleet_of(client))
@@ -102,7 +102,7 @@ async def test_a_worker_that_lost_batches_comes_first_and_is_named(serving: Any)
 
 
 async def test_pages_of_a_stream_that_is_new_are_no_rate(serving: Any) -> None:
-    watch, stream = FleetWatch(), Stream("one")
+    watch, stream = WorkerHistory(), Stream("one")
     async with serving() as (_, fed):
         list(watch.sample([], 1000.0))
         await fed.hold(stream, TOKENS)
@@ -199,7 +199,7 @@ async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(serving
     question = {"model_name": "m", "text": "Hello"}
     async with serving() as (client, _):
         document = check_problem(await client.post("/tokenize", json=question), 404)
-        assert "KVSIGHT_TOKENIZE_URL" in document["detail"]
+        assert "--tokenize-url" in document["detail"]
     answers = [Reply(body=b'{"tokens": [1, 2], "count": 2}'), Reply(body=b'{"tokens": [-1]}'), Reply(500), HANG_UP]
     async with scripted(*answers) as engine, serving(tokenize_url=engine.url) as (client, _):
         assert (await client.post("/tokenize", json=question)).json() == {"token_ids": [1, 2]}
@@ -210,7 +210,7 @@ async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(serving
 
 
 def test_the_address_of_the_tokenizer_is_checked_at_the_start() -> None:
-    with pytest.raises(InvalidValueError, match="KVSIGHT_TOKENIZE_URL"):
+    with pytest.raises(InvalidValueError, match="--tokenize-url"):
         ApiSettings(tokenize_url="localhost:8000")
 
 

@@ -18,12 +18,13 @@ from analysis.diff import diff, holdings_of, holdings_of_dump
 from api.replay.app import create_past_app
 from api.settings import ApiSettings
 from indexer.replay import LogIndexer, Timeline
-from indexer.replay.until import Until
 from kv_events.decisions import VERSION, Decision, encode_decision
 from kv_events.log.event_log import EventLogWriter
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import app as cli
 from tests.support import http_checks
+from tests.support.api_rig import asking
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
@@ -50,10 +51,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def serving(log: Path, default: Until | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_past_app(log, ApiSettings(**settings), default or Until(), [])
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+async def serving(log: Path, default: LogMoment | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_past_app(log, ApiSettings(**settings), default or LogMoment(), [])
+    async with asking(app) as client:
         yield client
 
 
@@ -67,13 +67,13 @@ def replayed(*arguments: object) -> Any:
 def random_moments(log: Path, number: int) -> list[str]:
     """Moments in all forms, many of them near the one before, as of a page that plays."""
     timeline, random = Timeline(log), Random(11)
-    span = timeline.span_s
+    span = timeline.extent.span_s
     assert span is not None
     moments, index = [], 1
     for _ in range(number):
         is_near = random.random() < 0.7
         index = min(timeline.next_index, index + random.randrange(1, 9)) if is_near else random.randrange(1, 400)
-        at = timeline.at(Until(offset=index))
+        at = timeline.at(LogMoment(index=index))
         forms = [str(index), str(index), f"@{max(span[0], at.now - random.choice((0.0, 0.3, 20.0)))}"]
         if len(at.positions) == 2:
             forms.append(",".join(f"{partition}:{offset}" for partition, offset in at.positions.items()))
@@ -85,7 +85,7 @@ async def test_random_moments_are_those_of_the_command(log: Path, tmp_path: Path
     query = {"model_name": "m", "seq_hashes": list(range(1, 40))}
     (tmp_path / "query.json").write_text(json.dumps(query))
     async with serving(log) as client:
-        for at in random_moments(log, 60):
+        for at in random_moments(log, 20):
             expected = {(view["model"], view["worker"], view["dp_rank"]): view for view in replayed(log, "--at", at)}
             workers = (await client.get("/workers", params={"at": at})).json()
             shown = {
@@ -112,14 +112,14 @@ async def test_dumps_are_those_of_the_moments(log: Path) -> None:
     async with serving(log) as client:
         dumps = await asyncio.gather(*(client.get("/dump", params={"at": at}) for at in range(30, 390, 40)))
     for at, dump in zip(range(30, 390, 40), dumps, strict=True):
-        held = holdings_of(timeline.at(Until(offset=at)))
+        held = holdings_of(timeline.at(LogMoment(index=at)))
         found = diff(held, holdings_of_dump(dump.json()))
         assert all(each.is_empty for each in found), at
         assert any(len(each.hashes) for each in held.values())
 
 
 async def test_a_request_without_a_moment_gets_that_of_the_command_or_the_end(log: Path) -> None:
-    async with serving(log, Until(offset=120)) as client:
+    async with serving(log, LogMoment(index=120)) as client:
         assert (await client.get("/moment")).json()["index"] == 120
         assert (await client.get("/workers")).json() == (await client.get("/workers?at=120")).json()
         assert (await client.get("/span")).json()["at"] == "120"
@@ -186,7 +186,7 @@ async def test_metrics_are_those_of_the_moment(log: Path) -> None:
             lines = (await client.get(f"/metrics?at={at}")).text.splitlines()
             records = (await client.get(f"/moment?at={at}")).json()["records"]
             assert f"kvsight_records_total {records:.1f}" in lines
-            views = Timeline(log).at(Until(offset=at)).namespaces.views
+            views = Timeline(log).at(LogMoment(index=at)).namespaces.views
             assert f"kvsight_pages_stored_total {sum(v.counters.pages_stored for v in views):.1f}" in lines
 
 
@@ -373,7 +373,7 @@ async def test_a_log_that_grows_is_followed(tmp_path: Path) -> None:
 
 async def test_many_requests_for_many_moments_are_all_answered(log: Path) -> None:
     moments = [1 + 37 * i % 399 for i in range(40)]
-    expected = [Timeline(log).at(Until(offset=at)).applier.records for at in moments]
+    expected = [Timeline(log).at(LogMoment(index=at)).applier.records for at in moments]
     async with serving(log) as client:
         answers = await asyncio.gather(*(client.get(f"/moment?at={at}") for at in moments))
         assert [answer.json()["records"] for answer in answers] == expected

@@ -10,9 +10,9 @@ import numpy as np
 
 from analysis.diff import HeldPages, Holdings, diff, holdings_of, holdings_of_dump
 from indexer.replay import LogIndexer, Timeline
-from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
 from kv_events.log.event_log import EventLogWriter
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel
 from tests.support.log.faulty_run import faulty_run
 from tests.unit.api.conftest import Serving
@@ -48,7 +48,7 @@ def compare(folder: Path, dumps: dict[int, Holdings]) -> None:
     assert len(list(folder.glob("*.kvframe"))) > 5
     timeline = Timeline(folder, SETTINGS)
     for number, dump in dumps.items():
-        views = holdings_of(timeline.at(Until(offset=number)))
+        views = holdings_of(timeline.at(LogMoment(index=number)))
         held = {stream: pages for stream, pages in views.items() if len(pages.hashes)}
         assert held.keys() == dump.keys()
         assert all(equal(pages, dump[stream]) for stream, pages in held.items()), diff(held, dump)

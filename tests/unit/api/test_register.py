@@ -21,6 +21,7 @@ from indexer.consumer import Consumer
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
+from tests.support.api_rig import asking, embedding
 from tests.support.http_checks import check_problem
 from tests.support.waiting import async_wait_until
 
@@ -37,10 +38,7 @@ async def embedded(indexer: IndexerSettings | None = None, **settings: Any) -> A
     """Yield a client of a service that reads engines itself."""
     log, indexer = MemoryLog(), indexer or IndexerSettings(max_pages=2**16)
     consumer = create_consumer(indexer, log)
-    registrations = Registrations(consumer, log, RegistrationSettings(**settings), BridgeSettings(), None)
-    app = create_app(consumer, ApiSettings(), registrations)
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+    async with asking(embedding(consumer, log, **settings)) as client:
         yield client
 
 
@@ -91,8 +89,7 @@ async def service_without_kernels() -> AsyncIterator[tuple[httpx.AsyncClient, Co
     wait: Any = are_compiled.wait
     registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None, wait)
     app = create_app(consumer, ApiSettings(), registrations)
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+    async with asking(app) as client:
         yield client, consumer, are_compiled
 
 
@@ -250,7 +247,7 @@ async def test_there_is_a_bound_on_registrations() -> None:
         for number in range(2):
             assert (await client.post("/register", json={**PEER, "instance_id": number})).status_code == 201
         problem = check_problem(await client.post("/register", json={**PEER, "instance_id": 2}), 409)
-        assert "KVSIGHT_MAX_REGISTRATIONS" in problem["detail"]
+        assert "--max-registrations" in problem["detail"]
         assert (await client.post("/register", json={**PEER, "instance_id": 1})).status_code == 200
 
 
@@ -316,7 +313,7 @@ async def test_the_operator_states_where_the_service_may_connect_to() -> None:
             check_problem(await client.post("/register", json={**PEER, "instance_id": 3, "endpoint": endpoint}), 403)
     async with embedded(register_allow="") as client:
         check_problem(await client.post("/register", json=PEER), 403)
-    with pytest.raises(InvalidValueError, match="KVSIGHT_REGISTER_ALLOW"):
+    with pytest.raises(InvalidValueError, match="--register-allow"):
         RegistrationSettings(register_allow="10.0.0.*.1")
 
 

@@ -16,14 +16,15 @@ from aiohttp import web
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.shards.forwarding import AskOthers
-from api.shards.members import Connections, PeerError, Peers
-from api.shards.routes import ShardRoutes
-from api.shards.scatter_gather import Gatherer
-from api.shards.wire import Told, encode
+from api.queries.routes import QueryRoutes
+from api.shards.forwarding import ForwardToMembers
+from api.shards.members import Connections, MemberError, Members
+from api.shards.scatter_gather import ScatterGather
+from api.shards.wire import ShardReply, encode
 from indexer.shards.assignment import Assignment, Member
 from indexer.shards.membership import Membership
-from tests.support.log.hand_fed import HandFed
+
+pytestmark = pytest.mark.timing("a member that hangs must be given up within its deadline")
 
 TOKEN = "the-token-of-this-member"
 DEADLINE_S = 5.0
@@ -35,7 +36,7 @@ async def member(handler: Handler, partition: int = 1) -> AsyncIterator[Member]:
     """Another member, all whose answers a test gives."""
     application = web.Application()
     application.router.add_route("*", "/{anything:.*}", handler)
-    runner = web.AppRunner(application)
+    runner = web.AppRunner(application, shutdown_timeout=0.01)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -47,13 +48,13 @@ async def member(handler: Handler, partition: int = 1) -> AsyncIterator[Member]:
 @asynccontextmanager
 async def asking(
     *others: Member, own: ASGIApp, deadline_s: float = DEADLINE_S, is_assigned: bool = True
-) -> AsyncIterator[AskOthers]:
+) -> AsyncIterator[ForwardToMembers]:
     """The middleware of a member that has no workers, unless `own` has some."""
     assignment = Assignment(7, 0, [Member("me", "http://127.0.0.1:1", [0]), *others])
     membership = SimpleNamespace(id="me", group="g", assignment=assignment, is_assigned=is_assigned)
-    peers = Peers("me", Connections(TOKEN, None), deadline_s)
+    peers = Members("me", Connections(TOKEN, None), deadline_s)
     try:
-        yield AskOthers(own, cast(Membership, membership), peers)
+        yield ForwardToMembers(own, cast(Membership, membership), peers)
     finally:
         await peers.close()
 
@@ -215,8 +216,8 @@ async def test_before_it_has_joined_a_member_says_so(path: str) -> None:
 async def test_before_it_has_joined_a_member_refuses_queries() -> None:
     membership: Any = SimpleNamespace(group="g", is_assigned=False)
     nothing: Any = None
-    gatherer = Gatherer(nothing, membership, nothing)
-    routes = ShardRoutes(HandFed().consumer, gatherer, nothing, 1000, must_be_ready=False)
+    gatherer = ScatterGather(nothing, membership, nothing)
+    routes = QueryRoutes(gatherer, lambda: True, 1000)
     for path in ("/query", "/query_by_hash", "/query/batch"):
         answer = await call(routes.endpoints()[path], path, "POST")
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
@@ -238,7 +239,7 @@ def in_row(place: int, value: object) -> list[Any]:
     return told(rows=[[*ROW[:place], value, *ROW[place + 1 :]]])
 
 
-async def ask(body: bytes, headers: dict[str, str] | None = None, max_answer_bytes: int = 2**20) -> Told:
+async def ask(body: bytes, headers: dict[str, str] | None = None, max_answer_bytes: int = 2**20) -> ShardReply:
     """Ask a member that sends this body in parts."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -251,7 +252,7 @@ async def ask(body: bytes, headers: dict[str, str] | None = None, max_answer_byt
         return response
 
     async with member(handler) as other:
-        peers = Peers("me", Connections(TOKEN, None, max_answer_bytes=max_answer_bytes), 30)
+        peers = Members("me", Connections(TOKEN, None, max_answer_bytes=max_answer_bytes), 30)
         try:
             (peer,) = peers.of([other])
             return await peer.ask(b"")
@@ -289,19 +290,19 @@ async def test_a_good_answer_can_be_read() -> None:
     ],
 )
 async def test_an_answer_beyond_its_bounds_cannot_be_read(answer: Any) -> None:
-    with pytest.raises(PeerError, match=r"^its answer cannot be read$"):
+    with pytest.raises(MemberError, match=r"^its answer cannot be read$"):
         await ask(encode(answer))
 
 
 async def test_an_answer_that_is_nested_deeply_cannot_be_read() -> None:
-    with pytest.raises(PeerError, match=r"^its answer cannot be read$"):
+    with pytest.raises(MemberError, match=r"^its answer cannot be read$"):
         await ask(encode(told())[:-1].replace(b"\x95", b"\x96", 1) + b"\xc0" + b"\x91" * 100_000 + b"\xc0")
 
 
 async def test_an_answer_in_parts_has_a_bound_and_none_is_decompressed() -> None:
-    with pytest.raises(PeerError, match=r"^its answer has more than 5000 bytes$"):
+    with pytest.raises(MemberError, match=r"^its answer has more than 5000 bytes$"):
         await ask(bytes(100_000), max_answer_bytes=5000)
-    with pytest.raises(PeerError, match="compressed"):
+    with pytest.raises(MemberError, match="compressed"):
         await ask(gzip.compress(encode(told())), {"Content-Encoding": "gzip"})
 
 
@@ -314,13 +315,13 @@ async def test_a_member_with_tls_sends_no_token_to_an_address_without_it(authori
         return web.json_response([])
 
     async with member(handler) as other:
-        peers = Peers("me", Connections(TOKEN, None, serves_tls=True), 30)
+        peers = Members("me", Connections(TOKEN, None, serves_tls=True), 30)
         try:
             (peer,) = peers.of([other])
-            with pytest.raises(PeerError, match="without TLS"):
+            with pytest.raises(MemberError, match="without TLS"):
                 await peer.ask(b"")
             headers = {} if authorization is None else {"Authorization": authorization}
-            is_refused = isinstance(await peer.forward("GET", "/workers", headers), PeerError)
+            is_refused = isinstance(await peer.forward("GET", "/workers", headers), MemberError)
         finally:
             await peers.close()
     assert is_refused == (authorization is not None)

@@ -9,15 +9,14 @@ import hypothesis.strategies as st
 import msgspec
 from hypothesis import given
 
-from api.queries.answers import Answers
-from api.queries.body_formats import codec_of
-from api.queries.questions import BY_ANY, Question, decode_question
-from api.shards.local_shard import OwnViews
-from api.shards.scatter_gather import Gatherer
-from api.shards.wire import Told, decode_asked, decode_told, encode
-from indexer.applier import Applier
+from api.queries.answers import general_answer, namespaces_of
+from api.queries.body_formats import format_of
+from api.queries.parsing import BY_ANY, decode_question
+from api.shards.local_shard import LocalShard
+from api.shards.scatter_gather import ScatterGather
+from api.shards.wire import ShardReply, decode_reply, decode_request, encode
+from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.shards.assignment import Assignment, Candidate, Member, share_out
@@ -26,6 +25,7 @@ from indexer.snapshots.image import take, unpack
 from indexer.sources.memory import MemorySource
 from kv_events.digest import digest_bytes
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
+from kv_events.http.parsed_query import ParsedQuery
 from kv_events.log.memory import MemoryLog
 from tests.support.log.records import Stream, stored
 
@@ -63,11 +63,11 @@ class Shared:
 class Near:
     """A member in this process, asked through the bytes that a connection would carry."""
 
-    def __init__(self, member: Member, own: OwnViews) -> None:
+    def __init__(self, member: Member, own: LocalShard) -> None:
         self.member, self.own, self.failure = member, own, ""
 
-    async def ask(self, body: bytes) -> Told:
-        told: Told = decode_told(encode(await self.own.tell(decode_asked(body))))
+    async def ask(self, body: bytes) -> ShardReply:
+        told: ShardReply = decode_reply(encode(await self.own.reply(decode_request(body))))
         return told
 
 
@@ -106,8 +106,8 @@ def worker_batches(draws: list[tuple[int, int, int, int, int]]) -> list[tuple[in
     return [(key[0] % NUM_PARTITIONS, *batch) for key, batch in streams.items()]
 
 
-def question(**fields: Any) -> tuple[Question, Any]:
-    return decode_question(msgspec.json.encode(fields), codec_of("application/json"), BY_ANY)
+def question(**fields: Any) -> tuple[ParsedQuery, Any]:
+    return decode_question(msgspec.json.encode(fields), format_of("application/json"), BY_ANY)
 
 
 _DRAWS = st.lists(
@@ -145,15 +145,17 @@ async def test_a_joined_answer_equals_that_of_one_service(
     near = {}
     for member in assignment.members:
         own = consumer_of(*(batch for batch in batches if batch[0] in member.partitions))
-        near[member.id] = Near(member, OwnViews(own, Shared(Fixed(member.id, assignment))))  # type: ignore[arg-type]
+        near[member.id] = Near(member, LocalShard(own, Shared(Fixed(member.id, assignment))))  # type: ignore[arg-type]
     asked, numbers = question(**fields)
     whole = consumer_of(*batches)
     try:
-        expected: Any = msgspec.json.decode(Answers().answer(asked, numbers, whole.namespaces, whole.freshness, NOW))
+        expected: Any = msgspec.json.decode(
+            general_answer(asked, numbers, namespaces_of(asked, whole.namespaces), whole.freshness, NOW)
+        )
     except Exception as problem:  # noqa: BLE001  (compared below)
         expected = str(problem)
     for name, peer in near.items():
-        gatherer = Gatherer(peer.own, Fixed(name, assignment), NearPeers(name, near))  # type: ignore[arg-type]
+        gatherer = ScatterGather(peer.own, Fixed(name, assignment), NearPeers(name, near))  # type: ignore[arg-type]
         (found,), missing = await gatherer.answer([(asked, numbers)])
         assert not missing
         assert (msgspec.json.decode(found) if isinstance(found, bytes) else str(found)) == expected
@@ -189,12 +191,12 @@ def test_a_snapshot_of_a_partition_restores_its_views_and_no_others(
     for partition in range(NUM_PARTITIONS):
         own = [view for view in source.views if view.partition == partition]
         copies = Namespaces(SETTINGS)
-        run(copy_views(own, source, copies, partition))
+        run(copy_views(own, copies, partition))
         loaded = unpack(b"".join(run(take(copies, {partition: 7}, NOW)).pack()), SETTINGS)
         for view in loaded.namespaces.views:
             view.heard_tick = 5.0
         target = Namespaces(SETTINGS)
-        run(copy_views(loaded.namespaces.views, loaded.namespaces, target, partition))
+        run(copy_views(loaded.namespaces.views, target, partition))
         assert loaded.positions == {partition: 7}
         assert {facts(view) for view in target.views} == {facts(view) for view in own}
         assert all(view.heard_tick == 5.0 and view.partition == partition for view in target.views)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from api.telemetry.service_metrics import HttpMetrics
-from api.workers.event_stream import EventFeed
+from api.workers.event_stream import EventStream
 from indexer.settings import IndexerSettings
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, removed
@@ -95,7 +95,7 @@ async def test_a_scrape_of_a_thousand_workers_is_no_matter_of_seconds() -> None:
     fed = HandFed(IndexerSettings(max_pages=2**16))
     async with fed.consumer.running():
         await fed.feed(*(Stream(f"worker-{number}").batch() for number in range(1000)))
-        metrics = HttpMetrics(fed.consumer, [], EventFeed(fed.consumer, 1), max_workers=200)
+        metrics = HttpMetrics(fed.consumer, [], EventStream(fed.consumer, 1), max_workers=200)
         costs = []
         for _ in range(5):
             began = time.thread_time()

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from api.problems import ProblemError
+from api.view_source import stream_pages
 from api.workers.routes import _radix_view
-from api.workers.stream_pages import stream_pages
 from kv_events.schema import ResyncRequest
 from tests.support.http_checks import check_problem
 from tests.support.log.records import Stream, digest_of, stored

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bridge.settings import BridgeSettings, EngineSettings, parse_engine, read_engines
+from bridge.settings import EngineSettings, parse_engine, read_engines
 from kv_events.errors import InvalidValueError
 
 GOOD: dict[str, Any] = {"worker": "w", "model": "m", "endpoint": "tcp://h:5557"}
@@ -101,11 +101,3 @@ def test_no_message_shows_a_salt(text: str) -> None:
 def test_a_field_is_named_once_whatever_spaces_are_around_it() -> None:
     with pytest.raises(InvalidValueError, match="worker"):
         parse_engine("worker=w,model=m,endpoint=tcp://h:1, worker=v")
-
-
-def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSIGHT_BRIDGE_AWAY_S", "3")
-    assert BridgeSettings().bridge_away_s == 3
-    monkeypatch.setenv("KVSIGHT_BRIDGE_AWAY_S", "-1")
-    with pytest.raises(InvalidValueError, match="KVSIGHT_BRIDGE_AWAY_S"):
-        BridgeSettings()

@@ -69,14 +69,14 @@ def record(payload: bytes) -> list[OutRecord]:
 async def test_it_is_started_once_and_stopped_by_its_owner_alone() -> None:
     sink = GatedSink()
     shared = SharedSink(sink)
-    lanes = [shared.lane(ONE), shared.lane(TWO)]
+    sinks = [shared.sink_of(ONE), shared.sink_of(TWO)]
     sink.is_away = True
     with pytest.raises(SinkUnavailableError):
-        await lanes[0].start()
+        await sinks[0].start()
     sink.is_away = False
-    await asyncio.gather(*(lane.start() for lane in lanes))
-    for lane in lanes:
-        await lane.stop()
+    await asyncio.gather(*(own.start() for own in sinks))
+    for own in sinks:
+        await own.stop()
     assert (sink.starts, sink.stops) == (2, 0)
     await shared.stop()
     assert sink.stops == 1
@@ -85,9 +85,9 @@ async def test_it_is_started_once_and_stopped_by_its_owner_alone() -> None:
 async def test_waiting_changes_are_sent_together() -> None:
     sink = GatedSink()
     shared = SharedSink(sink)
-    lane = shared.lane(ONE)
+    own = shared.sink_of(ONE)
     sink.gate.clear()
-    sending = [asyncio.ensure_future(lane.send(record(payload))) for payload in (b"a", b"b", b"c")]
+    sending = [asyncio.ensure_future(own.send(record(payload))) for payload in (b"a", b"b", b"c")]
     await async_wait_until(lambda: sink.calls)
     await asyncio.sleep(0)
     sink.gate.set()
@@ -99,7 +99,9 @@ async def test_a_record_that_is_refused_concerns_its_publisher_alone() -> None:
     sink = GatedSink()
     shared = SharedSink(sink)
     sink.refused = {b"b"}
-    sending = [shared.lane(stream).send(record(payload)) for stream, payload in ((ONE, b"a"), (TWO, b"b"), (ONE, b"c"))]
+    sending = [
+        shared.sink_of(stream).send(record(payload)) for stream, payload in ((ONE, b"a"), (TWO, b"b"), (ONE, b"c"))
+    ]
     results = await asyncio.gather(*sending, return_exceptions=True)
     assert [type(result) for result in results] == [type(None), SinkRejectedError, type(None)]
 
@@ -108,10 +110,10 @@ async def test_what_is_not_delivered_is_never_taken_for_it_whatever_the_sink_rai
     sink = GatedSink()
     shared = SharedSink(sink)
     sink.gate.clear()
-    first = asyncio.ensure_future(shared.lane(ONE).send(record(b"a")))
+    first = asyncio.ensure_future(shared.sink_of(ONE).send(record(b"a")))
     await async_wait_until(lambda: sink.calls)
     sink.broken = {b"b"}
-    sending = [asyncio.ensure_future(shared.lane(TWO).send(record(payload))) for payload in (b"b", b"c")]
+    sending = [asyncio.ensure_future(shared.sink_of(TWO).send(record(payload))) for payload in (b"b", b"c")]
     await asyncio.sleep(0)
     sink.gate.set()
     results = await asyncio.gather(first, *sending, return_exceptions=True)
@@ -123,10 +125,10 @@ async def test_a_cancelled_sender_fails_the_calls_that_it_sent_for() -> None:
     sink = GatedSink()
     shared = SharedSink(sink)
     sink.gate.clear()
-    first = asyncio.ensure_future(shared.lane(ONE).send(record(b"a")))
+    first = asyncio.ensure_future(shared.sink_of(ONE).send(record(b"a")))
     await async_wait_until(lambda: sink.calls)
     sink.stuck = {b"b"}
-    sender, other = (asyncio.ensure_future(shared.lane(TWO).send(record(payload))) for payload in (b"b", b"c"))
+    sender, other = (asyncio.ensure_future(shared.sink_of(TWO).send(record(payload))) for payload in (b"b", b"c"))
     await asyncio.sleep(0)
     sink.gate.set()
     await first
@@ -140,10 +142,10 @@ async def test_requests_are_read_again_after_a_failure() -> None:
     sink = GatedSink()
     sink.failures_of_requests = 1
     shared = SharedSink(sink)
-    lane = shared.lane(ONE)
-    await lane.start()
+    own = shared.sink_of(ONE)
+    await own.start()
     sink.to_pass_on.put_nowait(ResyncRequest(ONE.key, 5))
-    assert await asyncio.wait_for(anext(lane.requests()), 10) == ResyncRequest(ONE.key, 5)
+    assert await asyncio.wait_for(anext(own.requests()), 10) == ResyncRequest(ONE.key, 5)
     await shared.stop()
 
 
@@ -151,7 +153,7 @@ async def test_when_the_sink_is_away_all_hear_of_it() -> None:
     sink = GatedSink()
     shared = SharedSink(sink)
     sink.is_away = True
-    sending = [shared.lane(ONE).send(record(payload)) for payload in (b"a", b"b")]
+    sending = [shared.sink_of(ONE).send(record(payload)) for payload in (b"a", b"b")]
     results = await asyncio.gather(*sending, return_exceptions=True)
     assert [type(result) for result in results] == [SinkUnavailableError] * 2
 
@@ -160,9 +162,9 @@ async def test_a_sender_that_is_cancelled_does_not_take_the_others_along() -> No
     sink = GatedSink()
     shared = SharedSink(sink)
     sink.gate.clear()
-    first = asyncio.ensure_future(shared.lane(ONE).send(record(b"a")))
+    first = asyncio.ensure_future(shared.sink_of(ONE).send(record(b"a")))
     await async_wait_until(lambda: sink.calls)
-    second = asyncio.ensure_future(shared.lane(TWO).send(record(b"b")))
+    second = asyncio.ensure_future(shared.sink_of(TWO).send(record(b"b")))
     await asyncio.sleep(0)
     first.cancel()
     sink.gate.set()
@@ -173,7 +175,7 @@ async def test_a_sender_that_is_cancelled_does_not_take_the_others_along() -> No
 async def test_a_request_reaches_the_newest_publisher_of_its_stream() -> None:
     sink = GatedSink()
     shared = SharedSink(sink)
-    old, new, other = shared.lane(ONE), shared.lane(ONE), shared.lane(TWO)
+    old, new, other = shared.sink_of(ONE), shared.sink_of(ONE), shared.sink_of(TWO)
     await new.start()
     await old.stop()
     request = ResyncRequest(ONE.key, 5)

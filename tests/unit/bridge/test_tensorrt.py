@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bridge.decoding.runs import BadEvent
+from bridge.decoding.events import InvalidEvent
 from bridge.tensorrt import PolledEvents, from_tensorrt, widest_window_of
 from kv_events.log.memory import MemoryLog
 from kv_events.streams import split_group
@@ -64,7 +64,7 @@ class Rig:
         self.polled.take(events)
         return self
 
-    def lose(self, num_events: int) -> Rig:
+    def drop_all_pages(self, num_events: int) -> Rig:
         self._next += num_events
         return self
 
@@ -163,7 +163,7 @@ def test_ranks_are_streams_of_their_own() -> None:
 
 
 def test_events_that_fell_out_of_the_buffer_cost_the_pages_but_not_their_hashes() -> None:
-    rig = Rig().take(stored(HASHES[:2], TOKENS[:8])).lose(1).take(stored(HASHES[2:], TOKENS[8:], parent=12))
+    rig = Rig().take(stored(HASHES[:2], TOKENS[:8])).drop_all_pages(1).take(stored(HASHES[2:], TOKENS[8:], parent=12))
     assert rig.pages() == on(GPU, NAMES[2:])
     assert (rig.polled.counters.losses, rig.degraded_reason()) == (1, "batches lost")
     assert Rig().take(stored(HASHES, TOKENS)).degraded_reason() == ""
@@ -201,7 +201,7 @@ def test_hashes_in_every_form_are_one(again: Any) -> None:
     ],
 )
 def test_a_store_that_makes_no_sense_is_counted_and_its_neighbours_are_taken(event: dict[str, Any]) -> None:
-    assert all(isinstance(run, BadEvent) for run in from_tensorrt(event, 4))
+    assert all(isinstance(run, InvalidEvent) for run in from_tensorrt(event, 4))
     rig = Rig().take(stored(HASHES[:1], TOKENS[:4]))
     rig.polled.take([event, {"data": stored(HASHES[1:], TOKENS[4:], parent=11)}])
     assert rig.pages() == on(GPU, NAMES)

@@ -31,6 +31,7 @@ EVERYTHING: dict[str, Any] = {
         "replicas": 3,
         "port": 9000,
         "apiToken": {"existingSecret": "api"},
+        "args": ["--no-answer-before-ready"],
         "env": {"KVSIGHT_WORKER_TTL_S": 30, "KVSIGHT_MAX_PAGES": 100000000},
         "podAnnotations": {"a": "b"},
         "nodeSelector": {"a": "b"},
@@ -46,7 +47,7 @@ EVERYTHING: dict[str, Any] = {
         **BRIDGE,
         "podAnnotations": {"a": "b"},
         "nodeSelector": {"a": "b"},
-        "env": {"KVSIGHT_BRIDGE_AWAY_S": 60},
+        "args": ["--bridge-away-s", 60],
     },
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {"from": [{"namespaceSelector": {}}], "egressPorts": [9094]},
@@ -215,6 +216,8 @@ def test_settings_reach_the_containers() -> None:
     assert serve["KVSIGHT_API_TOKEN"] == {"secretKeyRef": {"name": "api", "key": "token"}}
     assert serve["KVSIGHT_WORKER_TTL_S"] == "30"  # that of serve wins
     assert serve["KVSIGHT_MAX_PAGES"] == "100000000"  # no exponent
+    assert container("serve", EVERYTHING)["args"][-1] == "--no-answer-before-ready"
+    assert container("bridge", EVERYTHING)["args"][-2:] == ["--bridge-away-s", "60"]
     bridge = variables("bridge", EVERYTHING)
     assert bridge["KVSIGHT_EVENTS_TOPIC"] == "events"
     assert not {"KVSIGHT_API_TOKEN", "KVSIGHT_REDIS"} & bridge.keys()

@@ -16,12 +16,12 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from api.access.tokens import Tokens
+from api.access.tokens import TokenRegistry
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
 from bridge.settings import parse_engine, read_engines
-from indexer.tenant_limits import TenantLimits
+from indexer.tenants import TenantLimits
 from kvsight.cli.main import app
 from kvsight.plugins import PUBLISHER
 from tests.support.log.hand_fed import HandFed
@@ -115,7 +115,7 @@ def test_the_file_of_tokens_is_what_the_service_reads(tmp_path: Path) -> None:
     (block,) = (block for block in blocks("toml") if "scopes =" in block.text)
     file = tmp_path / "tokens.toml"
     file.write_text(block.text)
-    caller = Tokens(None, file).caller(b"Bearer b1946ac92492d2347c6235b4d2611184")
+    caller = TokenRegistry(None, file).caller(b"Bearer b1946ac92492d2347c6235b4d2611184")
     assert caller is not None
     assert caller.scopes == {"read", "decisions"}
 

@@ -3,4 +3,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _watched_pools(monkeypatch):
-    monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", "1")
+    monkeypatch.setattr("engine_cache.settings.CHECK_FREES", True)

@@ -65,12 +65,6 @@ def test_rows_of_another_pool_are_found(row):
         pool.free(np.array([row]))
 
 
-def test_a_bad_debug_setting_is_named(monkeypatch):
-    monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", "maybe")
-    with pytest.raises(ValueError, match=r"KVSIGHT_DEBUG_POOLS.*maybe"):
-        PagedTokenToKVPoolAllocator(16, 4)
-
-
 def test_half_a_page_and_clear_concern_both_sides():
     pool = SWATokenToKVPoolAllocator(8, 8, 2)
     with pytest.raises(InvalidValueError, match="need_size"):

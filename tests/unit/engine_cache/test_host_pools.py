@@ -10,13 +10,17 @@ import torch
 
 from engine_cache import PoolError
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool, PoolShape
-from engine_cache.pools.host import HOST_LAYOUTS, MHATokenToKVPoolHost, MLATokenToKVPoolHost
-from engine_cache.pools.host_indexer import NSAIndexerPoolHost
-from engine_cache.pools.host_memory import require_host_memory
-from engine_cache.pools.host_rows import BytelessHostPool, HostRows, host_pool_size
-from engine_cache.pools.host_tensors import TensorHostPool, allocate_host_pools
+from engine_cache.pools.host import (
+    HOST_LAYOUTS,
+    MambaPoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    NSAIndexerPoolHost,
+    allocate_host_pools,
+    require_host_memory,
+)
+from engine_cache.pools.host_rows import BytelessHostPool, host_pool_size
 from engine_cache.pools.mamba import MambaPool
-from engine_cache.pools.mamba_host import MambaPoolHost
 from engine_cache.settings import HICACHE_HOST_MEMORY_RESERVE_BYTES, host_memory_reserve_bytes
 from kv_events.errors import InvalidValueError
 
@@ -269,13 +273,6 @@ def test_an_unknown_layout_is_refused_with_the_known_ones(device):
         host_pool(device, layout="kv_first")
 
 
-def test_a_pool_that_cannot_name_its_tensors_to_a_store_cannot_be_made():
-    missing = TensorHostPool.__abstractmethods__
-    methods = {name: lambda *_: None for name in missing - {"get_hybrid_pool_buffer"}}
-    with pytest.raises(TypeError, match="get_hybrid_pool_buffer"):
-        type("Unnamed", (TensorHostPool,), methods)("kv", size=8, page_size=2, layer_num=1, size_per_token=1)
-
-
 # --- the index of sparse attention ---
 
 
@@ -327,7 +324,7 @@ def test_a_key_is_whole_blocks_of_numbers(index_head_dim):
 
 
 def test_rows_are_whole_pages_from_zero_and_are_freed_once():
-    rows = HostRows(12, 4)
+    rows = BytelessHostPool(12, 4)
     assert rows.alloc(8).tolist() == list(range(8))
     assert (rows.available_size(), rows.alloc(8), rows.free_pages().tolist()) == (4, None, [2])
     rows.free(np.arange(4))

@@ -1,4 +1,4 @@
-"""Valid pool groups, and the rows in transfers of pools that share the rows of the anchor."""
+"""Valid pool groups, and copies of pools that share the rows of the anchor."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,6 @@ from engine_cache import (
     PoolError,
 )
 from engine_cache.storage.base import PoolName, PoolTransfer
-from engine_cache.storage.operations import ArchiveOperation
-from engine_cache.tiers.storage_io import shared_transfers
 from kv_events.errors import InvalidValueError
 
 KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA
@@ -49,10 +47,6 @@ def entry(name, host_rows=12, page_size=2, host=BytelessHostPool, device_rows=8,
 def nsa(*sidecars):
     index = entry(INDEXER, host=SharingHostPool, share_indices_with_anchor=True)
     return HybridCacheController(HostPoolGroup.of(entry(KV), index, *sidecars), ManualCopyEngine()), index.host_pool
-
-
-def share():
-    return PoolTransfer(INDEXER, indices_from_pool=KV)
 
 
 # --- groups ---
@@ -100,13 +94,13 @@ def test_pools_that_make_no_group_are_refused(entries, words):
         HostPoolGroup(entries)
 
 
-# --- transfers that share rows, between device and host ---
+# --- copies ---
 
 
 def test_a_sharing_pool_moves_on_the_rows_of_kv_and_hands_out_none():
     controller, index = nsa()
-    host_rows = controller.write(np.arange(2, 6), 0, [share()])
-    loaded = controller.load(host_rows, 1, [share()])
+    host_rows = controller.write(np.arange(2, 6), 0)
+    loaded = controller.load(host_rows, 1)
     controller.start_loading()
     controller.engine.drain()
     assert index.copied == [
@@ -115,10 +109,10 @@ def test_a_sharing_pool_moves_on_the_rows_of_kv_and_hands_out_none():
     ]
 
 
-def test_a_sharing_pool_takes_its_rows_last_wherever_it_is_named():
+def test_a_sharing_pool_moves_with_kv_and_not_with_other_sidecars():
     controller, index = nsa(entry(MAMBA, 5, 1, device_rows=4))
     state = PoolTransfer(MAMBA, device_indices=np.array([3]))
-    controller.write(np.arange(2), 0, [share(), state])
+    controller.write(np.arange(2), 0, [state])
     assert len(state.host_indices) == 1
     controller.engine.drain()
     assert [len(rows) for _, rows, _ in index.copied] == [2]
@@ -131,14 +125,14 @@ def test_without_room_for_one_sidecar_every_pool_is_as_before(evicts):
     held = states.host_pool.alloc(5)
     asked = list[int]()
     states.host_evict_fn = asked.append if evicts else None
-    state, shared = PoolTransfer(MAMBA, device_indices=np.array([3])), share()
-    assert controller.write(np.arange(2), 0, [shared, state]) is None
+    state = PoolTransfer(MAMBA, device_indices=np.array([3]))
+    assert controller.write(np.arange(2), 0, [state]) is None
     assert asked == ([1] if evicts else [])
-    assert state.host_indices is shared.host_indices is shared.device_indices is None
+    assert state.host_indices is None
     assert controller.group.available_size() == 12
     assert controller.engine.num_queued(Lane.WRITE) == 0
     states.host_pool.free(held)
-    assert controller.write(np.arange(2), 1, [shared, state]) is not None
+    assert controller.write(np.arange(2), 1, [state]) is not None
 
 
 def test_an_eviction_that_raises_leaves_nothing_taken():
@@ -151,7 +145,7 @@ def test_an_eviction_that_raises_leaves_nothing_taken():
 
     states.host_evict_fn = fail
     with pytest.raises(RuntimeError, match="injected"):
-        controller.write(np.arange(2), 0, [share(), PoolTransfer(MAMBA, device_indices=np.array([3]))])
+        controller.write(np.arange(2), 0, [PoolTransfer(MAMBA, device_indices=np.array([3]))])
     assert controller.group.available_size() == 12
 
 
@@ -162,27 +156,17 @@ def test_an_engine_that_refuses_a_backup_leaves_nothing_taken(monkeypatch):
         raise RuntimeError("injected")
 
     monkeypatch.setattr(controller.engine, "submit", refuse)
-    shared = share()
     with pytest.raises(RuntimeError, match="injected"):
-        controller.write(np.arange(2), 0, [shared])
+        controller.write(np.arange(2), 0)
     assert controller.group.available_size() == 12
-    assert shared.host_indices is None
 
 
-@pytest.mark.parametrize(
-    ("extras", "words"),
-    [
-        ([PoolTransfer(SWA, device_indices=np.arange(2)), share()], "one of kv, indexer"),
-        ([PoolTransfer(INDEXER, indices_from_pool=MAMBA)], "one of mamba beside it"),
-        ([PoolTransfer(INDEXER, indices_from_pool=INDEXER)], "one of indexer beside it"),
-        ([], r"transfers: got \['kv'\], expected \['indexer'\], too"),
-    ],
-)
-def test_transfers_that_cannot_be_resolved_are_refused_and_take_nothing(extras, words):
+def test_a_transfer_of_an_unknown_pool_is_refused_and_takes_nothing():
     controller, _ = nsa()
-    with pytest.raises(InvalidValueError, match=words):
+    extras = [PoolTransfer(SWA, device_indices=np.arange(2))]
+    with pytest.raises(InvalidValueError, match="one of kv, indexer"):
         controller.write(np.arange(2), 0, extras)
-    with pytest.raises(InvalidValueError, match=words):
+    with pytest.raises(InvalidValueError, match="one of kv, indexer"):
         controller.load(np.arange(2), 0, extras)
     assert controller.group.available_size() == 12
     assert controller.kv.device_allocator.available_size() == 8
@@ -196,51 +180,3 @@ def test_a_transfer_has_as_many_rows_on_both_sides():
     with pytest.raises(InvalidValueError, match="host_indices of pool mamba: got 2"):
         controller.write(np.arange(2), 0, [wrong])
     assert controller.group.available_size() == 12
-
-
-# --- transfers that share rows, between host and store ---
-
-
-def resolved(extras, keys, num_rows):
-    """Resolve the extras of an archive of two pages. The extras share the rows of the anchor, for some of the pages."""
-    controller, _ = nsa(entry(MAMBA, 5, 1, device_rows=4), entry(SWA))
-    operation = ArchiveOperation(None, ["a", "b"], np.arange(4), extras)
-    return shared_transfers(controller.group, operation, keys, np.arange(num_rows))
-
-
-@pytest.mark.parametrize("keys", [["a"], ["a", "b"]])
-def test_a_shared_transfer_gets_the_keys_and_rows_of_kv_as_it_was_cut(keys):
-    given = share()
-    (shared,) = resolved([given], keys, 2 * len(keys))
-    assert (shared.keys, shared.host_indices.tolist()) == (keys, list(range(2 * len(keys))))
-    assert given.keys is given.host_indices is None
-
-
-def test_a_pool_that_lives_on_kvs_rows_need_not_state_it_in_its_transfer():
-    (shared,) = resolved([PoolTransfer(INDEXER)], ["a"], 2)
-    assert (shared.keys, shared.host_indices.tolist()) == (["a"], [0, 1])
-
-
-def test_a_shared_transfer_keeps_keys_of_its_own_and_may_follow_another_pool():
-    state = PoolTransfer(SWA, host_indices=np.arange(4, 8), keys=["c", "d"])
-    (shared,) = resolved([PoolTransfer(INDEXER, indices_from_pool=SWA), state], ["a"], 2)
-    assert (shared.keys, shared.host_indices.tolist()) == (["c", "d"], [4, 5, 6, 7])
-    (shared,) = resolved([PoolTransfer(INDEXER, keys=["x"], indices_from_pool=KV)], ["a"], 2)
-    assert shared.keys == ["x"]
-
-
-def test_pools_with_rows_of_their_own_and_operations_without_pages_share_nothing():
-    assert resolved([PoolTransfer(MAMBA)], ["a"], 2) == []
-    assert resolved([share()], [], 0) == []
-
-
-@pytest.mark.parametrize(
-    ("transfer", "words"),
-    [
-        (PoolTransfer(INDEXER, indices_from_pool=MAMBA), "source of pool indexer: got 'mamba', expected one of kv"),
-        (PoolTransfer(INDEXER, keys=["a", "b", "c"], indices_from_pool=KV), "keys of pool indexer: got 3"),
-    ],
-)
-def test_a_shared_transfer_that_does_not_fit_its_source_is_refused(transfer, words):
-    with pytest.raises(InvalidValueError, match=words):
-        resolved([transfer], ["a", "b"], 4)

@@ -20,8 +20,7 @@ from engine_cache import (
     ThreadCopyEngine,
 )
 from engine_cache.pools.device import NSATokenToKVPool, PoolShape
-from engine_cache.pools.host import MLATokenToKVPoolHost
-from engine_cache.pools.host_indexer import NSAIndexerPoolHost
+from engine_cache.pools.host import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from engine_cache.stacks import (
     HostTierConfig,
     PoolSpec,
@@ -106,7 +105,7 @@ class ClosingEngine(ThreadCopyEngine):
 
 
 FAILING_STEPS = {
-    "host pools": (NSAIndexerPoolHost, "_make_parts"),
+    "host pools": (NSAIndexerPoolHost, "allocate"),
     "store": (ClosingStore, "__init__"),
     "copy engine": (ThreadCopyEngine, "__init__"),
     "controller": (HybridCacheController, "__init__"),

@@ -16,9 +16,9 @@ from indexer.recording.recorder import Recorder
 from indexer.recording.thread import RecordingThread
 from indexer.replay import Timeline
 from indexer.replay.background import indexing
-from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
 from kv_events.log.event_log import EventLogWriter
+from kv_events.log.moments import LogMoment
 from tests.support.log.records import Stream, stored
 from tests.support.processes import children_of, command_of
 from tests.support.waiting import async_wait_until
@@ -89,7 +89,7 @@ async def test_a_recording_beside_a_service_writes_key_frames_with_the_settings_
     assert not indexers(tmp_path)
     first = delete_all_but_the_newest(tmp_path)
     timeline = Timeline(tmp_path, SETTINGS)
-    assert timeline.at(Until(offset=first)).applier.records == first == timeline.first_index > 0
+    assert timeline.at(LogMoment(index=first)).applier.records == first == timeline.first_index > 0
     assert timeline.faults == []
 
 

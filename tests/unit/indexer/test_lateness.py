@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
-from indexer.lateness import LATE_S, Lateness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
-from indexer.views import ViewState
+from indexer.views import LATE_S, Lateness, ViewState
 from tests.support.log.records import Stream, stored
 
 
@@ -24,8 +22,8 @@ class Heard:
         self.lateness.note(made_at, 1000 + tick, tick)
 
     @property
-    def is_behind(self) -> bool:
-        return self.lateness.is_behind
+    def is_delayed(self) -> bool:
+        return self.lateness.is_delayed
 
     @property
     def seconds(self) -> float:
@@ -37,21 +35,21 @@ def test_batches_that_waited_for_the_end_of_an_outage_are_late(ahead_s: float) -
     lateness = Heard()
     for second in range(10):
         lateness.note(1000 + ahead_s + second, second)
-    assert not lateness.is_behind
+    assert not lateness.is_delayed
     shown = []
     for second in range(10, 40):  # all arrive within 0.3 s, 30 s after the first one was made
         lateness.note(1000 + ahead_s + second, 40 + (second - 10) / 100)
         shown.append(lateness.seconds)
     assert shown == pytest.approx([40 - second + (second - 10) / 100 for second in range(10, 40)], abs=0.1)
     lateness.note(1041 + ahead_s, 41)
-    assert not lateness.is_behind
+    assert not lateness.is_delayed
 
 
 def test_the_first_batches_after_a_restart_may_be_late() -> None:
     lateness = Heard()
     for tenth in range(100):  # all arrive at once, 10 s after the first one was made
         lateness.note(1000 + tenth / 10, 10 + tenth / 1000)
-        assert lateness.is_behind == (10 - tenth / 10 + tenth / 1000 > LATE_S)
+        assert lateness.is_delayed == (10 - tenth / 10 + tenth / 1000 > LATE_S)
 
 
 @pytest.mark.parametrize("ahead_s", [10, -10])
@@ -59,7 +57,7 @@ def test_another_clock_of_a_new_stream_is_believed_after_some_seconds(ahead_s: f
     lateness, verdicts = Heard(), []
     for tenth in range(50):
         lateness.note(1000 + ahead_s + tenth / 10, tenth / 10)
-        verdicts.append(lateness.is_behind)
+        verdicts.append(lateness.is_delayed)
     assert verdicts[0] == (ahead_s < 0)
     assert not any(verdicts[30:])
 
@@ -71,7 +69,7 @@ def test_a_clock_that_is_set_makes_no_batch_late(step_s: float) -> None:
         lateness.note(1000 + second, second)
     for second in range(10, 20):
         lateness.note(1000 + second + step_s, second)
-        assert not lateness.is_behind
+        assert not lateness.is_delayed
 
 
 def test_a_clock_that_is_set_back_during_an_outage_is_believed_after_some_seconds() -> None:
@@ -80,7 +78,7 @@ def test_a_clock_that_is_set_back_during_an_outage_is_believed_after_some_second
     verdicts = []
     for tenth in range(50):
         lateness.note(1000 + 20 + tenth / 10, 30 + tenth / 10)  # 10 s behind from now on
-        verdicts.append(lateness.is_behind)
+        verdicts.append(lateness.is_delayed)
     assert verdicts[0]
     assert not verdicts[-1]
 
@@ -89,7 +87,7 @@ def test_a_reader_that_falls_behind_sees_it() -> None:
     lateness = Heard()
     for second in range(30):
         lateness.note(1000 + second / 2, second)  # it reads half as fast as the publisher writes
-    assert lateness.is_behind
+    assert lateness.is_delayed
 
 
 def test_a_view_is_live_only_when_it_tells_of_the_present() -> None:

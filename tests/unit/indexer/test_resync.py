@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.resync import ResyncPlanner

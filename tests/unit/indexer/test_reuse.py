@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
-from indexer.questions import score_all
-from indexer.scores import WorkerScore
+from indexer.scores import WorkerScore, score_all
 from indexer.settings import IndexerSettings
 from indexer.snapshots import image
 from kv_events.records import LogRecord
@@ -250,16 +248,9 @@ def test_namespaces_that_go_and_come_back_are_linked_again(views: Views) -> None
     assert linked(views.namespaces) == {"m#mamba": [], "m": ["mamba"]}
     forget(views.namespaces, "m#mamba")
     assert views.reusable() == {"w0": 4}
+    assert linked(views.namespaces) == {"m": []}
     forget(views.namespaces, "m")
-    assert views.namespaces._groups_of == {}
-
-
-def test_a_group_that_is_forgotten_after_its_model_leaves_nothing(views: Views) -> None:
-    for model in ("m", "m#mamba"):
-        views.hold(Stream(model=model), 1)
-    forget(views.namespaces, "m")
-    forget(views.namespaces, "m#mamba")
-    assert views.namespaces._groups_of == {}
+    assert (list(views.namespaces), views.namespaces.tenants) == ([], [])
 
 
 def test_a_snapshot_brings_groups_back(views: Views) -> None:

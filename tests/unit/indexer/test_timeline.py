@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from analysis.audit.audit import audit_log
-from indexer.replay import LogIndexer, MovingViews, Timeline, open_beginning
-from indexer.replay.until import Until
+from indexer.replay import LogIndexer, Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
 from kv_events.codec import StoredPages
 from kv_events.log.event_log import EventLogError, EventLogWriter
+from kv_events.log.moments import LogMoment
 from kv_events.log.retention import LogRetention
 from kv_events.records import Channel, LogRecord
 from tests.support.log.records import Stream, removed, stored
@@ -45,7 +45,7 @@ def frames(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.kvframe"))
 
 
-def num_pages(timeline: Timeline, moment: Until | None = None) -> int:
+def num_pages(timeline: Timeline, moment: LogMoment | None = None) -> int:
     return sum(view.num_pages[0] for view in timeline.at(moment).namespaces.views)
 
 
@@ -60,12 +60,12 @@ def damage(path: Path, position: int) -> None:
 
 
 def test_moments_open_with_and_without_key_frames(log: Path) -> None:
-    expected = [facts(Timeline(log, SETTINGS).at(Until(offset=i))) for i in range(NUM_RECORDS)]
+    expected = [facts(Timeline(log, SETTINGS).at(LogMoment(index=i))) for i in range(NUM_RECORDS)]
     assert len(index_log(log)) > 3
     timeline = Timeline(log, SETTINGS)
-    assert [facts(timeline.at(Until(offset=i))) for i in range(NUM_RECORDS)] == expected
-    assert num_pages(timeline, Until(time_s=1029.5)) == 30
-    assert (timeline.first_index, timeline.next_index, timeline.span_s) == (0, NUM_RECORDS, (1000.0, 1059.0))
+    assert [facts(timeline.at(LogMoment(index=i))) for i in range(NUM_RECORDS)] == expected
+    assert num_pages(timeline, LogMoment(time_s=1029.5)) == 30
+    assert (timeline.first_index, timeline.next_index, timeline.extent.span_s) == (0, NUM_RECORDS, (1000.0, 1059.0))
 
 
 def test_an_indexer_continues_where_another_one_ended(log: Path) -> None:
@@ -87,10 +87,11 @@ def test_a_pause_of_any_length_is_opened_at_once(tmp_path: Path, years: int) -> 
     with EventLogWriter(tmp_path) as writer:
         writer.append(stream.batch(stored((0, [1])), now=1000.0))
         writer.append(other.batch(stored((0, [2])), now=end))
-    middle = Until(time_s=end / 2)
-    moving = MovingViews(Timeline(tmp_path, SETTINGS), Until(offset=1))
-    assert moving.move(middle)
-    for views in (Timeline(tmp_path, SETTINGS).at(middle), moving.views):
+    middle = LogMoment(time_s=end / 2)
+    timeline = Timeline(tmp_path, SETTINGS)
+    moving = timeline.at(LogMoment(index=1))
+    assert timeline.at(middle, moving) is moving
+    for views in (timeline.at(middle), moving):
         assert (views.now, views.freshness.log_read_at) == (end / 2, end / 2)
         assert [views.freshness.state(view) for view in views.namespaces.views] == [ViewState.EXPIRED]
 
@@ -141,7 +142,7 @@ def test_a_damaged_time_index_is_named_and_the_records_are_read(log: Path) -> No
     path = min(log.glob("*.kvtimes"))
     damage(path, 30)
     timeline = Timeline(log, SETTINGS)
-    assert num_pages(timeline, Until(time_s=1020)) == 21
+    assert num_pages(timeline, LogMoment(time_s=1020)) == 21
     assert [str(path) in fault for fault in timeline.faults] == [True]
 
 
@@ -179,7 +180,7 @@ def test_after_old_segments_are_deleted_moments_start_at_the_oldest_key_frame(lo
 
 def test_after_old_segments_are_deleted_the_first_record_has_the_views_of_that_moment(log: Path) -> None:
     whole = Timeline(log, SETTINGS)
-    expected = [facts(whole.at(Until(offset=i))) for i in range(NUM_RECORDS + 1)]
+    expected = [facts(whole.at(LogMoment(index=i))) for i in range(NUM_RECORDS + 1)]
     num_segments = len(list(log.glob("*.kvlog")))
     assert [int(path.stem) for path in index_log(log, frame_cost=10**9)] == [
         int(path.stem) for path in sorted(log.glob("*.kvlog"))[1:]
@@ -189,7 +190,7 @@ def test_after_old_segments_are_deleted_the_first_record_has_the_views_of_that_m
         min(log.glob("*.kvlog")).unlink()
         timeline = Timeline(log, SETTINGS)
         first = timeline.first_index
-        assert [facts(timeline.at(Until(offset=i))) for i in range(first, NUM_RECORDS + 1)] == expected[first:]
+        assert [facts(timeline.at(LogMoment(index=i))) for i in range(first, NUM_RECORDS + 1)] == expected[first:]
         assert (timeline.faults, timeline.warnings) == ([], [])
 
 
@@ -201,7 +202,7 @@ def test_a_segment_after_a_damaged_end_has_a_key_frame_at_its_first_record(log: 
     first.unlink()
     timeline = Timeline(log, SETTINGS)
     assert facts(timeline.at()) == expected
-    assert num_pages(timeline, Until(offset=int(second.stem))) == int(second.stem) - 1
+    assert num_pages(timeline, LogMoment(index=int(second.stem))) == int(second.stem) - 1
 
 
 def test_an_indexer_that_is_overtaken_by_deletions_goes_on_at_the_oldest_record(log: Path) -> None:
@@ -279,7 +280,7 @@ def test_a_worker_that_is_silent_for_long_is_dropped_as_in_a_service(tmp_path: P
             if second < 100:
                 writer.append(silent.batch(stored((0, [second + 1])), now=1000 + second))
             writer.append(heard.batch(stored((0, [5000 + second])), now=1000 + second))
-    moments = [Until(time_s=1000 + second) for second in range(0, 199, 3)]
+    moments = [LogMoment(time_s=1000 + second) for second in range(0, 199, 3)]
     timeline = Timeline(tmp_path, settings)
     expected = [facts(timeline.at(moment)) for moment in moments]
     workers = [{stream.worker for stream in each["views"]} for each in expected]
@@ -318,12 +319,12 @@ def test_changes_are_the_batches_of_one_worker_between_two_moments(log: Path) ->
         writer.append(stream.batch(now=1060))
         writer.append(stream.batch(removed([2]), now=1061))
     timeline = Timeline(log, SETTINGS)
-    found = list(timeline.changes("w-1", Until(offset=10), Until(time_s=1019)))
+    found = list(timeline.changes("w-1", LogMoment(index=10), LogMoment(time_s=1019)))
     assert [each.record_index for each in found] == list(range(11, 20, 2))
     step = found[0].batch.steps[0]
     assert isinstance(step, StoredPages)
     assert step.hashes.tolist() == [12]
-    assert [each.record_index for each in timeline.changes("w-1", Until(time_s=1055))] == [57, 59, NUM_RECORDS + 3]
+    assert [each.record_index for each in timeline.changes("w-1", LogMoment(time_s=1055))] == [57, 59, NUM_RECORDS + 3]
     assert len(list(timeline.changes("w-0"))) == NUM_RECORDS / 2
     assert list(timeline.changes("w")) == []
 
@@ -331,7 +332,7 @@ def test_changes_are_the_batches_of_one_worker_between_two_moments(log: Path) ->
 def test_an_empty_log_has_no_moments(tmp_path: Path) -> None:
     EventLogWriter(tmp_path).close()
     timeline = Timeline(tmp_path, SETTINGS)
-    assert (timeline.next(), timeline.previous(), timeline.span_s) == (None, None, None)
+    assert (timeline.next(), timeline.previous(), timeline.extent.span_s) == (None, None, None)
     assert timeline.at().namespaces.views == []
     with pytest.raises(EventLogError, match="no such folder"):
         Timeline(tmp_path / "other", SETTINGS)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.applier import Applier
-from indexer.dead_letters import DeadLetters
+from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
-from indexer.lateness import LATE_S
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
-from indexer.views import View, ViewState
+from indexer.views import LATE_S, View, ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from tests.support.effort import num_examples
@@ -47,48 +47,80 @@ def held(view: View) -> set[tuple[int, int]]:
     }
 
 
-def test_a_stream_from_its_beginning_is_live(applier: Applier) -> None:
+Script = Callable[[Stream], Sequence[LogRecord | None]]
+"""What a publisher sends, in this order. None: the log does not have it."""
+
+
+def lost(_record: LogRecord) -> LogRecord | None:
+    return None
+
+
+def restart(stream: Stream) -> LogRecord | None:
+    stream.restart()
+    return None
+
+
+def delayed_over_a_restart(stream: Stream) -> list[LogRecord]:
+    late = stream.batch(stored((0, [1])))
+    stream.restart()
+    return [stream.batch(stored((0, [2]))), late]
+
+
+# fmt: off
+SCRIPTS: dict[str, tuple[Script, str, set[int], dict[str, int]]] = {
+    "from the beginning": (
+        lambda s: [s.batch(stored((0, [1, 2, 3]))), s.batch(removed([3])), s.batch()],
+        "", {1, 2}, {"pages_stored": 3, "pages_removed": 1}),
+    "every batch twice": (
+        lambda s: [s.batch(stored((0, [1]))), s.batch(removed([1]))] * 2,
+        "", set(), {"duplicate_batches": 2, "pages_stored": 1, "pages_removed": 1}),
+    "lost pages": (
+        lambda s: [s.batch(stored((0, [1, 2]))), lost(s.batch(stored((2, [3])))), s.batch(stored((3, [4])))],
+        "gap", {1, 2, 4}, {"gaps": 1, "digest_mismatches": 1}),
+    "a lost heartbeat": (
+        lambda s: [s.batch(stored((0, [1]))), lost(s.batch()), s.batch()],
+        "", {1}, {"gaps": 1}),
+    "a wrong digest": (
+        lambda s: [s.batch(stored((0, [1]))), s.batch(digest=bytes(64))],
+        "digest", {1}, {"digest_mismatches": 1}),
+    "live events inside a resync": (
+        lambda s: [s.batch(stored((0, [1, 2]))), s.batch(SnapshotBegin(), stored((0, [1, 2]))),
+                   s.batch(removed([2]), stored((0, [9]))), s.batch(SnapshotEnd())],
+        "", {1, 9}, {"resyncs": 1, "known_stores": 2}),
+    "a gap inside a resync, which then sweeps nothing": (
+        lambda s: [s.batch(stored((0, [1, 2, 3]))), s.batch(SnapshotBegin()),
+                   lost(s.batch(stored((0, [1, 2, 3])))), s.batch(SnapshotEnd())],
+        "", {1, 2, 3}, {"resyncs": 0, "gaps": 1}),
+    "a restart that begins with a snapshot": (
+        lambda s: [s.batch(stored((0, [1, 2]))), restart(s),
+                   s.batch(SnapshotBegin(), stored((0, [1, 7])), SnapshotEnd())],
+        "", {1, 7}, {"restarts": 1, "resyncs": 1, "clears": 1}),
+    "a restart without a snapshot": (
+        lambda s: [s.batch(stored((0, [1, 2]))), restart(s), s.batch(stored((0, [5])))],
+        "", {5}, {"restarts": 1, "clears": 2}),
+    "a batch of an older incarnation": (
+        delayed_over_a_restart,
+        "", {2}, {"old_epoch_batches": 1}),
+    "a log that begins in mid-stream": (
+        lambda s: [lost(s.batch(stored((0, [1])))), s.batch(stored((1, [2])))],
+        "gap", {2}, {"gaps": 1}),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(("script", "reason", "pages", "counts"), SCRIPTS.values(), ids=SCRIPTS)
+def test_a_view_after_what_a_publisher_sent_and_after_a_resync(
+    applier: Applier, script: Script, reason: str, pages: set[int], counts: dict[str, int]
+) -> None:
     stream = Stream()
-    apply(applier, stream.batch(stored((0, [1, 2, 3]))), stream.batch(removed([3])), stream.batch())
+    apply(applier, *filter(None, script(stream)))
     view = view_of(applier, stream)
-    assert (view.state, view.num_pages, view.epoch, view.next_seq) == (ViewState.LIVE, [2, 0, 0, 0], 1, 3)
-    assert held(view) == stream.held
-
-
-def test_a_batch_applied_twice_changes_nothing(applier: Applier) -> None:
-    stream = Stream()
-    first, second = stream.batch(stored((0, [1]))), stream.batch(removed([1]))
-    apply(applier, first, second, first, second)
-    view = view_of(applier, stream)
-    assert (held(view), view.counters.duplicate_batches, view.state) == (set(), 2, ViewState.LIVE)
-
-
-def test_a_gap_that_lost_pages_is_stale_until_a_resync(applier: Applier) -> None:
-    stream = Stream()
-    apply(applier, stream.batch(stored((0, [1, 2]))))
-    stream.batch(stored((2, [3])))  # lost
-    apply(applier, stream.batch(stored((3, [4]))))
-    view = view_of(applier, stream)
-    assert (view.state, view.stale_reason, view.counters.gaps) == (ViewState.STALE, "gap", 1)
-    assert held(view) == {(1, 0), (2, 0), (4, 0)}
+    assert (view.state, view.stale_reason) == (ViewState.STALE if reason else ViewState.LIVE, reason)
+    assert held(view) == {(page, 0) for page in pages}
+    assert {name: getattr(view.counters, name) for name in counts} == counts
+    assert (view.epoch, view.next_seq) == (stream.epoch, stream.seq)
     apply(applier, stream.resync())
-    assert (view.state, held(view)) == (ViewState.LIVE, stream.held)
-
-
-def test_a_gap_that_lost_only_heartbeats_heals_by_the_digest(applier: Applier) -> None:
-    stream = Stream()
-    apply(applier, stream.batch(stored((0, [1]))))
-    stream.batch()  # lost
-    apply(applier, stream.batch())
-    view = view_of(applier, stream)
-    assert (view.state, view.counters.gaps) == (ViewState.LIVE, 1)
-
-
-def test_a_wrong_digest_makes_a_view_stale(applier: Applier) -> None:
-    stream = Stream()
-    apply(applier, stream.batch(stored((0, [1]))), stream.batch(digest=bytes(64)))
-    view = view_of(applier, stream)
-    assert (view.state, view.stale_reason, view.counters.digest_mismatches) == (ViewState.STALE, "digest", 1)
+    assert (view.state, view.stale_reason, held(view)) == (ViewState.LIVE, "", stream.held)
 
 
 def test_scores_do_not_dip_during_a_resync_and_unnamed_pages_go_at_its_end(applier: Applier) -> None:
@@ -100,63 +132,6 @@ def test_scores_do_not_dip_during_a_resync_and_unnamed_pages_go_at_its_end(appli
     assert (view.state, held(view)) == (ViewState.SYNCING, {(1, 0), (2, 0), (3, 0)})
     apply(applier, stream.batch(stored((1, [2]), tier=1), SnapshotEnd()))
     assert (view.state, held(view)) == (ViewState.LIVE, {(1, 0), (2, 1)})
-
-
-def test_live_events_inside_a_resync_count(applier: Applier) -> None:
-    stream = Stream()
-    apply(applier, stream.batch(stored((0, [1, 2]))))
-    apply(applier, stream.batch(SnapshotBegin(), stored((0, [1, 2]))), stream.batch(removed([2]), stored((0, [9]))))
-    apply(applier, stream.batch(SnapshotEnd()))
-    view = view_of(applier, stream)
-    assert (view.state, held(view)) == (ViewState.LIVE, {(1, 0), (9, 0)})
-
-
-def test_a_gap_inside_a_resync_ends_it_without_a_sweep(applier: Applier) -> None:
-    stream = Stream()
-    apply(applier, stream.batch(stored((0, [1, 2, 3]))))
-    apply(applier, stream.batch(SnapshotBegin()))
-    stream.batch(stored((0, [1, 2, 3])))  # lost
-    apply(applier, stream.batch(SnapshotEnd()))
-    view = view_of(applier, stream)
-    assert held(view) == {(1, 0), (2, 0), (3, 0)}
-    assert view.counters.resyncs == 0
-
-
-def test_a_restart_that_begins_with_a_snapshot_keeps_what_it_names(applier: Applier) -> None:
-    stream = Stream()
-    apply(applier, stream.batch(stored((0, [1, 2]))))
-    stream.restart()
-    apply(applier, stream.batch(SnapshotBegin(), stored((0, [1, 7])), SnapshotEnd()))
-    view = view_of(applier, stream)
-    assert (view.state, held(view), view.counters.restarts) == (ViewState.LIVE, {(1, 0), (7, 0)}, 1)
-
-
-def test_a_restart_without_a_snapshot_begins_with_nothing(applier: Applier) -> None:
-    stream = Stream()
-    apply(applier, stream.batch(stored((0, [1, 2]))))
-    stream.restart()
-    apply(applier, stream.batch(stored((0, [5]))))
-    view = view_of(applier, stream)
-    assert (view.state, held(view)) == (ViewState.LIVE, {(5, 0)})
-
-
-def test_batches_of_an_older_incarnation_are_ignored(applier: Applier) -> None:
-    stream = Stream()
-    late = stream.batch(stored((0, [1])))
-    stream.restart()
-    apply(applier, stream.batch(stored((0, [2]))), late)
-    view = view_of(applier, stream)
-    assert (held(view), view.counters.old_epoch_batches) == ({(2, 0)}, 1)
-
-
-def test_joining_in_mid_stream_is_stale_until_a_resync(applier: Applier) -> None:
-    stream = Stream()
-    stream.batch(stored((0, [1])))  # before the log's beginning
-    apply(applier, stream.batch(stored((1, [2]))))
-    view = view_of(applier, stream)
-    assert (view.state, view.stale_reason) == (ViewState.STALE, "gap")
-    apply(applier, stream.resync())
-    assert (view.state, held(view)) == (ViewState.LIVE, {(1, 0), (2, 0)})
 
 
 def test_a_clear_forgets_every_tier_and_leaves_other_workers_alone(applier: Applier) -> None:

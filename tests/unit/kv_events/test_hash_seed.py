@@ -19,8 +19,8 @@ _EVERY_PART = """
 import numpy as np
 from tests.support.bridge.rig import Rig
 from tests.support.engines.event_payloads import stored
-from api.queries.body_formats import codec_of
-from api.queries.questions import BY_ANY, decode_question
+from api.queries.body_formats import format_of
+from api.queries.parsing import BY_ANY, decode_question
 from engine_cache import InsertParams, RadixCache, RadixKey
 from kv_events import BlockStored
 from kvsight import sequence_hashes
@@ -38,7 +38,7 @@ for salt in ("", "x"):
     bridged = {name for _, name in Rig().take(stored([1, 2, 3, 4], tokens, cache_salt=salt), form="map").pages}
     of_bridge = sorted(bridged, key=of_cache.index)
     body = json % (str(tokens).encode(), salt.encode())
-    question, numbers = decode_question(body, codec_of("application/json"), BY_ANY)
+    question, numbers = decode_question(body, format_of("application/json"), BY_ANY)
     of_api = question.hashes(numbers, 4).tolist()
     of_library = sequence_hashes(token_array(tokens), 4, namespace_seed(cache_salt=salt)).tolist()
     for hashes in (of_cache, of_publisher, of_bridge, of_api, of_library):

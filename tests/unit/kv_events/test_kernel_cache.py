@@ -102,7 +102,7 @@ def test_processes_that_start_at_once_compile_each_kernel_once(folder: Path) -> 
 def test_locks_of_processes_that_were_killed_do_no_harm(folder: Path) -> None:
     program = """
 import os, signal
-from kv_events import numba_internals
+from kv_events.kernels import numba_internals
 numba_internals.KernelCode.compile = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 import entry
 """
@@ -114,15 +114,15 @@ import entry
 
 
 def test_a_helper_compiles_what_its_starter_then_loads(folder: Path) -> None:
-    ended(start(folder, "from kv_events import kernel_cache; kernel_cache.help_compile(('entry',), 0, 1)"))
+    ended(start(folder, "from kv_events.kernels import load; load.help_compile(('entry',), 0, 1)"))
     assert ended(start(folder)) == (["2", "3", "1", "1"], [])
 
 
 def test_a_program_whose_kernels_are_compiled_in_parallel_leaves_no_process(folder: Path) -> None:
     program = f"""
 import psutil
-from kv_events import kernel_cache
-with kernel_cache.compiled_in_parallel("entry"):
+from kv_events.kernels import load
+with load.compiled_in_parallel("entry"):
     import entry
 assert not psutil.Process().children()
 {_RUN}"""
@@ -133,11 +133,11 @@ assert not psutil.Process().children()
 def test_modules_can_be_imported_before_their_kernels_are_compiled(folder: Path) -> None:
     program = f"""
 import sys
-from kv_events import kernel_cache
-load = kernel_cache.import_without_kernels("entry")
-assert "entry" in sys.modules and not kernel_cache.has_compiled()
-load()
-assert kernel_cache.has_compiled()
+from kv_events.kernels import load
+compile_all = load.import_without_kernels("entry")
+assert "entry" in sys.modules and not load.has_compiled()
+compile_all()
+assert load.has_compiled()
 {_RUN}"""
     assert ended(start(folder, program))[0] == ["2", "3", "0", "0"]
     assert ended(start(folder)) == (["2", "3", "1", "1"], [])

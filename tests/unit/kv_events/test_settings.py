@@ -5,46 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import Field
 
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.settings import KafkaSettings
-from kv_events.runtime.settings import KvsightSettings, argument
+from kv_events.runtime.settings import KvsightSettings
 
 
 class Settings(KvsightSettings):
-    needed: int
+    block_size: int
     tenant: str = "default"
-    patience: float = argument(1.0, gt=0)
+    patience: float = Field(1.0, gt=0)
 
 
 def test_variables_count_where_no_argument_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSIGHT_TENANT", "t")
-    monkeypatch.setenv("KVSIGHT_NEEDED", "1")
-    settings = Settings(needed=2)
-    assert (settings.needed, settings.tenant) == (2, "t")
+    monkeypatch.setenv("KVSIGHT_BLOCK_SIZE", "1")
+    settings = Settings(block_size=2)
+    assert (settings.block_size, settings.tenant) == (2, "t")
 
 
 def test_variables_can_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSIGHT_TENANT", "t")
-    settings = Settings.ignoring_environment(needed=2)
-    assert (settings.needed, settings.tenant) == (2, "default")
-    with pytest.raises(InvalidValueError, match="KVSIGHT_NEEDED: got 'x'"):
-        Settings.ignoring_environment(needed="x")
+    settings = Settings.ignoring_environment(block_size=2)
+    assert (settings.block_size, settings.tenant) == (2, "default")
+    with pytest.raises(InvalidValueError, match="KVSIGHT_BLOCK_SIZE: got 'x'"):
+        Settings.ignoring_environment(block_size="x")
 
 
 def test_a_constructor_argument_has_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSIGHT_PATIENCE", "7")
-    assert Settings(needed=1).patience == 1.0
-    assert Settings(needed=1, patience=3.0).patience == 3.0
-    assert "KVSIGHT_PATIENCE" not in Settings.variables()
+    monkeypatch.setenv("PATIENCE", "7")
+    assert Settings(block_size=1).patience == 1.0
+    assert Settings(block_size=1, patience=3.0).patience == 3.0
     with pytest.raises(InvalidValueError, match=r"^patience: got 0"):
-        Settings(needed=1, patience=0.0)
+        Settings(block_size=1, patience=0.0)
 
 
 def test_a_flag_that_is_not_given_leaves_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSIGHT_NEEDED", "1")
-    settings = Settings.from_flags(needed=None, tenant="t")
-    assert (settings.needed, settings.tenant) == (1, "t")
+    monkeypatch.setenv("KVSIGHT_BLOCK_SIZE", "1")
+    settings = Settings.from_flags(block_size=None, tenant="t")
+    assert (settings.block_size, settings.tenant) == (1, "t")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_flag_that_is_not_given_leaves_the_variable(monkeypatch: pytest.Monkey
         ({"events_topic": "two words"}, "KVSIGHT_EVENTS_TOPIC"),
         ({"control_topic": ""}, "KVSIGHT_CONTROL_TOPIC"),
         ({"events_topic": "same", "control_topic": "same"}, "KVSIGHT_CONTROL_TOPIC"),
-        ({"events_topic": "same", "decisions_topic": "same"}, "KVSIGHT_DECISIONS_TOPIC"),
+        ({"events_topic": "same", "decisions_topic": "same"}, "--decisions-topic"),
     ],
 )
 def test_topics_that_cannot_work_are_refused(topics: dict[str, str], variable: str) -> None:
@@ -63,11 +63,11 @@ def test_topics_that_cannot_work_are_refused(topics: dict[str, str], variable: s
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [({}, "SIZE: got None, expected a value"), ({"size": "x"}, "SIZE: got 'x', expected a valid integer")],
+    [({}, "PORT: got None, expected a value"), ({"port": "x"}, "PORT: got 'x', expected a valid integer")],
 )
 def test_a_bad_value_is_named_in_one_phrase(values: dict[str, Any], message: str) -> None:
     class Sized(KvsightSettings):
-        size: int
+        port: int
 
     with pytest.raises(InvalidValueError, match=f"^KVSIGHT_{message}$"):
         Sized(**values)

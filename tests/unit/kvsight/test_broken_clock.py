@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from indexer.replay.moments import utc_text
 from kv_events.log.event_log import EventLogWriter
+from kv_events.log.moments import utc_text
 from kvsight.cli.main import app
 from kvsight.cli.moments import local_time
 from kvsight.cli.tail_events import TailEvent

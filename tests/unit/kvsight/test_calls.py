@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from api.queries.body_formats import codec_of, decode_as
+from api.queries.body_formats import decode_as, format_of
 from api.workers.register import engine_of_rfc
-from api.workers.registration_requests import RfcRegistration
 from kv_events.errors import InvalidValueError
+from kv_events.http.registrations import RfcRegistration
 from kvsight import Prompt, calls
 
 
@@ -62,7 +62,7 @@ def test_engines_are_registered_in_the_peers_dialect() -> None:
 def test_the_adapter_and_the_salt_of_an_engine_are_registered_in_the_dialect_that_knows_them() -> None:
     call = calls.register(7, "tcp://e:5557", "m", 16, tenant="t", lora_name="ad", cache_salt="x")
     assert (call.method, call.path, call.content_type) == ("POST", "/register", "application/json")
-    request = decode_as(RfcRegistration, call.content or b"", codec_of("application/json"))
+    request = decode_as(RfcRegistration, call.content or b"", format_of("application/json"))
     engine = engine_of_rfc(request)
     assert (engine.worker, engine.model, engine.tenant) == ("7", "m", "t")
     assert (engine.lora_name, engine.cache_salt, engine.block_size) == ("ad", "x", 16)

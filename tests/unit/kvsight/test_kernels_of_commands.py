@@ -20,10 +20,10 @@ print(*(kernel.source for kernel in declared_kernels(tuple(later))))
 @pytest.mark.parametrize(
     ("first", "later"),
     [
-        ("api.app", "api.server,indexer.assembly,api.queries.questions,api.queries.answers"),
+        ("api.app", "api.server,indexer.assembly,api.queries.parsing,api.fast.local_answers"),
         ("indexer.replay,api.queries.encoding", "indexer.replay,indexer.sources.kafka"),
         (
-            "indexer.replay,api.queries.encoding,api.queries.answers,api.queries.questions",
+            "indexer.replay,api.queries.encoding,api.fast.local_answers,api.queries.parsing",
             "indexer.replay,api.queries.body_formats",
         ),
         ("simulation,publisher.own_blocks", "simulation.live,publisher.sinks.kafka,publisher.sinks.memory"),

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from indexer.replay import LogIndexer, Timeline
-from indexer.replay.until import Until
 from indexer.settings import IndexerSettings
 from kv_events.codec import encode_resync
 from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, ResyncRequest
 from kvsight.cli.main import app
@@ -222,9 +222,9 @@ def test_a_slice_opens_at_the_same_moments_with_the_same_views(log: Path, tmp_pa
     part, by_time = tmp_path / "part.log", tmp_path / "time.log"
     assert kvsight("log", "slice", log, part, "--from", 20, "--to", 30).exit_code == 0
     assert records_of(part) == records_of(log)[20:30]
-    assert facts(Timeline(part).at()) == facts(Timeline(log).at(Until(offset=30)))
+    assert facts(Timeline(part).at()) == facts(Timeline(log).at(LogMoment(index=30)))
     assert kvsight("log", "slice", log, by_time, "--from", f"@{START_MS / 1000 + 2}").exit_code == 0
-    until = Until(time_s=START_MS / 1000 + 3)
+    until = LogMoment(time_s=START_MS / 1000 + 3)
     assert facts(Timeline(by_time).at(until)) == facts(Timeline(log).at(until))
 
 
@@ -307,7 +307,7 @@ def test_slices_of_any_log_are_its_parts_and_merge_to_all_its_records(seed: int,
                 assert records_of(parts[-1]) == whole[start:stop]
                 settings = IndexerSettings()
                 assert facts(Timeline(parts[-1], settings).at()) == facts(
-                    Timeline(folder, settings).at(Until(offset=stop))
+                    Timeline(folder, settings).at(LogMoment(index=stop))
                 )
         if len(parts) > 1:
             assert kvsight("log", "merge", *parts, Path(name, "merged")).exit_code == 0

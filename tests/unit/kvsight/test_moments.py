@@ -7,14 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from kv_events.log.moments import LogExtent
 from kv_events.records import LogRecord
 from kvsight.cli.console import UsageError
-from kvsight.cli.moments import LogSpan, local_time, parse_moment
+from kvsight.cli.moments import local_time, moment_fault, parse_moment
 
 
 @pytest.fixture
-def span() -> LogSpan:
-    found = LogSpan("run.log")
+def extent() -> LogExtent:
+    found = LogExtent("run.log")
     for index, (partition, offset) in enumerate([(0, 100), (1, 7), (0, 101)], 40):
         found.note(index, LogRecord(partition, offset, 1_000_000 + index * 1000, b"", b""))
     return found
@@ -30,17 +31,17 @@ def berlin() -> Iterator[None]:
 
 
 def test_a_moment_is_a_time_an_index_or_positions() -> None:
-    assert parse_moment("1500").until.offset == 1500
-    assert parse_moment("@1769860800.5").until.time_s == 1769860800.5
-    assert parse_moment("0:120,1:98").until.positions == {0: 120, 1: 98}
-    assert parse_moment("2026-01-31T12:00:00Z").until.time_s == 1769860800
-    assert parse_moment(None).until.time_s is None
+    assert parse_moment("1500").index == 1500
+    assert parse_moment("@1769860800.5").time_s == 1769860800.5
+    assert parse_moment("0:120,1:98").offsets == {0: 120, 1: 98}
+    assert parse_moment("2026-01-31T12:00:00Z").time_s == 1769860800
+    assert parse_moment(None).time_s is None
 
 
 @pytest.mark.usefixtures("berlin")
 def test_a_time_without_a_zone_is_local() -> None:
     moment = parse_moment("2026-01-31T13:00:00")
-    assert (moment.until.time_s, moment.is_naive) == (1769860800, True)
+    assert (moment.time_s, moment.is_naive) == (1769860800, True)
     assert not parse_moment("2026-01-31T13:00:00+01:00").is_naive
     assert local_time(1769860800) == "2026-01-31 13:00:00.000+01:00"
 
@@ -52,25 +53,25 @@ def test_what_is_no_moment_is_refused_with_the_forms(text: str) -> None:
 
 
 @pytest.mark.parametrize("inside", ["41", "43", "@1040", "@1042", "0:101,1:7", "0:102,1:8"])
-def test_a_moment_inside_the_log_has_no_fault(span: LogSpan, inside: str) -> None:
-    assert span.fault(parse_moment(inside)) == ""
+def test_a_moment_inside_the_log_has_no_fault(extent: LogExtent, inside: str) -> None:
+    assert moment_fault(extent, parse_moment(inside)) == ""
 
 
 @pytest.mark.parametrize(
     ("outside", "words"),
     [
-        ("40", "before the start of the log: run.log has records 40 to 42"),
-        ("44", "behind the end of the log: run.log has records 40 to 42"),
-        ("@1039.9", "before the start of the log: run.log has 3 records, "),
-        ("@1042.1", "behind the end of the log"),
-        ("0:99", "before the start of the log: run.log has records 0:100 to 0:101, 1:7 to 1:7"),
-        ("1:9", "behind the end of the log"),
+        ("40", "before the start of the log, whose moments are 41 to 43"),
+        ("44", "behind the end of the log, whose moments are 41 to 43"),
+        ("@1039.9", f"before the start of the log, which has records from {local_time(1040)} to {local_time(1042)}"),
+        ("@1042.1", "behind the end of the log, which has records from "),
+        ("0:99", "before the start of the log, which has records 0:100 to 0:101"),
+        ("1:9", "behind the end of the log, which has records 1:7 to 1:7"),
         ("2:1", "outside the log, which has no partition 2"),
     ],
 )
-def test_a_moment_outside_the_log_is_named_with_the_extent(span: LogSpan, outside: str, words: str) -> None:
-    assert f"--at {outside} is {words}" in span.fault(parse_moment(outside))
+def test_a_moment_outside_the_log_is_named_with_the_extent(extent: LogExtent, outside: str, words: str) -> None:
+    assert f"--at {outside} is {words}" in moment_fault(extent, parse_moment(outside))
 
 
 def test_an_empty_log_has_no_moment() -> None:
-    assert LogSpan("run.log").fault(parse_moment(None)) == "run.log: the log is empty"
+    assert moment_fault(LogExtent("run.log"), parse_moment(None)) == "run.log: the log is empty"

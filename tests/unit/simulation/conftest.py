@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from simulation import Request, SimulationSettings
-from simulation.direct import DirectFleet
+from simulation.run import DirectFleet
 
 MakeFleet = Callable[..., DirectFleet]
 

@@ -9,12 +9,12 @@ import numpy as np
 from typer.testing import CliRunner
 
 from kvsight.cli.main import app
-from simulation.demo_prompt import NUM_TOKENS, demo_prompt, engine_requests, kept_part
+from simulation.workload import DEMO_TOKENS, demo_prompt, engine_requests, kept_part
 
 
 def test_engines_keep_beginnings_of_different_lengths_that_are_whole_pages() -> None:
     parts = [kept_part(seed) for seed in range(4)]
-    assert [len(part) for part in parts] == [NUM_TOKENS, NUM_TOKENS // 2, NUM_TOKENS // 4, NUM_TOKENS // 8]
+    assert [len(part) for part in parts] == [DEMO_TOKENS, DEMO_TOKENS // 2, DEMO_TOKENS // 4, DEMO_TOKENS // 8]
     for part in parts:
         assert len(part) % 64 == 0
         assert np.array_equal(part, demo_prompt()[: len(part)])

@@ -8,7 +8,7 @@ from engine_cache import EvictParams
 from engine_cache.storage import page_key
 from kv_events.schema import BlockStored, StorageMedium
 from simulation.byteless_store import BytelessStore
-from simulation.direct import DirectFleet
+from simulation.run import DirectFleet
 from tests.support.log.records import words
 
 

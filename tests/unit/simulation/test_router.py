@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulation.direct import DirectFleet
+from simulation.run import DirectFleet
 
 
 def _serve(fleet: DirectFleet, worker: int, *requests) -> None:

@@ -1,49 +1,191 @@
-"""One simulated engine."""
+"""One simulated engine, with each kind of cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
-from engine_cache import MatchPrefixParams, RadixKey
+from engine_cache import RadixKey
+from kv_events.hashing import sequence_hashes
 from kv_events.schema import StorageMedium
-from simulation import Request, SimulatedWorker
-from simulation.direct import DirectFleet
+from simulation import CACHES, Request, SimulatedWorker
+from simulation.run import DirectFleet
 from tests.models.cache_checks import check_cache
 
 NO_ROWS = np.zeros(0, np.int64)
+TIERED = ["hiradix", "himamba"]
+HYBRID = ["mamba", "himamba"]
 
 
-def _worker(make_fleet: Callable[..., DirectFleet], **changes: int) -> SimulatedWorker:
-    return make_fleet(workers=1, **changes).trial.workers[0]
+@pytest.fixture(autouse=True)
+def _watched_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_cache.settings.CHECK_FREES", True)
 
 
-def test_what_was_served_is_found_again(make_fleet, prompts) -> None:
-    worker = _worker(make_fleet)
-    request = prompts.request(100)
+@pytest.fixture
+def make_worker(make_fleet) -> Callable[..., SimulatedWorker]:
+    """Creates a worker with pages of 16 tokens and room for 64 pages on the device, 97 on the host and 512 on disk."""
+
+    def make(cache: str, **changes: object) -> SimulatedWorker:
+        fleet: DirectFleet = make_fleet(workers=1, cache=cache, **{"host_ratio": 1.5, **changes})
+        return fleet.trial.workers[0]
+
+    return make
+
+
+def _pages(worker: SimulatedWorker, medium: StorageMedium) -> set[int]:
+    if medium is StorageMedium.DISK:
+        assert worker.tiers is not None
+        return set(worker.tiers.on_disk()[0].tolist())
+    return {page.sequence_hash for page in worker.cache.iter_resident(medium)}
+
+
+def _where(worker: SimulatedWorker, request: Request) -> list[set[int]]:
+    """Return, for each page of the prompt, the media that hold it as indices of GPU, CPU, DISK."""
+    media = [_pages(worker, medium) for medium in (StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK)]
+    hashes = sequence_hashes(request.token_ids, 16).tolist()
+    return [{i for i, pages in enumerate(media) if page in pages} for page in hashes]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_what_was_served_is_found_again(make_worker, prompts, cache: str) -> None:
+    worker = make_worker(cache)
+    request = Request(0.0, prompts.tokens(100), prompts.tokens(60))
     assert worker.serve(request).found_tokens == 0
     assert worker.serve(request).found_tokens == 96
 
 
-def test_an_output_is_found_by_the_next_turn(make_fleet, prompts) -> None:
-    worker = _worker(make_fleet)
+@pytest.mark.parametrize("cache", CACHES)
+def test_an_output_is_found_by_the_next_turn(make_worker, prompts, cache: str) -> None:
+    worker = make_worker(cache)
     first = Request(0.0, prompts.tokens(40), prompts.tokens(40))
     worker.serve(first)
     following = np.concatenate((first.token_ids, first.output_tokens, prompts.tokens(30)))
     assert worker.serve(Request(1.0, following)).found_tokens == 80
 
 
-def test_an_extra_key_keeps_prompts_apart(make_fleet, prompts) -> None:
-    worker = _worker(make_fleet)
+@pytest.mark.parametrize("cache", HYBRID)
+def test_a_prefix_that_two_prompts_shared_has_a_state_for_the_third(make_worker, prompts, cache: str) -> None:
+    worker = make_worker(cache)
+    system = prompts.tokens(128)
+    found = [worker.serve(Request(0.0, np.concatenate((system, prompts.tokens(64))))).found_tokens for _ in range(3)]
+    assert found == [0, 0, 128]
+
+
+@pytest.mark.parametrize("cache", TIERED)
+def test_a_served_prompt_is_on_every_tier(make_worker, prompts, cache: str) -> None:
+    worker, request = make_worker(cache), prompts.request(160)
+    worker.serve(request)
+    assert _where(worker, request) == [{0, 1, 2}] * 10
+
+
+@pytest.mark.parametrize("cache", TIERED)
+def test_a_prompt_that_has_left_the_device_is_found_on_the_host(make_worker, prompts, cache: str) -> None:
+    worker, request = make_worker(cache), prompts.request(512)
+    worker.serve(request)
+    worker.serve(prompts.request(960))
+    assert _where(worker, request) == [{1, 2}] * 32
+    assert worker.serve(request).found_tokens == 512
+    assert _where(worker, request) == [{0, 1, 2}] * 32
+
+
+@pytest.mark.parametrize("cache", TIERED)
+def test_a_prompt_that_has_left_the_host_is_found_on_disk(make_worker, prompts, cache: str) -> None:
+    worker, request = make_worker(cache), prompts.request(512)
+    worker.serve(request)
+    for _ in range(2):
+        worker.serve(prompts.request(960))
+    assert _where(worker, request) == [{2}] * 32
+    assert worker.serve(request).found_tokens == 512
+    assert _where(worker, request) == [{0, 1, 2}] * 32
+
+
+@pytest.mark.parametrize("cache", TIERED)
+def test_a_prompt_that_has_left_the_disk_is_lost(make_worker, prompts, cache: str) -> None:
+    worker, request = make_worker(cache, disk_ratio=0.5), prompts.request(512)
+    worker.serve(request)
+    for _ in range(2):
+        worker.serve(prompts.request(960))
+    assert _where(worker, request) == [set()] * 32
+    assert worker.serve(request).found_tokens == 0
+
+
+@pytest.mark.parametrize("cache", TIERED)
+def test_an_extra_key_keeps_prompts_apart_on_disk(make_worker, prompts, cache: str) -> None:
+    worker, request = make_worker(cache), prompts.request(512)
+    salted = request._replace(extra_key="tenant")
+    worker.serve(request)
+    for _ in range(2):
+        worker.serve(prompts.request(960))
+    assert worker.serve(salted).found_tokens == 0
+    for _ in range(2):
+        worker.serve(prompts.request(960))
+    assert worker.serve(salted).found_tokens == 512
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_request_beyond_the_capacity_keeps_its_beginning(make_worker, prompts, cache: str) -> None:
+    worker = make_worker(cache)
+    request = prompts.request(3000)
+    assert worker.serve(request).is_cut
+    assert len(_pages(worker, StorageMedium.GPU)) == 64
+    assert worker.serve(request).found_tokens == 1024
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_prompt_shorter_than_a_page_leaves_no_trace(make_worker, prompts, cache: str) -> None:
+    worker = make_worker(cache)
+    assert worker.serve(prompts.request(15)) == (0, False)
+    assert _pages(worker, StorageMedium.GPU) == set()
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_cache_and_view_are_in_order_after_every_request(make_fleet, prompts, cache: str) -> None:
+    fleet: DirectFleet = make_fleet(workers=1, cache=cache, host_ratio=1.0, disk_ratio=3.0)
+    worker = fleet.trial.workers[0]
+    talks = [prompts.tokens(n) for n in (40, 200, 500, 900)]
+    for turn in range(60):
+        number = int(prompts.random.integers(len(talks)))
+        talk = talks[number][: prompts.random.integers(20, 1500)]
+        output = prompts.tokens(prompts.random.integers(200))
+        worker.serve(Request(float(turn), talk, output, extra_key="tenant" if number == 1 else None))
+        talks[number] = np.concatenate((talk, output, prompts.tokens(30)))
+        check_cache(worker.cache, NO_ROWS)
+        fleet.deliver(0)
+        assert fleet.trial.report(0.0).divergent_pages == 0
+
+
+@pytest.mark.parametrize("cache", TIERED)
+def test_every_copy_has_ended_when_a_request_is_served(make_worker, prompts, cache: str) -> None:
+    worker = make_worker(cache)
+    for length in (300, 700, 900, 300):
+        worker.serve(prompts.request(length))
+        tree = worker.cache
+        assert not any((tree.ongoing_write_through, tree.ongoing_load_back, tree.ongoing_backup))
+        assert not tree.ongoing_prefetch
+        assert not tree.prefetch_loaded_tokens_by_reqid
+
+
+def test_a_key_keeps_its_namespace_when_it_is_looked_for_on_disk(make_worker, prompts) -> None:
+    worker = make_worker("hiradix")
+    key = RadixKey(prompts.tokens(320), "tenant")
+    assert len(worker.tiers.find(key).rows) == 0
+    worker.serve(Request(0.0, key.raw, extra_key="tenant"))
+    assert len(worker.tiers.find(key).rows) == 320
+
+
+def test_an_extra_key_keeps_prompts_apart(make_worker, prompts) -> None:
+    worker = make_worker("radix")
     request = prompts.request(64)
     worker.serve(request)
     assert worker.serve(request._replace(extra_key="tenant")).found_tokens == 0
     assert worker.serve(request._replace(extra_key="tenant")).found_tokens == 64
 
 
-def test_found_tokens_are_the_longest_shared_prefix_in_whole_pages(make_fleet, prompts) -> None:
-    worker = _worker(make_fleet, capacity_tokens=2**16)
+def test_found_tokens_are_the_longest_shared_prefix_in_whole_pages(make_worker, prompts) -> None:
+    worker = make_worker("radix", capacity_tokens=2**16)
     served: list[np.ndarray] = []
     for _ in range(60):
         old = served[prompts.random.integers(len(served))] if served else prompts.tokens(0)
@@ -63,39 +205,14 @@ def _shared(one: np.ndarray, other: np.ndarray) -> int:
     return length
 
 
-def test_every_page_is_free_or_in_the_tree_after_every_request(make_fleet, prompts) -> None:
-    worker = _worker(make_fleet)
-    requests = [
-        Request(0.0, prompts.tokens(n), prompts.tokens(m)) for n, m in ((300, 50), (10, 0), (900, 500), (16, 16))
-    ]
-    for i in prompts.random.integers(len(requests), size=40):
-        worker.serve(requests[i])
-        check_cache(worker.cache, NO_ROWS)
-
-
-def test_a_request_beyond_the_capacity_keeps_its_beginning(make_fleet, prompts) -> None:
-    worker = _worker(make_fleet)
-    request = prompts.request(3000)
-    assert worker.serve(request).is_cut
-    held = worker.cache.match_prefix(MatchPrefixParams(RadixKey(request.token_ids)))
-    assert len(held.device_indices) == 1024
-    assert worker.serve(request).found_tokens == 1024
-
-
-def test_a_request_that_fits_is_not_cut_even_if_all_else_has_to_go(make_fleet, prompts) -> None:
-    worker = _worker(make_fleet)
+def test_a_request_that_fits_is_not_cut_even_if_all_else_has_to_go(make_worker, prompts) -> None:
+    worker = make_worker("radix")
     worker.serve(prompts.request(1000))
     assert not worker.serve(prompts.request(1024)).is_cut
 
 
-def test_a_prompt_shorter_than_a_page_leaves_no_trace(make_fleet, prompts) -> None:
-    worker = _worker(make_fleet)
-    assert worker.serve(prompts.request(15)) == (0, False)
-    assert list(worker.cache.iter_resident(StorageMedium.GPU)) == []
-
-
-def test_the_ledger_holds_what_the_cache_holds(make_fleet, prompts) -> None:
-    worker = _worker(make_fleet)
+def test_the_ledger_holds_what_the_cache_holds(make_worker, prompts) -> None:
+    worker = make_worker("radix")
     for _ in range(10):
         worker.serve(prompts.request(200))
     held = worker.publisher.stats().pages["held"]

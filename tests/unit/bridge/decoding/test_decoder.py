@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES, Decoder, UndecodableError
-from bridge.decoding.runs import StoredRun
+from bridge.decoding.events import PageRun
 from tests.support.bridge.reference_decoder import decoded, joined, reference
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS, cleared, payload, removed, stored
 
@@ -200,6 +200,6 @@ def test_a_rank_that_makes_no_sense_is_reported_and_not_used() -> None:
 
 def test_columns_are_views_of_the_decoders_buffers() -> None:
     ((run, _),) = Decoder().decode(payload(stored([1, 2], range(8)))).runs
-    assert isinstance(run, StoredRun)
+    assert isinstance(run, PageRun)
     assert run.tokens.dtype == np.uint32
     assert run.events.block_hashes.dtype == np.uint64

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.decoding.decoder import Batch, Decoder, UnreadableBatch
-from bridge.decoding.payloads import Payloads
-from bridge.decoding.runs import MixedRun, RemovedRun, StoredRun
+from bridge.decoding.decoder import Batch, Decoder, Messages, UnreadableBatch
+from bridge.decoding.events import PageRun
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.schema import SnapshotBegin, SnapshotEnd
 from tests.support.bridge.reference_decoder import flat
@@ -29,8 +28,9 @@ def runs_of(*events: Any, **shape: Any) -> list[Any]:
     return [run for run, _ in Decoder().decode(payload(*events, **shape)).runs]
 
 
-def kinds_of(*events: Any, **shape: Any) -> list[type]:
-    return [type(run) for run in runs_of(*events, **shape)]
+def kinds_of(*events: Any, **shape: Any) -> list[str]:
+    runs: list[PageRun] = runs_of(*events, **shape)
+    return ["mixed" if run.media else "removed" if run.is_removal else "stored" for run in runs]
 
 
 # --- events that form one run ---------------------------------------------------------------------------------------
@@ -38,17 +38,17 @@ def kinds_of(*events: Any, **shape: Any) -> list[type]:
 
 def test_stores_and_removals_in_turn_come_as_one_run() -> None:
     events = [event for i in range(5) for event in (stored([i], TOKENS[:4]), removed([i]))]
-    assert kinds_of(*events) == [MixedRun]
+    assert kinds_of(*events) == ["mixed"]
 
 
 def test_so_do_several_media() -> None:
     events = [stored([i], TOKENS[:4], medium=medium) for i in range(2) for medium in ("GPU", "CPU", "DISK", None)]
-    assert kinds_of(*events, removed([1], "GPU")) == [MixedRun]
+    assert kinds_of(*events, removed([1], "GPU")) == ["mixed"]
 
 
 def test_a_fifth_medium_begins_another_run() -> None:
     media = ["GPU", "CPU", "DISK", None, "FS", "OBJ"]
-    assert kinds_of(*(removed([1], medium) for medium in media)) == [MixedRun, MixedRun]
+    assert kinds_of(*(removed([1], medium) for medium in media)) == ["mixed", "mixed"]
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_a_fifth_medium_begins_another_run() -> None:
 )
 def test_stores_that_state_something_else_do_not_join(other: Event) -> None:
     plain = stored([1], TOKENS[:4])
-    assert kinds_of(plain, other, plain, form="map") == [StoredRun] * 3
-    assert kinds_of(removed([2]), plain, other, form="map")[0] is MixedRun
+    assert kinds_of(plain, other, plain, form="map") == ["stored"] * 3
+    assert kinds_of(removed([2]), plain, other, form="map")[0] == "mixed"
 
 
 def test_removals_join_no_store_that_needs_a_look_of_its_own() -> None:
     for odd in (stored([9], [], 0), stored([9], TOKENS[:3]), stored([9], TOKENS[:4], extra_keys=[["x"]])):
-        assert kinds_of(removed([2]), odd, removed([2])) == [RemovedRun, StoredRun, RemovedRun]
+        assert kinds_of(removed([2]), odd, removed([2])) == ["removed", "stored", "removed"]
 
 
 # --- equal results --------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_batches_read_together_are_what_they_are_alone(some: list[Any]) -> None:
     payloads = [each if isinstance(each, bytes) else payload(*each[0], rank=each[1], batch=each[2]) for each in some]
     together: list[Any] = []
     num_bad_ranks = 0
-    for batch in Decoder().decode_all(Payloads.of(payloads)):
+    for batch in Decoder().decode_all(Messages.of(enumerate(payloads))):
         if isinstance(batch, UnreadableBatch):
             together.append(("unreadable", batch.number))
         else:
@@ -193,7 +193,7 @@ def test_batches_read_together_are_what_they_are_alone(some: list[Any]) -> None:
             together += [(batch.rank, event) for event in flat_batch(batch)]
     alone: list[Any] = []
     for number, data in enumerate(payloads):
-        batch = next(Decoder().decode_all(Payloads.of([data])))
+        batch = next(Decoder().decode_all(Messages.of(enumerate([data]))))
         if isinstance(batch, UnreadableBatch):
             alone.append(("unreadable", number))
         else:
@@ -208,14 +208,15 @@ def test_a_batch_of_another_rank_is_no_part_of_the_run_before_it() -> None:
         payload(stored([i], TOKENS[:4]), removed([i], "CPU" if i == 2 else "GPU"), rank=rank)
         for i, rank in enumerate([0, 0, 1, 1, 0])
     ]
-    found = [(batch.rank, num) for batch in Decoder().decode_all(Payloads.of(batches)) for _, num in batch.runs]  # type: ignore[union-attr]
+    decoded: Any = Decoder().decode_all(Messages.of(enumerate(batches)))
+    found = [(batch.rank, num) for batch in decoded for _, num in batch.runs]
     assert found == [(0, 4), (1, 4), (0, 2)]
 
 
 def test_more_events_than_fit_the_buffer_continue_in_the_next_turn_whatever_their_rank() -> None:
     many = [payload(*(removed([i]) for i in range(3000)), rank=rank) for rank in (0, 0, 1)]
     found: dict[int | None, int] = {}
-    for batch in Decoder().decode_all(Payloads.of(many)):
+    for batch in Decoder().decode_all(Messages.of(enumerate(many))):
         assert isinstance(batch, Batch)
         found[batch.rank] = found.get(batch.rank, 0) + sum(num for _, num in batch.runs)
     assert found == {0: 6000, 1: 3000}
@@ -224,5 +225,5 @@ def test_more_events_than_fit_the_buffer_continue_in_the_next_turn_whatever_thei
 def test_a_payload_beyond_the_bound_takes_no_other_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.decoding.decoder.MAX_PAYLOAD_BYTES", 1000)
     small, large = payload(removed([1])), msgspec.msgpack.encode([1.0, [["BlockRemoved", list(range(2000))]], 0])
-    found = [type(batch) for batch in Decoder().decode_all(Payloads.of([small, large, small]))]
+    found = [type(batch) for batch in Decoder().decode_all(Messages.of(enumerate([small, large, small])))]
     assert found == [Batch, UnreadableBatch, Batch]

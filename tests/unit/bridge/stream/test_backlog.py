@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.counters import BridgeCounters
-from bridge.stream import backlog as module
-from bridge.stream.backlog import Backlog, receiving
-from bridge.stream.inbox import Inboxes
+from bridge.stream import messages as module
+from bridge.stream.messages import Backlog, Inboxes, receiving
 
 BOUND = 10_000
 
@@ -53,7 +52,7 @@ class Rig:
         found = []
         while self.backlog:
             for sent in self.backlog.take():
-                batches = (sent.batches.one(number) for number in range(len(sent.batches.seqs)))
+                batches = map(sent.messages.one, range(len(sent.messages)))
                 found += [(sent.topic, seq, bytes(payload)) for seq, payload in batches]
         return found
 

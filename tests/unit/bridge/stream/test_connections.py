@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zmq
 
-from bridge.stream.connections import Connections
+from bridge.stream.subscriber import Connections
 
 BEGUN, MADE, LOST = zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 

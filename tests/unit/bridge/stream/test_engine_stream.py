@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder
-from bridge.hashes.identity import RegistrationDefaults
+from bridge.decoding.decoder import Decoder, Messages
 from bridge.registry import StreamRegistry
+from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.live_batches import LiveBatches
-from bridge.worker_threads import WorkerThreads
+from bridge.threads import DecodeThreads
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId
@@ -29,7 +28,7 @@ async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_
     registry = StreamRegistry(BridgeSettings(), template, SharedSink(MemorySink(log)))
     stream = StreamId("m", "default", "w", 0)
     engine_stream = EngineStream(
-        stream, RegistrationDefaults(4), registry, Decoder(), BridgeCounters(), None, WorkerThreads()
+        stream, EngineDefaults(4), registry, Decoder(), BridgeCounters(), None, DecodeThreads()
     )
 
     def shown() -> tuple[object, ...]:
@@ -38,8 +37,8 @@ async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_
         return view.pages, view.degraded_reason
 
     engine_stream.set_receiving(True)
-    await engine_stream.take_live(LiveBatches.of([(0, payload(stored([1], [1, 2, 3, 4])))]))
+    await engine_stream.take_live(Messages.of([(0, payload(stored([1], [1, 2, 3, 4])))]))
     await async_wait_until(lambda: shown() == (PAGE, ""))
     await engine_stream.reconnected()
     await async_wait_until(lambda: shown() == (set(), ENGINE_UNHEARD))
-    await engine_stream.close(1.0, clear=False)
+    await engine_stream.ranks.close(1.0, clear=False)

@@ -9,7 +9,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.stream.inbox import Inbox, Inboxes
+from bridge.stream.messages import Inbox, Inboxes
 from tests.support.bridge.inboxes import of_protocol, received
 
 SEQ = (258).to_bytes(8, "big")
@@ -72,7 +72,7 @@ def test_more_messages_than_fit_one_pass_wait_for_the_next(pair: Pair) -> None:
     inbox = Inbox()
     assert inbox.receive(pair.reader, with_topics=False)
     assert 0 < len(inbox) < len(messages)
-    first = [int(seq) for sent in inbox for seq in sent.batches.seqs]
+    first = [int(seq) for sent in inbox for seq in sent.messages.seqs]
     rest = [seq for _, seq, _ in received(inbox, pair.reader, with_topics=False).batches]
     assert first + rest == list(range(10_000))
 
@@ -94,7 +94,7 @@ def test_messages_of_one_sender_are_together(pair: Pair) -> None:
     pair.send([[topic, bytes(8), b""] for topic in (b"a", b"a", b"b", b"a", b"a", b"a")])
     inbox = Inbox()
     inbox.receive(pair.reader, with_topics=True)
-    assert [(sent.topic, len(sent.batches.seqs), sent.connection) for sent in inbox] == [
+    assert [(sent.topic, len(sent.messages), sent.connection) for sent in inbox] == [
         ("a", 2, -1),
         ("b", 1, -1),
         ("a", 3, -1),

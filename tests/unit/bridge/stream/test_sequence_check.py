@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.stream.sequence_check import SequenceCheck, Verdict
+from bridge.stream.sequence_check import BatchOrder, SequenceCheck
 
 
-def live(sequence: SequenceCheck, seq: int, payload: bytes) -> Verdict:
-    verdict = sequence.judge(seq, payload)
-    if verdict is Verdict.APPLY:
+def live(sequence: SequenceCheck, seq: int, payload: bytes) -> BatchOrder:
+    verdict = sequence.classify(seq, payload)
+    if verdict is BatchOrder.APPLY:
         sequence.applied(seq, payload)
-    if verdict in (Verdict.APPLY, Verdict.DUPLICATE):
+    if verdict in (BatchOrder.APPLY, BatchOrder.DUPLICATE):
         sequence.note_live(seq, payload)
     return verdict
 
@@ -19,7 +19,7 @@ def live(sequence: SequenceCheck, seq: int, payload: bytes) -> Verdict:
 def begun(*payloads: bytes) -> SequenceCheck:
     sequence = SequenceCheck()
     for seq, payload in enumerate(payloads):
-        assert live(sequence, seq, payload) is Verdict.APPLY
+        assert live(sequence, seq, payload) is BatchOrder.APPLY
     return sequence
 
 
@@ -28,27 +28,27 @@ def test_batches_in_their_order_are_applied() -> None:
 
 
 def test_a_number_left_out_is_a_gap() -> None:
-    assert live(begun(b"a"), 2, b"c") is Verdict.GAP
-    assert live(SequenceCheck(), 1, b"b") is Verdict.GAP
+    assert live(begun(b"a"), 2, b"c") is BatchOrder.GAP
+    assert live(SequenceCheck(), 1, b"b") is BatchOrder.GAP
 
 
 def test_a_number_that_goes_back_is_a_restart() -> None:
-    assert live(begun(b"a", b"b", b"c"), 0, b"a") is Verdict.RESTART
+    assert live(begun(b"a", b"b", b"c"), 0, b"a") is BatchOrder.RESTART
 
 
 def test_the_last_one_again_is_a_duplicate_and_with_another_content_a_restart() -> None:
-    assert live(begun(b"a", b"b"), 1, b"b") is Verdict.DUPLICATE
-    assert live(begun(b"a", b"b"), 1, b"x") is Verdict.RESTART
+    assert live(begun(b"a", b"b"), 1, b"b") is BatchOrder.DUPLICATE
+    assert live(begun(b"a", b"b"), 1, b"x") is BatchOrder.RESTART
 
 
 def test_what_was_replayed_before_it_came_is_a_duplicate_if_it_is_the_same() -> None:
     sequence = begun(b"a")
     for seq, payload in ((1, b"b"), (2, b"c"), (3, b"d")):
         sequence.applied(seq, payload)
-    assert live(sequence, 1, b"b") is Verdict.DUPLICATE
-    assert live(sequence, 3, b"x") is Verdict.RESTART
-    assert live(sequence, 3, b"d") is Verdict.DUPLICATE
-    assert live(sequence, 4, b"e") is Verdict.APPLY
+    assert live(sequence, 1, b"b") is BatchOrder.DUPLICATE
+    assert live(sequence, 3, b"x") is BatchOrder.RESTART
+    assert live(sequence, 3, b"d") is BatchOrder.DUPLICATE
+    assert live(sequence, 4, b"e") is BatchOrder.APPLY
 
 
 def test_the_last_batch_applied_is_known_by_its_content() -> None:
@@ -61,7 +61,7 @@ def test_after_a_restart_everything_starts_again() -> None:
     sequence = begun(b"a", b"b")
     sequence.restart()
     assert not sequence.has_begun
-    assert live(sequence, 0, b"x") is Verdict.APPLY
+    assert live(sequence, 0, b"x") is BatchOrder.APPLY
 
 
 def test_batches_in_their_order_are_counted_up_to_the_first_that_is_not() -> None:
@@ -82,14 +82,14 @@ def test_batches_that_are_applied_together_are_as_if_applied_one_by_one() -> Non
     sequence.applied_live(3, b"d")
     assert sequence.expected == 4
     assert sequence.is_last_applied(b"d")
-    assert live(sequence, 3, b"d") is Verdict.DUPLICATE
-    assert live(sequence, 3, b"x") is Verdict.RESTART
-    assert live(sequence, 4, b"e") is Verdict.APPLY
+    assert live(sequence, 3, b"d") is BatchOrder.DUPLICATE
+    assert live(sequence, 3, b"x") is BatchOrder.RESTART
+    assert live(sequence, 4, b"e") is BatchOrder.APPLY
 
 
 def test_batches_after_replayed_ones_are_in_order_once_the_replayed_ones_came() -> None:
     sequence = begun(b"a")
     sequence.applied(1, b"b")
     assert sequence.num_in_order(np.array([1, 2], np.uint64)) == 0
-    assert live(sequence, 1, b"b") is Verdict.DUPLICATE
+    assert live(sequence, 1, b"b") is BatchOrder.DUPLICATE
     assert sequence.num_in_order(np.array([2, 3], np.uint64)) == 2

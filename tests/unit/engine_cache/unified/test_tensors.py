@@ -84,7 +84,7 @@ class Recurrent(Model):
             2, 64, mamba_pool=self.states, mamba_allocator=self.slots, mamba_map={0: 0, 3: 1}
         )
         self.linear, self.others = HybridLinearKVPool(self.kv, [1, 2]), {"req_pool": requests}
-        self.components = [MambaComponent(self.slots, enable_extra_buffer=True)]
+        self.components = [MambaComponent(self.slots, enable_mamba_extra_buffer=True)]
 
     def tensors(self, rows, slot):
         states = [(held.transpose(0, 1), slot) for held in self.states.mamba_cache.tensors()]

@@ -1,0 +1,183 @@
+"""Conversion of requests of both dialects into one form of question, with checked numbers in arrays."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import UNSET
+
+from api.problems import ProblemError, ProblemKind
+from api.queries.body_formats import ITEMS, BodyFormat, Data, Query, decode_query
+from api.queries.large_bodies import JSON, Format, is_large, number_slices, slimmed
+from api.queries.number_kernels import read_u32
+from kv_events.errors import InvalidValueError
+from kv_events.http.parsed_query import ParsedQuery, PromptArray, Weights
+from kv_events.http.queries import PeerQuery, RfcQuery, TierWeights
+from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY
+from kv_events.streams import DEFAULT_TENANT
+
+TIERS = ("gpu", "cpu", "disk", "external")
+_HIGHEST_WEIGHT = 1e6
+
+
+class _Kind(NamedTuple):
+    typecode: str
+    """Type code of `array`, which packs a list in C and refuses values out of range."""
+    dtype: str
+    """numpy type of the packed bytes."""
+    low: int
+    high: int
+    most: int
+
+
+_KINDS = {
+    "token_ids": _Kind("I", "<u4", 0, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY),
+    "seq_hashes": _Kind("Q", "<u8", 0, 2**64 - 1, MAX_HASHES_PER_QUERY),
+    "block_hash": _Kind("Q", "<u8", 0, 2**64 - 1, MAX_HASHES_PER_QUERY),
+    "block_hashes": _Kind("q", "<u8", -(2**63), 2**63 - 1, MAX_HASHES_PER_QUERY),
+}
+BY_TOKENS = ("token_ids",)
+BY_HASH = ("seq_hashes", "block_hashes", "block_hash")
+BY_ANY = BY_TOKENS + BY_HASH
+_PACKED = (0xC4, 0xC5, 0xC6)
+"""First byte of bytes in msgpack."""
+
+
+def decode_question(data: Data, body_format: BodyFormat, fields: Collection[str]) -> tuple[ParsedQuery, PromptArray]:
+    """Decode one query in either dialect. See `question_of`. Raises ProblemError."""
+    if not is_large(data):
+        return question_of(decode_query(data, body_format), fields)
+    rest, lists = slimmed(data, body_format.form)
+    question, numbers = question_of(decode_query(rest, body_format), fields)
+    if question.field in lists:
+        try:
+            numbers = _long_numbers(question.field, lists[question.field], body_format.form)
+        except InvalidValueError as error:
+            raise ProblemError.of_value(error) from None
+    return question, numbers
+
+
+def question_of(query: Query, fields: Collection[str]) -> tuple[ParsedQuery, PromptArray]:
+    """Check a request. Return the question and the numbers of its prompt, uint32[n] tokens or uint64[n] hashes.
+
+    fields: the fields in which this route accepts a prompt. Raises ProblemError.
+    """
+    if isinstance(query, PeerQuery):
+        return _question(query, fields, query.model_name, query.routing_group, query.cache_salt)
+    salt = query.cache_salt or query.additionalsalt or query.additional_salt
+    model = query.modelname if query.model is UNSET else query.model
+    assert isinstance(model, str)  # checked by the decoder
+    lora_name = query.lora_name
+    if lora_name is None and query.lora_id:  # the bridge uses the number as the name if the engine sends no name
+        lora_name = str(query.lora_id)
+    instance = None if query.instance_id is None else str(query.instance_id)
+    question, numbers = _question(query, fields, model, query.tenant_id, salt)
+    rfc = replace(
+        question,
+        is_peer=False,
+        block_size=query.block_size,
+        instance=instance,
+        lora_name=lora_name,
+        is_detailed=bool(query.hit_detail),
+    )
+    return rfc, numbers
+
+
+def _question(
+    query: PeerQuery[Any] | RfcQuery[Any], fields: Collection[str], model: str, tenant: str | None, salt: str | None
+) -> tuple[ParsedQuery, PromptArray]:
+    field = _prompt_field(query, fields)
+    if field == "block_hashes" and salt:
+        detail = "cache_salt: not accepted with block_hashes, which already contain it; leave it out"
+        raise ProblemError(400, ProblemKind.SALT_WITH_LOCAL_HASHES, detail, "cache_salt")
+    try:
+        numbers = _numbers(field, getattr(query, field))
+        weights = None if query.tier_weights is None else _weights(query.tier_weights)
+    except InvalidValueError as error:
+        raise ProblemError.of_value(error) from None
+    question = ParsedQuery(
+        model=model,
+        tenant=tenant or DEFAULT_TENANT,
+        field=field,
+        lora_name=query.lora_name,
+        cache_salt=salt,
+        is_bigram=bool(query.is_eagle),
+        weights=weights,
+    )
+    return question, numbers
+
+
+def _prompt_field(query: Query, fields: Collection[str]) -> str:
+    known = [field for field in fields if field in query.__struct_fields__]
+    given = [field for field in known if getattr(query, field) is not UNSET]
+    if not given:
+        raise ProblemError(422, ProblemKind.MISSING_FIELD, f"{' or '.join(known)}: missing", "|".join(known))
+    if len(given) > 1:
+        raise ProblemError(
+            422, ProblemKind.INVALID_VALUE, f"{' and '.join(given)}: only one of them may be given", given[1]
+        )
+    return given[0]
+
+
+def _numbers(field: str, value: list[int] | bytes) -> PromptArray:
+    """Pack a list of numbers. Raises InvalidValueError naming the first element out of range."""
+    kind = _KINDS[field]
+    dtype = np.dtype(kind.dtype)
+    if isinstance(value, list):
+        _check_count(field, len(value))
+        return np.frombuffer(_packed(field, value), dtype)
+    if len(value) % dtype.itemsize:
+        raise InvalidValueError(field, f"{len(value)} bytes", f"a multiple of {dtype.itemsize} bytes")
+    _check_count(field, len(value) // dtype.itemsize)
+    return np.frombuffer(value, dtype)
+
+
+def _check_count(field: str, count: int) -> None:
+    if count > _KINDS[field].most:
+        raise InvalidValueError(f"len({field})", count, f"at most {_KINDS[field].most}")
+
+
+def _packed(field: str, numbers: list[int], first: int = 0) -> array[int]:
+    """first: position of the first number in the whole list."""
+    kind = _KINDS[field]
+    try:
+        return array(kind.typecode, numbers)
+    except OverflowError:
+        position = next(i for i, number in enumerate(numbers) if not kind.low <= number <= kind.high)
+        raise InvalidValueError(f"{field}[{first + position}]", numbers[position], ITEMS[field]) from None
+
+
+def _long_numbers(field: str, value: memoryview, form: Format) -> PromptArray:
+    """Decode a long list, which is not decoded at all yet. Most tokens are read without the interpreter."""
+    if field == "token_ids" and form is JSON and value[0] == ord("["):
+        tokens = np.empty(MAX_TOKENS_PER_QUERY, np.uint32)
+        count, end = read_u32(np.frombuffer(value, np.uint8), 1, tokens)
+        if end == len(value) - 1:
+            return tokens[:count]
+    if form is not JSON and value[0] in _PACKED:
+        return _numbers(field, form.decode(value))
+    packed = array(_KINDS[field].typecode)
+    for numbers in number_slices(field, value, form, ITEMS[field]):
+        packed += _packed(field, numbers, len(packed))
+        _check_count(field, len(packed))
+    return np.frombuffer(packed, _KINDS[field].dtype)
+
+
+def _weights(given: TierWeights) -> Weights:
+    """Return the weights in the order of the tiers. A missing tier has weight 0. Raises InvalidValueError."""
+    if isinstance(given, dict):
+        by_tier = {name.lower(): weight for name, weight in given.items()}
+        if unknown := by_tier.keys() - set(TIERS):
+            raise InvalidValueError("tier_weights", min(unknown), f"names among {', '.join(TIERS)}")
+        weights = tuple(by_tier.get(tier, 0.0) for tier in TIERS)
+    else:
+        weights = given
+    for tier, weight in zip(TIERS, weights, strict=True):
+        if not (math.isfinite(weight) and 0 <= weight <= _HIGHEST_WEIGHT):
+            raise InvalidValueError(f"tier_weights.{tier}", weight, ITEMS["tier_weights"])
+    return tuple(weight + 0.0 for weight in weights)  # a zero without a sign

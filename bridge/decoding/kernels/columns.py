@@ -1,0 +1,52 @@
+"""Rows: the form in which kernels return events, one row of columns for each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kv_events.kernels.bundles import I64Matrix, I64Vector, U8Vector, U32Vector, U64Vector
+from kv_events.kernels.declare import array_helper
+
+# columns of a row
+KIND, REASON, START, STOP, SHAPE, CONTINUES = range(6)
+HASH_FROM, HASH_TO, TOKEN_FROM, TOKEN_TO, PAIRS, HAS_PARENT, PARENT, BLOCK_SIZE, GROUP, LORA_ID, WINDOW = range(6, 17)
+# texts and encoded extra keys: (position, length) in the payload; length 0: absent or empty
+MEDIUM, MEDIUM_LENGTH, LORA, LORA_LENGTH, SALT, SALT_LENGTH, SPEC, SPEC_LENGTH = range(17, 25)
+LOCALITY, LOCALITY_LENGTH, EXTRA, EXTRA_LENGTH = range(25, 29)
+# only in the first row of a run: row of its first store (-1: none), number of its locations, and rows that name them
+STORE_ROW, NUM_LOCATIONS, LOCATION_ROWS = range(29, 32)
+MAX_LOCATIONS = 4
+NUM_COLUMNS = LOCATION_ROWS + MAX_LOCATIONS
+
+REMOVAL = 4
+# kinds of event; BAD_STORE: an invalid store, which at least removes nothing
+STORED, REMOVED, CLEARED, MOONCAKE_EVENT, UNREADABLE, BAD_STORE = range(6)
+
+REASONS = ("", "type", "range", "tokens", "tag", "truncated")
+"""Texts of the values of column REASON."""
+OK, TYPE, RANGE, TOKENS, TAG, TRUNCATED = range(len(REASONS))
+
+
+class ScannedEvents(NamedTuple):
+    """Output of `scan_batches`: up to n events, with their hashes and tokens. Columns are as in `PageEvents`."""
+
+    rows: I64Matrix
+    """[n, NUM_COLUMNS]"""
+    lengths: I64Vector
+    """[n]"""
+    parents: U64Vector
+    """[n]"""
+    has_parent: U8Vector
+    """[n]"""
+    kinds: U8Vector
+    """[n] index of the event's location in its run, and bit REMOVAL for a removal."""
+    hashes: U64Vector
+    """Filled from the start; columns HASH_FROM and HASH_TO index it. Longer than all payloads."""
+    tokens: U32Vector
+    """Filled from the start; columns TOKEN_FROM and TOKEN_TO index it. Longer than all payloads."""
+
+
+@array_helper
+def reject(row, reason):
+    row[REASON] = reason
+    return -1

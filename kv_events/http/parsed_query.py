@@ -1,0 +1,59 @@
+"""A query in one form, whichever dialect it came in. This module needs numpy and the hashing; clients do without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_events.hashing import U64Array, namespace_seed, rolling_hashes, sequence_hashes
+
+Weights = tuple[float, ...]
+PromptArray: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ParsedQuery:
+    """A query without the numbers of its prompt: which workers hold how much of the prompt?"""
+
+    model: str
+    tenant: str
+    field: str
+    """Key of `_KINDS`: what the numbers are."""
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    is_bigram: bool = False
+    """Whether pages consist of token pairs."""
+    weights: Weights | None = None
+    """[4], fastest tier first."""
+    is_peer: bool = True
+    """Whether the query uses Dynamo's dialect."""
+    block_size: int | None = None
+    """Tokens a page, given in the RFC's dialect."""
+    instance: str | None = None
+    """The only worker in the answer, or None for all."""
+    is_detailed: bool = False
+    """Whether ranks are described by objects, see `RfcQuery.hit_detail`."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether `api.fast.writer` can answer it."""
+        return self.instance is None and not self.is_detailed
+
+    def hashes(self, numbers: PromptArray, block_size: int) -> U64Array:
+        """Return uint64[pages]: the prompt's sequence hashes in a namespace with this block size."""
+        if self.field == "token_ids":
+            return sequence_hashes(numbers, block_size, int(self.seed), is_bigram=self.is_bigram)
+        return rolling_hashes(numbers) if self.field == "block_hashes" else numbers
+
+    def num_positions(self, numbers: PromptArray) -> int | None:
+        """Return the tokens or token pairs of the prompt. None if it is given by hashes."""
+        return max(0, len(numbers) - self.is_bigram) if self.field == "token_ids" else None
+
+    @cached_property
+    def seed(self) -> np.uint64:
+        """Seed of the local hashes."""
+        return np.uint64(namespace_seed(self.lora_name, self.cache_salt))

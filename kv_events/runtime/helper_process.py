@@ -1,0 +1,86 @@
+"""Processes for work that would delay a service in a thread.
+
+A helper runs at a low priority. It ends when its stdin does, which is when its parent has died in any way.
+It writes its results to stdout as JSON, one a line. What it writes to stderr is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from kv_events.errors import KvsightError
+
+logger = logging.getLogger(__name__)
+
+_NICENESS = 10
+_FIRST_TO_GO = "500"
+"""Added to what the kernel thinks of a helper when memory runs out, of at most 1000."""
+_LONGEST_LINE = 64 * 2**20
+
+
+class HelperEndedError(KvsightError):
+    """A helper has ended with an error."""
+
+
+def become_helper(*, ends_with_stdin: bool = True) -> None:
+    """Make this process a helper. Signals of a terminal or a supervisor are for its parent."""
+    os.nice(_NICENESS)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if ends_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+
+
+def write_result(result: object) -> None:
+    """Send a result to the parent."""
+    sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def helper_results(name: str, module: str, *arguments: str) -> AsyncGenerator[bytes, None]:
+    """Run `python -m module` as a helper, and yield its results. It is ended with the generator.
+
+    name: of its work, for the log. Raises HelperEndedError.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", module, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=_LONGEST_LINE,
+        start_new_session=True,  # Ctrl-C in a terminal is for this process
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    messages = asyncio.create_task(_log_lines(name, process.stderr))
+    try:
+        async for line in process.stdout:
+            yield line
+        await messages
+        if await process.wait():
+            raise HelperEndedError(f"the process of the {name} ended with {process.returncode}")
+    finally:
+        messages.cancel()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _log_lines(name: str, stream: asyncio.StreamReader) -> None:
+    async for line in stream:
+        logger.warning("%s: %s", name, line.decode(errors="replace").strip())
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(0)

@@ -1,0 +1,455 @@
+"""Requests in the fast path get the answers of the ordinary way, over real connections to the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from api.app import create_app
+from api.fast import http_limits
+from api.fast.fast_path import FastPath
+from api.fast.heads import Head
+from api.fast.http_limits import MAX_HEAD_BYTES
+from api.server import running_server
+from api.settings import ApiSettings
+from tests.support.log.hand_fed import HandFed
+from tests.support.servers.lines import (
+    QUERY,
+    TOKENS,
+    Line,
+    a_service,
+    body_of,
+    is_listening,
+    request,
+    run,
+)
+
+TOKEN = "a-token"
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large"
+CHUNKED = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+BODIES = [
+    QUERY,
+    body_of(token_ids=TOKENS, tier_weights=[1, 0.5, 0.25, 0.1]),
+    body_of(token_ids=[9, 9, 9, 9]),
+    body_of(token_ids=[]),
+    body_of(token_ids=[-1]),
+    body_of(token_ids=[1.5]),
+    body_of(token_ids="x"),
+    body_of(),
+    body_of(model_name="unknown", token_ids=TOKENS),
+    json.dumps({"model": "m", "block_size": 4, "token_ids": TOKENS}).encode(),
+    json.dumps({"model": "m", "block_size": 8, "token_ids": TOKENS}).encode(),
+    json.dumps({"model": "m", "block_size": 4, "instance_id": "2", "token_ids": TOKENS}).encode(),
+    json.dumps({"model": "m", "block_size": 4, "hit_detail": 1, "token_ids": TOKENS}).encode(),
+    b"",
+    b"{",
+    b"[]",
+    b"\xff\xfe",
+    QUERY.replace(b" ", b"\n"),
+    QUERY + b"x",
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_both_ways_answer_alike(body: bytes) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            in_the_lane = await line.ask(request(body))
+            ordinary = await line.ask(request(body, "/query?"))  # with "?" the fast path does not take it
+            assert in_the_lane == ordinary
+
+    run(main())
+
+
+def test_usual_queries_are_answered_in_the_lane_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[bool] = []
+    ordinary = FastPath.answer
+
+    def noted(fast_path: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
+        body = ordinary(fast_path, head, data, start)
+        taken.append(body is not None)
+        return body
+
+    monkeypatch.setattr(FastPath, "answer", noted)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line, other = await connect(), await connect()
+            await line.ask(request(QUERY))
+            line.writer.write(request(QUERY)[:-9])  # with the whole head
+            await other.ask(request(QUERY))  # so the server has read what was sent before
+            await line.ask(request(QUERY)[-9:])
+            assert taken == [True, True, True]
+            await line.ask(request(body_of(token_ids=[1.5])))
+            assert taken == [True, True, True, False]
+            await line.ask(request(QUERY, "/query?"))
+            assert len(taken) == 4
+
+    run(main())
+
+
+def test_a_head_without_end_is_refused() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line, other = await connect(), await connect()
+            line.writer.write(b"POST /query HTTP/1.1\r\nHost: h\r\n")
+            await other.ask(request(QUERY))  # so the server has read what was sent before
+            line.writer.write(b"X: %b\r\n" % (b"y" * MAX_HEAD_BYTES))
+            status, _, body = await line.answer()
+            assert status == TOO_LARGE
+            assert json.loads(body)["detail"] == f"headers: more than {MAX_HEAD_BYTES} bytes"
+            assert await line.is_at_end()
+            assert (await other.ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
+
+    run(main())
+
+
+def test_a_large_chunk_is_no_trailer() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            body = QUERY + b" " * 8 * MAX_HEAD_BYTES
+            line.writer.write(CHUNKED + b"%x\r\n" % len(body))
+            await (await connect()).ask(request(QUERY))  # so the server has read what was sent before
+            assert (await line.ask(body + b"\r\n0\r\n\r\n"))[0] == b"HTTP/1.1 200 OK"
+
+    run(main())
+
+
+def test_trailers_without_end_are_refused() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            line.writer.write(CHUNKED + b"1\r\n{\r\n0\r\n")
+            await (await connect()).ask(request(QUERY))  # so the server has read what was sent before
+            line.writer.write(b"X: %b\r\n" % (b"y" * MAX_HEAD_BYTES))
+            assert (await line.answer())[0].startswith(b"HTTP/1.1 431 ")
+            assert await line.is_at_end()
+
+    run(main())
+
+
+def test_another_application_has_the_same_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_limits, "ARRIVAL_S", 0.5)
+
+    async def echo(asked: Request) -> Response:
+        return Response(await asked.body(), media_type="text/plain")
+
+    async def main() -> None:
+        app = Starlette(routes=[Route("/query", echo, methods=["POST"])])
+        async with running_server(app, ApiSettings(port=0)) as url:
+            late, endless, ahead = [await Line.connect(url) for _ in range(3)]
+            ahead.writer.write(request(b"one") + request(b"two"))
+            assert [(await ahead.answer())[2] for _ in range(2)] == [b"one", b"two"]
+            late.writer.write(request(QUERY)[:-1])
+            assert (await late.answer())[0] == b"HTTP/1.1 408 Request Timeout"
+            head = b"POST /query HTTP/1.1\r\nHost: h\r\nX: %b\r\n" % (b"y" * 2 * MAX_HEAD_BYTES)
+            assert (await endless.ask(head))[0] == TOO_LARGE
+            for line in (late, endless, ahead):
+                await line.close()
+
+    run(main())
+
+
+def test_the_second_request_of_a_connection_is_refused_as_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_limits, "ARRIVAL_S", 0.5)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            await line.ask(request(QUERY, "/query?"))
+            line.writer.write(b"POST /query HTTP/1.1\r\nHost: h\r\n")
+            assert (await line.answer())[0] == b"HTTP/1.1 408 Request Timeout"
+
+    run(main())
+
+
+def test_requests_that_arrive_in_time_are_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_limits, "ARRIVAL_S", 1.0)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            data = request(QUERY)
+            loop, number = asyncio.get_running_loop(), 0
+            end = loop.time() + 2.0
+            line.writer.write(data[:50])
+            while loop.time() < end:  # each packet ends inside a request
+                assert (await line.ask(data[50:] + data[:50]))[0] == b"HTTP/1.1 200 OK"
+                await asyncio.sleep(0.02)
+                number += 1
+            assert number > 2
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/query", "/query?"])
+def test_a_request_that_does_not_arrive_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_limits, "ARRIVAL_S", 0.5)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            assert (await line.ask(request(QUERY, path), pieces=3))[0] == b"HTTP/1.1 200 OK"
+            line.writer.write(request(QUERY, path)[:-1])
+            status, _, body = await line.answer()
+            assert status == b"HTTP/1.1 408 Request Timeout"
+            assert "not complete" in json.loads(body)["detail"]
+            assert await line.is_at_end()
+
+    run(main())
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 7, 10_000])
+def test_a_request_may_arrive_in_pieces(pieces: int) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            whole = await line.ask(request(QUERY))
+            assert await line.ask(request(QUERY), pieces=pieces) == whole
+            assert whole[0] == b"HTTP/1.1 200 OK"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        b"Expect: 100-continue\r\n",
+        b"Connection: keep-alive\r\n",
+        b"X-Long: " + b"x" * 3000 + b"\r\n",
+        b"A: 1\r\nA: 2\r\n",
+    ],
+)
+def test_other_heads_are_answered_alike(extra: bytes) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            plain = await line.ask(request(QUERY))
+            assert await line.ask(request(QUERY, extra=extra)) == plain
+
+    run(main())
+
+
+def test_a_client_that_asks_for_it_is_disconnected_after_the_answer() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            status, headers, _ = await line.ask(request(QUERY, extra=b"Connection: close\r\n"))
+            assert (status, b"connection: close" in headers) == (b"HTTP/1.1 200 OK", True)
+            assert await line.is_at_end()
+
+    run(main())
+
+
+def test_chunked_bodies_are_answered_alike() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            plain = await line.ask(request(QUERY))
+            chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (QUERY[:10], QUERY[10:]))
+            assert await line.ask(CHUNKED + chunks + b"0\r\n\r\n") == plain
+
+    run(main())
+
+
+def test_a_token_is_required_where_one_is_set() -> None:
+    async def main() -> None:
+        async with a_service(api_token=TOKEN) as connect:
+            line = await connect()
+            given = {word: b"Authorization: Bearer %s\r\n" % word.encode() for word in (TOKEN, TOKEN[:-1], TOKEN + "x")}
+            statuses = {word: (await line.ask(request(QUERY, extra=extra)))[0] for word, extra in given.items()}
+            assert statuses.pop(TOKEN) == b"HTTP/1.1 200 OK"
+            assert set(statuses.values()) == {b"HTTP/1.1 401 Unauthorized"}
+            assert (await line.ask(request(QUERY)))[0] == b"HTTP/1.1 401 Unauthorized"
+
+    run(main())
+
+
+def test_queries_in_the_lane_are_counted() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            for _ in range(3):
+                await line.ask(request(QUERY))
+            await line.ask(request(QUERY, "/query?"))
+            scrape = await line.ask(b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n")
+            assert b'kvsight_queries_total{route="/query"} 4.0' in scrape[2]
+            assert b'kvsight_query_seconds_count{route="/query"} 4.0' in scrape[2]
+
+    run(main())
+
+
+def test_a_request_that_is_arriving_when_the_server_ends_is_answered() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as service:
+            api = ApiSettings(port=0)
+            url = await service.enter_async_context(running_server(create_app(HandFed().consumer, api), api))
+            line = await Line.connect(url)
+            while (known := await line.ask(request(QUERY)))[0] != b"HTTP/1.1 404 Not Found":
+                pass  # the service starts
+            line.writer.write(request(QUERY)[:-5])
+            other = await Line.connect(url)
+            await other.ask(request(QUERY))  # so the server has read what was sent before
+            await other.close()
+            ending = asyncio.create_task(service.aclose())
+            while await is_listening(url):
+                pass
+            status, headers, body = await line.ask(request(QUERY)[-5:])
+            assert (status, body) == (known[0], known[2])
+            assert b"connection: close" in headers
+            await line.close()
+            await ending
+
+    run(main())
+
+
+def test_a_connection_lost_in_the_middle_of_a_request_leaves_the_others_alone() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            for end in (10, 120, len(request(QUERY)) - 1):
+                lost = await connect()
+                lost.writer.write(request(QUERY)[:end])
+                await lost.close()
+            assert (await (await connect()).ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
+
+    run(main())
+
+
+@pytest.mark.soak
+def test_an_idle_connection_is_closed_and_a_slow_request_is_not() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            idle, slow = await connect(), await connect()
+            for line in (idle, slow):
+                await line.ask(request(QUERY))
+            slow.writer.write(request(QUERY)[:-1])
+            async with asyncio.timeout(20):
+                assert await idle.is_at_end()  # uvicorn's keep-alive ends after 5 s
+            assert (await slow.ask(request(QUERY)[-1:]))[0] == b"HTTP/1.1 200 OK"
+            async with asyncio.timeout(20):
+                assert await slow.is_at_end()
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/query", "/query?", "/query_by_hash", "/query/batch", "/workers", "/health", "/no"])
+def test_faulty_heads_are_refused_in_all_ways(path: str) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            for old, new, status, field in (
+                (b"Host: h", b"Host: h\r\nHost: other", 400, "Host"),
+                (b"Host: h\r\n", b"", 400, "Host"),
+                (b"Host: h", b"Host: a/b", 400, "Host"),
+                (b"Host: h", b"Host: h\r\nContent-Encoding: gzip", 415, "Content-Encoding"),
+            ):
+                line = await connect()
+                for _ in range(3):  # the connection is direct then
+                    await line.ask(request(QUERY))
+                head, headers, body = await line.ask(request(QUERY, path).replace(old, new))
+                assert head.startswith(b"HTTP/1.1 %d " % status), head
+                assert b"application/problem+json" in headers
+                assert json.loads(body)["field"] == field
+                assert (await line.ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
+            plain = await line.ask(request(QUERY))
+            assert await line.ask(request(QUERY, extra=b"Content-Encoding: identity\r\n")) == plain
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize("path", ["/query", "/query?", "/query/batch"])
+def test_a_request_before_garbage_is_answered(path: str, is_direct: bool) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            other = await connect()
+            expected = await other.ask(request(QUERY, path))
+            for packets in ([request(QUERY, path) + b"garbage"], [request(QUERY, path), b"\xff" * 40]):
+                line = await connect()
+                for _ in range(3 * is_direct):
+                    await line.ask(request(QUERY))
+                for packet in packets:
+                    line.writer.write(packet)
+                    await other.ask(request(QUERY))  # so the server has read what was sent before
+                assert await line.answer() == expected
+                status, headers, body = await line.answer()
+                assert status == b"HTTP/1.1 400 Bad Request"
+                assert b"connection: close" in headers
+                assert json.loads(body)["detail"] == "request: not valid HTTP/1.1"
+                assert await line.is_at_end()
+
+    run(main())
+
+
+def test_all_requests_before_garbage_are_answered() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            health = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+            line.writer.write(health * 5 + CHUNKED + b'4\r\n{"x\r\nno number')
+            assert [(await line.answer())[0] for _ in range(5)] == [b"HTTP/1.1 200 OK"] * 5
+            assert (await line.answer())[0] == b"HTTP/1.1 400 Bad Request"
+            assert await line.is_at_end()
+
+    run(main())
+
+
+def test_a_request_for_another_protocol_and_the_one_after_it_are_answered() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            more = b"Connection: upgrade\r\nUpgrade: websocket\r\n"
+            plain = await line.ask(request(QUERY))
+            line.writer.write(b"GET /health HTTP/1.1\r\nHost: h\r\n" + more + b"\r\n" + request(QUERY))
+            assert (await line.answer())[0] == b"HTTP/1.1 200 OK"
+            assert await line.answer() == plain
+            status, _, body = await line.ask(request(QUERY, extra=more))  # httptools does not read the body
+            assert status == b"HTTP/1.1 400 Bad Request"
+            assert json.loads(body)["field"] == "Upgrade"
+            assert await line.is_at_end()
+
+    run(main())
+
+
+def test_trailers_are_no_headers() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            trailers = b"0\r\nHost: other\r\nContent-Encoding: gzip\r\n\r\n"
+            answer = await line.ask(CHUNKED + b"%x\r\n%b\r\n" % (len(QUERY), QUERY) + trailers)
+            assert answer == await line.ask(request(QUERY))
+
+    run(main())
+
+
+@pytest.mark.parametrize("offset", [0, 300, 700, 1000])
+def test_the_bound_of_a_head_does_not_depend_on_its_place_in_a_packet(offset: int) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            before = request(body_of(token_ids=TOKENS, x="x" * offset), "/query?")
+            line.writer.write(before + request(QUERY, extra=b"X: %b\r\n" % (b"y" * (MAX_HEAD_BYTES - 200))))
+            assert [(await line.answer())[0] for _ in range(2)] == [b"HTTP/1.1 200 OK"] * 2
+            line.writer.write(before + request(QUERY, extra=b"X: %b\r\n" % (b"y" * (MAX_HEAD_BYTES - 20))))
+            assert [(await line.answer())[0] for _ in range(2)] == [b"HTTP/1.1 200 OK", TOO_LARGE]
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/query", "/query?"])
+def test_an_unknown_kind_of_body_is_refused_before_it_arrives(path: str) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            line.writer.write(request(QUERY, path, "text/plain")[:-9])
+            assert (await line.answer())[0] == b"HTTP/1.1 415 Unsupported Media Type"
+
+    run(main())
