@@ -210,6 +210,15 @@ def test_a_prompt_that_is_computed_again_is_reported_again_and_its_rows_are_take
     assert (rig.pool.available_size(), len(rig.held(GPU))) == (free - 6, 3)
 
 
+@rigs(*HOST)
+def test_an_insert_is_a_hit_of_evicted_nodes_but_not_in_a_tree_of_kv_alone(rig):
+    rig.demoted(A)
+    hits = rig.node_of(A).hit_count
+    rig.insert(A)
+    assert rig.node_of(A).hit_count - hits == int(rig.cls != "hiradix")
+    rig.settle()
+
+
 @rigs("himamba", "unified+mamba")
 def test_what_is_on_the_device_counts_and_its_duplicates_are_freed(rig):
     rig.turns(A, AB)
