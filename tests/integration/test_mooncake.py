@@ -16,9 +16,10 @@ pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.storage import PoolHitPolicy, PoolName, PoolTransfer, mooncake_client, page_keys  # noqa: E402
 from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
-from tests.support.caches.event_replay import PageNames  # noqa: E402
-from tests.support.caches.mooncake_rig import (  # noqa: E402
-    CPU,
+from tests.models.event_replay import PageNames  # noqa: E402
+from tests.rigs.cache import CPU  # noqa: E402
+from tests.rigs.mooncake import (  # noqa: E402
+    KINDS,
     PAGE_SIZE,
     PROMPT,
     archive,
@@ -31,7 +32,6 @@ from tests.support.caches.mooncake_rig import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.torch
-KINDS = ["mha", "mla", "hybrid", "nsa", "swa"]
 KEYS = page_keys([f"{page:064x}" for page in range(1, 6)])
 LAYOUTS = ["page_first", "page_first_direct"]
 
@@ -48,24 +48,20 @@ def test_what_one_engine_wrote_another_finds_byte_for_byte(mooncake_master, kind
     identity = own_identity(is_mla=kind in ("mla", "nsa"), host_layout=layout)
     settings = mooncake_master.settings()
     with engine(kind, identity, settings) as writer, engine(kind, identity, settings) as reader:
-        content = archive(writer)
+        archive(writer)
         assert follow(writer) == set(writer.replay.pages[CPU]) == blocks()
         assert prefetch(reader) == len(PROMPT)
         assert follow(reader) == set()  # the engine that stored a page announces it
         assert set(reader.replay.pages[CPU]) == blocks()
         assert load_back(reader) == len(PROMPT)
-        on_device = reader.match(PROMPT).device_indices
-        assert len(on_device) == len(PROMPT)
-        if kind == "nsa":
-            assert torch.equal(reader.content(on_device), content)
-        else:  # derived from the tokens
-            reader.check()
+        assert len(reader.match(PROMPT).device_indices) == len(PROMPT)
+        reader.check()  # the content is derived from the tokens
 
 
 def test_an_engine_of_another_process_wrote_it(mooncake_master):
     identity, settings = own_identity(), mooncake_master.settings()
     script = textwrap.dedent(f"""
-        from tests.support.caches.mooncake_rig import *
+        from tests.rigs.mooncake import *
         from engine_cache.settings import MooncakeSettings
         from engine_cache.storage.object_names import *
         with engine("hybrid", {identity!r}, MooncakeSettings(**{settings.model_dump()!r})) as rig:

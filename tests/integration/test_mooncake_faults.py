@@ -21,8 +21,8 @@ from engine_cache.storage.mooncake_client import (  # noqa: E402
     StorageRegistrationError,
     StorageUnreachableError,
 )
-from tests.support.caches.mooncake_rig import (  # noqa: E402
-    CPU,
+from tests.rigs.cache import CPU  # noqa: E402
+from tests.rigs.mooncake import (  # noqa: E402
     PROMPT,
     archive,
     attach,

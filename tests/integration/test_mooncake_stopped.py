@@ -10,7 +10,7 @@ pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.storage import page_keys
 from engine_cache.storage.mooncake import MooncakeStorage
-from tests.support.caches.mooncake_rig import own_identity
+from tests.rigs.mooncake import own_identity
 from tests.support.caches.page_pools import PagePool
 from tests.support.waiting import wait_until
 

@@ -24,9 +24,9 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from simulation import Request, SimulationSettings
 from simulation.run import DirectFleet
+from tests.rigs.cache import CacheRig
 from tests.support.api_rig import asking
 from tests.support.bridge.rig import GPU, Rig, on
-from tests.support.caches.mamba_rig import Rig as HybridRig
 from tests.support.engines.event_payloads import names_of, stored
 from tests.support.waiting import async_wait_until
 
@@ -106,7 +106,7 @@ async def test_salted_pages_that_their_publisher_names_are_found_too() -> None:
 
 @pytest.mark.parametrize("field", KINDS)
 async def test_states_of_a_namespace_are_found_behind_its_pages(field: str) -> None:
-    rig = HybridRig(PAGE, enable_kv_cache_events=True, emit_group_events=True, seed_of_extra_key=KINDS[field])
+    rig = CacheRig("mamba", page_size=PAGE, device_pages=16, seed_of_extra_key=KINDS[field])
     key = RadixKey(TOKENS, "name")
     rig.cache.insert(InsertParams(key, rig.pool.alloc(len(TOKENS)), mamba_value=rig.slots.alloc(1)))
     log = MemoryLog()

@@ -10,10 +10,11 @@ pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engi
 
 from api.app import create_app
 from api.settings import ApiSettings
+from engine_cache import Lane
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
-from tests.support.caches.prefetch_steps import PROMPT, attach, prefetch, run
-from tests.support.caches.tier_rig import MemoryStorage, Rig
+from tests.rigs.cache import ABCD, CacheRig
+from tests.rigs.cache_stores import MemoryStorage
 from tests.support.log.hand_fed import HandFed
 from tests.support.waiting import async_wait_until
 
@@ -23,15 +24,15 @@ pytestmark = pytest.mark.torch
 def filled_store() -> MemoryStorage:
     """Return a storage backend with the prompt that another engine has computed."""
     store = MemoryStorage()
-    other = attach(Rig(), store)
-    other.insert(PROMPT)
+    other = CacheRig("hiradix").attach(store)
+    other.insert(ABCD)
     other.settle()
     assert other.cache.detach_storage_backend()[0]
     return store
 
 
 async def test_a_router_sees_prefetched_pages_before_any_request_has_used_them() -> None:
-    rig, fed = attach(Rig(), filled_store()), HandFed()
+    rig, fed = CacheRig("hiradix").attach(filled_store()), HandFed()
     settings = PublisherSettings(model="m", worker="engine-0", block_size=rig.page_size)
     app = create_app(fed.consumer, ApiSettings())
     async with (
@@ -41,20 +42,20 @@ async def test_a_router_sees_prefetched_pages_before_any_request_has_used_them()
 
         async def scores() -> tuple[int, int] | None:
             """Return the cumulative tokens on device and host, or None if no page of the prompt is known."""
-            response = await router.post("/query", json={"model_name": "m", "token_ids": PROMPT})
+            response = await router.post("/query", json={"model_name": "m", "token_ids": ABCD})
             instance = response.json().get("instances", {}).get("engine-0")
             return instance and (instance["gpu"], instance["cpu"])
 
         await async_wait_until(lambda: fed.consumer.namespaces.view(publisher.stream) is not None)
-        prefetch(rig, req_id="r")
-        run(rig)
+        rig.prefetch(ABCD)
+        rig.run(Lane.PREFETCH)
         publisher.publish(rig.cache.take_events())
         assert await scores() is None  # they have arrived but are not in the tree yet
         assert rig.cache.check_prefetch_progress("r")
         publisher.publish(rig.cache.take_events())
 
         async def are_seen() -> bool:
-            return await scores() == (0, len(PROMPT))
+            return await scores() == (0, len(ABCD))
 
         await async_wait_until(are_seen, what="the prefetched pages in the answer")
-    assert len(rig.match(PROMPT).device_indices) == 0
+    assert len(rig.match(ABCD).device_indices) == 0

@@ -19,8 +19,8 @@ from engine_cache import (
     RadixKey,
 )
 from engine_cache.tree.node import TreeNode, iter_nodes
+from tests.models.cache_checks import check_cache
 from tests.support.caches.cache_machine import CacheMachine, operation
-from tests.support.caches.checks import check_cache
 from tests.support.effort import num_examples
 
 POOL_PAGES = 20

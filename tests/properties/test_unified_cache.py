@@ -19,12 +19,13 @@ MAMBA, SWA, DSA = ("mamba",), ("swa",), ("indexer",)
 BOTH, BOTH_THE_OTHER_WAY = ("mamba", "swa"), ("swa", "mamba")
 
 
-def _machine(kinds, tiers, examples):
-    case = machine_of(kinds, tiers).TestCase
+def _machine(kinds, tiers, examples, **attributes):
+    case = machine_of(kinds, tiers, **attributes).TestCase
     case.settings = settings(max_examples=num_examples(examples), stateful_step_count=40)
     return case
 
 
+TestRadix = _machine((), "device", 25, CLASS="radix")
 TestDevice = _machine((), "device", 15)
 TestDeviceMamba = _machine(MAMBA, "device", 25)
 TestDeviceSwa = _machine(SWA, "device", 25)
@@ -62,3 +63,11 @@ def test_ten_thousand_operations_leave_everything_in_order(kinds, tiers, options
     machine = machine_of(kinds, tiers)()
     machine.begin(**options)
     soak(machine, 10_000, str((tiers, kinds)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", ["lru", "mru", "slru"])
+def test_ten_thousand_operations_on_a_radix_cache_leave_everything_in_order(policy):
+    machine = machine_of((), "device", CLASS="radix")()
+    machine.begin(eviction_policy=policy, is_eagle=policy == "slru")
+    soak(machine, 10_000, policy)

@@ -15,31 +15,17 @@ from tests.support.caches.unified_matrix import MODELS, machine_of
 
 pytestmark = pytest.mark.torch
 
-MATRIX = [
-    ("Full", "device"),
-    ("Full", "host"),
-    ("Full", "host+directory"),
-    ("Full", "host+mooncake"),
-    ("Full+Mamba", "device"),
-    ("Full+Mamba", "host"),
-    ("Full+Mamba", "host+directory"),
-    ("Full+Mamba", "host+mooncake"),
-    ("Full+SWA", "device"),
-    ("Full+SWA", "host"),
-    ("Full+SWA", "host+directory"),
-    ("Full+SWA", "host+mooncake"),
-    ("Full+DSA", "device"),
-    ("Full+DSA", "host"),
-    ("Full+DSA", "host+directory"),
-    ("Full+DSA", "host+mooncake"),
-]
 MEDIA = {
     "device": {StorageMedium.GPU},
     "host": {StorageMedium.GPU, StorageMedium.CPU},
     "host+directory": {StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK},
     "host+mooncake": {StorageMedium.GPU, StorageMedium.CPU, StorageMedium.EXTERNAL},
 }
-COMBINATIONS = [pytest.param(*each, marks=[pytest.mark.mooncake] * ("mooncake" in each[1])) for each in MATRIX]
+COMBINATIONS = [
+    pytest.param(model, tiers, marks=[pytest.mark.mooncake] * ("mooncake" in tiers))
+    for model in MODELS
+    for tiers in MEDIA
+]
 SETTINGS = [
     {"write_policy": "write_through", "page_size": 1, "is_eagle": False},
     {"write_policy": "write_through_selective", "page_size": 2, "is_eagle": False},

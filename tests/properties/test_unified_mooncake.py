@@ -10,10 +10,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine_cache import StoragePolicy, ThreadCopyEngine
 from kv_events.schema import StorageMedium
+from tests.models.event_replay import PageNames, Replay
+from tests.rigs.cache import CacheRig
 from tests.support.caches.cache_machine import operation, run_some
-from tests.support.caches.event_replay import PageNames, Replay
 from tests.support.caches.unified_matrix import MODELS, MooncakeMachine, machine_of
-from tests.support.caches.unified_rig import UnifiedRig
 from tests.support.effort import num_examples
 from tests.support.waiting import wait_until
 
@@ -40,7 +40,7 @@ def test_any_order_of_operations_keeps_every_promise(mooncake_master, model):
 def test_what_one_tree_archived_another_prefetches_byte_for_byte(mooncake_master, model, layout):
     from tests.support.caches.watched_mooncake import WatchedMooncake
 
-    writer, reader = (UnifiedRig(MODELS[model], window=4, layout=layout) for _ in range(2))
+    writer, reader = (CacheRig("+".join(("unified", *MODELS[model])), window=4, layout=layout) for _ in range(2))
     stores = [WatchedMooncake(rig.identity, mooncake_master, tag="shared-by-two-trees") for rig in (writer, reader)]
     for rig, store in zip((writer, reader), stores, strict=True):
         policy = StoragePolicy(1, "wait_complete", batch_pages=2, emit_storage_events=True)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_events.schema import StorageMedium
-from tests.support.caches.event_replay import GroupReplay, PageNames, Replay
+from tests.models.event_replay import GroupReplay, PageNames, Replay
 
 MOST_SOAK_CPU_S = 60
 _RANDOMS = st.randoms(use_true_random=False, note_method_calls=True)

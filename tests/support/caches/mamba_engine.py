@@ -21,7 +21,7 @@ from engine_cache import (
     Request,
 )
 from engine_cache.tree.node import iter_nodes
-from tests.support.caches.checks import check_cache
+from tests.models.cache_checks import check_cache
 
 CHUNK = 4
 

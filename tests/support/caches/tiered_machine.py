@@ -1,6 +1,6 @@
 """The state machine of caches with tiers: transfers in flight, failing copies and stores, nearly full pools.
 
-A cache class provides a rig (`make_rig`) with the interface of `tier_rig.Rig`. Device and host content is read from the
+Device and host content is read from the
 tree and compared byte by byte with the content computed from its tokens. The content of the store is read directly.
 According to the events, exactly those pages must be on each medium.
 """
@@ -14,6 +14,7 @@ import pytest
 from engine_cache import EvictParams, InitLoadBackParams, Lane, TransferError
 from engine_cache.tree.node import iter_nodes
 from kv_events.schema import BlockRemoved, StorageMedium
+from tests.rigs.cache import CacheRig
 from tests.support.caches.cache_machine import operation
 from tests.support.caches.storage_machine import CPU, StorageMachine, is_stepped
 
@@ -25,9 +26,12 @@ _LANES = (Lane.WRITE, Lane.WRITE, Lane.LOAD, Lane.PREFETCH, Lane.PREFETCH, Lane.
 class TieredCacheMachine(StorageMachine):
     MEDIA = (GPU, CPU)
 
+    NAME = ""
+    """Name of the `CacheRig`."""
+
     def make_rig(self, **options):
         """Return a rig with these options, except those in `STORE_OPTIONS`."""
-        raise NotImplementedError
+        return CacheRig(self.NAME, **options)
 
     def begin(self, store="memory", stop="best_effort", emit=True, **options):
         self.rig = rig = self.make_rig(**options)
@@ -274,45 +278,3 @@ class TieredCacheMachine(StorageMachine):
     def check_all_free(self):
         for pool in (self.rig.pool, self.rig.host):
             assert pool.available_size() == pool.size
-
-
-class OldMatches(TieredCacheMachine):
-    """Loads back old matches, whose nodes may have been split, evicted or deleted; the device part is locked."""
-
-    def begin(self, **options):  # type: ignore[override]
-        self.old_matches = []
-        super().begin(**options)
-
-    @operation(weight=2, when=lambda machine: len(machine.old_matches) < 2)
-    def keep_match(self, draw):
-        match = self.checked_match(*self.prompt(draw))
-        self.cache.inc_lock_ref(match.last_device_node)
-        self.old_matches.append(match)
-
-    @operation(weight=2, when=lambda machine: machine.old_matches)
-    def load_back_an_old_match(self, draw):
-        match = self.old_matches.pop(draw.randrange(len(self.old_matches)))
-        anchor = match.last_device_node
-        rows, node = self.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
-        path = self.path_to(node)
-        assert all(step.value is not None for step in path)
-        assert anchor in path or node in self.path_to(anchor)
-        assert not len(rows) or (path[0] is match.best_match_node and len(rows) <= sum(len(step.key) for step in path))
-        self.cache.dec_lock_ref(anchor)
-
-    def path_to(self, node):
-        """Return the node and its ancestors, which must be in the tree."""
-        path = [node]
-        while path[-1] is not self.cache.root_node:
-            assert path[-1] in path[-1].parent.children.values()
-            path.append(path[-1].parent)
-        return path
-
-    def restart_empty(self):
-        super().restart_empty()
-        self.old_matches.clear()
-
-    def let_go(self):
-        super().let_go()
-        while self.old_matches:
-            self.cache.dec_lock_ref(self.old_matches.pop().last_device_node)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from engine_cache import EvictParams, PoolExhaustedError, Request
 from engine_cache.tree.node import iter_nodes
-from tests.support.caches.cache_machine import CacheMachine, operation
-from tests.support.caches.tiered_machine import CPU, EVERYTHING, GPU
-from tests.support.caches.unified_oracle import (
+from tests.models.cache_oracle import (
     lost_windows,
     needed_on_device,
     num_usable,
     pages_along,
     states_of_windows,
 )
-from tests.support.caches.unified_requests import Requests, RequestSteps
-from tests.support.caches.unified_rig import UnifiedRig
+from tests.rigs.cache import CacheRig
+from tests.rigs.cache_requests import Requests
+from tests.support.caches.cache_machine import CacheMachine, operation
+from tests.support.caches.request_steps import RequestSteps
+from tests.support.caches.tiered_machine import CPU, EVERYTHING, GPU
 from tests.support.log.reuse_oracle import num_reusable
 
 
 class UnifiedSteps(RequestSteps):
     """Operations on one tier or several. A machine has `rig` and `cache`."""
 
+    CLASS = "unified"
     KINDS: tuple[str, ...] = ()
 
     # --- match and insert -------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class UnifiedDeviceMachine(UnifiedSteps, CacheMachine):
     """The machine for a cache with one tier."""
 
     def begin(self, **options):
-        self.rig = UnifiedRig(self.KINDS, tiers=1, **options)
+        self.rig = CacheRig("+".join((self.CLASS, *self.KINDS)), tiers=1, **options)
         Requests(self.rig)
         self.cache = self.rig.cache
         events = self.cache.enable_kv_cache_events

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from engine_cache import EvictParams, Lane
+from tests.models.cache_oracle import lost_windows, num_usable, pages_along, states_of_windows
+from tests.rigs.cache import NOTHING, CacheRig, is_pending
+from tests.rigs.cache_requests import Requests
 from tests.support.caches.cache_machine import operation
 from tests.support.caches.storage_machine import is_stepped
 from tests.support.caches.tiered_machine import EVERYTHING, TieredCacheMachine
 from tests.support.caches.unified_machine import UnifiedSteps
-from tests.support.caches.unified_oracle import lost_windows, num_usable, pages_along, states_of_windows
-from tests.support.caches.unified_requests import Requests
-from tests.support.caches.unified_rig import NOTHING, UnifiedRig, is_pending
 
 
 class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
@@ -18,7 +18,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
         super().begin(**options)
 
     def make_rig(self, **options):
-        rig = UnifiedRig(self.KINDS, **options)
+        rig = CacheRig("+".join(("unified", *self.KINDS)), **options)
         Requests(rig)
         return rig
 

@@ -1,4 +1,4 @@
-"""A Mooncake store that fails on demand, with access to the objects that its master holds. See `watched_stores`."""
+"""A Mooncake store that fails on demand, with access to the objects that its master holds. See `cache_stores`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from engine_cache.storage import PoolName
 from engine_cache.storage.mooncake import MooncakeStorage
 from engine_cache.storage.mooncake_client import MooncakeClient, StorageUnreachableError
-from tests.support.caches.watched_stores import Failing
+from tests.rigs.cache_stores import Failing
 
 
 class WatchedMooncake(Failing, MooncakeStorage):

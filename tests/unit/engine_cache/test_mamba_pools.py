@@ -9,13 +9,12 @@ from engine_cache import (
     MambaSlotAllocator,
     MatchPrefixParams,
     PagedTokenToKVPoolAllocator,
-    PoolError,
     RadixKey,
     Request,
 )
 from engine_cache.tree.node import TreeNode, iter_nodes
 from kv_events.schema import AllBlocksCleared, BlockStored, StorageMedium
-from tests.support.caches.checks import check_cache
+from tests.models.cache_checks import check_cache
 
 torch = pytest.importorskip("torch", reason="device pools need torch: pip install kvsight[engine]")
 device = pytest.importorskip("engine_cache.pools.device")
@@ -52,22 +51,6 @@ def held(pool, slot):
 
 def equal(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
-def test_slots_are_handed_out_once_and_never_slot_zero():
-    allocator = MambaSlotAllocator(3)
-    assert sorted(int(allocator.alloc(1)[0]) for _ in range(3)) == [1, 2, 3]
-    assert allocator.alloc(1) is None
-    allocator.free(np.array([2]))
-    assert allocator.alloc(1).tolist() == [2]
-
-
-def test_a_slot_is_not_freed_twice():
-    allocator = MambaSlotAllocator(3)
-    slot = allocator.alloc(1)
-    allocator.free(slot)
-    with pytest.raises(PoolError, match="freed"):
-        allocator.free(slot)
 
 
 def test_all_layers_of_a_kind_of_state_are_one_tensor_with_a_dummy_slot(pool):

@@ -5,7 +5,7 @@ import pytest
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, PagedTokenToKVPoolAllocator, RadixCache, RadixKey
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
-from tests.support.caches.checks import check_cache
+from tests.models.cache_checks import check_cache
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from engine_cache.stacks import (
 )
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
-from tests.support.caches.tier_rig import MemoryStorage
+from tests.rigs.cache_stores import MemoryStorage
 
 pytestmark = pytest.mark.torch
 PAGE, SIZE = 4, 32

@@ -21,7 +21,7 @@ from engine_cache.pools.device import MHATokenToKVPool, PoolShape
 from engine_cache.pools.host import MHATokenToKVPoolHost
 from engine_cache.storage.base import PoolName, PoolTransfer
 from kv_events.errors import InvalidValueError
-from tests.support.caches.tier_rig import FaultyHostPool
+from tests.rigs.cache_tensors import FaultyHostPool
 
 pytestmark = pytest.mark.torch
 LAYERS = 3
@@ -328,3 +328,43 @@ def test_a_job_that_a_closed_engine_refuses_is_not_waited_for():
     with pytest.raises(RuntimeError):
         engine.submit(Lane.ARCHIVE, [lambda: None])
     assert engine.drain(1.0)
+
+
+# --- waiting for loads ---
+
+
+@pytest.fixture
+def controller():
+    return HiCacheController(byteless(), ManualCopyEngine())
+
+
+def begin(controller):
+    controller.load(np.arange(2), 0)
+    return controller.start_loading()
+
+
+@pytest.mark.parametrize("consumer", [-2, 1, 99])
+def test_no_caller_waits_for_a_load_that_never_began(controller, consumer):
+    assert begin(controller) == 0
+    with pytest.raises(InvalidValueError, match=f"consumer: got {consumer}, expected -1 .. 0"):
+        controller.wait_for_layer(consumer, 0)
+
+
+def test_there_is_nothing_to_wait_for_where_nothing_was_queued_or_all_is_acknowledged(controller):
+    controller.wait_for_layer(controller.start_loading(), 0)
+    consumer = begin(controller)
+    controller.engine.drain()
+    controller.finished_loads()
+    controller.wait_for_layer(consumer, 0)
+    assert controller._load_tickets == {}
+
+
+def test_a_load_that_a_reset_abandoned_is_reported_to_the_caller_that_waits_for_it(controller):
+    old = begin(controller)
+    controller.reset()
+    new = begin(controller)
+    assert new == old + 1
+    with pytest.raises(TransferError, match=f"load {old} was dropped in a reset"):
+        controller.wait_for_layer(old, 0)
+    controller.engine.drain()
+    controller.wait_for_layer(new, 0)

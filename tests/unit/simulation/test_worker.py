@@ -12,7 +12,7 @@ from kv_events.hashing import sequence_hashes
 from kv_events.schema import StorageMedium
 from simulation import CACHES, Request, SimulatedWorker
 from simulation.run import DirectFleet
-from tests.support.caches.checks import check_cache
+from tests.models.cache_checks import check_cache
 
 NO_ROWS = np.zeros(0, np.int64)
 TIERED = ["hiradix", "himamba"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.caches.mooncake_double import DoubleMaster
+from tests.rigs.mooncake_double import DoubleMaster
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def master(monkeypatch):
 def open_store(master):
     """Opens stores without pools. `store.native` is the test double of the native client."""
     from engine_cache.storage.mooncake import MooncakeStorage
-    from tests.support.caches.mooncake_rig import own_identity
+    from tests.rigs.mooncake import own_identity
 
     opened = list[Any]()
 

@@ -8,8 +8,8 @@ pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engi
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.storage import mooncake_watch, page_keys
-from tests.support.caches.mooncake_double import NOT_FOUND, OVERFLOW, TRANSFER_FAILED
-from tests.support.caches.mooncake_rig import own_identity
+from tests.rigs.mooncake import own_identity
+from tests.rigs.mooncake_double import NOT_FOUND, OVERFLOW, TRANSFER_FAILED
 from tests.support.caches.page_pools import PagePool
 from tests.support.waiting import wait_until
 

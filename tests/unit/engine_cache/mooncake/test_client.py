@@ -8,7 +8,7 @@ pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.storage.mooncake_client import MasterState, MooncakeClient
 from kv_events.errors import InvalidValueError
-from tests.support.caches.mooncake_double import OVERFLOW
+from tests.rigs.mooncake_double import OVERFLOW
 
 SAME, EMPTIED, AWAY = MasterState.SAME, MasterState.EMPTIED, MasterState.AWAY
 

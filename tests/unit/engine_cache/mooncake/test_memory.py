@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engi
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.storage import PoolName, mooncake_client, page_keys
-from tests.support.caches.mooncake_rig import make_rig, own_identity
+from tests.rigs.mooncake import make_rig, own_identity
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch

@@ -1,0 +1,18 @@
+import pytest
+
+from tests.rigs.cache import CacheRig
+
+
+@pytest.fixture(autouse=True)
+def _watched_pools(monkeypatch):
+    monkeypatch.setattr("engine_cache.settings.CHECK_FREES", True)
+
+
+@pytest.fixture
+def rig(request):
+    """A rig, see `rigs`, of which everything is recounted at the end."""
+    name, options = request.param
+    rig = CacheRig(name, **options)
+    rig.cache.take_events()
+    yield rig
+    rig.check()

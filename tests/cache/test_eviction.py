@@ -1,0 +1,361 @@
+"""Eviction: from which tier data goes, what goes with it, and what is reported."""
+
+import pytest
+
+from engine_cache import EvictParams, EvictResult
+from tests.rigs.cache import AB, ABC, CPU, FAILED, GPU, A, refuse, removed, rigs, stored
+
+pytestmark = pytest.mark.torch
+
+STATES = ("himamba", "unified+mamba")
+ALL = ("hiradix", *STATES, "unified+mamba+swa")
+SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}
+ONE_TIER = {"tiers": 1}
+
+
+def in_tree(rig):
+    return rig.ends("full") | rig.ends("full", "host_value")
+
+
+def host_evict(rig, kind, number):
+    component = next(each for each in rig.cache.auxiliaries if each.kind.name.lower() == kind)
+    return rig.cache.host.leaves.evict_component(component, number)
+
+
+# --- states and windows on the device ---
+
+
+@rigs("mamba", "himamba", "unified+mamba", ("unified+mamba+swa", ONE_TIER))
+def test_losing_the_state_of_an_inner_node_is_silent_and_leaves_its_kv(rig):
+    rig.turns(A, AB)
+    free = rig.slots.available_size()
+    assert rig.cache.evict(EvictParams(0, mamba_num=1)) == (0, 1, 0)
+    assert (rig.slots.available_size(), rig.events()) == (free + 1, [])
+    assert [rig.has(A, kind)[0] for kind in ("full", *rig.kinds)] == [kind != "mamba" for kind in ("full", *rig.kinds)]
+    assert len(rig.match(AB).device_indices) == 4
+    if rig.controller is not None:
+        rig.cache.host.leaves.evict_component(rig.cache.states, 1)
+    assert (len(rig.match(A).device_indices), rig.events()) == (0, [])
+
+
+@rigs("mamba", ("unified+mamba", ONE_TIER), "himamba", "unified+mamba")
+def test_losing_the_state_of_a_leaf_removes_its_kv_from_the_device(rig):
+    rig.turns(A, AB)
+    num_pages = 2 if rig.cls == "mamba" else 1  # the tombstone above goes with it
+    assert rig.cache.evict(EvictParams(0, mamba_num=2)) == (2 * num_pages, 2, 0)
+    assert rig.events() == removed(GPU, num_pages)
+    assert rig.ends("mamba") == set()
+
+
+@rigs(("unified+mamba+swa", ONE_TIER))
+def test_swa_rows_of_an_inner_node_take_the_state_with_them(rig):
+    rig.turns(A, AB, ABC)
+    assert rig.cache.evict(EvictParams(0, swa_num_tokens=1)) == (0, 1, 2)
+    assert [rig.has(A, kind)[0] for kind in ("full", "mamba", "swa")] == [True, False, False]
+    assert rig.events() == []
+
+
+@rigs(("unified+mamba", ONE_TIER))
+def test_a_leaf_that_lost_its_state_is_still_a_leaf(rig):
+    """KV without a state is useful for longer prompts that are computed later. It is evicted in its normal order."""
+    rig.turns(A, AB, ABC)
+    rig.cache.evict(EvictParams(0, mamba_num=2))
+    rig.cache.evict(EvictParams(2))
+    assert rig.node_of(AB) in rig.cache.evictable_leaves
+
+
+@rigs("mamba")
+def test_tombstones_above_an_evicted_leaf_go_with_it_children_first(rig):
+    for tokens in (A, AB, ABC):
+        rig.insert(tokens)
+    names = [event.block_hashes for event in rig.cache.take_events()]
+    rig.cache.evict_mamba(2)
+    assert rig.cache.evict_full(1) == EvictResult(6, 1)
+    assert [event.block_hashes for event in rig.cache.take_events()] == names[::-1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "matched", "result", "left"),
+    [
+        (([1], [1, 2, 3]), [1, 2], (2, 1), {(1,)}),  # the cascade stops at a state
+        (([1, 2], [1, 3]), None, (1, 1), {(1,), (1, 3)}),  # and at a node with other children
+    ],
+)
+@rigs("mamba", **SMALL)
+def test_a_cascade_stops(rig, prompts, matched, result, left):
+    rig.turns(*prompts)
+    if matched:
+        rig.match(matched)
+    assert rig.cache.evict_full(1) == EvictResult(*result)
+    assert rig.ends() == left
+
+
+@rigs("himamba", page_size=1)
+def test_what_a_cascade_lays_bare_on_the_device_waits_for_the_next_call(rig):
+    rig.host.alloc(rig.host.size)  # so that nothing is backed up, and eviction deletes
+    rig.turns([1], [1, 2, 3])
+    rig.match([1, 2])
+    rig.insert([9])
+    for wanted, evicted, left in ((3, 3, {(1,)}), (1, 1, set())):
+        assert rig.cache.evict(EvictParams(wanted)).num_tokens_evicted == evicted
+        assert rig.ends() == left
+    rig.host.clear()
+
+
+@rigs("mamba", **SMALL)
+def test_what_a_cascade_lays_bare_is_evicted_by_the_same_call_without_a_host_tier(rig):
+    rig.turns([1], [1, 2, 3])
+    rig.match([1, 2])
+    rig.turns([9])
+    rig.cache.evict(EvictParams(3))
+    assert rig.ends() == {(9,)}
+
+
+@rigs("himamba")
+def test_a_node_that_was_never_backed_up_is_deleted_with_its_tombstones_children_first(rig):
+    rig.host.alloc(rig.host.size)
+    rig.insert(AB)
+    rig.match(A)
+    rig.cache.take_events()
+    assert rig.cache.evict(EvictParams(1)) == EvictResult(4, 1)
+    assert (rig.events(), list(rig.walk())) == (removed(GPU, 2), [])
+    rig.host.clear()
+
+
+@rigs("hiradix", ("unified+swa", ONE_TIER))
+def test_without_a_copy_a_leaf_is_deleted_and_its_parent_becomes_one(rig):
+    for tokens in (A, AB, ABC):
+        rig.insert(tokens, chunked=True)
+    rig.cache.take_events()
+    rig.cache.evict(EvictParams(2))
+    assert (rig.events(), in_tree(rig)) == (removed(GPU), {tuple(A), tuple(AB)})
+    assert rig.node_of(AB) in rig.cache.evictable_leaves
+
+
+# --- from the device to the host ---
+
+
+@rigs(*ALL)
+def test_a_backed_up_leaf_leaves_the_device_with_all_its_kinds_and_stays_on_the_host(rig):
+    rig.turns(A, AB)
+    assert rig.cache.evict(EvictParams(1)) == (2, int("mamba" in rig.kinds), 2 * ("swa" in rig.kinds))
+    assert rig.events() == removed(GPU)
+    assert [rig.has(AB, kind) for kind in ("full", *rig.kinds)] == [(False, True)] * (1 + len(rig.kinds))
+    if rig.cls == "unified":
+        assert [list(each.host_lru_list) for each in rig.cache.auxiliaries] == [[rig.node_of(AB)]] * len(rig.kinds)
+    match = rig.match(AB)
+    assert (match.last_host_node, match.best_match_node) == (rig.node_of(AB),) * 2
+    assert match.host_hit_length == 2
+
+
+@rigs("himamba")
+def test_a_node_whose_state_has_no_host_copy_is_no_end_of_a_match_once_it_is_evicted(rig):
+    rig.turns(A, AB)
+    rig.cache.evict_mamba_host(2)
+    rig.cache.evict(EvictParams(2))
+    match = rig.match(AB)
+    assert (len(match.device_indices), match.host_hit_length, match.mamba_branching_seqlen) == (2, 0, None)
+
+
+@rigs(*STATES)
+def test_a_state_above_children_on_the_host_only_goes_alone_or_with_its_kv(rig):
+    """With its KV in a unified tree."""
+    node, _ = rig.turns(A, AB)
+    rig.cache.evict(EvictParams(2))
+    rig.cache.take_events()
+    goes_along = int(rig.cls == "unified")
+    assert rig.cache.evict_mamba(1)[:2] == (2 * goes_along, 1)
+    assert (rig.events(), node.value is None) == (removed(GPU, goes_along), bool(goes_along))
+    assert rig.has(A, "mamba")[1]
+
+
+@rigs("himamba")
+def test_a_state_without_children_goes_with_its_kv(rig):
+    node, _ = rig.turns(A, AB)
+    rig.cache.evict(EvictParams(2))
+    rig.cache.evict_host(1)
+    rig.events()
+    assert rig.cache.evict_mamba(1) == EvictResult(2, 1)
+    assert (rig.events(), node.host_value is not None) == (removed(GPU), True)
+
+
+# --- on the host ---
+
+
+@rigs(*ALL)
+def test_host_eviction_deletes_what_is_neither_on_the_device_nor_referenced(rig):
+    (node,) = rig.turns(A)
+    assert rig.cache.evict_host(2) == 0
+    rig.cache.evict(EvictParams(2))
+    rig.cache.take_events()
+    leaves = rig.cache.host.leaves
+    leaves.hold(node)
+    assert rig.cache.evict_host(2) == 0
+    leaves.release(node)
+    assert rig.cache.evict_host(1) == 2
+    assert (rig.events(), set(rig.used().values()), list(rig.walk())) == (removed(CPU), {0}, [])
+
+
+@pytest.mark.parametrize("kind", ["mamba", "swa"])
+@rigs("unified+mamba+swa")
+def test_a_host_leaf_that_loses_one_kind_goes_as_a_whole(rig, kind):
+    rig.demoted(A, AB, ABC)
+    order = next(each for each in rig.cache.auxiliaries if each.kind.name.lower() == kind).host_lru_list
+    assert len(order) == 3
+    for tokens in (A, AB):
+        order.move_to_end(rig.node_of(tokens))
+    assert host_evict(rig, kind, 1) == (1 if kind == "mamba" else 2)
+    assert (rig.events(), in_tree(rig)) == (removed(CPU), {tuple(A), tuple(AB)})
+
+
+@rigs("unified+mamba+swa")
+def test_an_inner_node_of_the_host_loses_one_kind_silently(rig):
+    rig.demoted(A, AB, ABC)
+    rig.match(ABC)
+    assert host_evict(rig, "mamba", 1) == 1
+    assert (rig.has(A, "mamba"), rig.has(A, "swa")) == ((False, False), (False, True))
+    assert (host_evict(rig, "swa", 1), rig.events()) == (2, [])
+
+
+@rigs("himamba")
+def test_a_host_state_of_a_node_on_the_host_only_goes_with_all_it_has(rig):
+    rig.demoted(A, AB)
+    assert rig.cache.evict_mamba_host(2) == 2
+    assert rig.events() == removed(CPU, 2)  # the leaf, and its parent, which was a tombstone by then
+    assert list(rig.walk()) == []
+
+
+@rigs(*STATES)
+def test_states_on_the_host_go_in_the_order_of_their_use(rig):
+    rig.demoted([1, 1], [2, 2], [3, 3])
+    rig.match([1, 1])
+    host_evict(rig, "mamba", 1)
+    assert [rig.match([token, token]).host_hit_length for token in (1, 2, 3)] == [2, 0, 2]
+
+
+@pytest.fixture
+def tombstone(rig):
+    """A without a state above B with one, which is on the host only. Returns the node of A."""
+    rig.insert(AB)
+    rig.match(A)
+    rig.settle()
+    rig.cache.evict(EvictParams(2))
+    rig.cache.take_events()
+    return rig.node_of(A)
+
+
+@rigs("himamba")
+def test_a_tombstone_that_lost_its_last_child_goes_from_both_tiers(rig, tombstone):
+    assert rig.cache.evict_host(1) == 4
+    assert rig.events() == removed(CPU) + removed(GPU) + removed(CPU)
+    assert list(rig.walk()) == []
+
+
+@pytest.mark.parametrize("hold", ["device", "host"])
+@rigs("himamba")
+def test_a_tombstone_in_use_stays(rig, tombstone, hold):
+    leaves, cache = rig.cache.host.leaves, rig.cache
+    cache.inc_lock_ref(tombstone) if hold == "device" else leaves.hold(tombstone)
+    assert cache.evict_host(1) == 2
+    assert (rig.events(), in_tree(rig)) == (removed(CPU), {tuple(A)})
+    cache.dec_lock_ref(tombstone) if hold == "device" else leaves.release(tombstone)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@rigs("himamba")
+def test_a_cascade_ends_at_a_state_on_either_tier(rig, tier):
+    rig.turns(A, AB)
+    rig.cache.evict(EvictParams(2))
+    rig.cache.evict_mamba(1) if tier == "host" else rig.cache.evict_mamba_host(1)
+    rig.cache.evict_host(1)
+    assert in_tree(rig) == {tuple(A)}
+
+
+@rigs("himamba", page_size=1)
+def test_what_a_cascade_lays_bare_on_the_host_waits_for_the_next_call(rig):
+    rig.turns([1], [1, 2, 3])
+    rig.match([1, 2])
+    rig.turns([9])
+    rig.cache.evict(EvictParams(4))
+    for wanted, evicted, left in ((3, 3, {(1,)}), (1, 1, set())):
+        assert rig.cache.evict_host(wanted) == evicted
+        assert in_tree(rig) == left
+
+
+# --- write-back ---
+
+
+@rigs(*ALL, write_policy="write_back")
+def test_write_back_reports_the_host_before_it_leaves_the_device(rig):
+    rig.turns(A, AB)
+    assert rig.cache.evict(EvictParams(4)).num_tokens_evicted == 4
+    assert rig.events() == stored(CPU, [2, 2], [1, 1]) + removed(GPU, 2)
+    for kind in ("full", *rig.kinds):
+        assert rig.has(A, kind) == rig.has(AB, kind) == (False, True)
+    assert rig.match(AB).host_hit_length == 4
+
+
+@pytest.mark.parametrize("kind", ["full", "mamba"])
+@rigs("himamba", write_policy="write_back")
+def test_write_back_keeps_a_leaf_whose_copy_fails(rig, kind):
+    rig.turns(A)
+    (rig.host if kind == "full" else rig.host_states).write_faults = 2
+    for result, events in (((0, 0), []), ((2, 1), stored(CPU, [1, 1]) + removed(GPU))):
+        assert rig.cache.evict(EvictParams(0, mamba_num=1)) == EvictResult(*result)
+        assert rig.events() == events
+
+
+@rigs("hiradix", write_policy="write_back", device_pages=4, host_pages=5)
+def test_write_back_keeps_what_fails_or_finds_no_room_on_the_host(rig):
+    rig.turns(A, AB)
+    rig.host.write_faults = 2
+    assert rig.cache.evict(EvictParams(2)).num_tokens_evicted == 0
+    held = rig.host.alloc(10)
+    assert rig.cache.evict(EvictParams(4)).num_tokens_evicted == 0
+    assert len(rig.held(GPU)) == 2
+    rig.host.free(held)
+    assert rig.cache.evict(EvictParams(4)).num_tokens_evicted == 4
+
+
+@rigs("hiradix", "unified", write_policy="write_back")
+def test_a_copy_that_is_under_way_is_waited_for_before_its_node_leaves_the_device(rig):
+    rig.insert(A)
+    rig.cache.write_backup(rig.node_of(A), write_back=True)
+    rig.cache.take_events()
+    assert rig.cache.evict(EvictParams(2)).num_tokens_evicted == 2
+    assert rig.events() == stored(CPU, [1, 1]) + removed(GPU)
+
+
+@rigs("unified+mamba", write_policy="write_back", host_pages=9)
+def test_write_back_driven_by_states_skips_a_leaf_without_room(rig):
+    rig.turns(A, AB, ABC)
+    taken = rig.host.alloc(18)
+    assert rig.cache.evict(EvictParams(0, mamba_num=3)) == (0, 2, 0)
+    rig.host.free(taken)
+    assert rig.cache.evict(EvictParams(0, mamba_num=1)) == (2, 1, 0)
+
+
+@rigs("himamba", write_policy="write_back", device_pages=4, host_pages=5)
+def test_room_for_a_write_back_does_not_take_the_tombstone_that_is_written(rig):
+    rig.insert(AB)
+    rig.match(A)
+    rig.cache.take_events()
+    rig.cache.evict(EvictParams(2))
+    held = rig.host.alloc(rig.host.available_size())
+    assert rig.cache.evict(EvictParams(2)) == EvictResult(2, 0)
+    assert rig.events() == stored(CPU, [2, 2]) + removed(GPU) + removed(CPU) + stored(CPU, [1, 1]) + removed(GPU)
+    assert in_tree(rig) == {tuple(A)}
+    rig.host.free(held)
+
+
+@rigs("hiradix", "himamba", "unified", write_policy="write_back")
+def test_a_write_back_that_the_engine_refuses_keeps_the_node(rig, monkeypatch):
+    rig.insert(A)
+    free = rig.used(), rig.pool.available_size(), rig.slots.available_size()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine, "submit", refuse)
+        with pytest.raises(RuntimeError, match=FAILED):
+            rig.cache.evict(EvictParams(2))
+    assert (rig.used(), rig.pool.available_size(), rig.slots.available_size()) == free
+    assert rig.node_of(A).host_ref_counter == 0
+    assert rig.cache.evict(EvictParams(2)).num_tokens_evicted == 2

@@ -1,0 +1,1 @@
+"""What is expected of a part, computed in another way."""

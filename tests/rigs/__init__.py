@@ -1,0 +1,1 @@
+"""Real parts under test, each with what surrounds it."""
