@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from kv_events.schema import CLOSED
 from kvsight import Client, StateChanged
 from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight
 from tests.support.log.records import Stream, stored
+from tests.support.servers.service_process import own_topics
 from tests.support.waiting import wait_until
 
 TOKENS = list(range(1, 33))
@@ -114,10 +116,6 @@ def test_a_bad_option_is_refused_before_kernels_are_compiled(tmp_path: Path) -> 
     done = kvsight("serve", environment={"KVSIGHT_PORT": "abc", "NUMBA_CACHE_DIR": str(tmp_path)})
     assert_one_clear_line(done, "kvsight: KVSIGHT_PORT: got 'abc', expected a valid integer")
     assert not [*tmp_path.iterdir()]
-
-
-def test_an_address_without_a_server_is_one_clear_line(prompt: Path, free_port: int) -> None:
-    assert_one_clear_line(kvsight("query", prompt, "--url", f"http://127.0.0.1:{free_port}"), str(free_port))
 
 
 def test_a_port_in_use_is_one_clear_line() -> None:
@@ -227,21 +225,16 @@ def test_the_demo_ends_cleanly_on_ctrl_c_and_its_engines_say_goodbye(free_port: 
     assert "Traceback" not in errors
 
 
-def test_a_topic_is_recorded_and_the_recording_continues(kafka_bootstrap: str, tmp_path: Path) -> None:
-    simulate = ["simulate", "--requests", 40, "--workers", 2, "--policy", "random", "--kafka", kafka_bootstrap]
-    log = tmp_path / "log"
-    assert kvsight(*simulate).returncode == 0
-    assert kvsight("record", log, "--kafka", kafka_bootstrap, "--once").returncode == 0
-    first = json.loads(kvsight("replay", log, "--json").stdout)
-    assert kvsight(*simulate).returncode == 0
-    assert kvsight("record", log, "--kafka", kafka_bootstrap, "--once").returncode == 0
-    second = json.loads(kvsight("replay", log, "--json").stdout)
-    assert {view["state"] for view in first + second} <= {"live", "expired"}
-    by_worker = {view["worker"]: view["epoch"] for view in first}
-    assert all(view["epoch"] > by_worker[view["worker"]] for view in second)
+def test_a_named_topic_is_recorded_and_the_recording_continues(kafka_bootstrap: str, tmp_path: Path) -> None:
+    def views() -> dict[str, dict[str, Any]]:
+        simulate = ("simulate", "--requests", 40, "--workers", 2, "--policy", "random", "--kafka", kafka_bootstrap)
+        for words in (simulate, ("record", tmp_path / "log", "--kafka", kafka_bootstrap, "--once")):
+            assert kvsight(*words, environment=topics).returncode == 0
+        return {view["worker"]: view for view in json.loads(kvsight("replay", tmp_path / "log", "--json").stdout)}
 
-
-def test_kafka_away_is_one_clear_line_for_a_recording(free_port: int, tmp_path: Path) -> None:
-    done = kvsight("record", tmp_path / "log", "--kafka", f"127.0.0.1:{free_port}", "--once")
-    assert done.returncode == 2
-    assert str(free_port) in done.stderr
+    topics = own_topics(kafka_bootstrap)
+    first, second = views(), views()
+    assert {view["state"] for view in [*first.values(), *second.values()]} <= {"live", "expired"}
+    assert {view["model"] for view in second.values()} == {"simulation-random"}
+    assert len(first) == 2
+    assert all(second[worker]["epoch"] > first[worker]["epoch"] for worker in first)

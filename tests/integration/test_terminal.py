@@ -179,21 +179,6 @@ def test_workers_print_the_answer_of_the_api(url: str) -> None:
     )
 
 
-def test_workers_are_watched_until_ctrl_c(url: str) -> None:
-    process = subprocess.Popen(
-        command("top", "--ranks", "--url", url, "--interval", 0.1, "--json"),
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert [len(json.loads(process.stdout.readline())) for _ in range(2)] == [4, 4]
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert (process.returncode, errors) == (0, "")
-
-
 @pytest.mark.parametrize("screen", SCREENS)
 def test_a_query_is_given_by_tokens(screen: Callable[..., Shown], url: str) -> None:
     shown = screen("query", "--url", url, "--model", "m", "--tokens", "1,2,3")

@@ -65,13 +65,15 @@ def test_workers_are_selected_by_their_names(service: ServiceProcess) -> None:
     assert fleet["workers"][0]["pages"]["GPU"] == 2
 
 
-def test_piped_tables_follow_each_other_until_ctrl_c(service: ServiceProcess) -> None:
-    options = ("top", "--json", "--interval", 0.1, "--url", service.url)
+@pytest.mark.parametrize("ranks", [[], ["--ranks"]])
+def test_piped_tables_follow_each_other_until_ctrl_c(ranks: list[str], service: ServiceProcess) -> None:
+    options = ("top", *ranks, "--json", "--interval", 0.1, "--url", service.url)
     process = subprocess.Popen(
         command(*options), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    assert [json.loads(process.stdout.readline())["num_workers"] for _ in range(2)] == [3, 3]
+    shown = [json.loads(process.stdout.readline()) for _ in range(2)]
+    assert [len(each if ranks else each["workers"]) for each in shown] == [3, 3]
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")

@@ -110,16 +110,6 @@ async def test_publisher_and_indexer_meet_on_the_named_topics() -> None:
         await async_wait_until(lambda: publisher.stats().resyncs > resyncs_before, deadline_s=30, what="a resync")
 
 
-def test_commands_simulate_and_record_on_the_named_topics(
-    topics: dict[str, str], kafka_bootstrap: str, tmp_path: Path
-) -> None:
-    arguments = ["--kafka", kafka_bootstrap, "--requests", 20, "--workers", 2, "--policy", "random", "--json"]
-    assert kvsight("simulate", *arguments, environment=topics).returncode == 0
-    assert kvsight("record", tmp_path / "log", "--once", environment=topics).returncode == 0
-    models = {record.key.split(b"/")[1] for _, record in EventLogReader(tmp_path / "log").read(0)}
-    assert models == {b"simulation-random"}
-
-
 async def test_a_reader_creates_no_topic_and_says_once_what_it_waits_for(
     own: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,6 +49,8 @@ OPTIONS = [
     ("query --show-hashes --tokens " + "9" * 5000, "--tokens: got"),
     ("query --show-hashes --tokens 1 --seed abc", "--seed: got 'abc'"),
     ("query --show-hashes --tokens 1 --lora \udcff", "--lora"),
+    ("query PROMPT --url http://127.0.0.1:9", "127.0.0.1:9"),
+    ("record DIR/record --kafka 127.0.0.1:9 --once", "127.0.0.1:9"),
     ("tail --limit 0", "--limit: got '0', expected a number greater than or equal to 1"),
     ("tail --kafka a:1 --log b", PAIRS("--kafka", "--log")),
     ("tail --from-beginning", "--from-beginning needs --kafka or --log"),
@@ -168,7 +170,7 @@ def test_what_is_wrong_is_one_line(
     shown = capsys.readouterr()
     *context, line = shown.err.splitlines(keepends=True)
     assert (ended.value.code, shown.out, line[:9]) == (2, "", "kvsight: "), shown
-    assert all(": views as of " in each for each in context), shown
+    assert all(each.startswith("recording topic ") or ": views as of " in each for each in context), shown
     assert said in line
     assert "secret" not in line
     assert not (folder / "new").exists()
