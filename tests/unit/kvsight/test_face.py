@@ -1,17 +1,71 @@
-"""The public names: they are complete, imported lazily, and correctly described."""
+"""The public names, loaded only where they are used, and the methods of both clients as people and editors see them."""
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import griffe
 import pytest
 
 import kvsight
 from kv_events.http.events import FeedEvent
-from kvsight import PublisherSettings
+from kvsight import AsyncClient, Client, PeerAnswer, PublisherSettings, WorkerChoice, calls
+
+ROOT = Path(__file__).resolve().parents[3]
+METHODS = [name for name, member in vars(Client).items() if inspect.isfunction(member) and not name.startswith("_")]
+CALLS = [name for name in METHODS if name not in ("send", "events", "close")]
+
+
+def returned(client: type) -> set[type]:
+    """The classes of this project in the return types of a client's methods."""
+    seen: set[type] = set()
+    waiting: list[object] = [typing.get_type_hints(getattr(client, name))["return"] for name in (*CALLS, "events")]
+    while waiting:
+        each = waiting.pop()
+        waiting += typing.get_args(each)
+        if isinstance(each, type) and each.__module__.startswith(("kvsight", "kv_events.http")) and each not in seen:
+            seen.add(each)
+            waiting += typing.get_type_hints(each).values()
+    return seen
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_both_clients_have_a_method_for_each_call(name: str) -> None:
+    call = getattr(calls, name)
+    for client in (Client, AsyncClient):
+        method = getattr(client, name)
+        self, *parameters = inspect.signature(method).parameters.values()
+        assert (self.name, parameters) == ("self", [*inspect.signature(call).parameters.values()])
+        assert (method.__name__, method.__qualname__) == (name, f"{client.__name__}.{name}")
+        assert method.__doc__ == call.__doc__ is not None
+        assert typing.get_type_hints(method)["return"] == typing.get_args(typing.get_type_hints(call)["return"])[0]
+        assert inspect.iscoroutinefunction(method) == (client is AsyncClient)
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_every_type_that_a_method_returns_is_public(client: type) -> None:
+    found = returned(client)
+    assert kvsight.Listener in found
+    for each in found:
+        assert getattr(kvsight, each.__name__) is each
+
+
+def test_the_reference_shows_the_methods_with_their_parameters() -> None:
+    extensions = griffe.load_extensions(str(ROOT / "docs/client_methods.py"))
+    package = griffe.load("kvsight", search_paths=[str(ROOT)], extensions=extensions)
+    for client in (Client, AsyncClient):
+        for name in CALLS:
+            shown, real = package["client"][client.__name__][name], inspect.signature(getattr(client, name))
+            assert [parameter.name for parameter in shown.parameters] == list(real.parameters)
+            assert str(shown.returns) == real.return_annotation
+            assert shown.docstring is not None
+            assert ("async" in shown.labels) == (client is AsyncClient)
 
 
 @pytest.mark.parametrize("name", kvsight.__all__)
@@ -80,3 +134,13 @@ def test_an_address_of_a_wrong_type_does_not_show_its_password() -> None:
         with pytest.raises(kvsight.InvalidValueError, match="got 'bytes', expected text") as refused:
             kvsight.Client(**wrong)  # type: ignore[arg-type]
         assert "secret" not in str(refused.value)
+
+
+if typing.TYPE_CHECKING:
+
+    async def type_checkers_know_the_methods(client: Client, other: AsyncClient) -> None:
+        typing.assert_type(client.query("m", [1], tenant="t"), PeerAnswer)
+        typing.assert_type(await other.query("m", [1], tenant="t"), PeerAnswer)
+        typing.assert_type(await other.best_worker("m", [1], load={"w": 1.0}), WorkerChoice | None)
+        client.query("m", [1], tenants="t")  # type: ignore[call-arg]
+        await other.view(5)  # type: ignore[arg-type]
