@@ -65,14 +65,6 @@ def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -
         assert word in done.stderr
 
 
-def test_help_teaches_every_command() -> None:
-    done = kvsight("--help")
-    assert done.returncode == 0
-    for command in ("demo", "serve", "query", "simulate", "record", "replay"):
-        assert command in done.stdout
-        assert kvsight(command, "--help").returncode == 0
-
-
 def test_version_prints_nothing_but_json_when_asked() -> None:
     assert "kvsight" in json.loads(kvsight("--version", "--json").stdout)
 

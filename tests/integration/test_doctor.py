@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,13 +179,6 @@ def test_a_stopped_engine_is_named(chain: Chain) -> None:
     assert_broken(chain.examine(engine=url), "engine", url)
 
 
-def test_a_silent_simulated_engine_is_named(chain: Chain) -> None:
-    chain.engine.complete([2] * 16)  # another worker of the same model is heard
-    with SimulatedEngine({"pages_emitted": 0}, KVSIGHT_WORKER="engine-1", **chain.topics) as silent:
-        found = chain.examine(engine=silent.url, worker="engine-1")
-    assert_broken(found, "events", "no record of worker engine-1 of model m arrived", "only of engine-0 of model m")
-
-
 def test_a_service_that_reads_another_topic_is_named(chain: Chain, tmp_path: Path) -> None:
     other = own_topics(chain.topics["KVSIGHT_KAFKA"])
     with ServiceProcess(tmp_path, **other) as service:
@@ -201,37 +195,51 @@ def test_the_wrong_clock_of_a_publisher_is_named(chain: Chain) -> None:
     assert_broken(found, "clocks", "the clock of publisher ahead is ", " s ahead")
 
 
-def test_the_wrong_clock_of_a_simulated_engine_is_named(chain: Chain) -> None:
-    with SimulatedEngine({"clock_ahead_s": -60}, KVSIGHT_WORKER="engine-2", **chain.topics) as late:
-        found = chain.examine(engine=late.url)
-    assert_broken(found, "clocks", "the clock of the engine is ", " s behind")
+@pytest.mark.parametrize(
+    ("fault", "check", "words"),
+    [
+        ({"pages_emitted": 0}, "events", "no record of worker {} of model m arrived .*, only of engine-0 of model m"),
+        ({"clock_ahead_s": -60}, "clocks", "the clock of the engine is .* s behind"),
+        ({"announced_block_size": 32}, "block size", "the engine has pages of 32 tokens, the index pages of 16 tokens"),
+        ({"pages_emitted": 3}, "answer", "the engine reuses 4 pages of the prompt, the index has 3"),
+        ({"pages_kept": 1}, "answer", "the index has 4 pages of the prompt, the engine reuses 1"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_the_fault_of_a_simulated_engine_is_named(chain: Chain, fault: dict[str, Any], check: str, words: str) -> None:
+    chain.engine.complete([2] * 16)  # another worker of the same model is heard
+    name = "-".join(map(str, *fault.items())).replace("_", "-")
+    with SimulatedEngine(fault, KVSIGHT_WORKER=name, **chain.topics) as engine:
+        found = chain.examine(engine=engine.url, worker=name)
+    assert_broken(found, check)
+    assert re.search(words.format(name), found.details[check]), found
 
 
-def test_another_block_size_of_a_simulated_engine_is_named(chain: Chain) -> None:
-    with SimulatedEngine({"announced_block_size": 32}, KVSIGHT_WORKER="engine-3", **chain.topics) as engine:
-        found = chain.examine(engine=engine.url, worker="engine-3")
-    assert_broken(found, "block size", "the engine has pages of 32 tokens, the index pages of 16 tokens")
-
-
-def test_a_simulated_engine_registered_with_another_block_size_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "block_size", "check", "words", "remedy"),
+    [
+        ({}, 32, "block size", "engine-0: block size 16, registered with 32", ""),
+        (
+            {"connects": True},
+            16,
+            "events",
+            "engine-0: cannot connect to tcp://127.0.0.1:{}: connection refused",
+            "set the engine's `endpoint` to tcp://*:PORT (with an address for * it connects",
+        ),
+    ],
+    ids=["block size", "connects instead of binding"],
+)
+def test_the_fault_of_a_registered_engine_is_named(
+    tmp_path: Path, fault: dict[str, Any], block_size: int, check: str, words: str, remedy: str
+) -> None:
     port = free_port()
-    with ServiceProcess(tmp_path) as service, SimulatedEngine({"zmq_port": port}) as engine:
+    with ServiceProcess(tmp_path) as service, SimulatedEngine({"zmq_port": port, **fault}) as engine:
         service.wait_until_ready()
         with Client(service.url) as client:
-            client.register("engine-0", f"tcp://127.0.0.1:{port}", "m", 32)
+            client.register("engine-0", f"tcp://127.0.0.1:{port}", "m", block_size)
         found = examine({}, url=service.url, engine=engine.url, wait=10)
-    assert_broken(found, "block size", "engine-0: block size 16, registered with 32")
-
-
-def test_a_simulated_engine_that_connects_instead_of_binding_is_named(tmp_path: Path) -> None:
-    port = free_port()
-    with ServiceProcess(tmp_path) as service, SimulatedEngine({"zmq_port": port, "connects": True}) as engine:
-        service.wait_until_ready()
-        with Client(service.url) as client:
-            client.register("engine-0", f"tcp://127.0.0.1:{port}", "m", 16)
-        found = examine({}, url=service.url, engine=engine.url, wait=10)
-    assert_broken(found, "events", f"engine-0: cannot connect to tcp://127.0.0.1:{port}: connection refused")
-    assert found.remedy.startswith("set the engine's `endpoint` to tcp://*:PORT (with an address for * it connects")
+    assert_broken(found, check, words.format(port))
+    assert found.remedy.startswith(remedy)
 
 
 def test_another_hash_seed_of_a_simulated_engine_is_named(chain: Chain) -> None:
@@ -242,18 +250,6 @@ def test_another_hash_seed_of_a_simulated_engine_is_named(chain: Chain) -> None:
         knowing = Chain({**chain.topics, "KVSIGHT_HASH_SEED": "7"}, *chain[1:])
         found = knowing.examine(engine=engine.url)
         assert_broken(found, "hash seed", "hashed with the seed 7, and the service uses another")
-
-
-def test_pages_that_a_simulated_engine_does_not_announce_are_named(chain: Chain) -> None:
-    with SimulatedEngine({"pages_emitted": 3}, KVSIGHT_WORKER="engine-5", **chain.topics) as engine:
-        found = chain.examine(engine=engine.url)
-    assert_broken(found, "answer", "the engine reuses 4 pages of the prompt, the index has 3")
-
-
-def test_pages_that_a_simulated_engine_has_lost_in_silence_are_named(chain: Chain) -> None:
-    with SimulatedEngine({"pages_kept": 1}, KVSIGHT_WORKER="engine-6", **chain.topics) as engine:
-        found = chain.examine(engine=engine.url)
-    assert_broken(found, "answer", "the index has 4 pages of the prompt, the engine reuses 1")
 
 
 def test_a_simulated_engine_that_does_not_report_its_cache_is_compared_as_far_as_possible(chain: Chain) -> None:

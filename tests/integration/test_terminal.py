@@ -54,12 +54,14 @@ def helped(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_help_fits_and_breaks_no_option(name: str) -> None:
+def test_help_fits_and_every_command_has_the_common_options(name: str) -> None:
     lines = helped(*name.split()).splitlines()
     assert max(map(len, lines)) <= COLUMNS
     for parameter in LEAVES[name].params:
         text = " ".join(str(getattr(parameter, "help", None) or "").split())
         assert any(text in line for line in lines), f"{name}: {parameter.name}: {text!r} is longer than its line"
+    assert {"-v", "--version"} <= {flag for parameter in LEAVES[name].params for flag in parameter.opts}
+    assert CliRunner().invoke(app, [*name.split(), "--version"]).stdout.startswith("kvsight ")
 
 
 def test_the_list_of_commands_has_a_whole_sentence_for_each() -> None:
@@ -68,12 +70,6 @@ def test_the_list_of_commands_has_a_whole_sentence_for_each() -> None:
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {name} ")]
         assert line.endswith("."), line
         assert not line.endswith("..."), line
-
-
-@pytest.mark.parametrize("name", LEAVES)
-def test_every_command_has_the_common_options(name: str) -> None:
-    assert CliRunner().invoke(app, [*name.split(), "--version"]).stdout.startswith("kvsight ")
-    assert {"-v", "--version"} <= {flag for parameter in LEAVES[name].params for flag in parameter.opts}
 
 
 @pytest.mark.parametrize(

@@ -38,29 +38,22 @@ def test_whole_pages_are_named_in_every_standard() -> None:
     assert (found["seed"], found["num_tokens"], len(found["sglang_dynamo"])) == (1337, 18, 4)
 
 
-def test_the_seed_may_be_chosen() -> None:
-    assert hashes(*TOKENS, "--block-size", "4", "--seed", "0")["seq_hashes"][1] == 0x3A14937FD5340C7A
-    assert hashes(*TOKENS, "--block-size", "4", "--seed", "dynamo")["seq_hashes"] == ROLLING
-
-
 @pytest.mark.parametrize(
-    ("options", "name"),
+    ("options", "page", "name"),
     [
-        (["--lora", "ad"], 0xE31F2294523CAC4F),
-        (["--salt", "x"], 0x32D40E0B05E9F0AE),
-        (["--lora", "ad", "--salt", "x"], 0xA98797FCBCFD72B9),
-        (["--lora", "", "--salt", ""], LOCAL[0]),
+        ("--seed 0", 1, 0x3A14937FD5340C7A),
+        ("--seed dynamo", 1, ROLLING[1]),
+        ("--lora ad", 0, 0xE31F2294523CAC4F),
+        ("--salt x", 0, 0x32D40E0B05E9F0AE),
+        ("--lora ad --salt x", 0, 0xA98797FCBCFD72B9),
+        ("--lora= --salt=", 0, LOCAL[0]),
+        ("--lora ad", 3, 0x3A2B86E7E7B7D2B2),
+        ("--lora ad --salt x", 3, 0xF825316CBB67C828),
+        ("--lora ad --seed 0", 3, 0x8FD665C3593C1DE2),
     ],
 )
-def test_lora_and_salt_enter_the_hashes(options: list[str], name: int) -> None:
-    assert hashes("--tokens", "1 2 3 4", "--block-size", "4", *options)["seq_hashes"] == [name]
-
-
-def test_later_pages_of_a_namespace_are_rolled_with_the_seed_alone() -> None:
-    options = [*TOKENS, "--block-size", "4", "--lora", "ad"]
-    assert hashes(*options)["seq_hashes"][3] == 0x3A2B86E7E7B7D2B2
-    assert hashes(*options, "--salt", "x")["seq_hashes"][3] == 0xF825316CBB67C828
-    assert hashes(*options, "--seed", "0")["seq_hashes"][3] == 0x8FD665C3593C1DE2
+def test_the_seed_the_adapter_and_the_salt_enter_the_hashes(options: str, page: int, name: int) -> None:
+    assert hashes(*TOKENS, "--block-size", "4", *options.split())["seq_hashes"][page] == name
 
 
 @pytest.mark.parametrize(
