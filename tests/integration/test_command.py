@@ -10,17 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kv_events.hashing import sequence_hashes, token_array
 from kv_events.log.event_log import EventLogWriter
 from kv_events.schema import CLOSED
 from kvsight import Client, StateChanged
-from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight
+from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight, served_log
 from tests.support.log.records import Stream, stored
 from tests.support.servers.service_process import own_topics
-from tests.support.waiting import wait_until
 
 TOKENS = list(range(1, 33))
 
@@ -140,28 +138,10 @@ def test_a_server_that_no_engine_can_reach_reports_it(free_port: int) -> None:
 
 
 @pytest.fixture
-def server(recorded: Path, free_port: int, tmp_path: Path) -> Iterator[str]:
+def server(recorded: Path, tmp_path: Path) -> Iterator[str]:
     """`kvsight serve` following the recorded log, with snapshots in a folder."""
-    command = [*KVSIGHT, "serve", "--port", str(free_port), "--event-log-dir", str(recorded)]
-    settings = {"KVSIGHT_WORKER_TTL_S": "1000000000000", "KVSIGHT_FORGET_AFTER_S": "1000000000000"}
-    process = subprocess.Popen(
-        [*command, "--snapshot-dir", str(tmp_path / "snapshots")], env=ENVIRONMENT | settings, stderr=subprocess.PIPE
-    )
-    url = f"http://127.0.0.1:{free_port}"
-
-    def ready() -> bool:
-        assert process.poll() is None, process.communicate()
-        try:
-            return httpx.get(f"{url}/ready").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    wait_until(ready, deadline_s=60, what="kvsight serve to be ready")
-    yield url
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode in (0, 130), errors
-    assert b"Traceback" not in errors
+    with served_log(recorded, "--snapshot-dir", tmp_path / "snapshots") as url:
+        yield url
     assert (tmp_path / "snapshots" / "views.kvsnap").is_file()
 
 

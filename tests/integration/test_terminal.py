@@ -7,14 +7,12 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import typer
 from aiokafka import AIOKafkaProducer
@@ -26,10 +24,10 @@ from kv_events.records import LogRecord
 from kvsight.cli.app import MOVED
 from kvsight.cli.main import app
 from kvsight.cli.shared.console import UsageError
+from tests.support.commands import served_log
 from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.terminal import COLUMNS, ENVIRONMENT, Shown, command, on_terminal, piped
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timing("a command must show its lines within seconds")
 
@@ -107,32 +105,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`kvsight serve` of the recorded log; the workers live as long as the test."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        command("serve", "--port", port, "--event-log-dir", recorded),
-        env=ENVIRONMENT | {"KVSIGHT_WORKER_TTL_S": "100000"},
-        stderr=subprocess.PIPE,
-    )
-    address = f"http://127.0.0.1:{port}"
-
-    def ready() -> bool:
-        assert process.poll() is None, process.communicate()
-        try:
-            return httpx.get(f"{address}/ready").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    wait_until(ready, deadline_s=100, what="kvsight serve to be ready")
-    yield address
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)  # an impatient user
-    _, errors = process.communicate(timeout=20)
-    assert b"Traceback" not in errors
-    assert process.returncode in (130, -signal.SIGINT)
+def url(recorded: Path) -> Iterator[str]:
+    """`kvsight serve` of the recorded log, for an impatient user."""
+    with served_log(recorded, interrupts=2) as url:
+        yield url
 
 
 @pytest.mark.parametrize("screen", SCREENS)
