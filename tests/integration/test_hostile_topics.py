@@ -24,6 +24,8 @@ from publisher.sinks.kafka import KafkaSink
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
 
+pytestmark = pytest.mark.timing("a consumer must be ready within a minute")
+
 
 class Topics(NamedTuple):
     """Two topics of a test, and a producer of any records."""
