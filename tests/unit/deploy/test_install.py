@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -33,8 +34,8 @@ def test_a_clone_beside_a_script_does_not_hide_the_installed_package(tmp_path: P
         wheel.extractall(site)
     (beside / "kvsight" / "kvsight").mkdir(parents=True)
     (beside / "script.py").write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}  # dependencies, without its .pth files
     done = subprocess.run(
-        [sys.executable, str(beside / "script.py"), str(site)], env=environment, capture_output=True, text=True
+        [sys.executable, "-S", str(beside / "script.py"), str(site)], env=environment, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, f"{project}/kvsight/__init__.py\n"), done.stderr
