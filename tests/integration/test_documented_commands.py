@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -190,7 +191,7 @@ def test_every_other_command_runs(site: Site) -> None:
     for page, words in commands():
         if reason_against(words) is None:
             line = site.line(page, words)
-            ends = line.startswith("kvsight record") and " --to " in line
+            ends = re.match(r"kvsight (record .*--to |tail --log .*--(full|from) )", line) is not None
             shown = None if ends else next((text for begin, text in RUNS_ON.items() if line.startswith(begin)), None)
             site.run(line) if shown is None else site.run_on(line, shown)
             num_run += 1

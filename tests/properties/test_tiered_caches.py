@@ -36,7 +36,7 @@ def test_ten_thousand_operations_leave_everything_in_order(machine, write_policy
     assert machine.cache.num_failed_backups > 0
     assert machine.num_fetched > 0
     for medium in (StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK):
-        assert min(machine.told[kind, medium] for kind in (BlockStored, BlockRemoved)) > 10
+        assert min(machine.told[kind, medium] for kind in (BlockStored, BlockRemoved)) > 5
 
 
 @pytest.mark.parametrize("machine", MACHINES)

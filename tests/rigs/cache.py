@@ -263,7 +263,7 @@ class CacheRig:
         req.last_node = None
         if req.mamba_pool_idx is not None and req not in self.requests:
             self.requests.append(req)
-            if req.mamba_cow_src_index is None:  # the load writes to the slot
+            if req.mamba_cow_src_index is None and node is not self.cache.root_node:  # the load writes to the slot
                 place = next(place for place in self.walk() if place.node is node)
                 self.loaded[req] = node, contents(place.extra_key, place.prefixes[-1:], "mamba")
 
