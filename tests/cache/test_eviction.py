@@ -4,6 +4,7 @@ import pytest
 
 from engine_cache import EvictParams, EvictResult
 from tests.rigs.cache import AB, ABC, CPU, FAILED, GPU, A, refuse, removed, rigs, stored
+from tests.rigs.cache_steps import host_evict, in_tree
 
 pytestmark = pytest.mark.torch
 
@@ -11,15 +12,6 @@ STATES = ("himamba", "unified+mamba")
 ALL = ("hiradix", *STATES, "unified+mamba+swa")
 SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}
 ONE_TIER = {"tiers": 1}
-
-
-def in_tree(rig):
-    return rig.ends("full") | rig.ends("full", "host_value")
-
-
-def host_evict(rig, kind, number):
-    component = next(each for each in rig.cache.auxiliaries if each.kind.name.lower() == kind)
-    return rig.cache.host.leaves.evict_component(component, number)
 
 
 # --- states and windows on the device ---

@@ -38,15 +38,6 @@ SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}
 ONE_TIER = {"tiers": 1}
 
 
-def in_tree(rig):
-    return rig.ends("full") | rig.ends("full", "host_value")
-
-
-def host_evict(rig, kind, number):
-    component = next(each for each in rig.cache.auxiliaries if each.kind.name.lower() == kind)
-    return rig.cache.host.leaves.evict_component(component, number)
-
-
 # --- the order on the device ---
 
 ORDERS = {

@@ -18,6 +18,7 @@ from tests.rigs.cache import (
     rigs,
     stored,
 )
+from tests.rigs.cache_steps import evict_on_host, is_free, on_host
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
 
 pytestmark = pytest.mark.torch
@@ -27,22 +28,6 @@ STATES = ("himamba", "unified+mamba")
 KINDS = [("hiradix", "full"), ("himamba", "full"), ("himamba", "mamba"), ("unified", "full")]
 KINDS += [("unified+mamba+swa", "mamba"), ("unified+mamba+swa", "swa")]
 of_each_kind = pytest.mark.parametrize(("rig", "kind"), [((name, {}), kind) for name, kind in KINDS], indirect=["rig"])
-
-
-def on_host(rig, tokens):
-    """Return the kinds that the node at the end has on the host."""
-    return [kind for kind in ("full", *rig.kinds) if rig.has(tokens, kind)[1]]
-
-
-def is_free(rig, tokens, kind="mamba"):
-    """Return whether nothing locks the node, or its data of this kind."""
-    data = rig.data(rig.node_of(tokens), kind)
-    return (rig.node_of(tokens).lock_ref, data.lock_ref, data.host_lock_ref) == (0, 0, 0)
-
-
-def evict_on_host(rig, number):
-    """Evict each kind besides KV from the host. Returns the numbers of rows."""
-    return [rig.cache.host.leaves.evict_component(each, number) for each in rig.cache.auxiliaries]
 
 
 # --- states that are inserted after the KV of their node was backed up ---

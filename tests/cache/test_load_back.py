@@ -25,33 +25,11 @@ from tests.rigs.cache import (
     rigs,
     stored,
 )
+from tests.rigs.cache_steps import holdings, init_load_back, rows_of
 
 KV = ("hiradix", "unified")
 STATES = ("himamba", "unified+mamba")
 ALL = (*KV, *STATES, "unified+swa", "unified+mamba+swa")
-
-
-def rows_of(rig, *paths):
-    return [row for tokens in paths for row in rig.node_of(tokens).value]
-
-
-def holdings(rig):
-    """Return all locks, and the free rows of all pools."""
-    kinds = ("full", "swa", "mamba")
-    nodes = [rig.cache.root_node, *(place.node for place in rig.walk())]
-    locks = [[(rig.data(node, kind).lock_ref, rig.data(node, kind).host_lock_ref) for kind in kinds] for node in nodes]
-    return locks, [pool.available_size() for pool in (rig.pool, rig.slots, *rig.host_pools.values())]
-
-
-def request_of(rig, tokens):
-    """Load a match back for a request that gets its state. Returns the request."""
-    _, req, lock = rig.load_back(rig.match(tokens), req=Request("r", [], 0))
-    rig.cache.release(lock)
-    return req
-
-
-def init_load_back(rig, match, quota=None, req=None):
-    return rig.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length, quota, req))
 
 
 # --- what is loaded ---

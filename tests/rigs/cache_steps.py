@@ -1,0 +1,52 @@
+"""Questions and steps that several tests of caches share."""
+
+from engine_cache import Request
+from engine_cache.base import InitLoadBackParams
+
+
+def on_host(rig, tokens):
+    """Return the kinds that the node at the end has on the host."""
+    return [kind for kind in ("full", *rig.kinds) if rig.has(tokens, kind)[1]]
+
+
+def is_free(rig, tokens, kind="mamba"):
+    """Return whether nothing locks the node, or its data of this kind."""
+    data = rig.data(rig.node_of(tokens), kind)
+    return (rig.node_of(tokens).lock_ref, data.lock_ref, data.host_lock_ref) == (0, 0, 0)
+
+
+def evict_on_host(rig, number):
+    """Evict each kind besides KV from the host. Returns the numbers of rows."""
+    return [rig.cache.host.leaves.evict_component(each, number) for each in rig.cache.auxiliaries]
+
+
+def rows_of(rig, *paths):
+    return [row for tokens in paths for row in rig.node_of(tokens).value]
+
+
+def holdings(rig):
+    """Return all locks, and the free rows of all pools."""
+    kinds = ("full", "swa", "mamba")
+    nodes = [rig.cache.root_node, *(place.node for place in rig.walk())]
+    locks = [[(rig.data(node, kind).lock_ref, rig.data(node, kind).host_lock_ref) for kind in kinds] for node in nodes]
+    return locks, [pool.available_size() for pool in (rig.pool, rig.slots, *rig.host_pools.values())]
+
+
+def request_of(rig, tokens):
+    """Load a match back for a request that gets its state. Returns the request."""
+    _, req, lock = rig.load_back(rig.match(tokens), req=Request("r", [], 0))
+    rig.cache.release(lock)
+    return req
+
+
+def init_load_back(rig, match, quota=None, req=None):
+    return rig.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length, quota, req))
+
+
+def in_tree(rig):
+    return rig.ends("full") | rig.ends("full", "host_value")
+
+
+def host_evict(rig, kind, number):
+    component = next(each for each in rig.cache.auxiliaries if each.kind.name.lower() == kind)
+    return rig.cache.host.leaves.evict_component(component, number)
