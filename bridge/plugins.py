@@ -155,7 +155,7 @@ def _replace(
         if before is not None:
             before.join()
         for publisher in retired:
-            publisher.close(_CLOSE_S, goodbye=publisher.stream != stream)
+            publisher.close(_CLOSE_S, ends_stream=publisher.stream != stream)
         for publisher in unstarted:
             publisher.start_in_thread()
     except Exception:

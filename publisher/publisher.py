@@ -18,7 +18,6 @@ from kv_events.limits import MAX_DEGRADED_REASON_BYTES
 from kv_events.runtime.event_loops import new_event_loop
 from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
-from publisher.change_queue import QueueStats
 from publisher.change_tracker import ChangeTracker
 from publisher.drain import Drain
 from publisher.event_columns import PageEvents
@@ -41,8 +40,16 @@ class PublisherStateError(KvsightError):
 class PublisherStats(NamedTuple):
     """Statistics for metrics and tests."""
 
-    queue: QueueStats
-    """Numbers of page changes by state."""
+    queued: int
+    """Page changes that wait in the queue."""
+    in_flight: int
+    """Page changes that were taken from the queue and that the sink has not confirmed yet."""
+    delivered: int
+    """Total page changes that the sink confirmed."""
+    dropped: int
+    """Total page changes dropped because the queue was full. A resync follows and replaces them."""
+    is_broken: bool
+    """Whether the queue overflowed and the resync has not begun yet."""
     pages: dict[str, int]
     """Total pages by result; `held`: distinct pages held now."""
     rejected_events: dict[str, int]
@@ -175,10 +182,15 @@ class EventPublisher:
     def stats(self) -> PublisherStats:
         """Return current statistics. Thread-safe."""
         failure = self._drain.failure
+        (queued, in_flight, delivered, dropped), pages, rejected_events = self._tracker.stats()
         return PublisherStats(
-            queue=self._tracker.queue_stats(),
-            pages=self._tracker.counts(),
-            rejected_events=self._tracker.rejected(),
+            queued=queued,
+            in_flight=in_flight,
+            delivered=delivered,
+            dropped=dropped,
+            is_broken=self._tracker.is_broken,
+            pages=pages,
+            rejected_events=rejected_events,
             next_seq=self._builder.seq,
             resyncs=self._builder.num_resyncs,
             resync_pages=self._builder.num_resync_pages,
@@ -203,17 +215,17 @@ class EventPublisher:
         self._ended = asyncio.Event()
         self._drain.start()
 
-    async def aclose(self, deadline_s: float = 5.0, *, goodbye: bool = True) -> CloseReport:
+    async def aclose(self, deadline_s: float = 5.0, *, ends_stream: bool = True) -> CloseReport:
         """Refuse further events, send queued ones for at most `deadline_s` seconds, and stop.
 
-        goodbye: the last record says that the worker leaves, so that routers stop scoring it at once. False if another
-        publisher goes on under the same name. Returns what was not sent. Belongs to the loop of `start`.
+        ends_stream: send a closing record, so that routers stop scoring the worker at once. False if another publisher
+        continues under the same name. Returns what was not sent. Belongs to the loop of `start`.
         """
         self._tracker.close()
-        before = self._tracker.queue_stats()
+        before = self.stats()
         if self._is_started:
-            await self._drain.stop(deadline_s, goodbye=goodbye)
-        after = self._tracker.queue_stats()
+            await self._drain.stop(deadline_s, ends_stream=ends_stream)
+        after = self.stats()
         if self._ended is not None:
             self._ended.set()
         report = CloseReport(
@@ -253,11 +265,11 @@ class EventPublisher:
                 f"publisher {self._settings.worker}: its thread did not start: {error}"
             ) from error
 
-    def close(self, deadline_s: float = 5.0, *, goodbye: bool = True) -> CloseReport:
+    def close(self, deadline_s: float = 5.0, *, ends_stream: bool = True) -> CloseReport:
         """Close a publisher that was started with `start_in_thread`, and wait for its thread. See `aclose`."""
         if self._thread is None or self._thread_loop is None:
             raise PublisherStateError(f"publisher {self._settings.worker} was not started in a thread: use aclose()")
-        closing = asyncio.run_coroutine_threadsafe(self.aclose(deadline_s, goodbye=goodbye), self._thread_loop)
+        closing = asyncio.run_coroutine_threadsafe(self.aclose(deadline_s, ends_stream=ends_stream), self._thread_loop)
         report = closing.result(deadline_s + _THREAD_GRACE_S)
         self._thread.join(_THREAD_GRACE_S)
         self._thread_loop = None
