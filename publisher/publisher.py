@@ -7,11 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import NamedTuple, Self
-
-import uvloop
 
 from kv_events.errors import InvalidValueError, KvsightError, check_type
 from kv_events.limits import MAX_DEGRADED_REASON_BYTES
@@ -111,7 +108,6 @@ class EventPublisher:
         self._builder = RecordBuilder(settings, self._tracker, epoch=next_epoch())
         self._drain = Drain(settings, self._tracker, self._builder, sink)
         self._is_started = False
-        self._ended: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._thread_loop: asyncio.AbstractEventLoop | None = None
 
@@ -212,7 +208,6 @@ class EventPublisher:
         if self._is_started:
             raise PublisherStateError(f"publisher {self._settings.worker} was already started")
         self._is_started = True
-        self._ended = asyncio.Event()
         self._drain.start()
 
     async def aclose(self, deadline_s: float = 5.0, *, ends_stream: bool = True) -> CloseReport:
@@ -226,8 +221,6 @@ class EventPublisher:
         if self._is_started:
             await self._drain.stop(deadline_s, ends_stream=ends_stream)
         after = self.stats()
-        if self._ended is not None:
-            self._ended.set()
         report = CloseReport(
             flushed_pages=after.delivered - before.delivered,
             unflushed_pages=after.queued + after.in_flight + self._builder.num_resync_pages_left(),
@@ -252,18 +245,16 @@ class EventPublisher:
         """Start to send on a daemon thread with its own event loop. Raises PublisherStateError."""
         if self._is_started or self._thread is not None:
             raise PublisherStateError(f"publisher {self._settings.worker} was already started")
-        running: Future[None] = Future()
+        loop = self._thread_loop = new_event_loop()
         name = f"publisher:{self._settings.worker}"
-        self._thread = threading.Thread(target=self._thread_main, args=(running,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_run_loop, args=(loop,), name=name, daemon=True)
         self._thread.start()
         try:
-            running.result()
+            asyncio.run_coroutine_threadsafe(self.start(), loop).result()
         except Exception as error:
-            self._thread.join()
-            self._thread = None
-            raise PublisherStateError(
-                f"publisher {self._settings.worker}: its thread did not start: {error}"
-            ) from error
+            self._end_thread(self._thread, loop)
+            message = f"publisher {self._settings.worker}: its thread did not start: {error}"
+            raise PublisherStateError(message) from error
 
     def close(self, deadline_s: float = 5.0, *, ends_stream: bool = True) -> CloseReport:
         """Close a publisher that was started with `start_in_thread`, and wait for its thread. See `aclose`."""
@@ -271,8 +262,7 @@ class EventPublisher:
             raise PublisherStateError(f"publisher {self._settings.worker} was not started in a thread: use aclose()")
         closing = asyncio.run_coroutine_threadsafe(self.aclose(deadline_s, ends_stream=ends_stream), self._thread_loop)
         report = closing.result(deadline_s + _THREAD_GRACE_S)
-        self._thread.join(_THREAD_GRACE_S)
-        self._thread_loop = None
+        self._end_thread(self._thread, self._thread_loop)
         return report
 
     def __enter__(self) -> Self:
@@ -284,21 +274,15 @@ class EventPublisher:
     ) -> None:
         self.close()
 
-    def _thread_main(self, running: Future[None]) -> None:
-        try:
-            uvloop.run(self._run_in_thread(running), loop_factory=new_event_loop)
-        except Exception as error:
-            if running.done():
-                logger.exception("publisher %s: its thread failed", self._settings.worker)
-            else:
-                running.set_exception(error)
+    def _end_thread(self, thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_THREAD_GRACE_S)
+        self._thread = self._thread_loop = None
 
-    async def _run_in_thread(self, running: Future[None]) -> None:
-        await self.start()
-        self._thread_loop = asyncio.get_running_loop()
-        running.set_result(None)
-        assert self._ended is not None
-        await self._ended.wait()
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # which tidies up when the loop was stopped
+        runner.get_loop().run_forever()
 
 
 def next_epoch() -> int:
