@@ -170,7 +170,9 @@ class WorkerStream:
         for new in unstarted:
             await new.start()
         for old in retired:
-            await old.aclose(_OLD_DEADLINE_S, ends_stream=old.stream != self.stream)  # the engine may have lost the group
+            await old.aclose(
+                _OLD_DEADLINE_S, ends_stream=old.stream != self.stream
+            )  # the engine may have lost the group
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
         """Publish what is queued for at most `deadline_s`. clear: first publish that the worker holds no pages."""

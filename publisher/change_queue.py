@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kv_events.errors import InvalidValueError
 from kv_events.kernels.arrays import zeros
 from kv_events.kernels.bundles import resident
-from publisher.kernels.queue import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
+from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
 class PageChanges(NamedTuple):

@@ -18,14 +18,12 @@ from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashe
 from kv_events.kernels.bundles import I64Input, U8Input, U64Input
 from kv_events.limits import MAX_EXTRA_KEY_BYTES, MAX_HASHES_PER_QUERY
 from kv_events.schema import MEDIUM_INDEX, NUM_MEDIA, BlockRemoved, BlockStored
-from publisher.kernels.changes import COPY_REMOVAL, REMOVAL
+from publisher.kernels.changes import REMOVAL
 
 MAX_PAGES_PER_EVENT = MAX_HASHES_PER_QUERY
 
 _MASK64 = 2**64 - 1
-_REMOVALS, _COPY_REMOVALS = (
-    np.arange(first, first + NUM_MEDIA, dtype=np.uint8).reshape(NUM_MEDIA, 1) for first in (REMOVAL, COPY_REMOVAL)
-)
+_REMOVALS = np.arange(REMOVAL, REMOVAL + NUM_MEDIA, dtype=np.uint8).reshape(NUM_MEDIA, 1)
 _NO_PARENT, _HAS_NO_PARENT = np.zeros(1, np.uint64), np.zeros(1, np.uint8)
 # if a C long has 64 bits, `array` converts to it three times as fast as to a long long
 _SIGNED, _UNSIGNED = ("l", "L") if array("l").itemsize == 8 else ("q", "Q")
@@ -45,7 +43,7 @@ class PageEvents(NamedTuple):
     block_hashes: U64Input
     """[n] block hashes of the pages of all events, concatenated."""
     hashes: U64Input
-    """[n] sequence hashes. Not used for removals."""
+    """[n] sequence hashes. Not used for removals, nor before the bridge has translated the block hashes."""
     lengths: I64Input
     """[m] number of pages of each event."""
     parents: U64Input
@@ -65,11 +63,22 @@ class PageEvents(NamedTuple):
         return self.with_kinds(np.full(len(self.lengths), medium, np.uint8))
 
     @classmethod
-    def removed(cls, block_hashes: U64Array, medium: int, *, is_copy: bool = False) -> PageEvents:
-        """Return one event that removes pages from one medium. is_copy: one copy of each; otherwise all copies."""
+    def removed(cls, block_hashes: U64Array, medium: int) -> PageEvents:
+        """Return one event that removes all copies of pages from one medium."""
         lengths = np.array([len(block_hashes)], np.int64)
-        kinds = (_COPY_REMOVALS if is_copy else _REMOVALS)[medium]
-        return cls(block_hashes, block_hashes, lengths, _NO_PARENT, _HAS_NO_PARENT, kinds)
+        return cls(block_hashes, block_hashes, lengths, _NO_PARENT, _HAS_NO_PARENT, _REMOVALS[medium])
+
+    @classmethod
+    def one(cls, block_hashes: U64Array, kind: int, parent: int | None = None) -> PageEvents:
+        """Return one event of this kind. parent: block hash of the page before the first."""
+        return cls(
+            block_hashes,
+            block_hashes,
+            np.array([len(block_hashes)], np.int64),
+            np.array([parent or 0], np.uint64),
+            np.array([parent is not None], np.uint8),
+            np.array([kind], np.uint8),
+        )
 
     def part(self, events: slice, pages: slice) -> PageEvents:
         """Return views of some events and of their pages."""
