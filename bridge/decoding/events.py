@@ -82,15 +82,16 @@ class PageRun(NamedTuple):
     def parts(self) -> Iterator[PageRun]:
         """Split into runs of stores on one tier, and of removals from one."""
         events = self.events
-        borders = [0, *(np.flatnonzero(np.diff(events.kinds)) + 1).tolist(), len(events.kinds)]
-        pages = np.cumsum([0, *events.lengths])
-        stored_pages = np.cumsum([0, *np.where(events.kinds & REMOVAL, 0, events.lengths)])
-        for start, stop in pairwise(borders):
-            part, kind = events.part(slice(start, stop), slice(pages[start], pages[stop])), int(events.kinds[start])
+        if (events.kinds == events.kinds[0]).all():
+            yield self._replace(is_mixed=False) if self.is_mixed else self
+            return
+        kinds, borders = events.kinds.tolist(), np.flatnonzero(np.diff(events.kinds)) + 1
+        pages = np.cumsum([0, *events.lengths]).tolist()
+        stored_pages = np.cumsum([0, *np.where(events.kinds & REMOVAL, 0, events.lengths)]).tolist()
+        for start, stop in pairwise([0, *borders.tolist(), len(kinds)]):
+            part, kind = events.part(slice(start, stop), slice(pages[start], pages[stop])), kinds[start]
             if kind & REMOVAL:
                 yield PageRun(part, kind - REMOVAL, self.attention_group, self.medium, is_removal=True)
-            elif len(borders) == 2:
-                yield self
             else:
                 tokens = self.tokens[stored_pages[start] * self.block_size : stored_pages[stop] * self.block_size]
                 yield self._replace(events=part, tier=kind, is_mixed=False, tokens=tokens, num_positions=len(tokens))

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.events import tier_of
@@ -57,20 +56,23 @@ class PagePublisher:
         columns = pages.columns
         if not len(columns.hashes):
             return
-        is_removal = columns.kinds & REMOVAL > 0
-        if columns.kinds[0] >= UNKNOWN:
+        kind = int(columns.kinds[0])
+        if kind >= UNKNOWN:
             self._count_unknown(medium, len(columns.hashes))
             self._remove_everywhere(_hashes(page for page in pages.ambiguous if page.is_reassigned), namespace.label)
         elif self.publisher is not None:
-            num_removed = int(columns.lengths @ is_removal)
+            kinds = columns.kinds
+            num_removed = len(columns.hashes) if kind & REMOVAL else 0
+            if len(kinds) > 1:  # one event is frequent, and operations of numpy are slow
+                num_removed = int(columns.lengths @ (kinds & REMOVAL > 0))
             self._counters.pages_stored += len(columns.hashes) - num_removed
             self._counters.pages_removed += num_removed
             self._is_clear = self._is_clear and num_removed == len(columns.hashes)
             if self._counts_copies and num_removed:
-                is_copy = is_removal if names_group else columns.kinds == REMOVAL
-                columns = columns.with_kinds(columns.kinds + np.uint8(COPY_REMOVAL - REMOVAL) * is_copy)
+                is_copy = kinds & REMOVAL > 0 if names_group else kinds == REMOVAL
+                columns = columns.with_kinds(kinds + np.uint8(COPY_REMOVAL - REMOVAL) * is_copy)
             if pages.ambiguous or self._collisions:
-                self._publish_ambiguous(self.publisher, columns, is_removal, pages.ambiguous, namespace)
+                self._publish_ambiguous(self.publisher, columns, pages.ambiguous, namespace)
             else:
                 self.publisher.publish_columns(columns, namespace.label)
 
@@ -90,7 +92,6 @@ class PagePublisher:
         self,
         publisher: EventPublisher,
         columns: PageEvents,
-        is_removal: npt.NDArray[np.bool_],
         ambiguous: Sequence[AmbiguousPage],
         namespace: HashNamespace,
     ) -> None:
@@ -100,6 +101,7 @@ class PagePublisher:
         before its new page is stored.
         """
         ends = np.cumsum([0, *columns.lengths]).tolist()
+        is_removal = columns.kinds & REMOVAL > 0  # that of one copy has the bit, too
         is_border = is_removal[1:] | is_removal[:-1]
         for start, stop in pairwise([0, *(np.flatnonzero(is_border) + 1).tolist(), len(is_removal)]):
             first, end = ends[start], ends[stop]
