@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.context import EngineContext
 from bridge.counters import BridgeCounters
 from bridge.decoding.events import AttentionSpec, InvalidEvent, PageRun, Run
 from bridge.decoding.kernels.columns import REMOVAL
@@ -124,16 +125,15 @@ class PolledEvents:
 
     def _new_stream(self, rank: int) -> WorkerStream:
         settings = PublisherSettings(**{**self._settings.model_dump(), "dp_rank": rank})
-        return WorkerStream(
-            settings.stream,
-            EngineDefaults(settings.block_size, count_copies=False),
+        context = EngineContext(
+            EngineDefaults(block_size=settings.block_size, count_copies=False),
             self.counters,
             RateLimitedLogger(logger, f"engine {settings.stream.key}"),
             lambda stream, _, blocks: self._make_publisher(settings.model_copy(update=stream._asdict()), blocks),
-            EngineState(is_receiving=True),
-            ledger_pages=settings.ledger_pages,
-            name_pages=self._name_pages,
+            settings.ledger_pages,
+            self._name_pages,
         )
+        return WorkerStream(settings.stream, context, EngineState(is_receiving=True))
 
 
 def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iterator[Run]:

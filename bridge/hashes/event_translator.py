@@ -11,33 +11,25 @@ end of the messages that are decoded together, as everything does that follows t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
 
 import numpy as np
 
-from bridge.counters import BridgeCounters
+from bridge.context import EngineContext
 from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageRun, Run, hashes_of, tier_of
 from bridge.decoding.mooncake import MooncakeEvent
 from bridge.hashes.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
 from bridge.hashes.hash_memory import HashMemory, HashNamespace, TranslatedPages
 from bridge.hashes.page_namer import PageNamer, with_pages
 from bridge.hashes.page_publisher import PagePublisher
-from bridge.settings import EngineDefaults
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.limits import MAX_BLOCK_SIZE
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId, group_model
 from publisher.event_columns import PageEvents
-from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
 
 _MAX_WAITING = 16_384
 """Runs that wait for the end of a batch. Engines send up to some thousand in one."""
-
-
-NewPublisher: TypeAlias = Callable[[StreamId, int, BlockTable | None], EventPublisher]
-"""(stream or group stream, block size, table of blocks or None for one of its own) -> a publisher"""
 
 
 class EventTranslator:
@@ -46,33 +38,24 @@ class EventTranslator:
     def __init__(
         self,
         stream: StreamId,
-        defaults: EngineDefaults,
-        counters: BridgeCounters,
-        limited_logger: RateLimitedLogger,
-        new_publisher: NewPublisher,
+        context: EngineContext,
         drop_publisher: Callable[[EventPublisher], None],
-        *,
-        ledger_pages: int,
-        name_pages: int,
     ) -> None:
-        """stream: events of another model or tenant are left out. new_publisher: called again for each later
-        incarnation. drop_publisher: called with each publisher that is no longer used. ledger_pages: most pages that a
-        publisher holds. name_pages: most pages remembered beyond those held.
+        """stream: events of another model or tenant are left out. drop_publisher: called with each publisher that is no
+        longer used.
         """
         self._stream = stream
-        self._defaults = defaults
-        self._counters = counters
-        self._limited_logger = limited_logger
-        self._new_publisher = new_publisher
+        self._context = context
+        self._counters, self._limited_logger = context.counters, context.limited_logger
         self._drop_publisher = drop_publisher
-        self._hashes = HashMemory(ledger_pages, name_pages)
-        self._namer = PageNamer(defaults, counters, limited_logger, self._hashes)
-        self._groups = AttentionGroups(defaults)
-        self._outputs = {OWN_STREAM: self._new_output()}
-        self._size = BlockSizeRule(defaults.block_size)
+        self._hashes = HashMemory(context.ledger_pages, context.name_pages)
+        self._namer = PageNamer(context, self._hashes)
+        self._groups = AttentionGroups(context.defaults)
+        self._outputs = {OWN_STREAM: PagePublisher(context)}
+        self._size = BlockSizeRule(context.defaults.block_size)
         self._waiting: list[PageRun] = []
-        if defaults.block_size is not None:
-            self.open_publisher(defaults.block_size)
+        if context.defaults.block_size is not None:
+            self.open_publisher(context.defaults.block_size)
 
     @property
     def publisher(self) -> EventPublisher | None:
@@ -87,7 +70,7 @@ class EventTranslator:
     def open_publisher(self, block_size: int) -> EventPublisher:
         """Publish with new publishers from now on."""
         own = self._outputs[OWN_STREAM]
-        publisher = self._new_publisher(self._stream, block_size, self._hashes.blocks)
+        publisher = self._context.new_publisher(self._stream, block_size, self._hashes.blocks)
         for output in self._outputs.values():
             if output.publisher not in (None, publisher):
                 self._drop_publisher(output.publisher)
@@ -185,9 +168,6 @@ class EventTranslator:
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
-    def _new_output(self) -> PagePublisher:
-        return PagePublisher(self._counters, self._limited_logger, counts_copies=self._defaults.count_copies)
-
     def _open_streams(self) -> None:
         """Open the streams that the groups need, once the block size is known, and close all others."""
         needed = self._groups.streams
@@ -196,10 +176,10 @@ class EventTranslator:
             if unneeded is not None:
                 self._drop_publisher(unneeded)
         for name, num_groups in needed.items():
-            output = self._outputs.setdefault(name, self._new_output())
+            output = self._outputs.setdefault(name, PagePublisher(self._context))
             if output.publisher is None and self.publisher is not None:
                 stream = self._stream._replace(model=group_model(self._stream.model, name))
-                output.publisher = self._new_publisher(stream, self.publisher.block_size, None)
+                output.publisher = self._context.new_publisher(stream, self.publisher.block_size, None)
             if output.publisher is not None:
                 output.publisher.require_groups(num_groups)
 

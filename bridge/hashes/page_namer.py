@@ -16,12 +16,10 @@ import numpy as np
 import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
-from bridge.counters import BridgeCounters
+from bridge.context import EngineContext
 from bridge.decoding.events import PageRun
 from bridge.hashes.hash_memory import HashMemory, HashNamespace, NamespaceSeed, TranslatedPages, single_pages
-from bridge.settings import EngineDefaults
 from kv_events.hashing import U32Array, U64Array, local_hashes, namespace_seed
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 _seed_of = lru_cache(4096)(namespace_seed)
 
@@ -33,16 +31,8 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 class PageNamer:
     """Names the pages of one worker's stores, and remembers their names in its `HashMemory`."""
 
-    def __init__(
-        self,
-        defaults: EngineDefaults,
-        counters: BridgeCounters,
-        limited_logger: RateLimitedLogger,
-        hashes: HashMemory,
-    ) -> None:
-        self._defaults = defaults
-        self._counters = counters
-        self._limited_logger = limited_logger
+    def __init__(self, context: EngineContext, hashes: HashMemory) -> None:
+        self._defaults, self._counters, self._limited_logger, *_ = context
         self._hashes = hashes
 
     def seed(self, lora_name: str | None, cache_salt: str | None) -> NamespaceSeed:

@@ -7,13 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from bridge.counters import BridgeCounters
+from bridge.context import EngineContext
 from bridge.decoding.events import tier_of
 from bridge.decoding.kernels.columns import UNKNOWN
 from bridge.hashes.hash_memory import AmbiguousPage, HashNamespace, TranslatedPages, single_pages
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import NUM_MEDIA, AllBlocksCleared
 from publisher.event_columns import PageEvents
 from publisher.kernels.changes import COPY_REMOVAL, REMOVAL
@@ -23,19 +22,18 @@ _MAX_MEDIA_NAMES = 64
 
 
 class PagePublisher:
-    """Publishes the stores and removals of one worker stream. Does nothing until `publisher` is set."""
+    """Publishes the stores and removals of one worker stream. Does nothing until `publisher` is set.
 
-    def __init__(self, counters: BridgeCounters, limited_logger: RateLimitedLogger, *, counts_copies: bool) -> None:
-        """counts_copies: whether a repeated store adds a copy, so that a removal takes only one away.
+    If the engine's copies count, a repeated store adds one, and a removal takes only one away. They count for events
+    that name an attention group, which vLLM sends for each of its blocks, and on the device. Elsewhere, engines keep
+    one copy and may repeat its store.
+    """
 
-        Copies are counted for events that name an attention group, which vLLM sends for each of its blocks, and on the
-        device. Elsewhere, engines keep one copy and may repeat its store.
-        """
+    def __init__(self, context: EngineContext) -> None:
         self.publisher: EventPublisher | None = None
         self._is_clear = False  # whether nothing was stored since the last clear
-        self._counts_copies = counts_copies
-        self._counters = counters
-        self._limited_logger = limited_logger
+        self._counts_copies = context.defaults.count_copies
+        self._counters, self._limited_logger = context.counters, context.limited_logger
         self._collisions = HashCollisions()
 
     def clear(self) -> None:
