@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from api.settings import ApiSettings
     from simulation import Requests, SimulationSettings
     from simulation.live import LiveFleet
-    from simulation.policy_run import PolicyRun
     from simulation.workload import Request
+    from simulation.policy_run import PolicyRun
 
 _NUM_REQUESTS = 1500
 _WARM_REQUESTS = 300
@@ -132,6 +132,7 @@ async def _run_live(
     """Run the same fleet with the real API: publishers, a log in memory, the consumer, HTTP."""
     from api.app import create_app
     from api.server import running_server
+    from api.service import LiveService
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
     from kv_events.log.memory import MemoryLog
@@ -140,12 +141,12 @@ async def _run_live(
     stop = stop_signals()
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
-    app = create_app(consumer, settings)
+    service = LiveService(consumer, settings)
     async with (
-        running_server(app, settings, bound) as url,
+        running_server(create_app(service), settings, bound) as url,
         publishing_fleet(fleet_settings, "kv-aware", memory_transport(log), consumer) as fleet,
     ):
-        serve = partial(_serve, fleet.run, app.state.scene.funnel, count())
+        serve = partial(_serve, fleet.run, service.decision_window, count())
         shown = await _warm_up(fleet, serve, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
         print_lines([f"Open {url} to see the fleet while it runs."])
         await _show_answer(url, fleet_settings.model_of("kv-aware"), shown)

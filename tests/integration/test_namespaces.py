@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from engine_cache import InsertParams, RadixCache, RadixKey
 from indexer.assembly import create_consumer
@@ -49,7 +50,7 @@ KINDS = {"lora_name": adapter_seed, "cache_salt": salt_seed}
 
 @asynccontextmanager
 async def serving(log: MemoryLog) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(create_consumer(IndexerSettings(max_pages=2**16), log), ApiSettings(port=0))
+    app = create_app(LiveService(create_consumer(IndexerSettings(max_pages=2**16), log), ApiSettings(port=0)))
     async with asking(app) as client:
         yield client
 

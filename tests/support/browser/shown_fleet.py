@@ -12,6 +12,7 @@ from typing import NamedTuple
 from api.app import create_app
 from api.decisions.window import DecisionWindow
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
@@ -49,13 +50,13 @@ async def shown_fleet(settings: ApiSettings, num_requests: int = 60, workers: in
     )
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
-    app = create_app(consumer, settings)
+    service = LiveService(consumer, settings)
     async with (
-        running_server(app, settings) as url,
+        running_server(create_app(service), settings) as url,
         publishing_fleet(simulated, POLICY, memory_transport(log), consumer) as fleet,
     ):
         requests = list(generate(WorkloadSettings(num_requests=num_requests, seed=0)))
-        shown = ShownFleet(url, fleet, requests, app.state.scene.funnel, count())
+        shown = ShownFleet(url, fleet, requests, service.decision_window, count())
         for request in requests:
             shown.serve(request)
             await asyncio.sleep(0)
