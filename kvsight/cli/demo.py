@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from api.settings import ApiSettings
     from simulation import Requests, SimulationSettings
     from simulation.live import LiveFleet
-    from simulation.workload import Request
     from simulation.policy_run import PolicyRun
+    from simulation.workload import Request
 
 _NUM_REQUESTS = 1500
 _WARM_REQUESTS = 300
