@@ -27,8 +27,8 @@ from publisher import PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
 from tests.fuzz.engine_inputs import PAYLOADS
-from tests.support.bridge.inboxes import of_protocol, received
 from tests.support.engines.event_payloads import payload, stored
+from tests.support.engines.inboxes import of_protocol, received
 from tests.support.engines.zmq_engine import END, ZmqEngine
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until

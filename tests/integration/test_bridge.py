@@ -13,7 +13,7 @@ from bridge.stream.engine_stream import EngineStream
 from kv_events.codec import decode_batch
 from kv_events.digest import page_counts
 from kv_events.schema import BATCHES_LOST, CLOSED, ENGINE_UNHEARD, REPLAYING
-from tests.support.bridge.rig import CPU, GPU, Play, bridged, on, pages, prompt, store
+from tests.rigs.bridge import CPU, GPU, Play, bridged, on, pages, prompt, store
 from tests.support.engines.event_payloads import names_of, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until

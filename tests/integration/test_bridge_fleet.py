@@ -15,7 +15,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.schema import BATCHES_LOST
 from publisher import PublisherSettings
 from publisher.sinks import MemorySink
-from tests.support.bridge.rig import GPU, LiveBridge, bridged, on, self_named
+from tests.rigs.bridge import GPU, LiveBridge, bridged, on, self_named
 from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.log.hand_fed import HandFed

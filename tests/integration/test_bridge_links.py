@@ -10,7 +10,7 @@ import zmq
 
 from bridge import ConnectionState, EngineSettings
 from kv_events.schema import ENGINE_UNHEARD
-from tests.support.bridge.rig import LiveBridge, bridged, pages, self_named, store
+from tests.rigs.bridge import LiveBridge, bridged, pages, self_named, store
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port, has_ipv6
 from tests.support.waiting import async_wait_until

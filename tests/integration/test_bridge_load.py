@@ -9,7 +9,8 @@ from typing import Literal
 
 import pytest
 
-from tests.support.bridge.rig import GPU, LiveBridge, Pages
+from tests.models.stream_reader import Pages
+from tests.rigs.bridge import GPU, LiveBridge
 from tests.support.engines.event_payloads import names_of, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from bridge.metrics import BridgeMetrics
 from kv_events.schema import BATCHES_LOST
-from tests.support.bridge.rig import GPU, bridged, on
+from tests.rigs.bridge import GPU, bridged, on
 from tests.support.engines.event_payloads import names_of, payload, removed, stored
 from tests.support.waiting import async_wait_until
 

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from bridge.stream.rank_streams import RankStreams
 from bridge.stream.replay import ReplayClient, ReplayError
-from tests.support.bridge.rig import GPU, Play, bridged, on, pages, store
+from tests.rigs.bridge import GPU, Play, bridged, on, pages, store
 from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port

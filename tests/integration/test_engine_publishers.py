@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from bridge import EngineSettings
-from tests.support.bridge.rig import LiveBridge, Pages
+from tests.models.stream_reader import Pages
+from tests.rigs.bridge import LiveBridge
 from tests.support.engines.publisher_process import WHOLE_DIGESTS
 from tests.support.engines.released_modules import RELEASES, VLLM, VLLM_ARRAYS, Engine, engine_folder
 from tests.support.servers.child_process import ChildProcess, free_port

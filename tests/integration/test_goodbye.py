@@ -25,7 +25,7 @@ from publisher.sinks.memory import MemorySink
 from publisher.sinks.zmq import ZmqSink
 from simulation import SimulationSettings, WorkloadSettings, generate
 from simulation.live import memory_transport, publishing_fleet
-from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.rigs.bridge import GPU, LiveBridge, on
 from tests.support.engines import event_payloads
 from tests.support.engines.event_payloads import names_of, payload
 from tests.support.engines.publishing_process import MODEL, PublishingProcess

@@ -17,7 +17,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings, SinkRejectedError, SinkUnavailableError
 from publisher.sinks.zmq import ZmqSink
-from tests.support.bridge.rig import CPU, GPU, LiveBridge, on
+from tests.rigs.bridge import CPU, GPU, LiveBridge, on
 from tests.support.engines.event_payloads import names_of
 from tests.support.servers.child_process import free_port, has_ipv6
 from tests.support.waiting import async_wait_until

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.decoding.decoder import Batch, Decoder, Messages, UnreadableBatch
-from bridge.decoding.events import PageRun
+from bridge.decoding.events import PageRun, tier_of
+from bridge.decoding.kernels.columns import UNKNOWN
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.schema import SnapshotBegin, SnapshotEnd
-from tests.support.bridge.reference_decoder import flat
-from tests.support.bridge.rig import CPU, GPU, NOW, Rig, on
+from tests.models.reference_decoder import flat
+from tests.rigs.bridge import CPU, DISK, EXTERNAL, GPU, NOW, Rig, on
 from tests.support.engines.event_payloads import Event, cleared, names_of, payload, removed, stored
 
 TOKENS = list(range(100, 116))
@@ -230,3 +231,24 @@ def test_a_payload_beyond_the_bound_takes_no_other_along(monkeypatch: pytest.Mon
     small, large = payload(removed([1])), msgspec.msgpack.encode([1.0, [["BlockRemoved", list(range(2000))]], 0])
     found = [type(batch) for batch in Decoder().decode_all(Messages.of(enumerate([small, large, small])))]
     assert found == [Batch, UnreadableBatch, Batch]
+
+
+# --- media ----------------------------------------------------------------------------------------------------------
+
+SEEN = {
+    GPU: ["", "GPU", "gpu", "device(type='cuda', index=0)"],
+    CPU: ["CPU", "CPU_PINNED", "CPU_TIER1", "cpu"],
+    DISK: ["CPU_TIER2", "NVME", "DISK", "FS", "OBJ", "STORAGE", "disk"],
+    EXTERNAL: ["EXTERNAL", "REMOTE"],
+}
+
+
+@pytest.mark.parametrize(("medium", "tier"), [(medium, tier) for tier, media in SEEN.items() for medium in media])
+def test_a_medium_is_its_tier(medium: str, tier: int) -> None:
+    assert tier_of(medium) == tier_of(medium, "LOCAL") == tier
+    assert tier_of(medium, "REMOTE") == EXTERNAL
+
+
+@pytest.mark.parametrize("medium", ["SSD", "NPU", "GPU2", " GPU", "device(type='cpu')"])
+def test_an_unknown_medium_is_no_tier(medium: str) -> None:
+    assert tier_of(medium) == tier_of(medium, "REMOTE") == UNKNOWN

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.limits import MAX_EVENTS_PER_BATCH
-from kv_events.log.memory import MemoryLog
-from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
+from kv_events.schema import AllBlocksCleared, BlockRemoved, StorageMedium
 from kv_events.streams import StreamId
-from publisher import EventPublisher, PublisherSettings
 from publisher.change_queue import PageChanges
 from publisher.kernels.changes import CLEARED, REMOVAL
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
-from publisher.sinks import MemorySink
-from tests.support.log.records import words
+from tests.models.stream_reader import StreamReader
+from tests.rigs.publisher import make_publisher, stored
 
 STREAM = StreamId("meta-llama/Llama-3.1-8B-Instruct", "default", "worker-12", 0)
 
@@ -92,15 +90,8 @@ def test_changes_lead_where_they_would_lead_one_by_one(rows: list[tuple[int, int
             held.add((kind, page * factor))
         else:
             held.discard((kind - REMOVAL, page * factor))
-    read_back: set[tuple[int, int]] = set()
-    for step in read(pack(changes(*[(kind, page * factor, 0) for kind, page in rows]))) if rows else []:
-        if isinstance(step, StoredPages):
-            read_back |= {(step.medium, page) for page in step.hashes.tolist()}
-        elif isinstance(step, RemovedPages):
-            read_back -= {(step.medium, page) for page in step.hashes.tolist()}
-        else:
-            read_back.clear()
-    assert read_back == held
+    events = pack(changes(*[(kind, page * factor, 0) for kind, page in rows])) if rows else []
+    assert StreamReader().apply(read(events)) == held
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, REMOVAL, REMOVAL + 1, CLEARED]), st.integers(1, 6)), min_size=1))
@@ -112,29 +103,19 @@ def test_a_batch_never_has_more_events_than_were_reckoned(rows: list[tuple[int, 
 
 
 def test_pages_that_move_to_another_tier_one_by_one_are_few_events() -> None:
-    publisher = EventPublisher(PublisherSettings(model="m", worker="w", block_size=4), MemorySink(MemoryLog()))
+    publisher = make_publisher()
     pages = range(1, 1001)
-    publisher.publish([stored(page, StorageMedium.GPU) for page in pages])
+    publisher.publish([stored(page) for page in pages])
     publisher.take_records(0.0, force=True)
     for page in pages:
-        publisher.publish([stored(page, StorageMedium.CPU), BlockRemoved([page], StorageMedium.GPU)])
+        publisher.publish([stored(page, medium=StorageMedium.CPU), BlockRemoved([page], StorageMedium.GPU)])
     (record,) = publisher.take_records(0.0, force=True)
     assert len(decode_batch(record.payload).steps) <= 3
 
 
-def stored(page: int, medium: StorageMedium) -> BlockStored:
-    return BlockStored([page], None, [], 4, None, medium, None, words([page]))
-
-
-def test_every_clear_is_an_event_of_its_own() -> None:
-    assert read(pack(changes((CLEARED, 0, 0), (CLEARED, 0, 0)))) == [AllBlocksCleared(), AllBlocksCleared()]
-
-
-def test_no_changes_are_no_events() -> None:
+def test_the_smallest_batches() -> None:
     assert pack(changes((0, 1, 0)).part(0, 0)) == []
-
-
-def test_a_single_page_may_have_tokens() -> None:
+    assert read(pack(changes((CLEARED, 0, 0), (CLEARED, 0, 0)))) == [AllBlocksCleared(), AllBlocksCleared()]
     assert len(read(pack(changes((0, 1, 0)), [PageTokens(b"aaaa", None)]))) == 1
 
 

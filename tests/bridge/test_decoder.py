@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES, Decoder, UndecodableError
 from bridge.decoding.events import PageRun
-from tests.support.bridge.reference_decoder import decoded, joined, reference
+from tests.models.reference_decoder import decoded, joined, reference
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS, cleared, payload, removed, stored
 
 # --- input ----------------------------------------------------------------------------------------------------------

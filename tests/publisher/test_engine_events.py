@@ -10,15 +10,12 @@ import msgspec
 import pytest
 
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
-from kv_events.log.memory import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium
-from publisher import EventPublisher, PublisherSettings
-from publisher.sinks import MemorySink
 from publisher.sinks.engine_events import Encoding, EngineEvents
-from tests.support.bridge.rig import Rig
+from tests.rigs.bridge import Rig
+from tests.rigs.publisher import NOW, make_publisher
 from tests.support.engines.event_payloads import names_of
 
-NOW = 1_700_000_000.0
 TOKENS = list(range(1, 13))
 CLEARED = ["AllBlocksCleared"]
 
@@ -27,8 +24,7 @@ class Stream:
     """A publisher of one worker, and the events that readers of the engines' protocol receive."""
 
     def __init__(self, encoding: Encoding = "array", **settings: Any) -> None:
-        wanted = {"model": "m", "worker": "w", "block_size": 4, "with_tokens": True, "ledger_pages": 10_000, **settings}
-        self.publisher = EventPublisher(PublisherSettings(**wanted), MemorySink(MemoryLog()))
+        self.publisher = make_publisher(with_tokens=True, **settings)
         self.told = EngineEvents(encoding)
         self._now = NOW
 

@@ -10,10 +10,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.bridge.rig import CPU, DISK, GPU, Pages, Rig
+from tests.models.stream_reader import Pages
+from tests.rigs.bridge import CPU, DISK, GPU, Rig
 from tests.support.engines.event_payloads import Event, cleared, names_of, pairs, removed, stored
 
-MEDIA = {
+MEDIA: dict[int, list[str | None]] = {
     GPU: ["GPU", None, "gpu"],
     CPU: ["CPU", "CPU_PINNED", "CPU_TIER1", "cpu"],
     DISK: ["DISK", "FS", "STORAGE", "NVME"],
@@ -152,7 +153,9 @@ def publish_random(engine: FakeEngine, rig: Rig, num_batches: int = 25) -> None:
     for _ in range(num_batches):
         events = [event for _ in range(rng.randrange(4)) for event in engine.step()]
         # the array format has no field for salts of adapters
-        forms = ["map"] if any("cache_salt" in event for event in events) else ["array", "array with nils", "map"]
+        forms: list[Any] = (
+            ["map"] if any("cache_salt" in event for event in events) else ["array", "array with nils", "map"]
+        )
         rig.take(*events, form=rng.choice(forms), batch=rng.choice(["array", "map", "pair"]))
         assert rig.pages == engine.pages
     assert rig.counters.bad_events == {}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bridge.rig import GPU, Rig, on
+from tests.rigs.bridge import GPU, Rig, on
 from tests.support.engines.event_payloads import Event, names_of, pairs, payload, removed, stored
 
 TOKENS = list(range(100, 116))

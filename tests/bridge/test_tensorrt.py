@@ -13,7 +13,8 @@ from kv_events.streams import split_group
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
 from publisher.sinks import MemorySink
-from tests.support.bridge.rig import CPU, GPU, NOW, Pages, View, on
+from tests.models.stream_reader import Pages, StreamReader
+from tests.rigs.bridge import CPU, GPU, NOW, on
 from tests.support.engines.event_payloads import names_of
 
 TOKENS = list(range(100, 116))
@@ -55,7 +56,7 @@ class Rig:
         settings = PublisherSettings(model="m", worker="w", block_size=4, ledger_pages=4096)
         self.polled = PolledEvents(settings, self._publisher, name_pages=4096)
         self._publishers: dict[tuple[int, str], EventPublisher] = {}
-        self._views: dict[tuple[int, str], View] = {}
+        self._views: dict[tuple[int, str], StreamReader] = {}
         self._next = 0
 
     def take(self, *data: dict[str, Any], **fields: Any) -> Rig:
@@ -81,7 +82,7 @@ class Rig:
     def _publisher(self, settings: PublisherSettings, blocks: BlockTable | None) -> EventPublisher:
         key = settings.dp_rank, split_group(settings.model)[1] or ""
         self._publishers[key] = publisher = EventPublisher(settings, MemorySink(MemoryLog()), blocks)
-        self._views[key] = View()
+        self._views[key] = StreamReader()
         return publisher
 
 

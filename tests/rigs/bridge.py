@@ -16,15 +16,15 @@ from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
 from bridge.hashes.event_translator import EventTranslator
 from bridge.settings import EngineDefaults
-from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.endpoints import Locate, as_given
 from kv_events.log.memory import MemoryLog
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
-from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
 from kv_events.streams import StreamId, split_group
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
 from publisher.sinks import MemorySink
+from tests.models.stream_reader import Pages, StreamReader
 from tests.support.engines.event_payloads import cleared, names_of, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
@@ -32,42 +32,6 @@ from tests.support.waiting import async_wait_until
 
 NOW = 1_700_000_000.0
 GPU, CPU, DISK, EXTERNAL = range(4)
-
-Pages = set[tuple[int, int]]
-"""(tier, sequence hash)"""
-
-
-class View:
-    """The state of one stream, rebuilt from its records."""
-
-    def __init__(self) -> None:
-        self.pages: Pages = set()
-        self.epoch = -1
-        self.block_size = 0
-        self.degraded_reason: str | None = None
-        self._named: Pages | None = None
-
-    def read(self, record: bytes) -> None:
-        batch = decode_batch(record)
-        if batch.epoch < self.epoch:
-            return
-        self.epoch, self.block_size, self.degraded_reason = batch.epoch, batch.block_size, batch.degraded_reason
-        for step in batch.steps:
-            match step:
-                case StoredPages():
-                    here = {(step.medium, name) for name in step.hashes.tolist()}
-                    self.pages |= here
-                    if self._named is not None:
-                        self._named |= here
-                case RemovedPages():
-                    self.pages -= {(step.medium, name) for name in step.hashes.tolist()}
-                case AllBlocksCleared():
-                    self.pages.clear()
-                case SnapshotBegin():
-                    self._named = set()
-                case SnapshotEnd():
-                    assert self._named is not None
-                    self.pages, self._named = self._named, None
 
 
 class LiveBridge:
@@ -77,10 +41,10 @@ class LiveBridge:
         self.log = MemoryLog()
         template = PublisherSettings(model="-", worker="-", block_size=1, ledger_pages=200_000, linger_ms=1)
         self.fleet = Fleet(BridgeSettings(**settings), template, MemorySink(self.log), locate)
-        self._views: dict[str, View] = defaultdict(View)
+        self._views: dict[str, StreamReader] = defaultdict(StreamReader)
         self._offset = 0
 
-    def view(self, worker: str = "w", rank: int = 0, model: str = "m") -> View:
+    def view(self, worker: str = "w", rank: int = 0, model: str = "m") -> StreamReader:
         """Return a worker's current view. model: that of a group stream."""
         while records := self.log.read(self._offset):
             self._offset = records[-1].offset + 1
@@ -247,7 +211,7 @@ class Rig:
         self._failures = list(failures)
         self._ledger_pages = ledger_pages
         self.counters = BridgeCounters()
-        self._views: defaultdict[str, View] = defaultdict(View)
+        self._views: defaultdict[str, StreamReader] = defaultdict(StreamReader)
         self._decoder = Decoder()
         limited_logger = RateLimitedLogger(logging.getLogger("tests"), "engine w")
         context = EngineContext(
@@ -265,6 +229,9 @@ class Rig:
             self.translator.apply(run)
         self.translator.end_batch()
         return self
+
+    def counts(self) -> dict[str, Any]:
+        return {field.name: getattr(self.counters, field.name) for field in fields(self.counters)}
 
     @property
     def pages(self) -> Pages:

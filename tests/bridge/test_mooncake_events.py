@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.bridge.rig import CPU, DISK, GPU, Rig, on
+from tests.rigs.bridge import CPU, DISK, GPU, Rig, on
 from tests.support.engines.event_payloads import names_of, stored
 
 TOKENS = list(range(100, 116))

@@ -8,23 +8,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_events.codec import RemovedPages, StoredPages, decode_batch
-from kv_events.log.memory import MemoryLog
-from kv_events.schema import (
-    MEDIA,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EngineEvent,
-    SnapshotBegin,
-    SnapshotEnd,
-)
-from publisher import EventPublisher, PublisherSettings
+from kv_events.codec import StoredPages
+from kv_events.schema import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from publisher import EventPublisher, OutRecord
 from publisher.kernels.changes import SPAN
-from publisher.sinks import MemorySink, OutRecord
+from tests.models.stream_reader import MASK64, StreamReader
+from tests.rigs.publisher import make_publisher, steps_of
 from tests.support.log.records import words
 
-MASK64 = 2**64 - 1
 NAMESPACES = (None, "tenant-a")
 
 
@@ -75,78 +66,15 @@ class Model:
         return {(tier, name) for (_, _, tier), name in self.blocks.items()}
 
 
-class View:
-    """A model of a reader. Checks the digest of every batch and the structure of resyncs."""
-
-    def __init__(self) -> None:
-        self.pages: set[tuple[int, int]] = set()
-        self.named: set[tuple[int, int]] | None = None
-        self.next_seq = 0
-        self.num_resyncs = 0
-
-    def read(self, records: list[OutRecord]) -> None:
-        for record in records:
-            batch = decode_batch(record.payload)
-            assert batch.seq == self.next_seq
-            self.next_seq += 1
-            for step in batch.steps:
-                self.apply(step)
-            if self.named is None:
-                assert batch.digest.tolist() == digest_of(self.pages)
-
-    def apply(self, step: object) -> None:
-        match step:
-            case StoredPages():
-                tiers = [(step.medium, name) for name in step.hashes.tolist()]
-                assert not (self.named is None and self.pages & set(tiers)), "stored what was known"
-                self.pages.update(tiers)
-                if self.named is not None:
-                    self.named.update(tiers)
-            case RemovedPages():
-                self.pages.difference_update((step.medium, name) for name in step.hashes.tolist())
-            case AllBlocksCleared():
-                self.pages.clear()
-            case SnapshotBegin():
-                assert self.named is None
-                self.named = set()
-            case SnapshotEnd():
-                assert self.named is not None
-                self.pages, self.named = self.named, None
-                self.num_resyncs += 1
-
-
-def mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & MASK64
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK64
-    return x ^ x >> 31
-
-
-def digest_of(pages: set[tuple[int, int]]) -> list[int]:
-    words = [0] * 8
-    for tier, name in pages:
-        words[tier] += 1
-        words[tier + 4] ^= mix(name)
-    return words
-
-
 def make(**settings: Any) -> EventPublisher:
-    values = {
-        "model": "m",
-        "worker": "w",
-        "block_size": 4,
-        "ledger_pages": 64,
-        "queue_pages": 10_000,
-        **settings,
-    }
-    return EventPublisher(PublisherSettings(**values), MemorySink(MemoryLog()))
+    return make_publisher(**{"ledger_pages": 64, "queue_pages": 10_000, "resync_jitter_s": 0.5, **settings})
 
 
 @given(calls, st.integers(1, 7) | st.just(1000), st.sampled_from([0, 2**28 - 3, 2**32 - 3]))
 def test_a_reader_of_the_stream_knows_what_the_events_state(
     calls: list[list[EngineEvent]], batch_pages: int, first_span: int
 ) -> None:
-    publisher, model, view = make(batch_pages=batch_pages), Model(), View()
+    publisher, model, view = make(batch_pages=batch_pages), Model(), StreamReader(is_strict=True)
     publisher._tracker._change_queue.arrays.cursors[SPAN] = first_span  # close to the wrap-around of the counter
     now = 1000.0
     for events in calls:
@@ -155,24 +83,24 @@ def test_a_reader_of_the_stream_knows_what_the_events_state(
             model.apply(event)
         publisher.check()
         if len(events) % 2:
-            view.read(publisher.take_records(now, force=True))
+            view.read_all(publisher.take_records(now, force=True))
             assert view.pages == model.pages
-    view.read(publisher.take_records(now, force=True))
+    view.read_all(publisher.take_records(now, force=True))
     assert view.pages == model.pages
     assert publisher.stats().rejected_events == {}
 
 
 @given(calls, st.integers(1, 12))
 def test_a_reader_is_right_again_after_every_overflow(calls: list[list[EngineEvent]], queue_pages: int) -> None:
-    publisher, model, view = make(queue_pages=queue_pages, batch_pages=3), Model(), View()
+    publisher, model, view = make(queue_pages=queue_pages, batch_pages=3), Model(), StreamReader(is_strict=True)
     for i, events in enumerate(calls):
         publisher.publish(events)
         for event in events:
             model.apply(event)
         if i % 3 == 0:
-            view.read(publisher.take_records(float(i), force=True))
+            view.read_all(publisher.take_records(float(i), force=True))
             assert view.pages == model.pages
-    view.read(publisher.take_records(1000.0, force=True))
+    view.read_all(publisher.take_records(1000.0, force=True))
     assert view.pages == model.pages
 
 
@@ -183,19 +111,18 @@ def test_a_resync_alone_restores_everything(calls: list[list[EngineEvent]]) -> N
         publisher.publish(events)
         for event in events:
             model.apply(event)
-    view = View()
-    view.read(publisher.take_records(1000.0, force=True))
-    assert view.num_resyncs == 1
+    view = StreamReader(is_strict=True).read_all(publisher.take_records(1000.0, force=True))
+    assert len(view.resyncs) == 1
     assert view.pages == model.pages
 
 
 @given(calls, st.integers(1, 4))
 def test_a_full_ledger_and_its_reader_agree(calls: list[list[EngineEvent]], ledger_pages: int) -> None:
-    publisher, view = make(ledger_pages=ledger_pages), View()
+    publisher, view = make(ledger_pages=ledger_pages), StreamReader(is_strict=True)
     for events in calls:
         publisher.publish(events)
         publisher.check()
-        view.read(publisher.take_records(1000.0, force=True))
+        view.read_all(publisher.take_records(1000.0, force=True))
         assert len({name for _, name in view.pages}) == publisher.stats().pages["held"]
         assert publisher.stats().pages["held"] <= ledger_pages
 
@@ -232,7 +159,7 @@ def test_a_resync_names_parents_before_children_on_every_tier(
 def pages_of(records: list[OutRecord]) -> list[tuple[int, int, int]]:
     """Return (tier, sequence hash, sequence hash of the parent) of every stored page, in order."""
     pages = []
-    for step in (step for record in records for step in decode_batch(record.payload).steps):
+    for step in steps_of(records):
         if isinstance(step, StoredPages):
             begins = np.unpackbits(step.chain_starts, count=len(step.hashes), bitorder="little")
             chains, previous = iter(step.parents.tolist()), 0

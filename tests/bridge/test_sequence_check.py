@@ -1,10 +1,28 @@
-"""The order of batches and the incarnations that sent them."""
+"""The order of batches, the incarnations that sent them, and connections that a subscriber reports."""
 
 from __future__ import annotations
 
 import numpy as np
+import zmq
 
+from bridge import BridgeSettings
+from bridge.counters import BridgeCounters
+from bridge.decoding.decoder import Decoder, Messages
+from bridge.registry import StreamRegistry
+from bridge.settings import EngineDefaults
+from bridge.shared_sink import SharedSink
+from bridge.stream.engine_stream import EngineStream
 from bridge.stream.sequence_check import BatchOrder, SequenceCheck
+from bridge.stream.subscriber import Connections
+from bridge.threads import DecodeThreads
+from kv_events.log.memory import MemoryLog
+from kv_events.schema import ENGINE_UNHEARD
+from kv_events.streams import StreamId
+from publisher import PublisherSettings
+from publisher.sinks import MemorySink
+from tests.models.stream_reader import StreamReader
+from tests.rigs.bridge import pages, store
+from tests.support.waiting import async_wait_until
 
 
 def live(sequence: SequenceCheck, seq: int, payload: bytes) -> BatchOrder:
@@ -93,3 +111,62 @@ def test_batches_after_replayed_ones_are_in_order_once_the_replayed_ones_came() 
     assert sequence.num_in_order(np.array([1, 2], np.uint64)) == 0
     assert live(sequence, 1, b"b") is BatchOrder.DUPLICATE
     assert sequence.num_in_order(np.array([2, 3], np.uint64)) == 2
+
+
+async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_for_unbroken() -> None:
+    log = MemoryLog()
+    template = PublisherSettings(model="-", worker="-", block_size=1, ledger_pages=10_000)
+    registry = StreamRegistry(BridgeSettings(), template, SharedSink(MemorySink(log)))
+    stream = StreamId("m", "default", "w", 0)
+    engine_stream = EngineStream(
+        stream, EngineDefaults(block_size=4), registry, Decoder(), BridgeCounters(), None, DecodeThreads()
+    )
+
+    def shown() -> tuple[object, ...]:
+        view = StreamReader().read_all(log.read(0))
+        return view.pages, view.degraded_reason
+
+    engine_stream.set_receiving(True)
+    await engine_stream.take_live(Messages.of([(0, store(1))]))
+    await async_wait_until(lambda: shown() == (pages(1), ""))
+    await engine_stream.reconnected()
+    await async_wait_until(lambda: shown() == (set(), ENGINE_UNHEARD))
+    await engine_stream.ranks.close(1.0, clear=False)
+
+
+# --- connections ----------------------------------------------------------------------------------------------------
+
+BEGUN, MADE, LOST = zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+
+
+def after(*events: tuple[int, int]) -> Connections:
+    connections = Connections()
+    for event, descriptor in events:
+        connections.take(event, descriptor)
+    return connections
+
+
+def test_a_connection_is_there_from_its_handshake_until_it_is_lost() -> None:
+    assert not after((BEGUN, 5))
+    assert after((BEGUN, 5), (MADE, 0))
+    assert not after((BEGUN, 5), (MADE, 0), (LOST, 5))
+    assert after((BEGUN, 5), (MADE, 0), (LOST, 5), (BEGUN, 5), (MADE, 0))
+
+
+def test_losing_what_never_shook_hands_changes_nothing() -> None:
+    assert after((BEGUN, 5), (MADE, 0), (BEGUN, 6), (LOST, 6))
+    assert after((BEGUN, 6), (BEGUN, 5), (MADE, 0), (LOST, 6))
+    assert not after((BEGUN, 6), (LOST, 6))
+
+
+def test_a_message_shows_which_connection_shook_hands() -> None:
+    connections = after((BEGUN, 5), (BEGUN, 6), (MADE, 0))
+    assert connections.note_message(5)
+    connections.take(LOST, 6)
+    assert connections
+    assert not connections.note_message(6)
+    assert not connections.note_message(-1)
+
+
+def test_a_handshake_of_a_connection_that_was_not_seen_to_begin_is_ignored() -> None:
+    assert not after((MADE, 0))
