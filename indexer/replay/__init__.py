@@ -6,7 +6,15 @@ Start at `Timeline`, which opens any moment of a log in a folder, or at `Replay`
 
 from indexer.replay.frames import Beginning, KeyFrameError, open_beginning
 from indexer.replay.log_indexer import LogIndexer
-from indexer.replay.replay import Replay
+from indexer.replay.replay import ApplyObserver, Replay
 from indexer.replay.timeline import BatchAt, Timeline
 
-__all__ = ["BatchAt", "Beginning", "KeyFrameError", "LogIndexer", "Replay", "Timeline", "open_beginning"]
+__all__ = [
+    "ApplyObserver",
+    "BatchAt",
+    "KeyFrameError",
+    "LogIndexer",
+    "Replay",
+    "Timeline",
+    "open_beginning",
+]
