@@ -163,17 +163,9 @@ class OverlapIndex:
         if not self._has_sets:
             return 0, stop - start
         self.digest(stream)
-        known, refused = apply.store(
-            self._resident,
-            _NO_MARKS if marks is None else marks,
-            event.hashes,
-            event.chain_starts,
-            event.parents,
-            stream,
-            event.medium,
-            start,
-            stop,
-        )
+        kept = _NO_MARKS if marks is None else marks
+        pages = event.hashes, event.chain_starts, event.parents
+        known, refused = apply.store(self._resident, kept, *pages, stream, event.medium, start, stop)
         return known, refused
 
     def remove(
@@ -185,15 +177,8 @@ class OverlapIndex:
         removals are used up).
         """
         self.digest(stream)
-        unknown, refused = apply.remove(
-            self._resident,
-            _NO_MARKS if marks is None else marks,
-            event.hashes,
-            stream,
-            event.medium,
-            start,
-            stop,
-        )
+        kept = _NO_MARKS if marks is None else marks
+        unknown, refused = apply.remove(self._resident, kept, event.hashes, stream, event.medium, start, stop)
         return unknown, refused
 
     def sweep(self, stream: int, marks: Marks | None = None) -> Iterator[int]:
