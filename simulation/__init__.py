@@ -10,7 +10,7 @@ reach a router that runs).
 
 from simulation.caches import WorkerCache, create_cache
 from simulation.policies import POLICIES, Policy, create_policy
-from simulation.report import PolicyReport, WorkerLoad, reports_table
+from simulation.report import PolicyReport, WorkerLoad
 from simulation.requests import Request, Requests
 from simulation.run import simulate
 from simulation.settings import CACHES, SimulationSettings
@@ -34,6 +34,5 @@ __all__ = [
     "create_cache",
     "create_policy",
     "generate",
-    "reports_table",
     "simulate",
 ]

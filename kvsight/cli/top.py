@@ -18,10 +18,11 @@ import msgspec
 import typer
 
 from kv_events.http.service import DEFAULT_URL
+from kv_events.runtime.words import count, duration, printable
 from kvsight.cli.shared.console import UsageError, at_most_one, err, out, print_lines, print_result
 from kvsight.cli.shared.flags import ApiToken, AsJson, Url
 from kvsight.cli.shared.streams import MEDIA, namespace_text, rows_of, streams_lines
-from kvsight.cli.shared.tables import Column, count, duration, printable, table_lines
+from kvsight.cli.shared.tables import Column, table_lines
 from kvsight.errors import KvsightConnectionError, KvsightHttpError
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ def top(
 
     Example: kvsight top
     """
+    from kvsight.base_client import RetryPolicy
     from kvsight.client import Client
-    from kvsight.retrying import RetryPolicy
 
     if not ranks and (flag := at_most_one({"--model": model, "--tenant": tenant})):
         raise UsageError(f"{flag} needs --ranks")

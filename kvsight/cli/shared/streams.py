@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvsight.cli.shared.tables import Column, count, duration, natural_order, printable, table_lines
+from kv_events.runtime.words import count, duration, natural_order, printable
+from kvsight.cli.shared.tables import Column, table_lines
 
 if TYPE_CHECKING:
     from kv_events.http.workers import Listener, Worker
@@ -88,13 +89,13 @@ def media_held(rows: Iterable[StreamRow]) -> list[str]:
 
 def _columns(rows: Sequence[StreamRow]) -> Iterator[Column]:
     yield Column("worker", [row.worker for row in rows])
-    yield Column("rank", [str(row.dp_rank) for row in rows], is_number=True, rank=1)
+    yield Column("rank", [row.dp_rank for row in rows], rank=1)
     if any(row.group for row in rows):
         yield Column("group", [row.group for row in rows], rank=2)
     yield Column("state", [row.state for row in rows])
     yield Column("last heard", [f"{duration(row.age_ms)} ago" for row in rows], is_number=True, rank=4)
     for medium in media_held(rows) or ["GPU"]:
         title = f"{MEDIA[medium]} pages"
-        yield Column(title, [str(row.pages.get(medium, 0)) for row in rows], is_number=True, rank=3)
+        yield Column(title, [row.pages.get(medium, 0) for row in rows], rank=3)
     if any(row.reason for row in rows):
         yield Column("reason", [row.reason for row in rows], rank=5)
