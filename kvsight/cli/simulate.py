@@ -111,7 +111,7 @@ def report_lines(reports: Sequence[PolicyReport]) -> Iterator[str]:
     columns = [
         Column("\npolicy", [report.policy for report in reports]),
         Column("tokens\nin cache", [f"{report.found_share:.1%}" for report in reports], is_number=True),
-        Column("requests a worker\nmin/mean/max", [_spread(each, ".0f") for each in requests], is_number=True),
+        Column("requests/worker\nmin/mean/max", [_spread(each, ".0f") for each in requests], is_number=True),
         Column("Mtokens computed\nmin/mean/max", [_spread(each, ".1f") for each in computed], is_number=True),
         Column("queries\nasked", [report.queries for report in reports]),
         Column("wrong\npages", [report.divergent_pages + report.divergent_answers for report in reports]),
