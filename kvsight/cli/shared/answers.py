@@ -121,7 +121,7 @@ def _columns(held: Mapping[str, Mapping[str, Any]], known: Sequence[StreamRow]) 
 
 def _tiers(instances: Sequence[Mapping[str, Any]], known: Sequence[StreamRow]) -> list[str]:
     """The tiers that any worker has, fastest first. Dynamo's dialect counts external pages as `disk`."""
-    if media := media_held(known):
+    if media := media_held(row.pages for row in known):
         return [MEDIA[medium] for medium in media]
     used, faster = [], [0] * len(instances)
     for tier in MEDIA.values():
