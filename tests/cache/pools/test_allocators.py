@@ -1,9 +1,12 @@
+"""Owners of rows, slots and request lines."""
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_cache import (
+    BytelessHostPool,
     MambaSlotAllocator,
     PagedTokenToKVPoolAllocator,
     PoolError,
@@ -47,16 +50,6 @@ def test_any_row_of_a_page_frees_the_page_once():
     assert sorted(pool.free_pages().tolist()) == [1, 2, 3, 4]
 
 
-def test_slots_are_handed_out_once_and_never_slot_zero():
-    allocator = MambaSlotAllocator(3)
-    assert sorted(int(allocator.alloc(1)[0]) for _ in range(3)) == [1, 2, 3]
-    assert allocator.alloc(1) is None
-    allocator.free(np.array([2]))
-    with pytest.raises(PoolError, match="freed"):
-        allocator.free(np.array([2]))
-    assert allocator.alloc(1).tolist() == [2]
-
-
 @pytest.mark.parametrize("row", [0, 3, 20, -1])
 def test_rows_of_another_pool_are_found(row):
     pool = PagedTokenToKVPoolAllocator(16, 4)
@@ -65,14 +58,19 @@ def test_rows_of_another_pool_are_found(row):
         pool.free(np.array([row]))
 
 
-def test_half_a_page_and_clear_concern_both_sides():
-    pool = SWATokenToKVPoolAllocator(8, 8, 2)
-    with pytest.raises(InvalidValueError, match="need_size"):
-        pool.alloc(3)
-    pool.alloc(6)
-    pool.clear()
-    assert pool.available_size() == 8
-    assert not pool.full_to_swa_index_mapping.any()
+def test_slots_start_at_one_and_rows_of_the_host_at_zero():
+    slots, host = MambaSlotAllocator(3), BytelessHostPool(12, 4)
+    assert sorted(int(slots.alloc(1)[0]) for _ in range(3)) == [1, 2, 3]
+    assert slots.alloc(1) is None
+    assert host.alloc(8).tolist() == list(range(8))
+    assert (host.available_size(), host.free_pages().tolist()) == (4, [2])
+    host.free(np.arange(4))
+    for rows, words in ((np.arange(4), "page 0"), (np.arange(12, 16), r"0 \.\. 2")):
+        with pytest.raises(PoolError, match=words):
+            host.free(rows)
+    host.backup_from_device_all_layer(None, np.arange(4), np.arange(4))
+    host.load_to_device_per_layer(None, np.arange(4), np.arange(4), 0)
+    assert host.available_size() == 8
 
 
 @pytest.mark.parametrize(("size", "page_size"), [(0, 4), (10, 4), (2, 4), (4, 0)])
@@ -90,14 +88,9 @@ def test_request_lines_hold_what_was_written():
     assert pool.read(a, 4).tolist() == [5, 6, 8, 9]
     pool.free(b)
     assert (pool.available_size(), pool.alloc()) == (1, b)
-
-
-def test_a_request_longer_than_its_line_is_refused():
-    pool = ReqToTokenPool(1, 8)
-    with pytest.raises(ValueError, match=r"got 9.*8"):
-        pool.read(0, 9)
-    with pytest.raises(ValueError, match=r"got 9.*8"):
-        pool.write(0, 7, np.array([1, 2]))
+    for use in (lambda: pool.read(0, 9), lambda: pool.write(0, 7, np.array([1, 2]))):
+        with pytest.raises(ValueError, match=r"got 9.*8"):
+            use()
 
 
 # --- rows of full and sliding-window layers, and the mapping between them ---
@@ -111,26 +104,10 @@ def test_every_row_comes_with_an_swa_row_of_its_own():
     assert swa.min() >= 2  # page 0 is never allocated
     assert (swa[0::2] % 2 == 0).all()
     assert (swa[1::2] == swa[0::2] + 1).all()
-
-
-@pytest.mark.parametrize(("size", "swa_size"), [(4, 8), (8, 4)])
-def test_a_side_that_is_short_gives_nothing_at_all(size, swa_size):
-    pool = SWATokenToKVPoolAllocator(size, swa_size, 2)
-    assert pool.available_size() == 4
-    assert pool.alloc(6) is None
-    assert (pool.full.available_size(), pool.swa.available_size()) == (size, swa_size)
-    assert len(pool.alloc(4)) == 4
-
-
-def test_swa_rows_can_go_before_the_full_ones():
-    pool = SWATokenToKVPoolAllocator(8, 4, 2)
-    rows = pool.alloc(4)
-    pool.free_swa(rows[:2])
-    assert pool.translate(rows).tolist()[:2] == [0, 0]
-    assert (pool.full.available_size(), pool.swa.available_size()) == (4, 2)
-    pool.free_swa(rows[:2])  # no effect: they have no SWA rows
-    pool.free(rows)
-    assert (pool.full.available_size(), pool.swa.available_size()) == (8, 4)
+    with pytest.raises(InvalidValueError, match="need_size"):
+        pool.alloc(3)
+    pool.clear()
+    assert (pool.full.available_size(), pool.swa.available_size()) == (8, 6)
     assert not pool.full_to_swa_index_mapping.any()
 
 
@@ -169,27 +146,6 @@ def test_debug_mode_finds_rows_with_two_owners(act, error):
     rows = pool.alloc(2)
     with pytest.raises(PoolError, match=error):
         act(pool, rows)
-
-
-@pytest.mark.parametrize("act", ["free", "free_swa"])
-def test_a_page_that_is_freed_in_part_is_mapped_to_nothing(act):
-    pool = SWATokenToKVPoolAllocator(16, 16, 4)
-    rows = pool.alloc(8)
-    getattr(pool, act)(rows[:6])
-    assert not pool.translate(rows).any()
-    assert pool.swa.available_size() == 16
-    assert pool.full.available_size() == (16 if act == "free" else 8)
-
-
-def test_full_rows_that_are_had_alone_inherit_nothing_of_their_last_owner():
-    pool = SWATokenToKVPoolAllocator(16, 16, 4)
-    pool.free(pool.alloc(4)[:2])
-    others = pool.swa.alloc(16)
-    loaded = pool.full.alloc(16)
-    assert not pool.translate(loaded).any()
-    pool.free(loaded)
-    assert pool.swa.available_size() == 0  # the others have not been freed
-    pool.swa.free(others)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["alloc", "load", "free", "free_swa"]), st.integers(0, 9)), max_size=40))

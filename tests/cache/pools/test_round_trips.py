@@ -21,7 +21,14 @@ from engine_cache import (
     SWATokenToKVPoolAllocator,
     UnifiedRadixCache,
 )
-from engine_cache.pools.device import HybridLinearKVPool, MHATokenToKVPool, NSATokenToKVPool, PoolShape, SWAKVPool
+from engine_cache.pools.device import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NSATokenToKVPool,
+    PoolShape,
+    SWAKVPool,
+)
 from engine_cache.pools.host import HOST_LAYOUTS
 from engine_cache.pools.mamba import HybridReqToTokenPool, MambaPool
 from engine_cache.stacks import HostTierConfig, build_hybrid_stack, pools_of
@@ -38,24 +45,26 @@ class Model:
 
     def __init__(self):
         self.rows: Any = PagedTokenToKVPoolAllocator(SIZE, PAGE)
-        self.kv: Any = MHATokenToKVPool(PoolShape(SIZE, PAGE, 2, torch.float16), 2, 3)
+        self.kv: Any = self.make_kv(PoolShape(SIZE, PAGE, 2, torch.float16))
         self.others = {}
+
+    def make_kv(self, shape) -> Any:
+        return MHATokenToKVPool(shape, 2, 3)
 
     def tensors(self, rows, slot):
         """Return (tensor, index along its first axis) of all data of the rows and the slot."""
-        return [(held, rows) for held in (*self.kv.k_buffer, *self.kv.v_buffer)]
+        is_latent = isinstance(self.kv, MLATokenToKVPool)
+        buffers = self.kv.kv_buffer if is_latent else (*self.kv.k_buffer, *self.kv.v_buffer)
+        return [(held, rows) for held in buffers]
 
 
 class NSA(Model):
-    def __init__(self):
-        super().__init__()
-        shape = PoolShape(SIZE, PAGE, 2, torch.bfloat16)
-        self.kv = NSATokenToKVPool(shape, kv_lora_rank=4, qk_rope_head_dim=3)
+    def make_kv(self, shape):
+        return NSATokenToKVPool(shape, kv_lora_rank=4, qk_rope_head_dim=3)
 
     def tensors(self, rows, slot):
         pages = rows[::PAGE] // PAGE
-        indexer = [(held, pages) for held in self.kv.index_k_with_scale_buffer]
-        return [(held, rows) for held in self.kv.kv_buffer] + indexer
+        return super().tensors(rows, slot) + [(held, pages) for held in self.kv.index_k_with_scale_buffer]
 
 
 class Windows(Model):
@@ -90,6 +99,11 @@ class Recurrent(Model):
         return super().tensors(rows, slot) + states
 
 
+class LatentRecurrent(Recurrent):
+    def make_kv(self, shape):
+        return MLATokenToKVPool(shape, 4, 3)
+
+
 def build(model, layout):
     full = getattr(model.rows, "full", model.rows)
     specs = pools_of(getattr(model, "linear", model.kv), full, **model.others)
@@ -110,7 +124,7 @@ def settle(stack):
 
 
 @pytest.mark.parametrize("layout", HOST_LAYOUTS)
-@pytest.mark.parametrize("kind", [Model, NSA, Windows, Recurrent])
+@pytest.mark.parametrize("kind", [Model, NSA, Windows, Recurrent, LatentRecurrent])
 def test_what_was_demoted_comes_back_bit_for_bit(kind, layout):
     model = kind()
     with build(model, layout) as stack:

@@ -1,6 +1,5 @@
 """What every host pool of tensors keeps: bytes there and back, flat pages, addresses, and refusals. Their memory."""
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from engine_cache import PoolError
-from engine_cache.pools.allocators import BytelessHostPool, host_pool_size
+from engine_cache.pools.allocators import host_pool_size
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool, PoolShape
 from engine_cache.pools.host import (
     HOST_LAYOUTS,
@@ -186,14 +185,6 @@ def test_the_runs_of_a_page_are_its_flat_bytes(device, kind, layout):
         assert torch.equal(torch.cat(parts), host.get_data_page(page * host.page_size).view(torch.uint8))
 
 
-def test_no_page_overlaps_another_or_is_outside_the_tensors_that_a_store_receives(device):
-    host = host_pool(device, layout="page_first")
-    spans = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in host.get_hybrid_pool_buffer()]
-    runs = sorted(zip(*host.get_page_buffer_meta(np.arange(host.size)), strict=True))
-    assert all(any(start <= at and at + n <= end for start, end in spans) for at, n in runs)
-    assert all(at + n <= following for (at, n), (following, _) in pairwise(runs))
-
-
 def test_the_size_of_a_row_is_what_it_takes():
     sizes = [host_pool(device_pool(kind)).size_per_token for kind in KINDS]
     assert sizes == [5 * 2 * LAYERS * 2 * 2, 9 * LAYERS * 2, 264 * LAYERS, LAYERS * (11 * 2 + 10 * 8)]
@@ -208,27 +199,17 @@ def test_pages_that_are_no_run_of_memory_have_no_addresses(device):
         host.get_page_buffer_meta(pages(host, 0))
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda rows: rows + 1, InvalidValueError),
-        (lambda rows: rows[::-1].copy(), InvalidValueError),
-        (lambda rows: rows[:3], InvalidValueError),
-        (lambda rows: np.array([0, 1, 2, 7]), InvalidValueError),
-    ],
-)
+@pytest.mark.parametrize("wrong", [[5, 6, 7, 8], [7, 6, 5, 4], [4, 5, 6], [0, 1, 2, 7]])
 @pytest.mark.parametrize("kind", KINDS[:3])
-def test_rows_that_are_no_pages_are_refused_on_both_sides(device, change, error):
-    host = host_pool(device, layout="page_first")
-    page = pages(host, 1)
-    wrong = change(page)
-    with pytest.raises(error, match=f"(host|device) pool {host.name}"):
-        host.backup_from_device_all_layer(device, wrong, np.arange(len(wrong)))
-    with pytest.raises(error, match=f"host pool {host.name}"):
-        host.get_page_buffer_meta(wrong)
-    if is_index(device) and len(wrong) == len(page):
-        with pytest.raises(error, match=f"device pool {host.name}"):
-            host.backup_from_device_all_layer(device, page, wrong)
+def test_rows_that_are_no_pages_are_refused_on_both_sides(device, wrong):
+    host, rows = host_pool(device, layout="page_first"), np.array(wrong)
+    with pytest.raises(InvalidValueError, match=f"(host|device) pool {host.name}"):
+        host.backup_from_device_all_layer(device, rows, np.arange(len(rows)))
+    with pytest.raises(InvalidValueError, match=f"host pool {host.name}"):
+        host.get_page_buffer_meta(rows)
+    if is_index(device) and len(rows) == PAGE:
+        with pytest.raises(InvalidValueError, match=f"device pool {host.name}"):
+            host.backup_from_device_all_layer(device, pages(host, 1), rows)
 
 
 def test_a_page_that_does_not_exist_is_an_error_that_names_the_pool_before_anything_is_copied(device, kind):
@@ -318,32 +299,6 @@ def test_keys_and_scales_of_a_token_are_in_their_page_keys_first():
 def test_a_key_is_whole_blocks_of_numbers(index_head_dim):
     with pytest.raises(InvalidValueError, match="index_head_dim"):
         NSATokenToKVPool(PoolShape(SIZE, PAGE, LAYERS, torch.bfloat16), 6, 3, index_head_dim=index_head_dim)
-
-
-# --- rows without tensors ---
-
-
-def test_rows_are_whole_pages_from_zero_and_are_freed_once():
-    rows = BytelessHostPool(12, 4)
-    assert rows.alloc(8).tolist() == list(range(8))
-    assert (rows.available_size(), rows.alloc(8), rows.free_pages().tolist()) == (4, None, [2])
-    rows.free(np.arange(4))
-    assert rows.available_size() == 8
-    with pytest.raises(PoolError, match="page 0"):
-        rows.free(np.arange(4))
-    with pytest.raises(PoolError, match=r"0 \.\. 2"):
-        rows.free(np.arange(12, 16))
-    with pytest.raises(InvalidValueError, match="6"):
-        rows.alloc(6)
-    rows.clear()
-    assert rows.available_size() == 12
-
-
-def test_a_pool_without_bytes_has_rows_and_copies_nothing():
-    pool = BytelessHostPool(8, 4)
-    pool.backup_from_device_all_layer(None, pool.alloc(4), np.arange(4))
-    pool.load_to_device_per_layer(None, np.arange(4), np.arange(4), 0)
-    assert pool.available_size() == 4
 
 
 # --- memory ---

@@ -14,7 +14,7 @@ from mooncake.store import MooncakeDistributedStore
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from engine_cache.storage import PoolHitPolicy, PoolName, PoolTransfer, mooncake_client, page_keys  # noqa: E402
+from engine_cache.storage import PoolName, PoolTransfer, mooncake_client  # noqa: E402
 from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
 from tests.models.event_replay import PageNames  # noqa: E402
 from tests.rigs.cache import CPU  # noqa: E402
@@ -30,9 +30,9 @@ from tests.rigs.mooncake import (  # noqa: E402
     own_identity,
     prefetch,
 )
+from tests.support.caches.page_pools import KEYS, PagePool, held, put  # noqa: E402
 
 pytestmark = pytest.mark.torch
-KEYS = page_keys([f"{page:064x}" for page in range(1, 6)])
 LAYOUTS = ["page_first", "page_first_direct"]
 
 
@@ -68,7 +68,7 @@ def test_an_engine_of_another_process_wrote_it(mooncake_master):
             archive(rig)
             assert len(follow(rig)) == 4
     """)
-    path = str(Path(__file__).parents[2])
+    path = str(Path(__file__).parents[3])
     subprocess.run([sys.executable, "-c", script], check=True, timeout=180, env={**os.environ, "PYTHONPATH": path})
     with engine("hybrid", identity, settings) as reader:
         assert prefetch(reader) == len(PROMPT)
@@ -86,16 +86,6 @@ def test_a_model_with_other_pages_finds_nothing(mooncake_master):
 # --- further pools ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def nsa(mooncake_master):
-    """A store with the pools of a sparse-attention model."""
-    rig = make_rig("nsa")
-    store = MooncakeStorage.connect(own_identity(is_mla=True), mooncake_master.settings())
-    register(store, rig)
-    yield store
-    store.close()
-
-
 def register(store, rig):
     store.register_mem_pool_host(rig.controller.kv.host_pool)
     for name, entry in rig.controller.entries.items():
@@ -104,22 +94,6 @@ def register(store, rig):
 
 def rows(count):
     return np.arange(count * PAGE_SIZE)
-
-
-def objects_of(store, name, keys):
-    return store._names(name, keys)
-
-
-def test_the_prefix_ends_where_the_index_ends(nsa):
-    nsa.batch_set_v1(KEYS, rows(5))
-    index = PoolTransfer(PoolName.INDEXER, rows(5), keys=list(KEYS))
-    assert nsa.batch_set_v2([index]) == {PoolName.INDEXER: [True] * 5}
-    assert nsa.batch_exists_v2(KEYS, [index]) == (5, {PoolName.INDEXER: 5})
-    nsa._client.remove(objects_of(nsa, PoolName.INDEXER, KEYS[2:3]))
-    assert nsa.batch_exists_v2(KEYS, [index]) == (2, {PoolName.INDEXER: 2})
-    assert nsa.batch_get_v2([index]) == {PoolName.INDEXER: [True, True, False, True, True]}
-    assert nsa.batch_set_v2([index]) == {PoolName.INDEXER: [True] * 5}
-    assert nsa.batch_exists_v2(KEYS, [index]).kv_hit_pages == 5
 
 
 @pytest.fixture
@@ -135,20 +109,10 @@ def state(*places):
     return PoolTransfer(PoolName.MAMBA, np.array(places), keys=[KEYS[place] for place in places])
 
 
-def test_the_prefix_ends_at_its_last_state(hybrid):
-    hybrid.batch_set_v1(KEYS, rows(5))
-    hybrid.batch_set_v2([state(1, 3)])
-    wanted = PoolTransfer(PoolName.MAMBA, keys=KEYS[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
-    for lost, usable in ((None, 4), (3, 2), (1, 0)):
-        if lost is not None:
-            hybrid._client.remove(objects_of(hybrid, PoolName.MAMBA, [KEYS[lost]])[:1])
-        assert hybrid.batch_exists_v2(KEYS, [wanted]).kv_hit_pages == usable
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_page_of_which_an_object_is_missing_is_not_there_until_it_is_written_again(hybrid, which):
     assert hybrid.batch_set_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True] * 3}
-    names = objects_of(hybrid, PoolName.MAMBA, KEYS[1:2])
+    names = hybrid._names(PoolName.MAMBA, KEYS[1:2])
     assert [name.partition("_0_")[2] for name in names] == ["temporal", "conv_0"]
     hybrid._client.remove(names[which : which + 1])
     assert hybrid.batch_get_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True, False, True]}
@@ -197,3 +161,66 @@ def test_a_batch_costs_as_many_calls_as_a_page(mooncake_master, monkeypatch, pag
     store.batch_get_v2([state(*range(pages))])
     assert CountingNative.calls == [("exist", 2 * pages), ("put", 2 * pages), ("get", 2 * pages)]
     store.close()
+
+
+# --- several threads of one engine ---
+
+
+@pytest.fixture
+def store(mooncake_master):
+    opened: Any = MooncakeStorage(mooncake_master.shared_client(), own_identity(), mooncake_master.settings())
+    opened.kv = PagePool(num_runs=2)
+    opened.register_mem_pool_host(opened.kv)
+    yield opened
+    opened.close()
+
+
+def test_pages_that_are_written_after_a_clear_are_held_though_their_writing_began_before(store, monkeypatch):
+    write = store._client.put
+    monkeypatch.setattr(store._client, "put", lambda *objects: store.clear() or write(*objects), raising=False)
+    assert put(store, 0, 1) == [True, True]
+    assert store.batch_exists(KEYS[:2]) == 2
+    assert held(store) == [0, 1]
+
+
+def test_pages_that_are_written_before_a_clear_returns_are_held(store, monkeypatch):
+    remove = store._client.remove_matching
+    monkeypatch.setattr(
+        store._client, "remove_matching", lambda pattern: remove(pattern) or put(store, 0, 1), raising=False
+    )
+    store.clear()
+    assert store.batch_exists(KEYS[:2]) == 2
+    assert held(store) == [0, 1]
+
+
+def test_pages_are_looked_for_again_when_the_store_was_cleared_concurrently(store, monkeypatch):
+    assert put(store, 0, 1) == [True, True]
+    look = store._client.exist
+    looks = []
+
+    def overtaken(names):
+        there = look(names)
+        looks.append(names)
+        if len(looks) == 2:  # after the writing
+            store._held.forget_all()
+        return there
+
+    store._client.remove(store._names("kv", KEYS[:2]))
+    monkeypatch.setattr(store._client, "exist", overtaken, raising=False)
+    assert put(store, 0, 1) == [True, True]
+    assert held(store) == [0, 1]
+
+
+def test_pages_that_are_written_while_they_are_missed_are_held(store, monkeypatch):
+    look = store._client.exist
+
+    def overtaken(names):
+        there = look(names)
+        monkeypatch.setattr(store._client, "exist", look)
+        assert put(store, 0, 1) == [True, True]
+        return there
+
+    monkeypatch.setattr(store._client, "exist", overtaken, raising=False)
+    assert store.batch_exists(KEYS[:2]) == 0
+    assert held(store) == [0, 1]
+    assert store.take_removed() == []

@@ -1,3 +1,5 @@
+"""The pages that a store is known to hold, whatever the order in which answers arrive."""
+
 from typing import Any
 
 from hypothesis import given
@@ -14,16 +16,6 @@ STEPS = st.lists(
     ),
     max_size=30,
 )
-
-
-def test_what_was_found_before_all_was_lost_is_not_believed():
-    held = TrackedPages(limit=9)
-    moment = held.moment
-    held.lose_all()
-    held.hold(["a"], moment)
-    assert "a" not in held
-    held.hold(["a"], held.moment)
-    assert "a" in held
 
 
 def test_what_was_missed_before_it_was_seen_is_not_lost():

@@ -17,15 +17,12 @@ from engine_cache.storage import (  # noqa: E402
     PoolTransfer,
     StorageIdentity,
     page_key,
-    page_keys,
 )
 from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
-from tests.support.caches.page_pools import PagePool  # noqa: E402
+from tests.support.caches.page_pools import KEYS, PagePool, put  # noqa: E402
 
 pytestmark = pytest.mark.torch
 LAYOUT = PageLayout("bfloat16", 2, (1, 3), "page_first")
-HASHES = [hashlib.sha256(bytes([i])).hexdigest() for i in range(8)]
-KEYS = page_keys(HASHES)
 EXTRA = {PoolName.INDEXER: (torch.uint8, 1), PoolName.MAMBA: (torch.float32, 3)}
 
 
@@ -78,24 +75,8 @@ def store(open_store):
     return open_store()
 
 
-def put(store, *pages):
-    """Store KV pages, each under the key of the same number."""
-    return store.batch_set_v1([KEYS[page] for page in pages], store.kv.indices(*pages))
-
-
 def transfer(store, name, pages, **fields):
     return PoolTransfer(name, store.extra[name].indices(*pages), keys=[KEYS[page] for page in pages], **fields)
-
-
-def hits(store, num_keys, *wanted):
-    """Return batch_exists_v2 for each (pool, window or None)."""
-    transfers = [
-        PoolTransfer(name)
-        if window is None
-        else PoolTransfer(name, keys=[""] * window, hit_policy=PoolHitPolicy.TRAILING_PAGES)
-        for name, window in wanted
-    ]
-    return store.batch_exists_v2(KEYS[:num_keys], transfers)
 
 
 def test_an_empty_store_has_no_page(store):
@@ -165,7 +146,7 @@ def test_a_page_that_is_there_counts_as_written_and_keeps_its_content(store):
 
 
 def test_equal_hashes_in_two_namespaces_are_two_pages(store):
-    salted = page_key(HASHES[0], "tenant")
+    salted = page_key(KEYS[0], "tenant")
     put(store, 0)
     assert store.batch_exists([salted]) == 0
     store.batch_set_v1([salted], store.kv.indices(1))
@@ -196,38 +177,15 @@ def test_another_model_layout_or_rank_sees_nothing_and_clears_nothing(open_store
 # --- prefixes with extra pools ---------------------------------------------------------------------------------------
 
 
-def test_a_pool_of_all_pages_ends_the_prefix_at_its_first_missing_page(store):
-    put(store, *range(5))
-    store.batch_set_v2([transfer(store, PoolName.INDEXER, [0, 1, 3, 4])])
-    assert hits(store, 5, (PoolName.INDEXER, None)) == (2, {PoolName.INDEXER: 2})
-
-
-@pytest.mark.parametrize(("states", "usable"), [([1, 3], 4), ([1], 2), ([], 0), ([4], 5), ([6], 0)])
-def test_a_pool_of_trailing_pages_ends_the_prefix_at_its_last_state(store, states, usable):
-    put(store, *range(5))
-    store.batch_set_v2([transfer(store, PoolName.MAMBA, states)])
-    assert hits(store, 8, (PoolName.MAMBA, 1)) == (usable, {PoolName.MAMBA: usable} if usable else {})
-
-
-@pytest.mark.parametrize(("there", "usable"), [([1, 2, 4], 3), ([0, 2, 4], 1), ([3, 4], 5), ([2, 4], 0)])
-def test_a_window_of_trailing_pages_must_be_whole_or_reach_the_beginning(store, there, usable):
-    put(store, *range(5))
-    store.batch_set_v2([transfer(store, PoolName.MAMBA, there)])
-    assert hits(store, 5, (PoolName.MAMBA, 2)).kv_hit_pages == usable
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_extra_pools_agree_on_one_prefix(store, order):
     put(store, *range(5))
     store.batch_set_v2([transfer(store, PoolName.INDEXER, [0, 1, 2]), transfer(store, PoolName.MAMBA, [1, 4])])
-    wanted = [(PoolName.INDEXER, None), (PoolName.MAMBA, 1)]
-    found = hits(store, 5, *(wanted[i] for i in order))
+    states = PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    wanted = [PoolTransfer(PoolName.INDEXER), states]
+    found = store.batch_exists_v2(KEYS[:5], [wanted[i] for i in order])
     assert found == (2, {PoolName.INDEXER: 2, PoolName.MAMBA: 2})
-
-
-def test_without_extra_pools_the_prefix_is_that_of_kv(store):
-    put(store, 0, 1)
-    assert hits(store, 5) == (2, {})
+    assert store.batch_exists_v2(KEYS[:5], []) == (5, {})
 
 
 def test_several_pools_are_answered_by_name(store):
@@ -254,27 +212,22 @@ def test_an_unregistered_pool_is_named(store):
         store.batch_exists_v2(KEYS, [PoolTransfer(PoolName.SWA)])
 
 
-def test_a_bad_transfer_moves_no_page_of_the_good_ones(store):
-    with pytest.raises(ValueError, match="'swa'"):
-        store.batch_set_v2([
-            transfer(store, PoolName.MAMBA, [0]),
-            PoolTransfer(PoolName.SWA, np.arange(1), keys=KEYS[:1]),
-        ])  # fmt: skip
+def test_a_bad_transfer_or_key_is_refused_and_moves_no_page_of_the_good_ones(store, monkeypatch):
+    for bad, words in (
+        (PoolTransfer(PoolName.SWA, np.arange(1), keys=KEYS[:1]), "'swa'"),
+        (PoolTransfer(PoolName.MAMBA, keys=KEYS[:1]), "transfer of pool mamba"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            store.batch_set_v2([transfer(store, PoolName.MAMBA, [0]), bad])
     assert store.batch_get_v2([transfer(store, PoolName.MAMBA, [0])]) == {PoolName.MAMBA: [False]}
-
-
-def test_a_transfer_without_keys_or_indices_is_refused(store):
-    with pytest.raises(ValueError, match="transfer of pool mamba"):
-        store.batch_get_v2([PoolTransfer(PoolName.MAMBA, keys=KEYS[:1])])
-
-
-def test_a_key_that_is_no_page_key_is_refused(store):
     with pytest.raises(ValueError, match=r"'\.\./x'"):
         store.batch_exists(["../x"])
-
-
-def test_kv_is_not_registered_a_second_time(store):
-    store.register_mem_host_pool_v2(PagePool(page_size=7), PoolName.KV)
+    with pytest.raises(ValueError, match=r"host indices of pool kv: got \[4, 7\]"):
+        store.batch_set_v1(KEYS[:2], np.array([0, 1, 4, 7]))
+    store.register_mem_host_pool_v2(PagePool(page_size=7), PoolName.KV)  # ignored
+    monkeypatch.setattr(type(store), "should_split_heads", True)
+    with pytest.raises(ValueError, match=r"should_split_heads.*pool swa"):
+        store.register_mem_host_pool_v2(PagePool(), PoolName.SWA)
     assert put(store, 0) == [True]
 
 
@@ -299,17 +252,6 @@ def test_a_closed_store_refuses_every_call(store):
     assert store.get_stats().num_written == 1
 
 
-def test_rows_of_a_page_must_follow_each_other(store):
-    with pytest.raises(ValueError, match=r"host indices of pool kv: got \[4, 7\]"):
-        store.batch_set_v1(KEYS[:2], np.array([0, 1, 4, 7]))
-
-
-def test_a_store_that_splits_heads_takes_no_other_pool(store, monkeypatch):
-    monkeypatch.setattr(type(store), "should_split_heads", True)
-    with pytest.raises(ValueError, match=r"should_split_heads.*pool swa"):
-        store.register_mem_host_pool_v2(PagePool(), PoolName.SWA)
-
-
 # --- held pages ------------------------------------------------------------------------------------------------------
 
 
@@ -331,15 +273,10 @@ def test_a_page_that_vanished_is_reported_once(open_store):
     assert store.take_removed() == [KEYS[0]]
     assert store.take_removed() == []
     assert not store.is_held(KEYS[0])
-
-
-def test_a_page_that_vanished_and_was_written_again_is_not_reported(open_store):
-    store, other = open_store(), open_store()
     put(store, 0)
     other.clear()
     assert put(store, 0) == [True]
-    assert store.take_removed() == []
-    assert store.is_held(KEYS[0])
+    assert (store.take_removed(), store.is_held(KEYS[0])) == ([], True), "written again"
 
 
 def test_clearing_is_not_reported_and_leaves_an_empty_store_that_works(store):
