@@ -1,5 +1,7 @@
 """Tensors of device pools, and the slots of recurrent states."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -53,7 +55,7 @@ def test_the_last_row_handed_out_is_inside_the_tensors():
 
 @pytest.mark.parametrize("name", ["size", "page_size", "layer_num"])
 def test_an_empty_pool_is_refused(name):
-    figures = {"size": 4, "page_size": 4, "layer_num": 1, name: 0}
+    figures: Any = {"size": 4, "page_size": 4, "layer_num": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name}: got 0"):
         PoolShape(**figures, dtype=torch.float16)
 
@@ -93,7 +95,7 @@ def test_a_window_model_has_each_layer_once(full_layers, swa_layers, words):
 
 
 def test_global_attention_layers_reach_their_local_tensors():
-    hybrid = HybridLinearKVPool(MHATokenToKVPool(TWO_LAYERS, head_num=2, head_dim=4), [2, 5])
+    hybrid: Any = HybridLinearKVPool(MHATokenToKVPool(TWO_LAYERS, head_num=2, head_dim=4), [2, 5])
     rows, (k, v) = np.array([4, 5, 6]), torch.randn(2, 3, 2, 4)
     hybrid.set_kv_buffer(5, rows, k, v)
     held_k, held_v = hybrid.get_kv_buffer(5)
@@ -105,7 +107,7 @@ def test_global_attention_layers_reach_their_local_tensors():
 
 
 def test_a_hybrid_pool_over_latent_attention_takes_one_tensor():
-    hybrid = HybridLinearKVPool(MLATokenToKVPool(TWO_LAYERS, kv_lora_rank=4, qk_rope_head_dim=2), [0, 3])
+    hybrid: Any = HybridLinearKVPool(MLATokenToKVPool(TWO_LAYERS, kv_lora_rank=4, qk_rope_head_dim=2), [0, 3])
     kv = torch.randn(2, 1, 6)
     hybrid.set_kv_buffer(3, np.array([2, 3]), kv)
     assert torch.equal(hybrid.get_kv_buffer(3)[2:4], kv)
@@ -189,10 +191,10 @@ def test_a_layer_is_a_view_of_the_pool(pool):
     assert pool.mamba_cache.temporal[1, 2].eq(7).all()
 
 
-@pytest.mark.parametrize("name", ["size", "layer_num"])
-def test_an_empty_state_pool_is_refused(name):
+@pytest.mark.parametrize(("name", "sizes"), [("size", (0, 1)), ("layer_num", (1, 0))])
+def test_an_empty_state_pool_is_refused(name, sizes):
     with pytest.raises(ValueError, match=f"{name}: got 0"):
-        MambaPool(**{"size": 1, "layer_num": 1, name: 0}, conv_shapes=[(1,)], temporal_shape=(1,))
+        MambaPool(*sizes, [(1,)], (1,))
 
 
 def test_a_request_gets_a_line_and_a_cleared_state_together(lines, pool):

@@ -220,7 +220,8 @@ def test_a_list_without_pools_or_with_a_pool_twice_is_no_stack(rows):
     ],
 )
 def test_a_stack_has_its_group_and_pools_with_rows_of_their_own_grow_with_kv(rows, config, kv_rows, states):
-    stack = build_mamba_hybrid_stack(NoCache, *recurrent_model(), rows, config=config)
+    kv, requests = recurrent_model()
+    stack = build_mamba_hybrid_stack(NoCache, kv, requests, rows, config=config)
     group = stack.token_to_kv_pool_host
     assert stack.cache.controller is stack.cache_controller
     assert group is stack.cache_controller.group

@@ -20,7 +20,7 @@ def make_fleet() -> MakeFleet:
 
     def make(policy: str = "kv-aware", **changes: object) -> DirectFleet:
         values = {"workers": 3, "capacity_tokens": 1024, "page_size": 16} | changes
-        return DirectFleet(SimulationSettings(**values), policy, None)  # type: ignore[arg-type]
+        return DirectFleet(SimulationSettings(**values), policy)  # type: ignore[arg-type]
 
     return make
 

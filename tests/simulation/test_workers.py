@@ -1,4 +1,4 @@
-"""One simulated engine, with each kind of cache."""
+"""One simulated engine with each kind of cache, its disk, and the comparison of its cache with a view."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from engine_cache import RadixKey
+from engine_cache import BytelessHostPool, EvictParams
+from engine_cache.storage import PoolHitPolicy, PoolName, PoolTransfer, StorageClosedError, page_key
+from kv_events.errors import InvalidValueError
 from kv_events.hashing import sequence_hashes
-from kv_events.schema import StorageMedium
+from kv_events.schema import BlockStored, StorageMedium
 from simulation import CACHES, Request, SimulatedWorker
+from simulation.byteless_store import BytelessStore
 from simulation.run import DirectFleet
 from tests.models.cache_checks import check_cache
+from tests.support.log.records import words
 
 NO_ROWS = np.zeros(0, np.int64)
 TIERED = ["hiradix", "himamba"]
@@ -81,35 +85,22 @@ def test_a_served_prompt_is_on_every_tier(make_worker, prompts, cache: str) -> N
     assert _where(worker, request) == [{0, 1, 2}] * 10
 
 
+@pytest.mark.parametrize(
+    ("others", "changes", "tiers", "found"),
+    [(1, {}, {1, 2}, 512), (2, {}, {2}, 512), (2, {"disk_ratio": 0.5}, set(), 0)],
+    ids=["left the device", "left the host", "left the disk"],
+)
 @pytest.mark.parametrize("cache", TIERED)
-def test_a_prompt_that_has_left_the_device_is_found_on_the_host(make_worker, prompts, cache: str) -> None:
-    worker, request = make_worker(cache), prompts.request(512)
+def test_a_prompt_is_found_on_the_tiers_that_it_has_not_left(
+    make_worker, prompts, cache: str, others: int, changes: dict[str, float], tiers: set[int], found: int
+) -> None:
+    worker, request = make_worker(cache, **changes), prompts.request(512)
     worker.serve(request)
-    worker.serve(prompts.request(960))
-    assert _where(worker, request) == [{1, 2}] * 32
-    assert worker.serve(request).found_tokens == 512
-    assert _where(worker, request) == [{0, 1, 2}] * 32
-
-
-@pytest.mark.parametrize("cache", TIERED)
-def test_a_prompt_that_has_left_the_host_is_found_on_disk(make_worker, prompts, cache: str) -> None:
-    worker, request = make_worker(cache), prompts.request(512)
-    worker.serve(request)
-    for _ in range(2):
+    for _ in range(others):
         worker.serve(prompts.request(960))
-    assert _where(worker, request) == [{2}] * 32
-    assert worker.serve(request).found_tokens == 512
+    assert _where(worker, request) == [tiers] * 32
+    assert worker.serve(request).found_tokens == found
     assert _where(worker, request) == [{0, 1, 2}] * 32
-
-
-@pytest.mark.parametrize("cache", TIERED)
-def test_a_prompt_that_has_left_the_disk_is_lost(make_worker, prompts, cache: str) -> None:
-    worker, request = make_worker(cache, disk_ratio=0.5), prompts.request(512)
-    worker.serve(request)
-    for _ in range(2):
-        worker.serve(prompts.request(960))
-    assert _where(worker, request) == [set()] * 32
-    assert worker.serve(request).found_tokens == 0
 
 
 @pytest.mark.parametrize("cache", TIERED)
@@ -168,22 +159,6 @@ def test_every_copy_has_ended_when_a_request_is_served(make_worker, prompts, cac
         assert not tree.prefetch_loaded_tokens_by_reqid
 
 
-def test_a_key_keeps_its_namespace_when_it_is_looked_for_on_disk(make_worker, prompts) -> None:
-    worker = make_worker("hiradix")
-    key = RadixKey(prompts.tokens(320), "tenant")
-    assert len(worker.tiers.find(key).rows) == 0
-    worker.serve(Request(0.0, key.raw, extra_key="tenant"))
-    assert len(worker.tiers.find(key).rows) == 320
-
-
-def test_an_extra_key_keeps_prompts_apart(make_worker, prompts) -> None:
-    worker = make_worker("radix")
-    request = prompts.request(64)
-    worker.serve(request)
-    assert worker.serve(request._replace(extra_key="tenant")).found_tokens == 0
-    assert worker.serve(request._replace(extra_key="tenant")).found_tokens == 64
-
-
 def test_found_tokens_are_the_longest_shared_prefix_in_whole_pages(make_worker, prompts) -> None:
     worker = make_worker("radix", capacity_tokens=2**16)
     served: list[np.ndarray] = []
@@ -217,3 +192,115 @@ def test_the_ledger_holds_what_the_cache_holds(make_worker, prompts) -> None:
         worker.serve(prompts.request(200))
     held = worker.publisher.stats().pages["held"]
     assert held == sum(1 for _ in worker.cache.iter_resident(StorageMedium.GPU)) > 0
+
+
+# --- the comparison of a cache with its view ---
+
+
+def lost_on_device(worker: SimulatedWorker) -> None:
+    worker.cache.evict(EvictParams(160))
+
+
+def only_told_on_host(worker: SimulatedWorker) -> None:
+    worker.publisher.publish([BlockStored([7], None, [], 16, None, StorageMedium.CPU, None, words([77]))])
+
+
+def lost_on_disk(worker: SimulatedWorker) -> None:
+    worker.tiers.store.clear()  # type: ignore[union-attr]
+
+
+def only_held_on_disk(worker: SimulatedWorker) -> None:
+    worker.tiers.store.batch_set_v1([page_key("0" * 64)], np.arange(16))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("cache", "silent", "then", "pages"),
+    [
+        ("radix", None, None, 0),
+        ("hiradix", None, None, 0),
+        ("radix", None, only_told_on_host, 1),
+        ("radix", lost_on_device, None, 10),
+        ("hiradix", lost_on_disk, None, 10),
+        ("hiradix", only_held_on_disk, None, 1),
+    ],
+)
+def test_pages_that_cache_and_view_do_not_both_hold_count(make_fleet, prompts, cache, silent, then, pages) -> None:
+    fleet: DirectFleet = make_fleet(workers=1, cache=cache)
+    (worker,) = fleet.run.workers
+    worker.serve(prompts.request(160))
+    assert fleet.run.report(0.0).divergent_pages == (30 if cache == "hiradix" else 10), "none was delivered"
+    if then is not None:
+        then(worker)
+    fleet.deliver(0)
+    if silent is not None:
+        silent(worker)
+    assert fleet.run.report(0.0).divergent_pages == pages
+
+
+# --- a disk that keeps only keys ---
+
+
+KEYS = [page_key(f"{i:064x}") for i in range(8)]
+
+
+def _store(capacity_pages: int = 4) -> BytelessStore:
+    store = BytelessStore(capacity_pages)
+    store.register_mem_pool_host(BytelessHostPool(64, 2))  # type: ignore[arg-type]  # it moves no bytes
+    store.register_mem_host_pool_v2(BytelessHostPool(64, 1), PoolName.MAMBA)  # type: ignore[arg-type]
+    return store
+
+
+def _put(store: BytelessStore, keys: list[str]) -> list[bool]:
+    return store.batch_set_v1(keys, np.arange(2 * len(keys)))
+
+
+def test_what_was_written_is_there_and_nothing_else() -> None:
+    store = _store()
+    assert _put(store, KEYS[:3]) == [True] * 3
+    assert store.batch_exists([*KEYS[:3], KEYS[4]]) == 3
+    assert store.batch_get_v1(KEYS[2:4], np.arange(4)) == [True, False]
+    assert store.held_keys() == set(KEYS[:3])
+
+
+def test_the_pages_used_longest_ago_go_and_of_a_prefix_those_at_its_end() -> None:
+    store = _store()
+    _put(store, KEYS[:2])
+    _put(store, KEYS[2:4])
+    store.batch_get_v1(KEYS[:2], np.arange(4))
+    _put(store, KEYS[4:5])
+    assert store.take_removed() == [KEYS[3]]
+    _put(store, KEYS[5:7])
+    assert store.take_removed() == [KEYS[2], KEYS[1]]
+    assert store.held_keys() == {KEYS[0], *KEYS[4:7]}
+
+
+def test_a_batch_beyond_the_capacity_keeps_its_beginning_and_a_page_that_came_back_was_not_lost() -> None:
+    store = _store(capacity_pages=1)
+    assert _put(store, KEYS[:2]) == [True, False]
+    _put(store, KEYS[1:2])
+    _put(store, KEYS[:1])
+    assert (store.take_removed(), store.take_removed()) == ([KEYS[1]], [])
+
+
+def test_a_state_goes_with_its_page() -> None:
+    store = _store(capacity_pages=1)
+    store.batch_set_v2([PoolTransfer(PoolName.MAMBA, np.array([1]), keys=KEYS[:1])])
+    assert not store.is_held(KEYS[0])
+    _put(store, KEYS[:1])
+    state = PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    assert store.batch_exists_v2(KEYS[:1], [state]).kv_hit_pages == 1
+    _put(store, KEYS[1:2])
+    assert store.batch_exists_v2(KEYS[1:2], [state]).kv_hit_pages == 0
+    assert store.get_stats().num_evicted == 2
+
+
+def test_clearing_is_no_loss_and_closing_ends_it() -> None:
+    store = _store()
+    _put(store, KEYS[:3])
+    store.clear()
+    assert (store.held_keys(), store.take_removed()) == (set(), [])
+    store.close()
+    with pytest.raises(StorageClosedError):
+        store.is_held(KEYS[0])
+    with pytest.raises(InvalidValueError, match="capacity_pages"):
+        BytelessStore(0)

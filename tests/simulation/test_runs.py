@@ -49,37 +49,26 @@ def _facts(report: PolicyReport) -> dict[str, object]:
     return {name: value for name, value in report.to_dict().items() if name != "seconds"}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_view_equals_its_cache_at_the_end(policy: str, requests: list[Request]) -> None:
-    (report,) = simulate(requests, SMALL, [policy])
-    assert report.divergent_pages == 0
-    assert report.requests == len(requests)
+def test_a_run_is_deterministic_and_its_curves_add_up_to_its_report(requests: list[Request]) -> None:
+    report, again = simulate(requests, SMALL, ["kv-aware", "kv-aware"])
+    assert _facts(report) == _facts(again)
     assert report.prompt_tokens == sum(len(request.token_ids) for request in requests)
-
-
-def test_a_run_is_deterministic(requests: list[Request]) -> None:
-    assert _facts(*simulate(requests, SMALL, ["kv-aware"])) == _facts(*simulate(requests, SMALL, ["kv-aware"]))
-
-
-def test_the_course_of_a_run_adds_up_to_its_report(requests: list[Request]) -> None:
-    (report,) = simulate(requests, SMALL, ["kv-aware"])
     assert report.curves is not None
     assert report.curves.prompt_tokens.values.sum(axis=0).tolist() == [load.prompt_tokens for load in report.workers]
     assert report.curves.found_tokens.values.sum(axis=0).tolist() == [load.found_tokens for load in report.workers]
     assert report.curves.bins.last_ms == int(max(request.arrival_s for request in requests) * 1000)
 
 
-def test_kv_aware_finds_more_than_blind_policies_and_keeps_the_load_even(requests: list[Request]) -> None:
-    blind, other_blind, aware = simulate(requests, SMALL, list(POLICIES))
+def test_no_view_diverges_and_kv_aware_finds_more_with_an_even_load_while_progress_rises_to_the_whole(
+    requests: list[Request],
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+    blind, other_blind, aware = reports = simulate(requests, SMALL, list(POLICIES), lambda *step: seen.append(step))
+    assert [(each.requests, each.divergent_pages) for each in reports] == [(len(requests), 0)] * 3
     assert aware.found_share > 1.2 * max(blind.found_share, other_blind.found_share)
     assert aware.imbalance < 1.6
     assert (blind.queries, other_blind.queries, aware.queries) == (0, 0, len(requests))
-
-
-def test_progress_rises_to_the_whole_for_each_policy(requests: list[Request]) -> None:
-    seen: list[tuple[str, int, int]] = []
-    simulate(requests, SMALL, ["random", "round-robin"], lambda *step: seen.append(step))
-    for policy in ("random", "round-robin"):
+    for policy in POLICIES:
         done = [step[1] for step in seen if step[0] == policy]
         assert done == sorted(done)
         assert done[-1] == len(requests)
@@ -159,10 +148,9 @@ def test_a_recorded_run_ends_with_what_the_caches_hold(tmp_path: Path, requests:
     recorded = simulate(requests, settings, ["round-robin"])
     assert _facts(*recorded) == _facts(*simulate(requests, SMALL, ["round-robin"]))
     replay = Replay().apply_all(log_records(tmp_path / "round-robin"))
-    fleet = DirectFleet(SMALL, "round-robin", None)
+    fleet = DirectFleet(SMALL, "round-robin")
     for request in requests:
-        fleet.advance(request.arrival_s)
-        fleet.deliver(fleet.run.step(request))
+        fleet.serve(request)
     caches = {
         worker.publisher.stream.worker: {page.sequence_hash for page in worker.cache.iter_resident(StorageMedium.GPU)}
         for worker in fleet.run.workers
