@@ -194,7 +194,7 @@ def test_a_layer_is_a_view_of_the_pool(pool):
 @pytest.mark.parametrize(("name", "sizes"), [("size", (0, 1)), ("layer_num", (1, 0))])
 def test_an_empty_state_pool_is_refused(name, sizes):
     with pytest.raises(ValueError, match=f"{name}: got 0"):
-        MambaPool(*sizes, [(1,)], (1,))
+        MambaPool(sizes[0], sizes[1], [(1,)], (1,))
 
 
 def test_a_request_gets_a_line_and_a_cleared_state_together(lines, pool):

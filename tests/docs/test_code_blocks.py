@@ -9,10 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from textwrap import dedent
-from typing import NamedTuple
 
 import pytest
 import typer
@@ -30,9 +27,8 @@ from kvsight.cli.main import app
 from kvsight.plugins import PUBLISHER
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
+from tests.support.pages import PAGES, ROOT, blocks, commands
 
-ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_WHOLE = ("docs/hashing.md", "docs/routers.md")
 """Pages whose Python blocks need only an API on port 8000. Complete examples have separate tests."""
 EXAMPLES = {file.read_text() for file in (ROOT / "examples").glob("*.py")}
@@ -55,35 +51,7 @@ VLLM_KEYS = {
     "topic",
 }
 
-_BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-
-
-class Block(NamedTuple):
-    """One fenced block."""
-
-    page: str
-    language: str
-    text: str
-
-
-def blocks(*languages: str) -> Iterator[Block]:
-    for page in PAGES:
-        for language, text in _BLOCK.findall(page.read_text()):
-            if language in languages:
-                yield Block(str(page.relative_to(ROOT)), language, dedent(text))
-
-
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """Yield the page and the words of every command line in a console block."""
-    for block in blocks("console", ""):
-        joined = re.sub(r" *\\\n +", " ", block.text)
-        lines = (
-            joined.splitlines() if block.language == "" else re.findall(r"^ *\$ ((?:[^'\n]|'[^']*')*)", joined, re.M)
-        )
-        for line in lines:
-            if line.startswith("kvsight ") or block.language == "console":
-                yield block.page, shlex.split(line, comments=True)
 
 
 @pytest.mark.parametrize("page", RUN_WHOLE)
@@ -123,20 +91,15 @@ def test_lists_of_engines_are_what_the_bridge_reads(tmp_path: Path) -> None:
     assert [parse_engine(flag).worker for flag in flags] == ["engine-0"]
 
 
-def test_the_file_of_tokens_is_what_the_service_reads(tmp_path: Path) -> None:
-    (block,) = (block for block in blocks("toml") if "scopes =" in block.text)
-    file = tmp_path / "tokens.toml"
-    file.write_text(block.text)
-    caller = TokenRegistry(None, file).caller(b"Bearer b1946ac92492d2347c6235b4d2611184")
+def test_files_of_tokens_and_limits_are_what_the_service_reads(tmp_path: Path) -> None:
+    tokens, tenants = tmp_path / "tokens.toml", tmp_path / "tenants.toml"
+    for file, word in ((tokens, "scopes ="), (tenants, "worker_streams =")):
+        (block,) = (block for block in blocks("toml") if word in block.text)
+        file.write_text(block.text)
+    caller = TokenRegistry(None, tokens).caller(b"Bearer b1946ac92492d2347c6235b4d2611184")
     assert caller is not None
     assert caller.scopes == {"read", "decisions"}
-
-
-def test_the_file_of_limits_is_what_the_service_reads(tmp_path: Path) -> None:
-    (block,) = (block for block in blocks("toml") if "worker_streams =" in block.text)
-    file = tmp_path / "tenants.toml"
-    file.write_text(block.text)
-    limits = TenantLimits(file)
+    limits = TenantLimits(tenants)
     assert (limits.of("team-a").pages, limits.of("another").pages) == (8_000_000, 500_000)
 
 

@@ -22,22 +22,22 @@ from kv_events.schema import BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
 from tests.support.engines.simulated_engine import SimulatedEngine
+from tests.support.pages import blocks, commands
 from tests.support.servers.child_process import ChildProcess
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
-from tests.unit.docs.test_code_blocks import blocks, commands
 
 pytestmark = pytest.mark.timing("documented commands must come up within their time")
 
 NOT_HERE = {
-    "docker": "needs Docker; tests/unit/deploy checks the files, and test_compose_services.py runs the services",
+    "docker": "needs Docker; tests/deploy checks the files, and test_compose_services.py runs the services",
     "COMPOSE_PROFILES=group,record": "needs Docker; CI runs it",
     "kvsight serve --kafka localhost:9092 --port 8000 --reuse-port": "see test_api_server.py",
     "kvsight serve --kafka localhost:9092 --tenant-limits-file /etc/kvsight/tenants.toml": "see test_tenant_limits.py",
     "make chaos": "takes ten minutes; a short run is in tests/chaos",
     "kvsight serve --kafka localhost:9092 --allowed-hosts kvsight.example,localhost,127.0.0.1": "see test_browsers.py",
     "VLLM_MODEL=Qwen/Qwen3-0.6B": "needs Docker and a GPU",
-    "helm": "needs a cluster; tests/unit/deploy/test_kubernetes.py renders the chart",
+    "helm": "needs a cluster; tests/deploy/test_kubernetes.py renders the chart",
     "kubectl": "needs a cluster",
     "vllm": "needs a GPU; test_engine_plugins.py loads what the engine loads",
     "KVSIGHT_REPLACE_ZMQ=true": "the same",
@@ -55,7 +55,7 @@ NOT_HERE = {
     "kvsight serve --kafka localhost:9092 --tls-cert-file cert.pem --tls-key-file key.pem": "runs in test_api_tls.py",
     "SSL_CERT_FILE=ca.pem": "the same",
     "kvsight replay recording --serve": "runs in test_replay_server.py",
-    "kvsight query --show-hashes": "runs in tests/unit/docs/test_code_blocks.py",
+    "kvsight query --show-hashes": "runs in tests/docs/test_code_blocks.py",
     "kvsight query --model my-model --text": "needs an engine's tokenizer; runs in test_terminal.py",
 }
 """Beginning of a command line -> why it does not run here."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_import_direction import MAY_IMPORT
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "structure.md").read_text()
 STEPS = re.findall(r"^\| (\d+) \| (.*?) \|", PAGE, re.MULTILINE)
 _START = re.search(r"^## Where to start.*?(?=^## )", PAGE, re.MULTILINE | re.DOTALL)

@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 from zipfile import ZipFile
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 BUILD = "import sys, setuptools.build_meta as b; b.build_editable(sys.argv[1], {'editable_mode': sys.argv[2]})"
 SCRIPT = """\
 import site, sys
