@@ -82,20 +82,19 @@ class StorageTier:
         return None
 
     def check_events(self) -> None:
-        """Process the results of the I/O side: revoked prefetches, archives, unused rows, and lost pages."""
+        """Process the results of the I/O side: prefetches, archives, and lost pages."""
         io = self.io
-        while io.revoked:
-            operation = io.revoked.popleft()
-            if self.ongoing_prefetches.get(operation.req_id) is operation:
+        for operation in list(io.prefetches):
+            if operation.is_revoked:
                 operation.take()
                 self._end_prefetch(operation)
+            is_over = operation.is_over  # first, because no row becomes unused afterwards
+            self._leaves.free(operation.take_unused())
+            if is_over:
+                io.prefetches.remove(operation)
+                self._free_extras(operation.extras)
         while io.archived:
             self._end_archive(io.archived.popleft())
-        while io.release_queue:
-            self._leaves.free(io.release_queue.popleft())
-        for operation in [operation for operation in io.prefetches if operation.is_over]:
-            io.prefetches.remove(operation)
-            self._free_extras(operation.extras)
         self._withdraw(self._lost_keys())
 
     # --- archive ----------------------------------------------------------------------------------------------------
@@ -146,9 +145,9 @@ class StorageTier:
         self._leaves.hold(node)
         held.callback(self._leaves.release, node)
         for component in self._components:
-            ticket = component.acquire_host(node)
+            ticket = component.acquire(node, on_host=True)
             if ticket is not None:
-                held.callback(component.release_host, node, ticket)
+                held.callback(component.release, ticket)
         return held
 
     # --- stored pages -----------------------------------------------------------------------------------------------
@@ -249,9 +248,9 @@ class StorageTier:
                 transfer = component.prefetch_transfer(start_node, num_units // self._tree.page_size)
                 if transfer is None:
                     return None
-                ticket = component.acquire_host(start_node) if component.builds_on_start_node else None
+                ticket = component.acquire(start_node, on_host=True) if component.builds_on_start_node else None
                 if ticket is not None:
-                    held.callback(component.release_host, start_node, ticket)
+                    held.callback(component.release, ticket)
                 pool = component.entry.host_pool
                 rows = component.entry.alloc_host(len(transfer.keys or ()) * pool.page_size)
                 if rows is None:

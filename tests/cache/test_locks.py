@@ -266,8 +266,8 @@ def acquire(rig, tokens, tier="lock_ref"):
     if tier == "lock_ref":
         lock = rig.cache.inc_lock_ref(node)
         return lambda: rig.cache.release(lock)
-    ticket = swa.acquire_host(node)
-    return lambda: swa.release_host(node, ticket)
+    ticket = swa.acquire(node, on_host=True)
+    return lambda: swa.release(ticket)
 
 
 WIDE = {"window": 4, "device_pages": 10, "swa_pages": 10}

@@ -253,7 +253,7 @@ class TieredCacheMachine(StorageMachine):
         assert cache.protected_size() == 0
         assert all(node.lock_ref == 0 for node in iter_nodes(cache.root_node))
         if cache.store is not None:
-            assert not any((cache.store.io.prefetches, cache.store.io.release_queue))
+            assert not cache.store.io.prefetches
         while list(iter_nodes(cache.root_node)):
             assert self.evict_all()
             self.settle()

@@ -148,6 +148,7 @@ class UnifiedSteps(RequestSteps):
         self.rig.tokens.clear()
         self.rig.slots.clear()
         self.rig.requests.clear()
+        self.rig.loaded.clear()
         self.rig.served.forget()
 
     def release_all(self):
