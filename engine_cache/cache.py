@@ -289,18 +289,20 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return 0 if self.host is None else self.host.leaves.evict(num_tokens)
 
     def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
-        """Allocate device rows for an evicted node and its evicted ancestors, root side first.
+        """Allocate device rows for an evicted node, its evicted ancestors and the states that a match at the node
+        needs.
 
-        `ready_to_load_host_cache` fills them. None: too small a load, more than `mem_quota` units, or no room.
+        `ready_to_load_host_cache` fills them. Returns the KV rows, root side first. Returns None, and loads nothing, if
+        the load is too small, exceeds `mem_quota` units, or the device has no room.
         """
         return None if self.host is None else self.host.loads.load(node, mem_quota, req)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
         """Load back a match if it is large enough.
 
-        Returns the rows that KV received, and the deepest node from which the request can continue now, in what remains
-        of the match. With recurrent states, `device_indices` may extend beyond that node; the request keeps the rows up
-        to it. Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there
+        Returns the rows that KV received in this load, without those that were on the device before, and the deepest
+        node from which the request can continue now, in what remains of the match. With recurrent states,
+        `device_indices` may extend beyond that node; the request keeps the rows up to it. Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there
         is no slot for the state that the request starts from.
         """
         node, states = params.best_match_node, self.states
@@ -410,8 +412,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         last_host_node: from the result of a match. extra_key: the namespace, if the node is the root. last_hash: the
         node's last block hash, computed by default.
 
-        Does nothing without a backend, for too few units, above the rate limit, without room on the host, or if the
-        node has lost its host copy. Raises InvalidValueError for a second prefetch of a request, and if extra_key or
+        Does nothing without a backend, for too few units, above the rate limit, without room on the host, if the node
+        has lost its host copy, or if no match could use the pages. Raises InvalidValueError for a second prefetch of a request, and if extra_key or
         last_hash does not fit the node.
         """
         if req_id in self.ongoing_prefetch:

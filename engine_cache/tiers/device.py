@@ -121,10 +121,7 @@ class DeviceTier:
         return [each for each in self.components if each.eviction_priority <= component.eviction_priority]
 
     def lock(self, node: TreeNode) -> IncLockRefResult:
-        """Lock the KV of the node and its ancestors, and the states that a user of the node needs.
-
-        Raises CacheStateError for a node of another tree.
-        """
+        """Lock what a user of the node needs. See `BasePrefixCache.inc_lock_ref`."""
         held = node if node.value is not None else self._first_on_device(node)
         delta = -self.tree.lock(held)
         if not self.components or held is self.tree.root:
@@ -137,11 +134,7 @@ class DeviceTier:
         return IncLockRefResult(delta, held, tuple((int(kind), ticket) for kind, ticket in taken if ticket is not None))
 
     def unlock(self, node: TreeNode, tickets: Sequence[tuple[int, int]] | None) -> DecLockRefResult:
-        """Undo one `lock` of the node.
-
-        Raises CacheStateError if the node is not locked or belongs to another tree, and InvalidValueError if the
-        tickets of the lock are missing.
-        """
+        """Undo one `lock` of the node. See `BasePrefixCache.dec_lock_ref`."""
         if node.value is None:
             raise CacheStateError(f"node {node.id} is not on the device, it cannot be locked or unlocked")
         if not self.components or node is self.tree.root:

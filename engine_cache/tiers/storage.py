@@ -187,11 +187,7 @@ class StorageTier:
     # --- begin a prefetch -------------------------------------------------------------------------------------------
 
     def prefetch(self, req_id: str, start_node: TreeNode, key: RadixKey, last_hash: str | None) -> None:
-        """Start to fetch the pages of `key`, which continue the prefix of `start_node`. last_hash: as in the cache.
-
-        Does nothing for too few units, above the rate limit, without room on the host, or if no match could use the
-        pages.
-        """
+        """Start to fetch the pages of `key`. See `TreeCache.prefetch_from_storage`."""
         if len(key) < self.io.prefetch_threshold or self.prefetch_tokens_occupied >= self._prefetch_capacity():
             return
         hashes = compute_node_hash_values(start_node, self._tree.page_size) if start_node.parent is not None else []
