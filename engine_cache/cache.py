@@ -123,7 +123,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """None if the model has no recurrent layers."""
         self.prefetch_loaded_tokens_by_reqid: dict[str, int] = {}
         self._evictor: DeviceTier | HostTier = self.device  # decides what happens to an evicted device leaf
-        self._num_skipped_archives = 0  # of detached storage backends
         self._requests = Requests(self, self.device, self.states)
         self._walks = Walks(self.device, self.states, self._requests)
         self.events.all_cleared()
@@ -300,10 +299,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
         """Load back a match if it is large enough.
 
-        Returns the rows that KV received in this load, without those that were on the device before, and the deepest
-        node from which the request can continue now, in what remains of the match. With recurrent states,
-        `device_indices` may extend beyond that node; the request keeps the rows up to it. Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there
-        is no slot for the state that the request starts from.
+        Returns the rows that KV received in this load, and the deepest node from which the request can continue now, in
+        what remains of the match. With recurrent states, `device_indices` may extend beyond that node; the request
+        keeps the rows up to it. Raises CacheStateError for a node of another tree or from before a reset, and
+        PoolExhaustedError if there is no slot for the state that the request starts from.
         """
         node, states = params.best_match_node, self.states
         lacking = node if states is None else states.data(node)
@@ -349,7 +348,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     @property
     def num_skipped_archives(self) -> int:
         """Number of nodes, since the cache was created, not archived because too many host rows were waiting."""
-        return self._num_skipped_archives + (0 if self.store is None else self.store.num_skipped_archives)
+        return 0 if self.host is None else self.host.num_skipped_archives
 
     def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
         """Attach a storage backend to an idle cache, or update the policy of an attached one.
@@ -386,7 +385,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         failure = self.store.detach()
         if failure is not None:
             return False, failure
-        self._num_skipped_archives += self.store.num_skipped_archives
         self.store = None
         return True, "detached"
 
@@ -413,8 +411,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         node's last block hash, computed by default.
 
         Does nothing without a backend, for too few units, above the rate limit, without room on the host, if the node
-        has lost its host copy, or if no match could use the pages. Raises InvalidValueError for a second prefetch of a request, and if extra_key or
-        last_hash does not fit the node.
+        has lost its host copy, or if no match could use the pages. Raises InvalidValueError for a second prefetch of a
+        request, and if extra_key or last_hash does not fit the node.
         """
         if req_id in self.ongoing_prefetch:
             raise InvalidValueError("req_id", req_id, "a request without a prefetch in flight")

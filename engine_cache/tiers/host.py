@@ -55,6 +55,7 @@ class HostTier:
                 raise InvalidValueError(f"{name}_allocator", owner, f"the controller's own for {name}")
             if page_size != owner.page_size:
                 raise InvalidValueError(f"{name} page_size", owner.page_size, f"the host pool's, {page_size}")
+        self.num_skipped_archives = 0
         self.device = device
         self.controller = controller
         self.leaves = HostLeaves(device, controller)

@@ -43,7 +43,6 @@ class StorageTier:
         self.ongoing_prefetches: dict[str, PrefetchOperation] = {}
         self.archive_tokens_occupied = 0
         self.prefetch_tokens_occupied = 0
-        self.num_skipped_archives = 0
         self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that the backend holds
         self._host = host
         self._leaves = host.leaves
@@ -121,7 +120,7 @@ class StorageTier:
     def _archive(self, operation: ArchiveOperation) -> None:
         """Start an archive. The node stays on the host until the archive has ended."""
         if self.archive_tokens_occupied >= self.io.policy.archive_share * self._controller.kv.host_pool.size:
-            self.num_skipped_archives += 1
+            self._host.num_skipped_archives += 1
             return
         with self._hold(operation.node) as held:
             self.io.archive(operation)
