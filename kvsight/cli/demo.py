@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from kvsight.cli import engine
 from kvsight.cli.shared.answers import Asked, answer_lines
-from kvsight.cli.shared.console import err, out, print_lines
-from kvsight.cli.shared.flags import KAFKA, LOG_LINES, with_flags
-from kvsight.cli.shared.process import compile_kernels, stop_signals
+from kvsight.cli.shared.console import UsageError, err, out, print_lines
+from kvsight.cli.shared.flags import BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
+from kvsight.cli.shared.process import compile_kernels, import_without_kernels, stop_signals
 from kvsight.cli.shared.streams import rows_of
-from kvsight.cli.simulate import load_requests, policy_progress
-from kvsight.extras import require_serve
+from kvsight.cli.simulate import load_requests, policy_progress, report_lines
+from kvsight.extras import require
 
 if TYPE_CHECKING:
     from api.decisions.window import DecisionWindow
     from api.settings import ApiSettings
+    from publisher import PublisherSettings
     from simulation import Requests, SimulationSettings
     from simulation.live import LiveFleet
-    from simulation.requests import Request
-    from simulation.trial import Trial
+    from simulation.policy_run import PolicyRun
+    from simulation.workload import Request
 
 _NUM_REQUESTS = 1500
 _WARM_REQUESTS = 300
@@ -41,9 +41,16 @@ _TIERED_CAPACITY_TOKENS = 2**14  # so small that the warm-up alone fills device 
 _TIERED_HOST_RATIO = 1.5
 _PAGE_SIZE = 16
 _SHOWN_RATE = 5.0
+_FLAGS = {
+    "kafka": BROKER,
+    "model": Flag(str, "Model of the worker and of the prompt.", default="demo-model"),
+    "block_size": Flag(int, "Tokens per page.", default=64),
+    **METRICS_PORT,
+}
+"""Of `PublisherSettings`."""
 
 
-@with_flags(engine.FLAGS, KAFKA, LOG_LINES)
+@with_flags(_FLAGS, KAFKA, LOG_LINES)
 def demo(
     port: Annotated[int, typer.Option(help="Port of the API.", envvar="KVSIGHT_PORT")] = 8000,
     requests: Annotated[
@@ -80,9 +87,9 @@ def demo(
         _print_prompt(flags["model"])
         return
     if worker is not None:
-        engine.run_engine(worker, capacity_tokens, rate, seed, flags)
+        _run_engine(worker, capacity_tokens, rate, seed, flags)
         return
-    require_serve("kvsight demo")
+    require("serve", "kvsight demo")
     from api.server import listen
     from api.settings import ApiSettings
 
@@ -103,6 +110,46 @@ def _print_prompt(model: str) -> None:
     typer.echo(msgspec.json.encode({"model_name": model, "token_ids": demo_prompt().tolist()}))
 
 
+def _run_engine(worker: str, capacity_tokens: int, rate: float, seed: int, flags: dict[str, Any]) -> None:
+    """Run one simulated worker that publishes to Kafka, until SIGINT or SIGTERM. Raises KvsightError."""
+    if flags["kafka"] is None:
+        raise UsageError("--engine needs --kafka HOST:PORT")
+    load_kernels = import_without_kernels("simulation", "publisher.ledger")
+    from publisher import PublisherSettings
+
+    settings = PublisherSettings.from_flags(worker=worker, **flags)
+    load_kernels()
+    asyncio.run(_serve_one(settings, capacity_tokens, rate, seed))
+
+
+async def _serve_one(settings: PublisherSettings, capacity: int, rate: float, seed: int) -> None:
+    from publisher import EventPublisher
+    from publisher.sinks.kafka import KafkaSink
+    from simulation import SimulatedWorker, SimulationSettings, create_cache
+    from simulation.workload import engine_requests
+
+    stop = stop_signals()
+    publisher = EventPublisher(settings, KafkaSink(settings))
+    cache = create_cache(SimulationSettings(capacity_tokens=capacity, page_size=settings.block_size))
+    worker = SimulatedWorker(publisher, cache)
+    await publisher.start()
+    if settings.metrics_port is not None:
+        from publisher.metrics import PublisherMetrics, serve_metrics
+
+        metrics = PublisherMetrics(lambda: [publisher])
+        serve_metrics(settings.metrics_port, metrics, lambda: publisher.stats().obstacle)
+    err.print(f"{settings.stream.key} serves {rate:g} requests per second; Ctrl-C stops")
+    for request in engine_requests(seed):
+        worker.serve(request)
+        try:
+            await asyncio.wait_for(stop.wait(), 1 / rate)
+        except TimeoutError:
+            continue
+        report = await publisher.aclose()
+        err.print(f"stopped; {report.unflushed_pages} pages were not delivered")
+        return
+
+
 def _fleet_settings(cache: str) -> SimulationSettings:
     from simulation import SimulationSettings
 
@@ -113,11 +160,11 @@ def _fleet_settings(cache: str) -> SimulationSettings:
 
 
 def _compare_policies(workload: Requests, settings: SimulationSettings) -> None:
-    from simulation import POLICIES, reports_table, simulate
+    from simulation import POLICIES, simulate
 
     with policy_progress() as progress:
         reports = simulate(workload, settings, list(POLICIES), progress)
-    out.print(reports_table(reports))
+    print_lines(report_lines(reports))
 
 
 async def _run_live(
@@ -132,6 +179,7 @@ async def _run_live(
     """Run the same fleet with the real API: publishers, a log in memory, the consumer, HTTP."""
     from api.app import create_app
     from api.server import running_server
+    from api.service import LiveService
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
     from kv_events.log.memory import MemoryLog
@@ -140,12 +188,12 @@ async def _run_live(
     stop = stop_signals()
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
-    app = create_app(consumer, settings)
+    service = LiveService(consumer, settings)
     async with (
-        running_server(app, settings, bound) as url,
+        running_server(create_app(service), settings, bound) as url,
         publishing_fleet(fleet_settings, "kv-aware", memory_transport(log), consumer) as fleet,
     ):
-        serve = partial(_serve, fleet.trial, app.state.scene.funnel, count())
+        serve = partial(_serve, fleet.run, service.decision_window, count())
         shown = await _warm_up(fleet, serve, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
         print_lines([f"Open {url} to see the fleet while it runs."])
         await _show_answer(url, fleet_settings.model_of("kv-aware"), shown)
@@ -157,13 +205,13 @@ async def _run_live(
             await _serve_on(serve, workload[_WARM_REQUESTS:], stop)
 
 
-def _serve(trial: Trial, funnel: DecisionWindow, numbers: Iterator[int], request: Request) -> None:
+def _serve(run: PolicyRun, funnel: DecisionWindow, numbers: Iterator[int], request: Request) -> None:
     """Serve a request, and report what was chosen and reused, as routers do."""
     from kv_events.decisions import VERSION, Outcome
 
-    chosen, now, request_id = trial.step(request), time.time(), f"demo-{next(numbers)}"
-    funnel.take(trial.router.decision(request, chosen, request_id, now))
-    funnel.take(Outcome(VERSION, request_id, now, trial.found_tokens))
+    chosen, now, request_id = run.step(request), time.time(), f"demo-{next(numbers)}"
+    funnel.take(run.router.decision(request, chosen, request_id, now))
+    funnel.take(Outcome(VERSION, request_id, now, run.found_tokens))
 
 
 def _open_page(url: str) -> None:
@@ -181,9 +229,9 @@ async def _warm_up(
         serve(request)
         await asyncio.sleep(0)
         if number >= _WARM_REQUESTS:
-            await fleet.settle()
-            shown = max(workload[:number][::-1], key=fleet.trial.router.num_tiers)
-            if fleet.trial.router.num_tiers(shown) >= num_tiers:
+            await fleet.wait_until_synced()
+            shown = max(workload[:number][::-1], key=fleet.run.router.num_tiers)
+            if fleet.run.router.num_tiers(shown) >= num_tiers:
                 break
     return shown
 

@@ -140,7 +140,7 @@ async def test_a_publisher_whose_place_another_one_takes_says_no_goodbye() -> No
         old = publisher_of(MemorySink(log))
         await old.start()
         insert(old)
-        await old.aclose(goodbye=False)
+        await old.aclose(ends_stream=False)
         await async_wait_until(lambda: consumer.positions.get(0) == log.next_offset, what="all records")
         view = consumer.namespaces.view(old.stream)
         assert view is not None
@@ -186,8 +186,8 @@ async def test_the_workers_of_a_simulation_leave_the_scores_when_it_ends() -> No
     async with consumer.running():
         async with publishing_fleet(settings, "round-robin", memory_transport(log), consumer) as fleet:
             for request in generate(WorkloadSettings(num_requests=4)):
-                fleet.trial.step(request)
-            await fleet.settle()
+                fleet.run.step(request)
+            await fleet.wait_until_synced()
             views = consumer.namespaces.views
             assert [consumer.freshness.state(view) for view in views] == [ViewState.LIVE] * 2
         await async_wait_until(lambda: all(view.is_closed for view in views), deadline_s=8, what="the goodbyes")
