@@ -6,9 +6,13 @@ import threading
 
 from bridge.context import EngineContext
 from bridge.counters import BridgeCounters
+from bridge.decoding.decoder import Decoder
 from bridge.settings import BridgeSettings, EngineDefaults
 from bridge.shared_sink import SharedSink
+from bridge.stream.messages import Inboxes
+from bridge.threads import DecodeThreads
 from bridge.worker_stream import EngineState, WorkerStream
+from kv_events.endpoints import Locate, as_given
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher.kernels.blocks import BlockTable
@@ -17,11 +21,18 @@ from publisher.settings import PublisherSettings
 
 
 class StreamRegistry:
-    """Ensures that every worker stream has one owner. Streams may be opened on any thread."""
+    """Ensures that every worker stream has one owner, and holds what the engines of a process share.
 
-    def __init__(self, settings: BridgeSettings, template: PublisherSettings, sink: SharedSink) -> None:
-        """template: settings of all publishers, except for names and block sizes."""
+    Streams may be opened on any thread.
+    """
+
+    def __init__(
+        self, settings: BridgeSettings, template: PublisherSettings, sink: SharedSink, locate: Locate = as_given
+    ) -> None:
+        """template: settings of all publishers, except for names and block sizes. locate: see `Fleet`."""
         self.settings = settings
+        self.locate = locate
+        self.decoder, self.threads, self.inboxes = Decoder(), DecodeThreads(), Inboxes()
         self._template = template
         self._sink = sink
         self._streams: dict[StreamId, WorkerStream] = {}

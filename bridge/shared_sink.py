@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import keep_running
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
@@ -109,13 +108,9 @@ class StreamSink:
 
     def __init__(self, shared: SharedSink, key: str) -> None:
         self.key = key
+        self.outage = shared.outage
         self._shared = shared
         self._requests: asyncio.Queue[ResyncRequest | None] = asyncio.Queue(_MAX_WAITING_REQUESTS)
-
-    @property
-    def outage(self) -> Outage:
-        """The outage of the real sink, which all of them share."""
-        return self._shared.outage
 
     async def start(self) -> None:
         """Start the real sink if needed."""

@@ -98,7 +98,8 @@ class ChangeTracker:
         self._is_closed = False
         self._deferred: deque[tuple[EngineEvent, ...]] = deque()  # filled without the lock
         self._is_deferring = False
-        self._has_lost_events = False
+        self.has_lost_events = False
+        """Whether `pop_lost_events` would return True."""
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class ChangeTracker:
     def _note_lost_events(self) -> None:
         """Log the current exception, and let a resync follow."""
         logger.exception("publisher %s: events lost; a resync follows", self._worker)
-        self._has_lost_events = True
+        self.has_lost_events = True
 
     def _record_run(self, take: Callable[[list[_E], Any, Any], None], run: list[_E]) -> None:
         for (medium, extra_key), events in _by_place(run):
@@ -244,7 +245,7 @@ class ChangeTracker:
     @property
     def needs_sending(self) -> bool:
         """Whether changes wait, or a resync must follow lost ones."""
-        return bool(self.num_queued or self._change_queue.is_broken or self._has_lost_events)
+        return bool(self.num_queued or self._change_queue.is_broken or self.has_lost_events)
 
     @property
     def has_deferred(self) -> bool:
@@ -258,7 +259,7 @@ class ChangeTracker:
 
     def pop_lost_events(self) -> bool:
         """Return whether events were lost by an internal error since the last call. A resync must follow."""
-        has_lost, self._has_lost_events = self._has_lost_events, False
+        has_lost, self.has_lost_events = self.has_lost_events, False
         return has_lost
 
     def take(self) -> tuple[PageChanges, list[PageTokens] | None, Digest | None]:
@@ -316,11 +317,6 @@ class ChangeTracker:
         with self._lock:
             self._record_deferred()
             return self._ledger.num_pages
-
-    @property
-    def has_lost_events(self) -> bool:
-        """Whether `pop_lost_events` would return True."""
-        return self._has_lost_events
 
     @property
     def is_broken(self) -> bool:

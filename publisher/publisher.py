@@ -103,28 +103,19 @@ class EventPublisher:
         """
         check_type("settings", settings, PublisherSettings)
         check_type("sink", sink, Sink)
+        self.stream: StreamId = settings.stream
+        """The stream that this publisher writes."""
+        self.block_size = settings.block_size
+        """Tokens per page."""
+        self.epoch = next_epoch()
+        """Epoch of this publisher: nanoseconds since 1970 at construction."""
         self._settings = settings
         self._tracker = ChangeTracker(settings, blocks)
-        self._builder = RecordBuilder(settings, self._tracker, epoch=next_epoch())
+        self._builder = RecordBuilder(settings, self._tracker, self.epoch)
         self._drain = Drain(settings, self._tracker, self._builder, sink)
         self._is_started = False
         self._thread: threading.Thread | None = None
         self._thread_loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def stream(self) -> StreamId:
-        """The stream that this publisher writes."""
-        return self._settings.stream
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per page."""
-        return self._settings.block_size
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of this publisher: nanoseconds since 1970 at construction, see `next_epoch`."""
-        return self._builder.epoch
 
     def publish(self, events: Sequence[EngineEvent]) -> None:
         """Publish events in order. Thread-safe. Never waits for the sink and never raises.

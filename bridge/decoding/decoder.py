@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from bridge.decoding.events import AttentionSpec, ClearedRun, InvalidEvent, PageRun, Run, tier_of
 from bridge.decoding.kernels import columns, scan
-from bridge.decoding.mooncake import decode_any, decode_mooncake_event, may_remove
+from bridge.decoding.mooncake import decode_mooncake_event, may_remove
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
@@ -224,7 +224,7 @@ class Decoder(threading.local):
             spec=AttentionSpec(_text(data, store, columns.SPEC), store[columns.WINDOW]),
             lora_name=_text(data, store, columns.LORA) or str(store[columns.LORA_ID] or ""),
             cache_salt=_text(data, store, columns.SALT),
-            extra_keys=decode_any(extra) if extra else (),
+            extra_keys=msgspec.msgpack.decode(extra) if extra else (),
         )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from bridge.context import EngineContext
-from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageRun, Run, hashes_of, tier_of
+from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageRun, Run, tier_of
 from bridge.decoding.mooncake import MooncakeEvent
 from bridge.hashes.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
 from bridge.hashes.hash_memory import HashMemory, HashNamespace, TranslatedPages
@@ -324,7 +324,7 @@ class EventTranslator:
             other = shorten((event.model_name, event.tenant_id))
             self._limited_logger.warning("events of (model_name, tenant_id) %s left out: another stream's", other)
             return
-        hashes = hashes_of(event)
+        hashes = np.array([value & MASK64 for value in event.seq_hashes], np.uint64)
         if event.event_type == "stored":
             namespace = self._namespace(event.owner, len(hashes))
             if namespace is not None:

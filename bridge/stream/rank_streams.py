@@ -7,7 +7,7 @@ import logging
 from collections.abc import Generator, Iterator
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, Messages, UnreadableBatch
+from bridge.decoding.decoder import Messages, UnreadableBatch
 from bridge.decoding.events import InvalidEvent, Run
 from bridge.decoding.mooncake import MooncakeEvent
 from bridge.registry import StreamRegistry
@@ -36,13 +36,12 @@ class RankStreams:
         registered: StreamId,
         defaults: EngineDefaults,
         registry: StreamRegistry,
-        decoder: Decoder,
         counters: BridgeCounters,
     ) -> None:
         """registered: the stream of batches that name no rank. Nothing is published while it has another owner."""
         self._registered = registered
         self._registry = registry
-        self._decoder = decoder
+        self._decoder = registry.decoder
         self._counters = counters
         self._limited_logger = RateLimitedLogger(logger, f"engine {registered.key}")
         self._context = registry.context(defaults, counters, self._limited_logger)
@@ -164,11 +163,11 @@ class RankStreams:
                     if run.may_remove:
                         self.drop_all_pages(1)
             for each in touched:
-                if each is None or not (batch.is_complete or each.must_end_batch):
+                if each is None or not (batch.is_complete or each.translator.must_end_batch):
                     continue
                 yield from each.end_batch()
-                if each.problem:
-                    self.warn("the view of rank %d is degraded: %s", each.stream.dp_rank, each.problem)
+                if problem := each.translator.problem:
+                    self.warn("the view of rank %d is degraded: %s", each.stream.dp_rank, problem)
             yield
 
     def _apply_run(self, run: Run, stream: WorkerStream | None) -> WorkerStream | None:

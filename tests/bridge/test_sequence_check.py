@@ -7,14 +7,13 @@ import zmq
 
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, Messages
+from bridge.decoding.decoder import Messages
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.sequence_check import BatchOrder, SequenceCheck
 from bridge.stream.subscriber import Connections
-from bridge.threads import DecodeThreads
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId
@@ -118,9 +117,7 @@ async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_
     template = PublisherSettings(model="-", worker="-", block_size=1, ledger_pages=10_000)
     registry = StreamRegistry(BridgeSettings(), template, SharedSink(MemorySink(log)))
     stream = StreamId("m", "default", "w", 0)
-    engine_stream = EngineStream(
-        stream, EngineDefaults(block_size=4), registry, Decoder(), BridgeCounters(), None, DecodeThreads()
-    )
+    engine_stream = EngineStream(stream, EngineDefaults(block_size=4), registry, BridgeCounters(), None)
 
     def shown() -> tuple[object, ...]:
         view = StreamReader().read_all(log.read(0))

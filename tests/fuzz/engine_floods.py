@@ -9,7 +9,7 @@ import msgspec
 
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, Messages
+from bridge.decoding.decoder import Messages
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
@@ -43,7 +43,7 @@ class FloodTarget:
     async def _run(self, data: bytes) -> None:
         registry = StreamRegistry(self._settings, self._template, SharedSink(MemorySink(MemoryLog())))
         stream, defaults = StreamId("m", "default", "w", 0), EngineDefaults()
-        streams = RankStreams(stream, defaults, registry, Decoder(), BridgeCounters())
+        streams = RankStreams(stream, defaults, registry, BridgeCounters())
         for payload in (data, _many_times(data)):
             _apply(streams, payload)
             await streams.start_and_close_publishers()

@@ -12,14 +12,13 @@ import zmq.asyncio
 
 from bridge import BridgeSettings, EngineSettings, Fleet
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, Messages
+from bridge.decoding.decoder import Messages
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import Inbox
 from bridge.stream.subscriber import ConnectionState
-from bridge.threads import DecodeThreads
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
 from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
@@ -87,7 +86,6 @@ class ReplayTarget:
     """Live batches and replay answers of one engine, by sequence number."""
 
     def __init__(self) -> None:
-        self._threads = DecodeThreads()
         self._settings = BridgeSettings.ignoring_environment(bridge_name_pages=4096)
         self._template = PublisherSettings.ignoring_environment(
             model="m", worker="w", block_size=4, ledger_pages=4096, queue_pages=4096
@@ -106,15 +104,14 @@ class ReplayTarget:
             StreamId("m", "default", "w", 0),
             EngineDefaults(block_size=4),
             registry,
-            Decoder(),
             BridgeCounters(),
             replay,
-            self._threads,
         )
         await engine_stream.open()
         for message in messages[: len(messages) // 2]:
             await engine_stream.take_live(Messages.of([(abs(message.seq), message.payload)]))
         await engine_stream.ranks.close(0.0, clear=True)
+        registry.threads.close()
 
 
 NUMBERED = [

@@ -219,7 +219,7 @@ from bridge.plugins import EnginePublisher
 
 publisher = EnginePublisher(attn_dp_rank=0)
 publisher.publish([1.5, [["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU"]], 0])
-while publisher._stream.publishers[0].stats().next_seq == 0:
+while publisher._stream.translator.publishers[0].stats().next_seq == 0:
     time.sleep(0.01)
 """
 
