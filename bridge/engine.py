@@ -32,8 +32,6 @@ _LEAVING_DEADLINE_S = 0.2
 
 
 class EngineStatus(NamedTuple):
-    """Status of one rank of an engine."""
-
     engine: EngineSettings
     state: ConnectionState
     failure: str | None
@@ -58,7 +56,6 @@ class EngineConnection:
         engine: EngineSettings,
         registry: StreamRegistry,
     ) -> None:
-        """engine: one rank."""
         self.engine = engine
         self.counters = BridgeCounters()
         self._context = context
@@ -74,7 +71,6 @@ class EngineConnection:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to read, in the running event loop."""
         self._task = asyncio.create_task(self._run(), name=f"bridge:{self.engine.worker or self.engine.endpoint}")
 
     async def stop(self, deadline_s: float, *, clear: bool) -> None:
@@ -85,7 +81,6 @@ class EngineConnection:
         await asyncio.gather(*(each.ranks.close(deadline_s, clear=clear) for each in self._all_streams()))
 
     def status(self) -> EngineStatus:
-        """Current status."""
         streams = [status for each in list(self._engine_streams.values()) for status in each.ranks.status()]
         return EngineStatus(
             self.engine,

@@ -106,7 +106,6 @@ class Fleet:
         return removed
 
     def status(self) -> list[EngineStatus]:
-        """Status of every rank that is read."""
         return [reader.status() for reader in list(self._readers.values())]
 
     async def close(self, deadline_s: float = 5.0) -> None:

@@ -29,7 +29,6 @@ class BridgeMetrics(Collector):
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families."""
         engines = self._status()
         yield from _gauges(engines)
         yield from _publishers(engines)

@@ -42,7 +42,6 @@ class StreamRegistry:
     def context(
         self, defaults: EngineDefaults, counters: BridgeCounters, limited_logger: RateLimitedLogger
     ) -> EngineContext:
-        """Return the context of an engine."""
         pages = self._template.ledger_pages, self.settings.bridge_name_pages
         return EngineContext(defaults, counters, limited_logger, self._new_publisher, *pages)
 
@@ -71,7 +70,6 @@ class StreamRegistry:
             return opened
 
     def release(self, stream: WorkerStream) -> None:
-        """Note that a stream is closed."""
         with self._lock:
             if self._streams.get(stream.stream) is stream:
                 del self._streams[stream.stream]

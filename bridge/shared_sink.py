@@ -19,8 +19,6 @@ _MAX_WAITING_REQUESTS = 256
 
 
 class _Part:
-    """Records of one publisher that are being sent."""
-
     def __init__(self, records: Sequence[OutRecord]) -> None:
         self.records = records
         self.is_done = False
@@ -75,7 +73,6 @@ class SharedSink:
             raise part.error
 
     def forget(self, sink: StreamSink) -> None:
-        """Remove the sink of a publisher that was closed."""
         if self._sinks.get(sink.key) is sink:
             del self._sinks[sink.key]
 
@@ -113,11 +110,9 @@ class StreamSink:
         self._requests: asyncio.Queue[ResyncRequest | None] = asyncio.Queue(_MAX_WAITING_REQUESTS)
 
     async def start(self) -> None:
-        """Start the real sink if needed."""
         await self._shared.open()
 
     async def send(self, records: Sequence[OutRecord]) -> None:
-        """Send records together with those of other streams."""
         await self._shared.send(records)
 
     async def stop(self) -> None:

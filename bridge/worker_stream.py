@@ -19,8 +19,6 @@ _OLD_DEADLINE_S = 0.2
 
 
 class StreamStatus(NamedTuple):
-    """Status of one worker stream or group stream."""
-
     stream: StreamId
     block_size: int | None
     """None until the first store arrives, unless it was registered."""
@@ -32,7 +30,6 @@ class StreamStatus(NamedTuple):
 
     @property
     def pages_held(self) -> int:
-        """Distinct pages."""
         return 0 if self.publisher is None else self.publisher.pages["held"]
 
 
@@ -85,7 +82,6 @@ class WorkerStream:
         self._update_degraded_reason()
 
     def set_state(self, state: EngineState) -> None:
-        """Note the engine's state."""
         self._state = state
         self._update_degraded_reason()
 
@@ -124,7 +120,6 @@ class WorkerStream:
         return taken
 
     async def start_and_close_publishers(self) -> None:
-        """Start new publishers and close those of old incarnations."""
         unstarted, retired = self.take_publishers()
         for new in unstarted:
             await new.start()
@@ -144,7 +139,6 @@ class WorkerStream:
         await asyncio.gather(*closing)
 
     def status(self) -> list[StreamStatus]:
-        """Current status of the stream and of its group streams."""
         size, names = self.translator.block_size, self.translator.num_remembered
         own = StreamStatus(self.stream, size, None, None, names)
         found = [

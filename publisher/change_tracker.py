@@ -78,7 +78,6 @@ class ChangeTracker:
     """
 
     def __init__(self, settings: PublisherSettings, blocks: BlockTable | None = None) -> None:
-        """blocks: None for a table of its own."""
         self._worker = settings.worker
         self._block_size = settings.block_size
         self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
@@ -137,7 +136,6 @@ class ChangeTracker:
                     self._ledger.change(part, extra_key)
 
     def require_groups(self, num_groups: int) -> None:
-        """See `Ledger.require_groups`."""
         with self._lock:
             self._ledger.require_groups(num_groups)
 
@@ -253,7 +251,6 @@ class ChangeTracker:
         return bool(self._deferred)
 
     def record_deferred(self) -> None:
-        """Record the calls that were kept."""
         with self._lock:
             self._record_deferred()
 
@@ -278,7 +275,6 @@ class ChangeTracker:
             return changes, tokens, None if self._change_queue.num_queued else self._ledger.digest()
 
     def confirm(self) -> None:
-        """Confirm the changes in flight."""
         with self._lock:
             self._change_queue.confirm()
 
@@ -300,7 +296,6 @@ class ChangeTracker:
             return self._ledger.finish_copy(held)
 
     def close(self) -> None:
-        """Refuse all further events."""
         with self._lock:
             self._is_deferring = False
             self._record_deferred()
@@ -308,12 +303,10 @@ class ChangeTracker:
 
     @property
     def num_queued(self) -> int:
-        """Number of waiting page changes."""
         return self._change_queue.num_queued
 
     @property
     def num_held(self) -> int:
-        """Number of distinct pages held now."""
         with self._lock:
             self._record_deferred()
             return self._ledger.num_pages
@@ -325,7 +318,6 @@ class ChangeTracker:
 
     @property
     def is_incomplete(self) -> bool:
-        """See `Ledger.is_incomplete`."""
         return self._ledger.is_incomplete
 
     def digest_if_idle(self) -> Digest | None:

@@ -35,7 +35,6 @@ class PublisherMetrics(Collector):
         self._publishers = publishers
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families."""
         yield from publisher_families((each.stream, each.stats()) for each in self._publishers())
 
 

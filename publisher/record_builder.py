@@ -23,8 +23,6 @@ from publisher.sinks.base import OutRecord
 
 @dataclass(slots=True)
 class _ActiveResync:
-    """A resync that is being sent."""
-
     changes: PageChanges
     digest: Digest
     reason: str
@@ -128,7 +126,6 @@ class RecordBuilder:
 
     @property
     def is_lingering(self) -> bool:
-        """Whether changes wait to share a batch with later ones."""
         return self._tracker.num_queued > 0
 
     def seconds_until_due(self, now: float) -> float:

@@ -176,7 +176,6 @@ class AttentionGroups:
         return size // self._unit if self._unit and size and size % self._unit == 0 else 1
 
     def _assign(self) -> None:
-        """Give each group its stream."""
         self._unknown_rule = ""
         counted = {g: known for g, known in self._known.items() if known.spec.kind not in _IGNORED_KINDS}
         sizes = {known.block_size for known in counted.values() if known.block_size}

@@ -81,7 +81,6 @@ class EventTranslator:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens a page. None until it is known."""
         return self._size.tokens
 
     @property
@@ -96,7 +95,6 @@ class EventTranslator:
 
     @property
     def num_remembered(self) -> int:
-        """Pages whose hashes are remembered."""
         return len(self._hashes)
 
     def apply(self, run: Run) -> None:
@@ -162,7 +160,6 @@ class EventTranslator:
             output.clear()
 
     def close(self) -> None:
-        """Drop all publishers."""
         for publisher in self.publishers:
             self._drop_publisher(publisher)
 
@@ -394,7 +391,6 @@ class BlockSizeRule:
         return self.tokens is None or (is_on_device and (not self._is_proved or self._refused > _MAX_REFUSED))
 
     def learn(self, size: int) -> None:
-        """Assume this size."""
         self.tokens = size
         self.forget_proof()
 
@@ -403,7 +399,6 @@ class BlockSizeRule:
         self._is_proved, self._has_matched, self._refused, self.mismatch = self.is_registered, False, 0, ""
 
     def admits(self, size: int, *, is_on_device: bool) -> bool:
-        """Whether a store has the stream's size."""
         if size == self.tokens:
             self._is_proved = self._is_proved or is_on_device
             self._has_matched, self._refused, self.mismatch = True, 0, ""

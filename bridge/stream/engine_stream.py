@@ -324,7 +324,6 @@ class EngineStream:
         await self.ranks.start_and_close_publishers()
 
     def _apply(self, seq: int, payload: Payload) -> None:
-        """Queue the next batch."""
         if not self._sequence.has_begun and seq > _HIGHEST_FIRST:
             self.ranks.mark_incomplete()
         self._sequence.applied(seq, payload)
@@ -332,7 +331,6 @@ class EngineStream:
 
 
 async def _has_batches(replay: ReplayClient, deadline: float) -> bool:
-    """Whether the engine keeps any batch."""
     async with aclosing(replay.batches(0, deadline)) as answer:
         async for _ in answer:
             return True

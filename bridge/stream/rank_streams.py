@@ -60,7 +60,6 @@ class RankStreams:
         return None if is_ours else f"{self._registered.key} has another owner"
 
     def take(self, seq: int, payload: Payload) -> None:
-        """Queue the next batch."""
         self._waiting.append((seq, payload))
         self.waiting_bytes += len(payload)
 
@@ -113,7 +112,6 @@ class RankStreams:
             stream.restart(is_certain=is_certain)
 
     async def start_and_close_publishers(self) -> None:
-        """Start and close publishers as needed."""
         for rank, stream in list(self._streams.items()):
             if stream.is_replaced:
                 del self._streams[rank]
@@ -129,11 +127,9 @@ class RankStreams:
         self._streams.clear()
 
     def status(self) -> list[StreamStatus]:
-        """Status of all ranks."""
         return [status for stream in list(self._streams.values()) for status in stream.status()]
 
     def warn(self, template: str, *facts: object) -> None:
-        """See `RateLimitedLogger.warning`."""
         self._limited_logger.warning(template, *facts)
 
     async def _close(self, stream: WorkerStream, deadline_s: float, *, clear: bool) -> None:
@@ -194,7 +190,6 @@ class RankStreams:
         return None
 
     def _open(self, rank: int) -> WorkerStream | None:
-        """Open a rank's stream. None if it has another owner."""
         own = self._registered
         stream = self._registry.open(
             own._replace(dp_rank=rank), self._context, self._state, is_registered=rank == own.dp_rank

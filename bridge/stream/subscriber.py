@@ -37,8 +37,6 @@ _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 15_000
 
 
 class ConnectionState(str, Enum):  # noqa: UP042  (serialised as its value)
-    """State of the connection to an engine."""
-
     CONNECTING = "connecting"
     CONNECTED = "connected"
     UNREACHABLE = "unreachable"
@@ -249,7 +247,6 @@ class Subscriber:
             await asyncio.sleep(_PROBE_S)
 
     def _update_state(self) -> None:
-        """Update the state from the connections."""
         if self._connections:
             if self._why_unreachable is not None:
                 logger.warning("bridge: connected to %s", self._engine.endpoint)
@@ -325,7 +322,6 @@ class Connections:
         return bool(self._made)
 
     def take(self, event: int, descriptor: int) -> None:
-        """Apply an event of the monitor. descriptor: the event's value."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if self._begun:
                 self._made.add(self._begun.pop())
