@@ -1,4 +1,4 @@
-"""A publisher that is closed says goodbye: its worker leaves the scores at once."""
+"""The closing record of a publisher: its worker leaves the scores at once."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def insert(publisher: EventPublisher) -> None:
     publisher.publish(cache.take_events())
 
 
-async def test_the_file_sink_writes_the_goodbye(tmp_path: Path) -> None:
+async def test_the_file_sink_writes_the_closing_record(tmp_path: Path) -> None:
     async with publisher_of(FileSink(tmp_path)) as publisher:
         insert(publisher)
     replay = Replay().apply_all(log_records(tmp_path))
@@ -119,7 +119,7 @@ async def test_the_file_sink_writes_the_goodbye(tmp_path: Path) -> None:
     assert (view.num_pages[0], view.reason, replay.freshness.state(view)) == (2, CLOSED, ViewState.EXPIRED)
 
 
-async def test_the_memory_sink_passes_the_goodbye_on() -> None:
+async def test_the_memory_sink_passes_the_closing_record_on() -> None:
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings(), log)
     async with consumer.running():
@@ -129,11 +129,11 @@ async def test_the_memory_sink_passes_the_goodbye_on() -> None:
             view = consumer.namespaces.view(publisher.stream)
             assert view is not None
             await async_wait_until(lambda: consumer.freshness.state(view) is ViewState.LIVE, what="a live view")
-        await async_wait_until(lambda: view.is_closed, what="the goodbye")
+        await async_wait_until(lambda: view.is_closed, what="the closing record")
         assert consumer.freshness.state(view) is ViewState.EXPIRED
 
 
-async def test_a_publisher_whose_place_another_one_takes_says_no_goodbye() -> None:
+async def test_a_publisher_that_is_replaced_sends_no_closing_record() -> None:
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings(), log)
     async with consumer.running():
@@ -147,7 +147,7 @@ async def test_a_publisher_whose_place_another_one_takes_says_no_goodbye() -> No
         assert consumer.freshness.state(view) is ViewState.LIVE
 
 
-async def test_a_bridge_says_goodbye_for_its_engines() -> None:
+async def test_a_bridge_sends_closing_records_for_its_engines() -> None:
     tokens = [7, 8, 9, 10]
     page = on(GPU, names_of(tokens))
     with ZmqEngine() as engine:
@@ -190,6 +190,6 @@ async def test_the_workers_of_a_simulation_leave_the_scores_when_it_ends() -> No
             await fleet.wait_until_synced()
             views = consumer.namespaces.views
             assert [consumer.freshness.state(view) for view in views] == [ViewState.LIVE] * 2
-        await async_wait_until(lambda: all(view.is_closed for view in views), deadline_s=8, what="the goodbyes")
+        await async_wait_until(lambda: all(view.is_closed for view in views), deadline_s=8, what="the closing records")
         assert [consumer.freshness.state(view) for view in views] == [ViewState.EXPIRED] * 2
         assert all(sum(view.num_pages) for view in views)

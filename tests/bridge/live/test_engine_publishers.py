@@ -21,7 +21,7 @@ from tests.support.waiting import async_wait_until
 
 pytestmark = pytest.mark.timing("engines, a bridge and a service must agree within seconds")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class EngineProcess:

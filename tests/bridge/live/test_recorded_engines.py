@@ -27,7 +27,7 @@ from tests.engines.recording import Asked, Batch, Header, Restarted, read
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 
-RECORDINGS = sorted((Path(__file__).parents[1] / "data" / "engines").glob("*.rec"))
+RECORDINGS = sorted((Path(__file__).parents[2] / "data" / "engines").glob("*.rec"))
 
 
 class Replayed:
