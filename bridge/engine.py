@@ -50,12 +50,7 @@ class EngineConnection:
     A task that fails is restarted with a growing delay.
     """
 
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        engine: EngineSettings,
-        registry: StreamRegistry,
-    ) -> None:
+    def __init__(self, context: zmq.asyncio.Context, engine: EngineSettings, registry: StreamRegistry) -> None:
         self.engine = engine
         self.counters = BridgeCounters()
         self._context = context

@@ -46,12 +46,7 @@ class StreamRegistry:
         return EngineContext(defaults, counters, limited_logger, self._new_publisher, *pages)
 
     def open(
-        self,
-        stream: StreamId,
-        context: EngineContext,
-        state: EngineState,
-        *,
-        is_registered: bool,
+        self, stream: StreamId, context: EngineContext, state: EngineState, *, is_registered: bool
     ) -> WorkerStream | None:
         """Open a stream. Returns None if it has another owner.
 

@@ -249,12 +249,7 @@ class RecordBuilder:
         return self._record(now, [], 0, self._tracker.digest_if_idle())
 
     def _record(
-        self,
-        now: float,
-        events: list[bytes],
-        num_pages: int,
-        digest: Digest | None = None,
-        as_of: float | None = None,
+        self, now: float, events: list[bytes], num_pages: int, digest: Digest | None = None, as_of: float | None = None
     ) -> OutRecord:
         """Return the next record. as_of: up to when it states what the worker held. None: now, as no changes wait."""
         self._digest = self._digest if digest is None else digest

@@ -36,10 +36,7 @@ class EventTranslator:
     """Translates the events of one worker. Publishes as soon as the block size is known. Not thread-safe."""
 
     def __init__(
-        self,
-        stream: StreamId,
-        context: EngineContext,
-        drop_publisher: Callable[[EventPublisher], None],
+        self, stream: StreamId, context: EngineContext, drop_publisher: Callable[[EventPublisher], None]
     ) -> None:
         """stream: events of another model or tenant are left out. drop_publisher: called with each publisher that is no
         longer used.

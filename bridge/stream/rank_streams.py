@@ -32,11 +32,7 @@ class RankStreams:
     """
 
     def __init__(
-        self,
-        registered: StreamId,
-        defaults: EngineDefaults,
-        registry: StreamRegistry,
-        counters: BridgeCounters,
+        self, registered: StreamId, defaults: EngineDefaults, registry: StreamRegistry, counters: BridgeCounters
     ) -> None:
         """registered: the stream of batches that name no rank. Nothing is published while it has another owner."""
         self._registered = registered

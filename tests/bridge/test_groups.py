@@ -187,11 +187,7 @@ GROUPS: list[tuple[str, dict[str, Any], list[tuple[list[Event], dict[str, Pages]
         {},
         [
             (
-                [
-                    stored([7], TOKENS[:4], **FULL),
-                    stored([7], TOKENS[:4], **WINDOW),
-                    removed([7], "GPU", group_idx=2),
-                ],
+                [stored([7], TOKENS[:4], **FULL), stored([7], TOKENS[:4], **WINDOW), removed([7], "GPU", group_idx=2)],
                 {"": on(GPU, NAMES[:1]), "swa:8": set()},
             ),
             ([removed([7], "GPU", group_idx=0)], {"": set(), "swa:8": set()}),

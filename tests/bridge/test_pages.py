@@ -92,11 +92,7 @@ CASES: list[tuple[str, Steps, dict[str, Any]]] = [
     ),
     (
         "a page stays until the last copy is removed",
-        [
-            ([store(), store(), remove(3)], gpu()),
-            ([remove(3), remove(3)], gpu(0, 3)),
-            ([removed([13, 13])], gpu(0, 2)),
-        ],
+        [([store(), store(), remove(3)], gpu()), ([remove(3), remove(3)], gpu(0, 3)), ([removed([13, 13])], gpu(0, 2))],
         {},
     ),
     ("a clear removes all copies", [([store(), store(), cleared(), store()], gpu()), ([remove()], set())], {}),

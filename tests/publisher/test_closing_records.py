@@ -166,10 +166,7 @@ async def test_a_bridge_drops_the_pages_of_an_engine_that_closes_its_zmq_sink() 
     )
     tokens = list(range(8))
     engine = EngineSettings(
-        worker="w",
-        model="m",
-        endpoint=f"tcp://127.0.0.1:{port}",
-        replay_endpoint=f"tcp://127.0.0.1:{replay}",
+        worker="w", model="m", endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=f"tcp://127.0.0.1:{replay}"
     )
     async with LiveBridge() as bridge:
         async with EventPublisher(settings, ZmqSink(settings)) as publisher:

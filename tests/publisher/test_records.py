@@ -11,14 +11,7 @@ import pytest
 from kv_events.codec import StoredPages, encode_event
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.schema import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    SnapshotBegin,
-    SnapshotEnd,
-    StorageMedium,
-)
+from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, SnapshotBegin, SnapshotEnd, StorageMedium
 from publisher import EventPublisher
 from tests.rigs.publisher import NOW, batches_of, make_publisher, num_pages, steps_of, stored
 from tests.support.log.records import words

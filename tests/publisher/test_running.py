@@ -14,12 +14,7 @@ import pytest
 from kv_events.codec import decode_batch
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, ResyncRequest, SnapshotBegin
-from publisher import (
-    EventPublisher,
-    OutRecord,
-    SinkRejectedError,
-    SinkUnavailableError,
-)
+from publisher import EventPublisher, OutRecord, SinkRejectedError, SinkUnavailableError
 from publisher.sinks import MemorySink
 from tests.models.stream_reader import StreamReader
 from tests.rigs.publisher import FaultySink, make_running, steps_of, stored, view_of

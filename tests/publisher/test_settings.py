@@ -33,13 +33,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("block_size", 0),
-        ("block_size", "many"),
-        ("worker", ""),
-        ("model", "é" * 200),
-        ("tenant", "\ud800"),
-    ],
+    [("block_size", 0), ("block_size", "many"), ("worker", ""), ("model", "é" * 200), ("tenant", "\ud800")],
 )
 def test_a_bad_value_is_refused_naming_its_variable(field: str, value: Any) -> None:
     with pytest.raises(InvalidValueError, match=f"KVSIGHT_{field.upper()}: got "):

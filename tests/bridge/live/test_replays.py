@@ -89,13 +89,7 @@ async def test_live_batches_do_not_wait_for_an_answer_to_a_question_that_they_an
                 {"failed_replays": 2, "losses": 1},
             ),
             ("one again and again", repeat(0), {}, "until failed_replays, count 1, send 1, show 0 1", {}),
-            (
-                "no end",
-                count(),
-                {"bridge_replay_deadline_s": 0.5},
-                "count 1000000, send 7, show 7, until losses",
-                {},
-            ),
+            ("no end", count(), {"bridge_replay_deadline_s": 0.5}, "count 1000000, send 7, show 7, until losses", {}),
         )
     ],
 )

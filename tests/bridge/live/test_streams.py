@@ -67,18 +67,8 @@ UNTIL_CLEARED = (
             ),
             ("heard", "reason unheard, send 0, show 0, reason none", {**ALONE, "read": {"block_size": 4}}, {}),
             ("idle, with replays", "reason none", {"read": {"block_size": 4}}, {}),
-            (
-                "a loss counts until a clear",
-                UNTIL_CLEARED,
-                {"buffer_steps": 1},
-                {"losses": 1},
-            ),
-            (
-                "a loss without replays counts until a clear",
-                UNTIL_CLEARED,
-                ALONE,
-                {"losses": 1},
-            ),
+            ("a loss counts until a clear", UNTIL_CLEARED, {"buffer_steps": 1}, {"losses": 1}),
+            ("a loss without replays counts until a clear", UNTIL_CLEARED, ALONE, {"losses": 1}),
             (
                 "a loss counts until a restart",
                 "send 0, lose 1, send 2, reason lost, count 0, send 3, show 3, reason none",
