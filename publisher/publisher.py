@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from kv_events.errors import InvalidValueError, KvsightError, check_type
@@ -225,9 +224,7 @@ class EventPublisher:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     # --- on its own thread ------------------------------------------------------------------------------------------
@@ -260,9 +257,7 @@ class EventPublisher:
         self.start_in_thread()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _end_thread(self, thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> None:

@@ -130,7 +130,7 @@ class AttentionGroups:
         return [group] if group in self._stream_of else []
 
     def learn(self, run: PageRun) -> bool:
-        """Learn the group of a store. Returns whether this was news.
+        """Learn the group of a store. Returns whether the groups changed.
 
         Only stores on the device tell block sizes. A store without kind and tokens tells nothing of a group with a
         number: storage behind the engine also names groups of other kinds in this way.

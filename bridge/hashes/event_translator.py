@@ -125,15 +125,15 @@ class EventTranslator:
             return
         waiting, self._waiting = self._waiting, []
         parts: list[PageRun] = []
-        is_news = False
+        has_changed = False
         for run in waiting:
             for part in run.parts():
                 parts.append(part)
-                is_news |= not part.is_removal and self._groups.learn(part)
+                has_changed |= not part.is_removal and self._groups.learn(part)
                 yield
-        if is_news:
+        if has_changed:
             self._resize()
-        if is_news or any(output.publisher is None for output in self._outputs.values()):
+        if has_changed or any(output.publisher is None for output in self._outputs.values()):
             self._open_streams()
         for apply in (self._apply_to_own_stream, self._apply_to_groups):
             for part in parts:

@@ -170,7 +170,7 @@ GROUPS: list[tuple[str, dict[str, Any], list[tuple[list[Event], dict[str, Pages]
         ],
     ),
     (
-        "an engine without full attention says so and takes it back",
+        "an engine without full attention says so until it has some",
         {},
         [
             ([stored([14], TOKENS, **MAMBA)], {"": set(), "mamba": on(GPU, NAMES[3:]), "nofull": set()}),
@@ -178,7 +178,7 @@ GROUPS: list[tuple[str, dict[str, Any], list[tuple[list[Event], dict[str, Pages]
         ],
     ),
     (
-        "an engine with EAGLE has a stream that says so",
+        "an engine with EAGLE has a stream of that name",
         {"eagle": True},
         [([stored(HASHES, TOKENS)], {"": on(GPU, NAMES), "eagle": set()})],
     ),

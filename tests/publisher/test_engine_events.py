@@ -25,14 +25,14 @@ class Stream:
 
     def __init__(self, encoding: Encoding = "array", **settings: Any) -> None:
         self.publisher = make_publisher(with_tokens=True, **settings)
-        self.told = EngineEvents(encoding)
+        self.encoder = EngineEvents(encoding)
         self._now = NOW
 
     def batches(self, *events: EngineEvent) -> list[bytes]:
         self.publisher.publish(events)
         self._now += 10
         records = self.publisher.take_records(self._now, force=True)
-        return [payload for record in records if (payload := self.told.encode(record.payload)) is not None]
+        return [payload for record in records if (payload := self.encoder.encode(record.payload)) is not None]
 
     def events(self, *events: EngineEvent) -> list[Any]:
         return [event for batch in self.batches(*events) for event in msgspec.msgpack.decode(batch)[1]]
@@ -136,21 +136,21 @@ def test_pages_that_tokens_do_not_name_are_left_out_with_those_behind_them() -> 
     assert stream.events(store([7, 8, 9], sequence_hashes=wrong)) == [
         ["BlockStored", names_of(TOKENS[:4]), None, TOKENS[:4], 4, None, "GPU"]
     ]
-    assert stream.told.num_omitted == 2
+    assert stream.encoder.num_omitted == 2
 
 
 def test_a_page_whose_parent_is_not_known_is_not_reported_as_the_first_of_a_prompt() -> None:
     stream = begun()
     names = b"".join(name.to_bytes(8, "little") for name in names_of(TOKENS)[1:])
     assert stream.events(store([8, 9], TOKENS[4:], parent=7, sequence_hashes=names)) == []
-    assert stream.told.num_omitted == 2
+    assert stream.encoder.num_omitted == 2
 
 
 def test_pages_without_tokens_are_left_out() -> None:
     stream = begun()
     names = b"".join(name.to_bytes(8, "little") for name in names_of(TOKENS))
     assert stream.events(store([7, 8, 9], [], sequence_hashes=names)) == []
-    assert stream.told.num_omitted == 3
+    assert stream.encoder.num_omitted == 3
 
 
 def test_what_is_resent_leads_to_removals_only() -> None:
@@ -161,7 +161,7 @@ def test_what_is_resent_leads_to_removals_only() -> None:
     events = stream.events(*changes)  # too much for the queue
     assert stream.publisher.stats().dropped > 0
     assert events == [["BlockRemoved", sorted(names_of(TOKENS)[1:]), "GPU"]]
-    assert stream.told.num_omitted == len(other)
+    assert stream.encoder.num_omitted == len(other)
     assert stream.events(BlockRemoved([7, 100])) == [["BlockRemoved", names_of(TOKENS[:4]), "GPU"]]
 
 
@@ -192,4 +192,4 @@ def test_a_bridge_that_reads_them_knows_what_the_worker_holds(encoding: Encoding
         for payload in stream.batches(change):
             rig.take_payload(payload)
         assert rig.pages == pages
-    assert stream.told.num_omitted == 0
+    assert stream.encoder.num_omitted == 0

@@ -268,7 +268,7 @@ async def test_ranks_that_only_batches_name_share_the_degraded_reason_of_their_e
         engine.send(store(0, rank=3))
         await bridge.degrades("", rank=3)
         engine.send(store(1, rank=3), "lost")
-        engine.send(store(2, rank=5))  # heard of for the first time after the loss
+        engine.send(store(2, rank=5))  # named for the first time after the loss
         await bridge.degrades(BATCHES_LOST, rank=3)
         await bridge.degrades(BATCHES_LOST, rank=5)
         await asyncio.to_thread(engine.stop)
