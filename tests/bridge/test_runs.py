@@ -156,12 +156,6 @@ def test_an_unknown_medium_takes_no_other_along() -> None:
     assert (rig.counters.pages_stored, rig.counters.pages_removed) == (2, 0)
 
 
-def test_a_page_stored_removed_and_stored_again_is_held() -> None:
-    again = [stored([11], TOKENS[:4]), removed([11])]
-    assert Rig().take(*again, *again, again[0]).pages == on(GPU, NAMES[:1])
-    assert Rig().take(*again, *again).pages == set()
-
-
 # --- batches decoded together ---------------------------------------------------------------------------------------
 
 

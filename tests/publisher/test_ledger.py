@@ -152,15 +152,6 @@ def test_a_copy_of_a_ledger_that_stands_still_needs_each_slice_once(ledger: Ledg
     assert held.digest.tolist() == ledger.digest().tolist()
 
 
-def test_slices_that_changed_are_copied_again_at_the_end(ledger: Ledger) -> None:
-    held = ledger.start_copy()
-    copy_slices(ledger, held, ledger.stale_slices())
-    remove(ledger, [0, SLICE_PAGES])
-    assert ledger.stale_slices() == [0, 1]
-    store(ledger, [NUM_PAGES, NUM_PAGES + 1])
-    assert pages_of(ledger.finish_copy(held)) == [*range(1, SLICE_PAGES), *range(SLICE_PAGES + 1, NUM_PAGES + 2)]
-
-
 def test_a_page_on_a_further_medium_makes_its_slice_stale(ledger: Ledger) -> None:
     held = ledger.start_copy()
     copy_slices(ledger, held, ledger.stale_slices())
@@ -180,17 +171,6 @@ def test_a_clear_during_a_copy_leaves_only_what_came_after_it(ledger: Ledger, nu
     store(ledger, range(50, 60))
     assert pages_of(ledger.finish_copy(held)) == [*range(50, 60)]
     ledger.check()
-
-
-def test_after_a_clear_the_ledger_holds_what_is_stored_again_and_nothing_else(ledger: Ledger) -> None:
-    remove(ledger, range(0, NUM_PAGES, 3))
-    ledger.clear()
-    store(ledger, range(1, NUM_PAGES, 2))
-    ledger.check()
-    assert pages_of(ledger.finish_copy(ledger.start_copy())) == [*range(1, NUM_PAGES, 2)]
-    remove(ledger, range(NUM_PAGES))
-    ledger.check()
-    assert ledger.num_pages == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,7 +12,6 @@ from hypothesis import given
 
 from kv_events.codec import decode_batch
 from kv_events.errors import InvalidValueError
-from kv_events.schema import BlockRemoved
 from publisher import EventPublisher, OutRecord
 from publisher.change_tracker import ChangeTracker
 from publisher.publisher import next_epoch
@@ -59,13 +58,6 @@ def test_a_full_batch_does_not_wait() -> None:
     publisher.publish([stored(*range(10))])
     assert [len(step.hashes) for step in steps_of(publisher.take_records(NOW))] == [4, 4]
     assert [len(step.hashes) for step in steps_of(publisher.take_records(NOW, force=True))] == [2]
-
-
-def test_every_batch_of_a_large_event_carries_the_digest_after_its_last_page() -> None:
-    publisher = make(batch_pages=3)
-    publisher.publish([stored(*range(1, 9)), BlockRemoved([1, 2, 3])])
-    counts = [batch.digest.tolist()[0] for batch in batches_of(publisher.take_records(NOW, force=True))]
-    assert counts == [3, 6, 7, 5]
 
 
 def test_a_heartbeat_never_runs_ahead_of_the_stream() -> None:

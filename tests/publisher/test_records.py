@@ -11,7 +11,7 @@ import pytest
 from kv_events.codec import StoredPages, encode_event
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, SnapshotBegin, SnapshotEnd, StorageMedium
+from kv_events.schema import BlockRemoved, BlockStored, SnapshotBegin, SnapshotEnd, StorageMedium
 from publisher import EventPublisher
 from tests.rigs.publisher import NOW, batches_of, make_publisher, num_pages, steps_of, stored
 from tests.support.log.records import words
@@ -100,15 +100,6 @@ def test_a_full_ledger_drops_the_page_from_the_stream_too() -> None:
     assert [step.hashes.tolist() for step in batch.steps if isinstance(step, StoredPages)] == [[101, 102]]
     assert batch.digest.tolist()[0] == 2
     assert publisher.stats().pages["ledger_full"] == 1
-
-
-def test_a_clear_empties_the_view_and_the_ledger() -> None:
-    publisher = make()
-    publisher.publish([stored(1), AllBlocksCleared(), stored(2)])
-    batch = batches_of(publisher.take_records(NOW, force=True))[0]
-    assert [type(step) for step in batch.steps] == [StoredPages, AllBlocksCleared, StoredPages]
-    assert batch.digest.tolist()[0] == 1
-    publisher.check()
 
 
 @pytest.mark.parametrize(
