@@ -174,7 +174,7 @@ class EventPublisher:
             in_flight=in_flight,
             delivered=delivered,
             dropped=dropped,
-            is_broken=self._tracker.is_broken,
+            is_broken=self._tracker.queue.is_broken,
             pages=pages,
             rejected_events=rejected_events,
             next_seq=self._builder.seq,

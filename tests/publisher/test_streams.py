@@ -75,7 +75,7 @@ def test_a_reader_of_the_stream_knows_what_the_events_state(
     calls: list[list[EngineEvent]], batch_pages: int, first_span: int
 ) -> None:
     publisher, model, view = make(batch_pages=batch_pages), Model(), StreamReader(is_strict=True)
-    publisher._tracker._change_queue.arrays.cursors[SPAN] = first_span  # close to the wrap-around of the counter
+    publisher._tracker.queue.arrays.cursors[SPAN] = first_span  # close to the wrap-around of the counter
     now = 1000.0
     for events in calls:
         publisher.publish(events)
