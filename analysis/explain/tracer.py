@@ -12,6 +12,7 @@ import numpy as np
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.hash_rules import Column, HashRule, PromptHashes, RuleFinder, Variant
 from analysis.explain.page_history import PageHistory
+from analysis.stream_history import batch_position
 from indexer.replay import Replay
 from indexer.replay.chunks import ApplyObserver, ChunkApplier, PlainRun
 from indexer.views import View, ViewState
@@ -186,17 +187,7 @@ class PromptTracer(ApplyObserver):
         history.last = at
 
     def _batch(self, batch: DecodedBatch) -> BatchPosition:
-        record, pages = self._record, batch.pages()
-        return BatchPosition(
-            index=self._index,
-            partition=record.partition,
-            offset=record.offset,
-            time=record.timestamp_ms / 1000,
-            epoch=batch.epoch,
-            seq=batch.seq,
-            pages_stored=pages.stored.total(),
-            pages_removed=pages.removed.total(),
-        )
+        return batch_position(self._index, self._record, batch, self._record.timestamp_ms / 1000)
 
     def _begin_before_log(self, view: View) -> None:
         """Begin the history of a stream with what it held before the log."""
