@@ -38,7 +38,7 @@ def holdings_of(views: Replay) -> Holdings:
     """Return what the views of a replay hold."""
     found = {}
     for view in views.namespaces.views:
-        held = view.index.all_pages(view.number)
+        held = view.all_pages()
         found[view.stream] = _sorted(held.hashes, held.tiers)
     return found
 

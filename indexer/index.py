@@ -302,11 +302,6 @@ class OverlapIndex:
                 held = entries[:found]
                 yield StreamPages(self._pages.table.keys[held], self._pages.parents[held], tiers[:found].copy())
 
-    def all_pages(self, stream: int) -> StreamPages:
-        """Return all pages of a stream, in no particular order."""
-        none = StreamPages(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.uint8))
-        return StreamPages(*map(np.concatenate, zip(none, *self.stream_pages(stream), strict=True)))
-
     def image(self) -> Generator[None, None, IndexImage]:
         """Copy everything for a snapshot, in slices. The index must not change before the end."""
         sets = self._pages.sets

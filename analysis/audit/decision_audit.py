@@ -237,7 +237,7 @@ def _memory(decision: Decision) -> int:
 
 
 def _add(losses: dict[tuple[str, str], Loss], chosen: _Chosen, step: str, cause: str, tokens: int) -> None:
-    """Count tokens of a request for one cause. Its examples are the requests with most tokens, the earlier ones first."""
+    """Count tokens of a request for one cause. Its examples are the requests with most tokens."""
     if tokens <= 0:
         return
     loss = losses.setdefault((step, cause), Loss(step=step, cause=cause))

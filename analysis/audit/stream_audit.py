@@ -288,6 +288,6 @@ def settings_of_audits() -> IndexerSettings:
 
 
 def _held_before(view: View) -> HeldBefore:
-    held = view.index.all_pages(view.number)
+    held = view.all_pages()
     resent = np.zeros_like(held.tiers) if view.marks is None else view.index.tiers_marked(held.hashes, view.marks)
     return HeldBefore(*held, resent)

@@ -1,7 +1,7 @@
 """A process that explains one prompt: `python -m analysis.explain`, with an `ExplainJob` in msgpack on stdin.
 
-It writes the explanation as JSON to stdout and ends with 0. If there is none, it writes an `ExplainError` and ends with 2. A
-service explains in a process of its own, because a replay in a thread would delay its answers.
+It writes the explanation as JSON to stdout and ends with 0. If there is none, it writes an `ExplainError` and ends with
+2. A service explains in a process of its own, because a replay in a thread would delay its answers.
 """
 
 from __future__ import annotations
