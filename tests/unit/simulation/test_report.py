@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
-from simulation import PolicyReport, WorkerLoad, reports_table
+from simulation import PolicyReport, WorkerLoad
 
 
 @pytest.fixture
@@ -39,12 +37,3 @@ def test_the_dictionary_is_json_with_sums_and_workers(report: PolicyReport) -> N
     assert found["found_share"] == 0.2
     assert found["workers"][0]["cut_requests"] == 1
     assert found["workers"][1]["divergent_pages"] == 3
-
-
-def test_the_table_fits_eighty_columns_uncut(report: PolicyReport) -> None:
-    text = io.StringIO()
-    Console(file=text, width=80).print(reports_table([report]))
-    shown = text.getvalue()
-    for part in ("round-robin", "20.0%", "100 / 1000 / 1900", "8.0 / 16.0 / 24.0", "17", "wrong", "3", "12.3 s"):
-        assert part in shown
-    assert "…" not in shown

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 
 from kv_events.http.events import EVENT_NAMES, PING_S, FeedEvent
-from kvsight.decoding import decode
+from kvsight.calls import decode
 from kvsight.errors import UnexpectedAnswerError
 
 MAX_EVENT_BYTES = 2**20
@@ -19,7 +19,7 @@ _KINDS = {name: kind for kind, name in EVENT_NAMES.items()}
 _LONGEST_SILENCE_S = 3 * PING_S
 
 
-class FeedReader:
+class EventReader:
     """Parses one stream of server-sent events (HTML Living Standard, section 9.2). Skips comments and unknown kinds.
 
     Lines that end with a lone CR are not supported.
@@ -65,7 +65,7 @@ class FeedReader:
             raise UnexpectedAnswerError(f"{self._where}: not an event of a kvsight API: {error}") from error
 
 
-def feed_request(worker: str | None, model: str | None, tenant: str | None, timeout_s: float) -> dict[str, Any]:
+def stream_request(worker: str | None, model: str | None, tenant: str | None, timeout_s: float) -> dict[str, Any]:
     """Arguments for httpx. A connection that is silent for three times the server's ping interval times out.
 
     Compression is refused, because the size of a decompressed answer has no bound.
