@@ -218,7 +218,7 @@ def _rows(replayed: Replay) -> Iterator[StreamRow]:
             group or "",
             replayed.freshness.state(view).value,
             view.reason,
-            age_ms(view.heard_at, replayed.now),
+            age_ms(view.last_batch_at, replayed.now),
             {medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
         )
 

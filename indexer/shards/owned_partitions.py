@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Share:
+class OwnedPartitions:
     """Follows the assignment of partitions to this member. The consumer calls it between two records."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Share:
         self._slices = slices
         self._begun: frozenset[int] | None = None  # partitions that the source reads; None: it has not been told yet
 
-    def claims(self) -> dict[int, bool]:
+    def owned(self) -> dict[int, bool]:
         """Return the partitions that this member answers for -> whether their views are up to date with the log."""
         if self.membership.is_doubtful:
             return {}
@@ -110,7 +110,7 @@ class Share:
         """Restore the views of a partition from its snapshot. Returns the offset of the first record to apply."""
         views, now = snapshot.namespaces.views, time.monotonic()
         for view in views:  # late, but neither expired nor silent before the log was read
-            view.heard_tick, view.silent_from = max(view.heard_tick, now - LATE_S), now
+            view.last_batch_tick, view.silent_from = max(view.last_batch_tick, now - LATE_S), now
         await self._slices.run(copy_views(views, self._applier.namespaces, partition))
         logger.info("partition %d: snapshot of %d views loaded", partition, len(views))
         return snapshot.positions.get(partition, 0)
