@@ -156,7 +156,7 @@ def _embedded(
     """
     from kv_events.kernels.load import import_without_kernels
 
-    load = import_without_kernels("bridge")
+    load = import_without_kernels("bridge", "kv_events.log.reader")
     from api.app import create_app
     from api.workers.registrations import Registrations
     from indexer.assembly import create_consumer, create_decision_log, create_store

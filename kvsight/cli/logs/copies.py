@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_events.log.event_log import LOCK_NAME, EventLogWriter
-from kv_events.log.format import list_segments
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.format import LOCK_NAME, list_segments
 from kv_events.log.moments import LogMoment
 from kv_events.records import LogRecord
 from kvsight.cli.logs.reading import LogFolder, LogInput, damage_facts, exit_if_any_damaged
