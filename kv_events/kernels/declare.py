@@ -18,7 +18,7 @@ from numba import njit
 
 from kv_events.kernels.bundles import RESIDENT_TYPE, Spread, field_names, numba_type, reader
 from kv_events.kernels.load import compile_kernel
-from kv_events.kernels.numba_internals import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME, member_types
+from kv_events.kernels.numba_internals import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME
 
 array_helper = njit(forceinline=True, **FOR_KERNELS_ONLY)
 """Decorator of short functions that are inlined into their callers. Python cannot call them."""
@@ -27,13 +27,12 @@ array_function = njit(forceinline=False, **FOR_KERNELS_ONLY)
 """Decorator of functions that only kernels call. They are compiled with their callers. Python cannot call them."""
 
 
-def array_kernel(returns, *parameters, allocates=False):
+def array_kernel(returns, *parameters):
     """Decorator of kernels that are called from Python. Compiles at import or loads from the disk cache.
 
     returns: a numba type. parameters: the type of each parameter of the function. It is a numba type, an annotated
     array of `bundles` (such as `U64Vector`), the class of a bundle if callers pass a `resident` bundle, or `spread` of
-    such a class if callers pass the named tuple itself. Inside the function, all bundles are named tuples. allocates:
-    whether the kernel makes arrays, which costs the counting of references.
+    such a class if callers pass the named tuple itself. Inside the function, all bundles are named tuples.
 
     A function defined inside another may use its variables. They are constants of the kernel.
     """
@@ -41,7 +40,7 @@ def array_kernel(returns, *parameters, allocates=False):
     def compiled(function):
         entry = _entry_point(function, parameters)
         types = [each for parameter in parameters for each in _entry_types(parameter)]
-        kernel = njit(nogil=True, no_cfunc_wrapper=True, **({} if allocates else NO_MEMORY_RUNTIME))(entry)
+        kernel = njit(nogil=True, no_cfunc_wrapper=True, **NO_MEMORY_RUNTIME)(entry)
         compile_kernel(kernel, returns(*types), Path(function.__code__.co_filename))
         return _caller(function, parameters, kernel) if any(isinstance(each, Spread) for each in parameters) else kernel
 
@@ -51,7 +50,7 @@ def array_kernel(returns, *parameters, allocates=False):
 def _entry_types(parameter: Any) -> list[Any]:
     """Return the numba types of the arguments that a parameter is expanded to."""
     if isinstance(parameter, Spread):
-        return [numba_type(member) for member in member_types(numba_type(parameter.bundle))]
+        return list(numba_type(parameter.bundle))
     return [RESIDENT_TYPE if _is_resident(parameter) else numba_type(parameter)]
 
 

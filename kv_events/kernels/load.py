@@ -30,11 +30,6 @@ _MOST_HELPERS = 3
 _logger = logging.getLogger(__name__)
 
 
-class _Folder(NamedTuple):
-    path: Path
-    is_writable: bool
-
-
 class DeclaredKernel(NamedTuple):
     """The arguments of `compile_kernel`."""
 
@@ -55,7 +50,7 @@ class _State:
 
 
 def has_compiled() -> bool:
-    """Return whether a kernel was not in the cache since `compiled_in_parallel` began last, or since the start."""
+    """Return whether a kernel was not in the cache, since the start or since kernels were compiled together last."""
     return _State.has_compiled
 
 
@@ -67,30 +62,31 @@ def compile_kernel(dispatcher: Any, signature: Any, source: Path) -> None:
     if _State.postponed is not None:
         _State.postponed.append(DeclaredKernel(dispatcher, signature, source))
         return
-    folder = _folder(source)
-    if folder is None:
-        _announce("in memory at each start", f"{_cache_root_or_reason()} cannot be used")
+    try:
+        folder = _folder(source)
+    except (OSError, RuntimeError) as error:  # no permission, or no home folder
+        _announce("in memory at each start", f"no folder for them can be used: {error}")
         dispatcher.compile(signature)
     else:
-        code = KernelCode(dispatcher, folder.path, is_writable=folder.is_writable)
-        _load_or_compile(code, signature, folder)
+        is_writable = os.access(folder, os.W_OK)
+        _load_or_compile(KernelCode(dispatcher, folder, is_writable=is_writable), signature, folder)
     dispatcher.disable_compile()
 
 
-def _load_or_compile(code: KernelCode, signature: Any, folder: _Folder) -> None:
+def _load_or_compile(code: KernelCode, signature: Any, folder: Path) -> None:
     if code.is_kept(signature):
         code.compile(signature)
-    elif not folder.is_writable:
-        _announce("in memory at each start", f"{folder.path} cannot be written and lacks them for this processor")
+    elif not code.is_writable:
+        _announce("in memory at each start", f"{folder} cannot be written and lacks them for this processor")
         code.compile(signature)
     else:
         with _locked(code.lock, LOCK_EX):
             if not code.is_kept(signature):
-                _announce(f"once for this processor, kept in {folder.path.parent}")
+                _announce(f"once for this processor, kept in {folder.parent}")
             try:
                 code.compile(signature)
             except OSError as error:  # raised when the compiled kernel is saved
-                _logger.warning("a compiled kernel cannot be kept in %s: %s", folder.path, error.strerror)
+                _logger.warning("a compiled kernel cannot be kept in %s: %s", folder, error.strerror)
 
 
 def _announce(how: str, reason: str = "") -> None:
@@ -109,34 +105,25 @@ def _announce(how: str, reason: str = "") -> None:
             _State.helpers.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none))  # noqa: S603
 
 
-@contextmanager
-def compiled_in_parallel(*modules: str) -> Iterator[None]:
-    """Import modules in the block whose kernels are compiled by one process for each core, up to four.
-
-    No process is started if all kernels are in the cache or the cache cannot be written.
-    """
-    _State.help_with, _State.has_compiled = modules, False
-    try:
-        yield
-    finally:
-        _State.help_with = ()
-        for helper in _State.helpers:
-            helper.terminate()
-            helper.wait()
-        _State.helpers.clear()
-
-
 def import_without_kernels(*modules: str) -> Callable[[], None]:
     """Import modules without compiling or loading their kernels, which takes little time.
 
-    Returns a function that does the rest, in any thread. No kernel of the modules may be called before it returns.
+    Returns a function that does the rest, in any thread. No kernel of the modules may be called before it returns. Up
+    to four processes compile, one for each core, unless all kernels are in the cache or the cache cannot be written.
     """
     declared = declared_kernels(modules)
 
     def compile_all() -> None:
-        with compiled_in_parallel(*modules):
+        _State.help_with, _State.has_compiled = modules, False
+        try:
             for kernel in declared:
                 compile_kernel(*kernel)
+        finally:
+            _State.help_with = ()
+            for helper in _State.helpers:
+                helper.terminate()
+                helper.wait()
+            _State.helpers.clear()
 
     return compile_all
 
@@ -150,9 +137,7 @@ def help_compile(modules: tuple[str, ...], number: int, num_helpers: int) -> Non
     kernels = declared_kernels(modules)[::-1]
     first = number * len(kernels) // num_helpers
     for dispatcher, signature, source in kernels[first:] + kernels[:first]:
-        folder = _folder(source)
-        assert folder is not None
-        code = KernelCode(dispatcher, folder.path, is_writable=True)
+        code = KernelCode(dispatcher, _folder(source), is_writable=True)
         with suppress(OSError), _locked(code.lock, LOCK_EX | LOCK_NB):
             if not code.is_kept(signature):
                 code.compile(signature)
@@ -186,29 +171,18 @@ def _locked(path: Path, operation: int) -> Iterator[None]:
 
 
 @lru_cache
-def _folder(source: Path) -> _Folder | None:
-    """Return the folder of the current state of a module's sources, or None if there is none that can be used."""
-    try:
-        path = _cache_root() / _digest_of_sources(source)
-        path.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home folder or no permission
-        return None
-    return _Folder(path, os.access(path, os.W_OK)) if os.access(path, os.R_OK | os.X_OK) else None
+def _folder(source: Path) -> Path:
+    """Return the folder of the current state of a module's sources, inside NUMBA_CACHE_DIR or the user's cache.
 
-
-def _cache_root_or_reason() -> str:
-    try:
-        return str(_cache_root())
-    except RuntimeError:
-        return "the home folder is not known, so ~/.cache"
-
-
-def _cache_root() -> Path:
-    """Return NUMBA_CACHE_DIR or the user's cache folder. Raises RuntimeError if the user has no home folder."""
-    named = cache_dir()
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvsight" / "kernels"
+    Raises OSError or RuntimeError if it cannot be used.
+    """
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = Path(cache_dir()) if cache_dir() else Path(user_cache).expanduser() / "kvsight" / "kernels"
+    path = root / _digest_of_sources(source)
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise PermissionError(f"{path} cannot be read")
+    return path
 
 
 @lru_cache

@@ -1,6 +1,6 @@
-"""All uses of undocumented parts of numba.
+"""Undocumented parts of numba: how functions are compiled and kept. `bundles` knows how it lays out named tuples.
 
-If a new version of numba breaks one of them, `tests/unit/kv_events/test_numba_internals.py` shows which one.
+If a new version of numba changes one of them, `tests/kv_events/test_kernels.py` shows which one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numba.core.config
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
@@ -24,8 +21,6 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 
 _config: Any = numba.core.config
-_cgutils: Any = cgutils
-_types: Any = types
 
 NO_MEMORY_RUNTIME: dict[str, Any] = {"_nrt": False}
 """Options of `njit` without numba's memory runtime: references are not counted and allocations do not compile."""
@@ -141,6 +136,7 @@ class KernelCode:
 
     def __init__(self, dispatcher: Any, folder: Path, *, is_writable: bool) -> None:
         """dispatcher: the result of `njit` without a signature."""
+        self.is_writable = is_writable
         self._dispatcher = dispatcher
         self._cache = dispatcher._cache = _Cache(dispatcher.py_func, folder, is_writable)
         self.lock = folder / f"{self._cache._impl.filename_base}.lock"
@@ -153,67 +149,3 @@ class KernelCode:
         """Load the kernel, or compile and keep it. Raises OSError if it is compiled, but cannot be kept."""
         with _collector_off():
             self._dispatcher.compile(signature)
-
-
-# --- helpers for intrinsics -----------------------------------------------------------------------------------------
-
-
-def element_address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Return the address of an element of a one-dimensional array in C order."""
-    view = context.make_array(array_type)(context, builder, array)
-    return builder.gep(view.data, [index])
-
-
-def array_length(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
-    """Return the number of elements of an array."""
-    return context.make_array(array_type)(context, builder, array).nitems
-
-
-def native_type(context: Any, numba_type: Any) -> Any:
-    """Return the LLVM type of a value in memory."""
-    return context.get_value_type(numba_type)
-
-
-def native_size(context: Any, numba_type: Any) -> int:
-    """Return the size of a value in memory, in bytes."""
-    size: int = context.get_abi_sizeof(context.get_value_type(numba_type))
-    return size
-
-
-def raise_unless(context: Any, builder: Any, condition: Any, error: type[Exception], message: str) -> None:
-    """Make the kernel raise an exception if a condition is false."""
-    with builder.if_then(builder.not_(condition), likely=False):
-        context.call_conv.return_user_exc(builder, error, (message,))
-
-
-def declared_function(builder: Any, name: str, returns: Any, parameters: list[Any]) -> Any:
-    """Return an LLVM function, declared in the module that is being built."""
-    return _cgutils.get_or_insert_function(builder.module, ir.FunctionType(returns, parameters), name)
-
-
-def tuple_type(classes: type, members: tuple[Any, ...]) -> Any:
-    """Return the numba type of a named tuple whose members have these types."""
-    return _types.BaseTuple.from_types(members, classes)
-
-
-def member_types(bundle_type: Any) -> tuple[Any, ...]:
-    """Return the numba types of a named tuple's members."""
-    members: tuple[Any, ...] = tuple(bundle_type)
-    return members
-
-
-def native_words(value: Any) -> list[int]:
-    """Return an array, or a named tuple of arrays, as the 64-bit words that `num_words` counts, without owners."""
-    if isinstance(value, tuple):
-        return [word for member in value for word in native_words(member)]
-    return [0, 0, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides]
-
-
-def num_words(bundle_type: Any) -> int:
-    """Return the size of a named tuple of arrays in memory, in 64-bit words.
-
-    The words of an array are two owners, length, item size, address, shape and strides.
-    """
-    if isinstance(bundle_type, types.BaseTuple):
-        return sum(num_words(member) for member in member_types(bundle_type))
-    return 5 + 2 * int(bundle_type.ndim)
