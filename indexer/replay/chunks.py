@@ -23,7 +23,7 @@ from indexer.kernels.batches import (
 from indexer.namespaces import NamespaceKey
 from indexer.replay.replay import FORGET_EVERY_MS, Replay
 from indexer.views import View, ViewState
-from kv_events.codec import batch_names, decode_batch
+from kv_events.codec import decode_batch, read_head
 from kv_events.digest import DIGEST_WORDS
 from kv_events.kernels.batches import TIME
 from kv_events.kernels.bundles import I64Vector
@@ -211,10 +211,10 @@ class ChunkApplier:
 
     def _learn(self, record: LogRecord, number: int) -> None:
         """Read the state of a view after a record that was applied by itself. number: of the names of the record."""
-        names = batch_names(record.payload)
-        if names is None:
+        head = read_head(record.payload)
+        if head is None:
             return  # no record that an applier accepts
-        stream, block_size = names
+        stream, block_size = head.stream, head.block_size
         before = self._number_of.pop(stream, None)
         if before is not None:
             self._tracked.streams[before, SPACE] = _NO_SPACE

@@ -164,8 +164,8 @@ def is_sound(data: bytes | memoryview, start: int) -> bool:
     if body is None or body.stop > len(data):
         return False
     _, _, _, key_bytes, _ = _BODY.unpack_from(data, body.start)
-    is_whole = body.start + _BODY.size + key_bytes <= body.stop
-    return is_whole and zlib.crc32(data[body]) == _FRAME.unpack_from(data, start)[1]
+    _, checksum = _FRAME.unpack_from(data, start)
+    return bool(body.start + _BODY.size + key_bytes <= body.stop and zlib.crc32(data[body]) == checksum)
 
 
 def corrupted(
