@@ -7,21 +7,18 @@ not know, and the component schemas to which both refer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator
 from functools import cache
 from http import HTTPStatus
-from importlib.metadata import PackageNotFoundError, version
 from inspect import cleandoc
 from types import ModuleType
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
 from msgspec import UNSET, Struct, structs
 
 from api.access.guard import OPEN_PATHS
-from api.problems import MEDIA_TYPE, install
+from api.problems import MEDIA_TYPE
 from api.queries.body_formats import CONTENT_TYPES
 from indexer.views import ViewCounters
 from kv_events.http import (
@@ -237,25 +234,3 @@ def _array(field: str, items: Json) -> Json:
 def _schema(kind: Any) -> Json:
     (schema,), _components = msgspec.json.schema_components([kind], ref_template=_TEMPLATE)
     return schema
-
-
-class DocumentedApp(FastAPI):
-    """An application whose errors are problem documents and whose OpenAPI document is complete."""
-
-    def __init__(self, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], *, needs_token: bool) -> None:
-        super().__init__(title="kvsight", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
-        self.state.needs_token = needs_token
-        install(self)
-
-    def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document, which is built once."""
-        if self.openapi_schema is None:
-            complete(super().openapi(), needs_token=self.state.needs_token)
-        return super().openapi()
-
-
-def _version() -> str:
-    try:
-        return version("kvsight")
-    except PackageNotFoundError:
-        return "0"  # running from a checkout without installation

@@ -23,7 +23,6 @@ from api.access.bodies import BodyLimit
 from api.access.connections import RESERVED, ConnectionLimit
 from api.app import Application
 from api.fast.connection import FastConnection
-from api.fast.fast_path import FastPath
 from api.fast.http_limits import LimitedHttpProtocol
 from api.fast.tls_handshakes import TlsHandshake
 from api.followed_files import following
@@ -124,9 +123,8 @@ class _Server(uvicorn.Server):
         self._tls = settings.tls
         self._tls_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         http: Any = LimitedHttpProtocol
-        if isinstance(app, Application):
-            fast_path: FastPath = app.state.fast_path
-            http = partial(FastConnection, fast_path=fast_path)
+        if isinstance(app, Application) and app.service.fast_path is not None:
+            http = partial(FastConnection, fast_path=app.service.fast_path)
         limits = ConnectionLimit(_most_connections(settings)), BodyLimit(settings.max_body_bytes)
         http = partial(http, connection_limit=limits[0], body_limit=limits[1])
         if self._tls is not None:
@@ -166,7 +164,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if isinstance(self._app, Application):  # other ASGI applications end their own streams
-            self._app.end_streams()
+            self._app.service.end_streams()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

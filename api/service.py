@@ -1,65 +1,228 @@
-"""Routes about this process: health, readiness and metrics."""
+"""What an application serves: the present, or (in `api.replay`) any moment of a log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.responses import Response
+from starlette.middleware import Middleware
 
-from api.openapi import answers, problem
+from api.access.guard import OPEN_PATHS
+from api.access.tenants import TenantRates
+from api.access.tokens import TokenRegistry
+from api.decisions.routes import DecisionRoute
+from api.decisions.window import DecisionWindow
+from api.fast.fast_path import FastPath
+from api.fast.local_answers import LocalAnswers
+from api.page.state import PageState
+from api.page.tokenize import TokenizeRoute
+from api.page.worker_history import WorkerHistory
 from api.problems import ProblemError, ProblemKind
-from api.queries.routes import json_response
-from api.telemetry.service_metrics import HttpMetrics
+from api.queries.explain import ExplainRoute
+from api.queries.routes import QueryRoutes
+from api.settings import ApiSettings
+from api.telemetry.families import recording_families
+from api.telemetry.service_metrics import HttpMetrics, decision_families, tenant_families
+from api.telemetry.traced_requests import TraceRequests
+from api.view_source import ViewSource
+from api.workers.event_stream import EventStream, feed_routes
+from api.workers.register import RegisterRoutes
+from api.workers.routes import worker_routes
 from indexer.consumer import Consumer
+from indexer.decisions.log import DecisionLog
+from indexer.recording.thread import RecordingThread
 from kv_events.http.service import Status
+from kv_events.runtime.tracing import open_spans
 
 if TYPE_CHECKING:
+    from api.shards.group import ShardGroup
     from api.workers.registrations import Registrations
 
 
-def service_routes(
-    consumer: Consumer,
-    metrics: HttpMetrics,
-    registrations: Registrations | None,
-    degraded: Callable[[], str],
-) -> APIRouter:
-    """Return the probes and metrics, which need no token. degraded: why records may be missing from the recording."""
-    router = APIRouter(tags=["service"])
+Endpoint: TypeAlias = Callable[..., Any]
+"""A function of a request, or an instance that is an ASGI application. See `starlette.routing.Route`."""
 
-    @router.get(
-        "/health",
-        response_class=Response,
-        responses={**answers(Status, "Healthy"), **problem(503, "The consumer has failed")},
-    )
-    async def health() -> Response:
-        """Return 200 while the consumer runs, and 503 after it has failed. Only a restart helps then.
 
-        `recording` says why a recording beside the service is degraded, if it is.
+class Service(ABC):
+    """What an application serves. Everything is read in the event loop that changes it."""
+
+    http_metrics: HttpMetrics | None = None
+    """What counts requests. None: they are not counted."""
+    fast_path: FastPath | None = None
+    """What answers queries inside the HTTP protocol. None: all requests are passed to FastAPI."""
+    open_paths: Set[str] = OPEN_PATHS
+    """Paths that need no token."""
+    endpoints: Mapping[str, Endpoint]
+    """Path -> what answers POST."""
+    routers: Sequence[APIRouter]
+    """Routes besides those that every service has."""
+    middleware: Sequence[Middleware]
+    """The outermost first. All of it is inside `ObserveRequests` and `Guard`."""
+
+    def __init__(self, views: ViewSource, settings: ApiSettings) -> None:
+        """views: those that are shown. Raises InvalidValueError for a bad file of tokens."""
+        self.views = views
+        self.settings = settings
+        self.tokens = TokenRegistry.of(settings)
+
+    @abstractmethod
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Run the service during a block."""
+
+    @abstractmethod
+    async def page_state(self, at: str | None) -> PageState:
+        """Return what the page shows. at: the text of `?at=`, or None. Raises ProblemError for a bad moment."""
+
+    @abstractmethod
+    async def metrics(self) -> bytes:
+        """Return the metrics in Prometheus' text format 0.0.4. Queries can run between two slices of it."""
+
+    def health(self) -> Status:
+        """Return the answer of /health. Raises ProblemError (503)."""
+        return Status(status="ok")
+
+    def why_not_ready(self) -> str:
+        """Return why the service is not ready, or "" if it is."""
+        return ""
+
+    def end_streams(self) -> None:  # noqa: B027  (most services have none)
+        """End the endless answers, because the server is about to stop."""
+
+    def amend_document(self, document: dict[str, Any]) -> None:  # noqa: B027
+        """Change the OpenAPI document where this service differs from the live one."""
+
+
+class LiveService(Service):
+    """The present: the views of a consumer, and what callers report and change."""
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        settings: ApiSettings,
+        registrations: Registrations | None = None,
+        decisions: DecisionLog | None = None,
+        recording: RecordingThread | None = None,
+        event_log: Path | None = None,
+        group: ShardGroup | None = None,
+    ) -> None:
+        """consumer: one that is not running yet; the service runs it.
+
+        registrations: engines that this process reads itself. None if it reads none; registrations are then refused.
+        decisions: what keeps the decisions of routers. None: they are dropped. recording: what records the log, or
+        None. event_log: folder of the event log that the consumer reads, for explanations. None: they come from the
+        recording. group: the group that this process is a member of. None: it answers from its own views alone.
         """
-        if consumer.failure is not None:
-            detail = f"the consumer has failed: {type(consumer.failure).__name__}"
+        super().__init__(consumer, settings)
+        self._consumer = consumer
+        self.feed = EventStream(consumer, settings.max_event_clients)
+        self.history = WorkerHistory()
+        self.decision_window = DecisionWindow()
+        self._registrations = registrations
+        self._decisions = decisions or DecisionLog(None)
+        self._recording = recording
+        self._group = group
+        self._tenants = None if consumer.tenant_limits is None else TenantRates(consumer.tenant_limits)
+        self._spans = open_spans()
+        local = LocalAnswers(consumer, self._tenants)
+        self.endpoints: dict[str, Endpoint] = {**self._query_routes(local).endpoints()}
+        if group is not None:
+            self.endpoints |= group.endpoints(settings.max_body_bytes)
+        self.middleware = [] if group is None else [group.middleware()]
+        if self._spans is not None:
+            self.middleware.insert(0, Middleware(TraceRequests, spans=self._spans, paths=[*self.endpoints]))
+        self.http_metrics: HttpMetrics = self._created_metrics([*self.endpoints])
+        self.fast_path: FastPath = FastPath(
+            consumer,
+            settings,
+            self.tokens,
+            self.http_metrics,
+            local,
+            None if group is None else group.fast_answers(has_tenants=self._tenants is not None),
+        )
+        for routes in (
+            RegisterRoutes(registrations),
+            DecisionRoute(consumer, self._decisions, self.decision_window.take),
+            TokenizeRoute(settings.tokenize_url),
+            ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
+        ):
+            self.endpoints |= routes.endpoints()
+        self.routers = [worker_routes(consumer, registrations, consumer.resyncs.demand), feed_routes(self.feed)]
+        if group is not None:
+            self.routers.append(group.routes())
+
+    def _query_routes(self, local: LocalAnswers) -> QueryRoutes:
+        consumer, settings = self._consumer, self.settings
+        return QueryRoutes(
+            local if self._group is None else self._group.gatherer,
+            lambda: settings.answer_before_ready or consumer.ready,
+            settings.max_body_bytes,
+            self._tenants,
+        )
+
+    def _created_metrics(self, timed_paths: Sequence[str]) -> HttpMetrics:
+        consumer, tenants, recording = self._consumer, self._tenants, self._recording
+        metrics = HttpMetrics(consumer, timed_paths, lambda: self.feed.num_clients, self.settings.metrics_max_workers)
+        if tenants is not None:
+            metrics.add(lambda: tenant_families(consumer, tenants))
+        if self._registrations is not None:
+            metrics.registry.register(self._registrations.metrics())
+        metrics.add(lambda: decision_families(self._decisions))
+        if recording is not None:
+            metrics.add(lambda: recording_families(recording.recorder))
+        if self._group is not None:
+            metrics.add(self._group.families)
+        return metrics
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.tokens.following(self._forget_callers))
+            if self._tenants is not None:
+                await stack.enter_async_context(self._tenants.following())
+            for part in (self._recording, self._group, self._consumer, self._registrations, self._decisions):
+                if part is not None:
+                    await stack.enter_async_context(part.running())
+            await stack.enter_async_context(self.history.running(self._consumer))
+            yield
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.end)
+
+    def _forget_callers(self) -> None:
+        """Check the tokens of known callers again."""
+        self.fast_path.heads.forget()
+        self.feed.end_streams(lambda authorization: self.tokens.permits(authorization, "read"))
+
+    def end_streams(self) -> None:
+        self.feed.close()
+
+    async def page_state(self, at: str | None) -> PageState:
+        if at is not None:
+            detail = "at: this service shows the present only; `kvsight replay LOG --serve` shows the past"
+            raise ProblemError(422, ProblemKind.INVALID_VALUE, detail, "at", at)
+        return PageState(
+            key="",
+            is_past=False,
+            views=self._consumer,
+            is_resync_requested=self._consumer.resyncs.is_requested,
+            engines={} if self._registrations is None else self._registrations.status(),
+            watch=self.history,
+            funnel=self.decision_window.report,
+        )
+
+    def health(self) -> Status:
+        if self._consumer.failure is not None:
+            detail = f"the consumer has failed: {type(self._consumer.failure).__name__}"
             raise ProblemError(503, ProblemKind.UNAVAILABLE, detail)
-        return json_response(Status(status="ok", recording=degraded()))
+        return Status(status="ok", recording="" if self._recording is None else self._recording.degraded)
 
-    @router.get(
-        "/ready", response_class=Response, responses={**answers(Status, "Ready"), **problem(503, "Not ready yet")}
-    )
-    async def ready() -> Response:
-        """Return 200 after everything that was in the log at the start has been applied, and while the log can be read.
+    def why_not_ready(self) -> str:
+        registrations = self._registrations
+        return self._consumer.why_not_ready() or (registrations and registrations.why_not_ready()) or ""
 
-        If the service reads engines itself: after the saved registrations are read, or ten seconds after the start.
-        """
-        reason = consumer.why_not_ready() or (registrations and registrations.why_not_ready())
-        if reason:
-            raise ProblemError(503, ProblemKind.UNAVAILABLE, reason, retry_after_s=1)
-        return json_response(Status(status="ready"))
-
-    @router.get("/metrics", response_class=Response)
-    async def metrics_text() -> Response:
-        """Return the metrics in Prometheus' text format."""
-        return Response(await metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-    return router
+    async def metrics(self) -> bytes:
+        return await self.http_metrics.text()

@@ -24,6 +24,7 @@ from api.app import create_app
 from api.fast.local_answers import LocalAnswers
 from api.queries.routes import QueryRoutes
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from benchmarks.report import Figure, figure, main
 from indexer.applier import Applier, DeadLetters
@@ -108,7 +109,7 @@ def filled_consumer(num_workers: int = WORKERS) -> Consumer:
 def _serve(pipe: Connection, num_workers: int) -> None:
     async def run() -> None:
         settings = ApiSettings(port=0)
-        async with running_server(create_app(filled_consumer(num_workers), settings), settings) as url:
+        async with running_server(create_app(LiveService(filled_consumer(num_workers), settings)), settings) as url:
             pipe.send(url)
             await asyncio.to_thread(pipe.recv)
 

@@ -23,7 +23,8 @@ import numpy as np
 
 from api.page.fleet import describe_fleet
 from api.page.residency import Wanted, describe_residency
-from api.page.state import LivePageState
+from api.service import LiveService
+from api.settings import ApiSettings
 from benchmarks.bench_hostile import ordinary
 from benchmarks.bench_http import Caller, filled_consumer, server_process
 from benchmarks.report import Figure, figure, main
@@ -122,8 +123,7 @@ def _longest_step(steps: Generator[None, None, Any]) -> float:
 
 
 def _in_the_loop() -> list[Figure]:
-    live = LivePageState(filled_consumer(), None)
-    scene = asyncio.run(live.open(None))
+    scene = asyncio.run(LiveService(filled_consumer(), ApiSettings()).page_state(None))
     fleet, residency = [], []
     for _ in range(_ROUNDS):
         fleet.append(_longest_step(describe_fleet(scene)))

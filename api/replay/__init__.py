@@ -1,5 +1,5 @@
-"""The HTTP API over the past: the same routes, at any moment of an event log.
+"""The HTTP API over the past: the same application, at any moment of an event log.
 
-Start at `app.create_past_app`. `moments` opens moments and keeps a few of them, `at` gives each request its moment, and
-`routes` has what only the past has: the span of the log with its marks, one moment, and the difference of two.
+Start at `service.ReplayService`, which gives each request its moment. `moments` opens moments and keeps a few of them,
+and `routes` has what only the replay has: the extent of the log with its marks, one moment, and the difference of two.
 """

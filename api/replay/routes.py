@@ -1,4 +1,4 @@
-"""Routes that only the past has: the span of the log, a moment, the difference of two, and the metrics of a moment."""
+"""Routes that only the replay has: the extent of the log, a moment, and the difference of two."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Query
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry
 from starlette.responses import Response
 
 from analysis.diff import diff, holdings_of
@@ -15,13 +14,10 @@ from api.problems import ProblemError, ProblemKind
 from api.queries.routes import json_response
 from api.replay.markers import MarkerSearch
 from api.replay.moments import OpenMoments
-from api.replay.service import ReplayViews
-from api.telemetry.service_metrics import ViewMetrics, metrics_text
 from indexer.replay import Timeline
 from kv_events.codec import decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.http.log import BatchOfMoment, MomentOfLog, Span, StreamDiff
-from kv_events.http.service import Status
 from kv_events.log.moments import LogMoment
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA
@@ -93,30 +89,6 @@ def past_routes(moments: OpenMoments, marks: MarkerSearch, name: str, damage: li
         async with comparing, moments.opened(before) as one, moments.opened(after) as other:
             found = await asyncio.to_thread(lambda: diff(holdings_of(one.views), holdings_of(other.views)))
         return json_response(found)
-
-    @router.get("/health", response_class=Response, responses=answers(Status, "Healthy"))
-    async def health() -> Response:
-        """Return 200 while this process answers."""
-        return json_response(Status(status="ok"))
-
-    @router.get("/ready", response_class=Response, responses=answers(Status, "Ready"))
-    async def ready() -> Response:
-        """Return 200: moments can be asked for."""
-        return json_response(Status(status="ready"))
-
-    return router
-
-
-def metrics_routes(served: ReplayViews, max_workers: int) -> APIRouter:
-    """Return the route of the metrics, which are those of the views at the moment."""
-    router = APIRouter(tags=["service"])
-
-    @router.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        """Return the metrics of the views in Prometheus' text format. Counts begin with the log or its key frame."""
-        registry = CollectorRegistry()
-        registry.register(ViewMetrics(served, max_workers))
-        return Response(await metrics_text(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router
 

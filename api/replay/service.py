@@ -1,26 +1,42 @@
-"""Gives each request the moment of the log that its parameter `at` names."""
+"""The replay of a log as a service: each request is answered as of the moment that its parameter `at` names."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
+from prometheus_client import CollectorRegistry
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.access.guard import OPEN_PATHS
+from api.fast.local_answers import LocalAnswers
 from api.page.state import PageState
 from api.page.worker_history import WorkerHistory
 from api.problems import ProblemError, ProblemKind
-from api.queries.routes import ClientDisconnectedError, read_body
+from api.queries.explain import ExplainRoute
+from api.queries.routes import ClientDisconnectedError, QueryRoutes, read_body
 from api.replay.curves import DecisionHistory, RateHistory
 from api.replay.markers import MarkerSearch
 from api.replay.moments import History, OpenMoment, OpenMoments
+from api.replay.routes import AT_TEXT, past_routes
+from api.service import Endpoint, Service
+from api.settings import ApiSettings
+from api.telemetry.service_metrics import ViewMetrics, metrics_text
+from api.workers.routes import worker_routes
 from indexer.applier import Applier
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.replay import Timeline
 from indexer.views import View
+from kv_events.log.moments import LogMoment
 
 _present: ContextVar[OpenMoment] = ContextVar("moment")
 _MAX_FIELDS = 100
@@ -30,6 +46,9 @@ _PATHS = frozenset(
         *("/workers", "/dump", "/metrics", "/fleet", "/residency", "/funnel"),
     }
 )
+
+_WRITING = ("/register", "/unregister", "/decisions", "/workers/{worker:path}/resync")
+"""Paths of the live service that change something."""
 
 
 def present_moment() -> OpenMoment:
@@ -128,17 +147,35 @@ class ReplayViews:
         return present_moment().views.now
 
 
-class PageStates:
-    """Opens the scene of the moment that a request names."""
+class ReplayService(Service):
+    """The past: a log at any moment."""
 
-    def __init__(self, folder: Path, moments: OpenMoments, marks: MarkerSearch) -> None:
-        self._moments = moments
-        self._marks = marks
+    open_paths = OPEN_PATHS - {"/metrics"}
+    """The metrics are those of a moment, which has to be opened."""
+
+    def __init__(self, folder: Path, settings: ApiSettings, default: LogMoment, damage: list[str]) -> None:
+        """folder: of the log. default: the moment of requests that name none; `LogMoment()`: the end of the log.
+
+        damage: what of the log is known to be unusable. Raises EventLogError, OutsideTheLogError or OSError.
+        """
+        super().__init__(ReplayViews(), settings)
+        self._moments = OpenMoments(folder, default)
+        self._marks = MarkerSearch(folder, self._moments.extent.first_index)
         self._rates = RateHistory()
         self._decisions = DecisionHistory(folder)
+        explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moment)
+        queries = QueryRoutes(LocalAnswers(self.views), lambda: True, settings.max_body_bytes)
+        self.endpoints: dict[str, Endpoint] = {**queries.endpoints(), **explain.endpoints()}
+        self.endpoints |= dict.fromkeys(_WRITING, _refuse)
+        self.routers = [worker_routes(self.views), past_routes(self._moments, self._marks, folder.name, damage)]
+        self.middleware = [Middleware(MomentMiddleware, moments=self._moments, max_body_bytes=settings.max_body_bytes)]
 
-    async def open(self, _at: str | None) -> PageState:
-        """Return the scene of the moment that `MomentMiddleware` holds open. See `PageStateAt`."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self._marks.running(self._moments.extent.next_index), self.tokens.following(lambda: None):
+            yield
+
+    async def page_state(self, at: str | None) -> PageState:
         opened = present_moment()
         index, now = opened.views.index, opened.views.now
 
@@ -153,9 +190,29 @@ class PageStates:
         return PageState(
             key=f"{opened.moment.text} {self._moments.extent.next_index} {self._marks.next_index}",
             is_past=True,
-            views=ReplayViews(),
+            views=self.views,
             is_resync_requested=lambda _view: False,
             engines={},
             watch=WorkerHistory.of_past(found.rates, self._marks.changes_before(index)),
             funnel=lambda _now: found.funnel,
         )
+
+    async def metrics(self) -> bytes:
+        registry = CollectorRegistry()
+        registry.register(ViewMetrics(self.views, self.settings.metrics_max_workers))
+        return await metrics_text(registry)
+
+    def amend_document(self, document: dict[str, Any]) -> None:
+        for path in _WRITING:
+            document["paths"].pop(path, None)
+        document["paths"]["/metrics"]["get"].pop("security", None)
+        at = {"name": "at", "in": "query", "schema": {"type": "string"}, "description": AT_TEXT}
+        for path, operations in document["paths"].items():
+            for operation in operations.values() if shows_moment(path) else ():
+                others = [each for each in operation.get("parameters", []) if each["name"] != "at"]
+                operation["parameters"] = [*others, at]
+
+
+async def _refuse(_request: Request) -> Response:
+    detail = "this is a replay of a log, which changes nothing; ask the live service"
+    raise ProblemError(409, ProblemKind.READ_ONLY, detail)

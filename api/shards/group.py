@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
 from prometheus_client.core import Metric
+from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from api.fast.fast_path import GroupAnswers
@@ -63,10 +64,20 @@ class ShardGroup:
         async with self.membership.running(), self.gatherer.running():
             yield
 
-    def add_to(self, app: FastAPI) -> None:
-        """Add what an application has only in a group. The middleware is added as the innermost one."""
-        app.include_router(_shards_routes(self.gatherer))
-        app.add_middleware(ForwardToMembers, membership=self.membership, peers=self._peers)
+    def middleware(self) -> Middleware:
+        """Return the innermost middleware of the application."""
+        return Middleware(ForwardToMembers, membership=self.membership, peers=self._peers)
+
+    def routes(self) -> APIRouter:
+        """Return the route that shows the group."""
+        router = APIRouter(tags=["service"])
+
+        @router.get("/shards", response_class=Response, responses=answers(Shards, "The group as this member sees it"))
+        async def shards() -> Response:
+            """Return the members of the group with their partitions, and what answers lack at the moment."""
+            return json_response(self.gatherer.shards())
+
+        return router
 
     def families(self) -> Iterator[Metric]:
         """Yield the metric families."""
@@ -107,18 +118,6 @@ class ShardGroup:
             return None
         asked = _decoded(body)
         return encode(self._own.reply_inline(asked)) if len(asked.prompts) <= 1 else None
-
-
-def _shards_routes(gatherer: ScatterGather) -> APIRouter:
-    """Return the route that shows the group."""
-    router = APIRouter(tags=["service"])
-
-    @router.get("/shards", response_class=Response, responses=answers(Shards, "The group as this member sees it"))
-    async def shards() -> Response:
-        """Return the members of the group with their partitions, and what answers lack at the moment."""
-        return json_response(gatherer.shards())
-
-    return router
 
 
 def _token(settings: GroupSettings, api: ApiSettings) -> str | None:

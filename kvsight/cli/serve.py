@@ -14,7 +14,7 @@ from kvsight.cli.shared.process import allow_open_files, compile_kernels, keep_f
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from api.app import Application
+    from api.service import LiveService
     from api.settings import ApiSettings, RegistrationSettings
     from bridge.settings import BridgeSettings
     from indexer.recording.thread import RecordingThread
@@ -86,30 +86,31 @@ def serve(*, flags: dict[str, Any]) -> None:
     engines = registration.max_registrations if indexer.is_embedded else 0
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
     compile_kernels("api.app", *(["indexer.replay"] if settings.record is not None else []))
+    from api.app import create_app
     from api.server import listen, run_server, url_of
 
     if indexer.is_embedded:
         bound = listen(settings)
-        app = _embedded(indexer, settings, registration, bridge, bound.getsockname()[1], max_files)
+        service = _embedded(indexer, settings, registration, bridge, bound.getsockname()[1], max_files)
     elif shards.group is not None:
         bound = listen(settings)
-        app = _member(indexer, settings, shards, url_of(bound, settings))
+        service = _member(indexer, settings, shards, url_of(bound, settings))
     else:
-        app = _application(indexer, settings)
+        service = _follower(indexer, settings)
         bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound, settings)} (docs at /docs)")
     if indexer.is_embedded:
         err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
-    run_server(app, settings, bound)
+    run_server(create_app(service), settings, bound)
 
 
-def _application(indexer: IndexerSettings, settings: ApiSettings) -> Application:
-    """The application that reads a log."""
-    from api.app import create_app
+def _follower(indexer: IndexerSettings, settings: ApiSettings) -> LiveService:
+    """The service that reads a log."""
+    from api.service import LiveService
     from indexer.assembly import create_consumer, create_decision_log
 
     recording = _recording(indexer, settings)
-    return create_app(
+    return LiveService(
         create_consumer(indexer, recording=recording),
         settings,
         decisions=create_decision_log(indexer),
@@ -126,9 +127,9 @@ def _recording(indexer: IndexerSettings, settings: ApiSettings) -> RecordingThre
     return create_recording(indexer, settings.record, settings.record_keep_s, settings.record_bytes)
 
 
-def _member(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, url: str) -> Application:
-    """The application of a member of a group. url: of its socket."""
-    from api.app import create_app
+def _member(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, url: str) -> LiveService:
+    """The service of a member of a group. url: of its socket."""
+    from api.service import LiveService
     from api.shards.group import ShardGroup
     from indexer.assembly import create_consumer, create_decision_log
     from indexer.shards.membership import Membership
@@ -138,7 +139,7 @@ def _member(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettin
     consumer = create_consumer(indexer, recording=recording, membership=membership)
     group = ShardGroup(consumer, membership, shards, settings)
     err.print(f"member of group {shards.group}, which others reach at {membership.url}")
-    return create_app(consumer, settings, decisions=create_decision_log(indexer), recording=recording, group=group)
+    return LiveService(consumer, settings, decisions=create_decision_log(indexer), recording=recording, group=group)
 
 
 def _embedded(
@@ -148,8 +149,8 @@ def _embedded(
     bridge: BridgeSettings,
     port: int,
     max_files: int,
-) -> Application:
-    """The application that reads engines itself: their events pass through a log in memory. port: of its socket.
+) -> LiveService:
+    """The service that reads engines itself: their events pass through a log in memory. port: of its socket.
     max_files: file descriptors that engines may use.
 
     The kernels that read engines are loaded while the service answers already.
@@ -157,7 +158,7 @@ def _embedded(
     from kv_events.kernels.load import import_without_kernels
 
     load = import_without_kernels("bridge", "kv_events.log.reader")
-    from api.app import create_app
+    from api.service import LiveService
     from api.workers.registrations import Registrations
     from indexer.assembly import create_consumer, create_decision_log, create_store
     from kv_events.log.memory import MemoryLog
@@ -168,4 +169,4 @@ def _embedded(
     store = create_store(indexer, "registrations")
     parts = consumer, log, registration, bridge, store, lambda: report_compilation(load)
     registrations = Registrations(*parts, own_port=port, max_files=max_files)
-    return create_app(consumer, settings, registrations, create_decision_log(indexer, recording), recording)
+    return LiveService(consumer, settings, registrations, create_decision_log(indexer, recording), recording)

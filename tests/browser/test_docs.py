@@ -6,6 +6,7 @@ from playwright.async_api import Browser
 
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from tests.support.browser.chromium import new_page
 from tests.support.log.hand_fed import HandFed
@@ -13,7 +14,7 @@ from tests.support.log.hand_fed import HandFed
 
 async def test_the_page_shows_every_route_and_asks_for_the_token(browser: Browser) -> None:
     settings = ApiSettings(port=0, api_token="s3cret")
-    app = create_app(HandFed().consumer, settings)
+    app = create_app(LiveService(HandFed().consumer, settings))
     async with running_server(app, settings) as url:
         page = await new_page(browser)
         await page.goto(f"{url}/docs")

@@ -17,6 +17,7 @@ from playwright.async_api import Browser, Locator, Page
 
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.log.event_log import EventLogWriter
 from tests.support.browser.chromium import DEADLINE_S, new_page
@@ -83,7 +84,7 @@ class AliveFed(HandFed):
 async def hand_fed(**settings: Any) -> AsyncIterator[tuple[str, AliveFed]]:
     """The URL of a service whose records a test writes."""
     fed, given = AliveFed(), ApiSettings(port=0, **settings)
-    async with running_server(create_app(fed.consumer, given), given) as url:
+    async with running_server(create_app(LiveService(fed.consumer, given)), given) as url:
         await fed.feed()
         beating = asyncio.create_task(fed.beat())
         yield url, fed
@@ -219,7 +220,7 @@ async def test_the_ask_box_tells_why_a_prefix_ends(browser: Browser, tmp_path: P
         for record in scene.records:
             writer.append(record)
     fed, settings = HandFed(), ApiSettings(port=0)
-    async with running_server(create_app(fed.consumer, settings, event_log=tmp_path), settings) as url:
+    async with running_server(create_app(LiveService(fed.consumer, settings, event_log=tmp_path)), settings) as url:
         await fed.feed(*scene.records)
         page = await opened(browser, url, faults)
         await wait_for_text(page, "#workers", VICTIM)

@@ -13,7 +13,8 @@ import httpx
 import pytest
 from playwright.async_api import Browser, Page
 
-from api.replay.app import create_past_app
+from api.app import create_app
+from api.replay.service import ReplayService
 from api.server import running_server
 from api.settings import ApiSettings
 from kv_events.log.event_log import EventLogWriter
@@ -45,7 +46,7 @@ def write_log(folder: Path, name: str = "w-1") -> Path:
 async def serving(folder: Path, damage: list[str] | None = None) -> AsyncIterator[tuple[str, httpx.AsyncClient]]:
     """The address of the page over a log, and a client of its API."""
     settings = ApiSettings(port=0)
-    app = create_past_app(folder, settings, LogMoment(), damage or [])
+    app = create_app(ReplayService(folder, settings, LogMoment(), damage or []))
     async with running_server(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
         yield url, client
 

@@ -14,6 +14,7 @@ import pytest
 
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
@@ -52,7 +53,7 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     fed = HandFed()
     settings = ApiSettings(port=0, api_token="secret")
     async with (
-        running_server(create_app(fed.consumer, settings), settings) as url,
+        running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
         asking(request.param, url, token="secret") as ask,
     ):
         yield Rig(fed, ask)
@@ -216,7 +217,7 @@ async def test_probes_answer_yes_or_no(rig: Rig) -> None:
 async def test_a_client_without_the_token_gets_an_error(kind: str) -> None:
     settings = ApiSettings(port=0, api_token="secret")
     async with (
-        running_server(create_app(HandFed().consumer, settings), settings) as url,
+        running_server(create_app(LiveService(HandFed().consumer, settings)), settings) as url,
         asking(kind, url) as ask,
     ):
         with pytest.raises(KvsightHttpError) as caught:

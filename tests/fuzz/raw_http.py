@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from api.app import Application, create_app
 from api.fast.http_limits import MAX_HEAD_BYTES
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.settings import IndexerSettings
 from tests.fuzz.raw_requests import USUAL, stream
@@ -168,7 +169,7 @@ async def ways() -> AsyncIterator[Ways]:
     """Run a service with three listeners, two of them with a fast path, as each accepts one client at a time."""
     fed = HandFed(IndexerSettings(max_pages=2**18, worker_ttl_s=1e6, forget_after_s=1e6))
     settings = ApiSettings(port=0, max_connections=10 * _AT_ONCE, tokenize_url="http://127.0.0.1:9")
-    app = create_app(fed.consumer, settings)
+    app = create_app(LiveService(fed.consumer, settings))
     apps: list[Any] = [_Beside(app), app, _BesideWithLane(app)]
     async with AsyncExitStack() as listeners:
         urls = [await listeners.enter_async_context(running_server(each, settings)) for each in apps]

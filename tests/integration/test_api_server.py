@@ -20,6 +20,7 @@ import uvloop
 
 from api.app import create_app
 from api.server import CannotListenError, PortInUseError, listen, run_server, running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -38,7 +39,10 @@ def test_a_query_is_answered_over_a_real_connection() -> None:
     async def main() -> None:
         fed = HandFed()
         settings = ApiSettings(port=0)
-        async with running_server(create_app(fed.consumer, settings), settings) as url, httpx.AsyncClient() as client:
+        async with (
+            running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
+            httpx.AsyncClient() as client,
+        ):
             await fed.hold(Stream("1"), TOKENS)
             answer = (await client.post(f"{url}/query", json=QUERY)).json()
             assert answer["scores"] == {"1": {"0": 16}}
@@ -53,7 +57,10 @@ def test_many_callers_at_once_get_their_own_answers() -> None:
     async def main() -> None:
         fed = HandFed()
         settings = ApiSettings(port=0)
-        async with running_server(create_app(fed.consumer, settings), settings) as url, httpx.AsyncClient() as client:
+        async with (
+            running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
+            httpx.AsyncClient() as client,
+        ):
             await fed.hold(Stream("1"), TOKENS)
             lengths = [n % 17 for n in range(100)]
             bodies = [{"model_name": "m", "token_ids": TOKENS[:n]} for n in lengths]
@@ -67,7 +74,7 @@ def test_many_callers_at_once_get_their_own_answers() -> None:
 def test_a_body_over_the_limit_gets_a_413_from_a_real_server() -> None:
     async def main() -> None:
         settings = ApiSettings(port=0, max_body_bytes=1024)
-        async with running_server(create_app(HandFed().consumer, settings), settings) as url:
+        async with running_server(create_app(LiveService(HandFed().consumer, settings)), settings) as url:
             reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
             headers = "host: t\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
             writer.write(
@@ -88,22 +95,23 @@ def test_a_port_in_use_is_an_error_of_its_own() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = ApiSettings(port=taken.getsockname()[1])
         with pytest.raises(PortInUseError, match=f"port {settings.port}: the port is in use"):
-            run_server(create_app(HandFed().consumer, settings), settings)
+            run_server(create_app(LiveService(HandFed().consumer, settings)), settings)
 
 
 def test_an_unknown_host_is_named() -> None:
     settings = ApiSettings(host="no.such.host.invalid")
     with pytest.raises(CannotListenError, match=r"no\.such\.host\.invalid"):
-        run_server(create_app(HandFed().consumer, settings), settings)
+        run_server(create_app(LiveService(HandFed().consumer, settings)), settings)
 
 
 _SERVER = """
 from tests.support.log.hand_fed import HandFed
 from api.app import create_app
+from api.service import LiveService
 from api.server import run_server
 from api.settings import ApiSettings
 settings = ApiSettings()
-run_server(create_app(HandFed().consumer, settings), settings)
+run_server(create_app(LiveService(HandFed().consumer, settings)), settings)
 """
 
 
@@ -160,7 +168,10 @@ def _answers(port: int) -> bool:
 
 async def test_no_answer_may_be_taken_for_another_type(caplog: pytest.LogCaptureFixture) -> None:
     fed, settings = HandFed(), ApiSettings(port=0)
-    async with running_server(create_app(fed.consumer, settings), settings) as url, httpx.AsyncClient() as client:
+    async with (
+        running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
+        httpx.AsyncClient() as client,
+    ):
         await fed.hold(Stream("1"), TOKENS)
         answers = [await client.post(f"{url}/query", json=QUERY) for _ in range(4)]  # on all ways of the server
         answers += [await client.get(f"{url}{path}") for path in ("/", "/docs", "/workers", "/metrics", "/none")]
@@ -177,11 +188,11 @@ async def test_no_answer_may_be_taken_for_another_type(caplog: pytest.LogCapture
 async def test_services_share_a_port_if_each_of_them_allows_it() -> None:
     shared = ApiSettings(port=0, reuse_port=True)
     one, other = HandFed(), HandFed()
-    async with running_server(create_app(one.consumer, shared), shared) as url:
+    async with running_server(create_app(LiveService(one.consumer, shared)), shared) as url:
         settings = ApiSettings(port=int(url.rpartition(":")[2]), reuse_port=True)
         with pytest.raises(PortInUseError):
             listen(settings.model_copy(update={"reuse_port": False}))
-        async with running_server(create_app(other.consumer, settings), settings) as same:
+        async with running_server(create_app(LiveService(other.consumer, settings)), settings) as same:
             assert same == url
             await one.hold(Stream("one"), TOKENS)
             await other.hold(Stream("other"), TOKENS)

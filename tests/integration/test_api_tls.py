@@ -14,6 +14,7 @@ import pytest
 
 from api.app import create_app
 from api.server import listen, running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from tests.support.commands import kvsight
@@ -39,7 +40,7 @@ async def secure(certificates: Certificates) -> AsyncIterator[httpx.AsyncClient]
     settings, fed = ApiSettings(port=0, tls_cert_file=issued.cert, tls_key_file=issued.key), HandFed()
     context = ssl.create_default_context(cafile=certificates.ca)
     async with (
-        running_server(create_app(fed.consumer, settings), settings) as url,
+        running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
         httpx.AsyncClient(base_url=url, verify=context) as client,
     ):
         assert url.startswith("https://")
@@ -101,7 +102,7 @@ async def test_a_renewed_certificate_is_served_to_new_connections(
         return serial
 
     async with (
-        running_server(create_app(fed.consumer, settings), settings) as url,
+        running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
         httpx.AsyncClient(base_url=url, verify=context) as client,
     ):
         assert (await client.get("/health")).is_success

@@ -18,6 +18,7 @@ import pytest
 from api.access.guard import OPEN_PATHS, scope_of
 from api.access.tokens import Scope
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from tests.support.api_rig import served
@@ -51,7 +52,7 @@ def table(name: str, *scopes: str, limit: float | None = None) -> str:
 async def a_service(file: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service with a file of tokens, which knows the worker `w`."""
     api, fed = ApiSettings(port=0, api_tokens_file=file, **settings), HandFed()
-    async with served(create_app(fed.consumer, api), api) as client:
+    async with served(create_app(LiveService(fed.consumer, api)), api) as client:
         await fed.hold(Stream("w"), TOKENS)
         yield client
 
@@ -97,7 +98,7 @@ async def test_each_request_needs_its_scope(file: Path) -> None:
 
 
 def test_every_route_that_changes_something_needs_more_than_reading() -> None:
-    paths = create_app(HandFed().consumer, ApiSettings()).openapi()["paths"]
+    paths = create_app(LiveService(HandFed().consumer, ApiSettings())).openapi()["paths"]
     assert {method for operations in paths.values() for method in operations} == {"get", "post"}
     posts = {path for path, operations in paths.items() if "post" in operations}
     reading = {path for path in posts if scope_of("POST", path) == "read"}
@@ -230,7 +231,7 @@ def test_a_bad_file_stops_the_start_and_shows_no_token(file: Path, text: str | N
     if text is not None:
         file.write_text(text)
     with pytest.raises(InvalidValueError) as raised:
-        create_app(HandFed().consumer, ApiSettings(api_tokens_file=file))
+        create_app(LiveService(HandFed().consumer, ApiSettings(api_tokens_file=file)))
     assert str(raised.value).startswith("--api-tokens-file: got ")
     assert words in str(raised.value)
     for token in ("secret", "someone", "0123456789abcdef"):

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from tests.support.api_rig import served
@@ -26,7 +27,7 @@ CHANGES = ("/workers/w/resync", "/decisions", "/register", "/unregister")
 async def a_service(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service that knows the worker `w`."""
     api, fed = ApiSettings(port=0, **settings), HandFed()
-    async with served(create_app(fed.consumer, api), api) as client:
+    async with served(create_app(LiveService(fed.consumer, api)), api) as client:
         await fed.hold(Stream("w"), TOKENS)
         yield client
 

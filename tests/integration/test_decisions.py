@@ -16,6 +16,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from analysis.audit.audit import audit_log
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.assembly import create_decision_log
 from indexer.decisions.file import FileDecisions
@@ -40,7 +41,7 @@ TOKENS = list(range(1, 17))
 async def router(settings: IndexerSettings) -> AsyncIterator[tuple[AsyncClient, DecisionLog, HandFed]]:
     """A router's client of a service that keeps decisions where the settings say."""
     fed, log = HandFed(), create_decision_log(settings)
-    app = create_app(fed.consumer, ApiSettings(), decisions=log)
+    app = create_app(LiveService(fed.consumer, ApiSettings(), decisions=log))
     async with (
         app.router.lifespan_context(app),
         AsyncClient("http://t", transport=httpx.ASGITransport(app)) as client,

@@ -14,6 +14,7 @@ from api.fast import connection
 from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -197,7 +198,7 @@ def test_a_server_ends_with_its_direct_connections() -> None:
     async def main() -> None:
         async with AsyncExitStack() as service:
             api, fed = ApiSettings(port=0), HandFed()
-            url = await service.enter_async_context(running_server(create_app(fed.consumer, api), api))
+            url = await service.enter_async_context(running_server(create_app(LiveService(fed.consumer, api)), api))
             await fed.hold(Stream("1"), TOKENS)
             line = await Line.connect(url)
             for data in prompts():

@@ -12,6 +12,7 @@ import pytest
 
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.http.events import BatchApplied, FeedEvent, StateChanged
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError
@@ -23,7 +24,7 @@ from tests.support.waiting import async_wait_until
 @asynccontextmanager
 async def served(fed: HandFed, **settings: Any) -> AsyncIterator[str]:
     api = ApiSettings(port=0, **settings)
-    async with running_server(create_app(fed.consumer, api), api) as url:
+    async with running_server(create_app(LiveService(fed.consumer, api)), api) as url:
         yield url
 
 

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.decisions.log import DecisionLog
 from kv_events.decisions import Decision, DecisionRecord, Outcome, decode_decision
@@ -159,7 +160,7 @@ async def routed(
         }
         urls |= dict.fromkeys(down, DEAD_URL)
         api = await stack.enter_async_context(
-            running_server(create_app(fed.consumer, settings, decisions=DecisionLog(kept.write)), settings)
+            running_server(create_app(LiveService(fed.consumer, settings, decisions=DecisionLog(kept.write))), settings)
         )
         example = load(router, urls, api if with_api else DEAD_URL, **variables)
         for client_of_router in (example.http, example.kvsight):

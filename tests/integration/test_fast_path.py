@@ -18,6 +18,7 @@ from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.fast.http_limits import MAX_HEAD_BYTES
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
 from tests.support.servers.lines import (
@@ -292,7 +293,9 @@ def test_a_request_that_is_arriving_when_the_server_ends_is_answered() -> None:
     async def main() -> None:
         async with AsyncExitStack() as service:
             api = ApiSettings(port=0)
-            url = await service.enter_async_context(running_server(create_app(HandFed().consumer, api), api))
+            url = await service.enter_async_context(
+                running_server(create_app(LiveService(HandFed().consumer, api)), api)
+            )
             line = await Line.connect(url)
             while (known := await line.ask(request(QUERY)))[0] != b"HTTP/1.1 404 Not Found":
                 pass  # the service starts

@@ -14,6 +14,7 @@ import pytest
 import kvsight
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.codec import StoredPages, decode_batch
 from kv_events.log.event_log import EventLogReader
@@ -157,7 +158,7 @@ asyncio.run(to_kafka())
 async def service() -> AsyncIterator[str]:
     """The URL of an API in which worker `one` holds four pages."""
     fed, settings = HandFed(), ApiSettings(port=0)
-    async with running_server(create_app(fed.consumer, settings), settings) as url:
+    async with running_server(create_app(LiveService(fed.consumer, settings)), settings) as url:
         await fed.hold(Stream("one"), list(range(1, 17)))
         yield url
 

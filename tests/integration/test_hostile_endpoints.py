@@ -17,6 +17,7 @@ from api.access.guard import OPEN_PATHS, scope_of
 from api.access.tokens import Scope
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
@@ -71,7 +72,7 @@ def paths_of(app: FastAPI) -> list[str]:
 @asynccontextmanager
 async def live(**settings: Any) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
     api, fed = ApiSettings(port=0, **settings), HandFed()
-    app = create_app(fed.consumer, api)
+    app = create_app(LiveService(fed.consumer, api))
     async with running_server(app, api) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         await fed.hold(Stream("w"), list(range(1, 17)))
         yield app, client

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.log.hand_fed import HandFed
@@ -57,7 +58,7 @@ def test_the_life_of_a_worker_is_in_the_log_of_a_service(service: tuple[ServiceP
 
 async def test_every_error_answer_has_a_request_id_that_the_log_names(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "api.telemetry.requests")
-    app = create_app(HandFed().consumer, ApiSettings())
+    app = create_app(LiveService(HandFed().consumer, ApiSettings()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
         theirs = await client.get("/nowhere", headers={"X-Request-ID": "mine-1"})
         ours = await client.get("/nowhere", headers={"X-Request-ID": "not valid\x7f"})
@@ -71,7 +72,7 @@ async def test_every_error_answer_has_a_request_id_that_the_log_names(caplog: py
 async def test_an_error_that_no_route_handles_is_a_problem_document_and_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    app = create_app(HandFed().consumer, ApiSettings())
+    app = create_app(LiveService(HandFed().consumer, ApiSettings()))
 
     @app.get("/broken")
     async def broken() -> None:

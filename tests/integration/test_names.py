@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from bridge import EngineSettings
 from indexer.namespaces import Namespaces
@@ -82,7 +83,7 @@ async def test_names_with_control_characters_and_markup_are_text_everywhere(
     hostile = "\x1b[31m<script>alert(1)</script>\r\nforged: line"
     caplog.set_level(logging.INFO)
     fed = HandFed()
-    app = create_app(fed.consumer, ApiSettings())
+    app = create_app(LiveService(fed.consumer, ApiSettings()))
     async with (
         asking(app) as client,
     ):

@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from engine_cache import InsertParams, RadixCache, RadixKey
 from indexer.assembly import create_consumer
@@ -49,7 +50,7 @@ KINDS = {"lora_name": adapter_seed, "cache_salt": salt_seed}
 
 @asynccontextmanager
 async def serving(log: MemoryLog) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(create_consumer(IndexerSettings(max_pages=2**16), log), ApiSettings(port=0))
+    app = create_app(LiveService(create_consumer(IndexerSettings(max_pages=2**16), log), ApiSettings(port=0)))
     async with asking(app) as client:
         yield client
 
@@ -127,7 +128,7 @@ def test_a_cache_and_a_bridge_give_a_page_the_same_name(field: str) -> None:
 
 def test_a_simulated_worker_gives_a_salted_page_the_same_name() -> None:
     fleet = DirectFleet(SimulationSettings(workers=1, capacity_tokens=64, page_size=PAGE), "random", None)
-    (worker,) = fleet.trial.workers
+    (worker,) = fleet.run.workers
     worker.serve(Request(0.0, token_array(TOKENS), extra_key="name"))
     held = [page.sequence_hash for page in worker.cache.iter_resident(StorageMedium.GPU)]
     assert held == names_of(TOKENS, salt="name")

@@ -9,6 +9,7 @@ from tests.support.api_rig import asking
 pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from engine_cache import Lane
 from publisher import EventPublisher, PublisherSettings
@@ -34,7 +35,7 @@ def filled_store() -> MemoryStorage:
 async def test_a_router_sees_prefetched_pages_before_any_request_has_used_them() -> None:
     rig, fed = CacheRig("hiradix").attach(filled_store()), HandFed()
     settings = PublisherSettings(model="m", worker="engine-0", block_size=rig.page_size)
-    app = create_app(fed.consumer, ApiSettings())
+    app = create_app(LiveService(fed.consumer, ApiSettings()))
     async with (
         asking(app) as router,
         EventPublisher(settings, MemorySink(fed.log)) as publisher,

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from bridge import BridgeSettings, EngineSettings, Fleet
 from indexer.assembly import create_consumer
@@ -81,7 +82,7 @@ async def replayed(header: Header) -> AsyncIterator[Replayed]:
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
     template = PublisherSettings(model="-", worker="-", block_size=1, linger_ms=0)
-    app = create_app(consumer, ApiSettings())
+    app = create_app(LiveService(consumer, ApiSettings()))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(app.router.lifespan_context(app))
         await async_wait_until(lambda: consumer.ready, what="the index to be ready")

@@ -13,6 +13,7 @@ import pytest
 
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
@@ -96,7 +97,7 @@ async def a_fleet(file: Path, limits: str) -> AsyncIterator[Fleet]:
     replace(file, limits)
     log, settings = MemoryLog(), ApiSettings(port=0)
     indexer = IndexerSettings(max_pages=2**16, tenant_limits_file=file, worker_ttl_s=2.0, resync_retry_s=0.2)
-    app = create_app(create_consumer(indexer, log), settings)
+    app = create_app(LiveService(create_consumer(indexer, log), settings))
     async with running_server(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         yield Fleet(client, log, file)
 

@@ -248,6 +248,7 @@ def test_a_process_that_sends_no_traces_imports_nothing_for_them() -> None:
     program = """
 import sys
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
@@ -255,7 +256,7 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
 publishing = PublisherSettings(model="m", worker="w", block_size=4, kafka="localhost:9")
 EventPublisher(publishing, KafkaSink(publishing))
-create_app(create_consumer(IndexerSettings(kafka="localhost:9")), ApiSettings())
+create_app(LiveService(create_consumer(IndexerSettings(kafka="localhost:9")), ApiSettings()))
 assert "opentelemetry.sdk" not in sys.modules and "kv_events.runtime.spans" not in sys.modules
 """
     done = python(program, {})

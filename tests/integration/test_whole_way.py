@@ -12,6 +12,7 @@ import pytest
 
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from engine_cache import InsertParams, RadixCache, RadixKey
 from indexer.applier import Applier, DeadLetters
@@ -71,7 +72,7 @@ async def test_what_an_engine_caches_a_router_finds_over_http(kafka_bootstrap: s
     names, prompt = topics(), np.arange(1, 101)
     settings = publisher_settings(kafka_bootstrap, names)
     cache = RadixCache(page_size=16, enable_kv_cache_events=True)
-    app = create_app(new_consumer(kafka_bootstrap, names), ApiSettings(port=0))
+    app = create_app(LiveService(new_consumer(kafka_bootstrap, names), ApiSettings(port=0)))
     async with (
         EventPublisher(settings, KafkaSink(settings)) as publisher,
         running_server(app, ApiSettings(port=0)) as url,
@@ -108,7 +109,7 @@ async def test_a_broker_killed_in_mid_stream_loses_and_doubles_nothing(
                 states = {fleet.consumer.freshness.state(view) for view in fleet.consumer.namespaces.views}
                 assert ViewState.EXPIRED not in states
                 await asyncio.to_thread(kafka_broker.restart)
-            fleet.trial.step(request)
+            fleet.run.step(request)
             await asyncio.sleep(0)
-        await fleet.settle()
-        assert fleet.trial.report(0.0).divergent_pages == 0
+        await fleet.wait_until_synced()
+        assert fleet.run.report(0.0).divergent_pages == 0

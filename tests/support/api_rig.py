@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from api.app import Application, create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings
@@ -29,7 +30,7 @@ async def asking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 def embedding(consumer: Consumer, log: MemoryLog, bridge: BridgeSettings | None = None, **settings: Any) -> Application:
     """Return an application that reads engines itself. log: that the consumer reads."""
     registrations = Registrations(consumer, log, RegistrationSettings(**settings), bridge or BridgeSettings(), None)
-    return create_app(consumer, ApiSettings(), registrations)
+    return create_app(LiveService(consumer, ApiSettings(), registrations))
 
 
 @asynccontextmanager

@@ -11,14 +11,13 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from api.app import create_app
-from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.fast.kernel_connections import RequestTemplate
 from api.problems import ProblemError
 from api.queries.body_formats import format_of
 from api.queries.encoding import encode_answer
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
+from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.scores import score_all
 from kv_events.hashing import sequence_hashes
@@ -43,7 +42,7 @@ class BothWays:
             batch = Stream(worker, dp_rank=rank, block_size=BLOCK_SIZE).batch(stored((0, hashes[:pages])))
             for _ in self._consumer.applier.apply(batch, 1.0):
                 pass
-        self._fast_path: FastPath = create_app(self._consumer, ApiSettings()).state.fast_path
+        self._fast_path = LiveService(self._consumer, ApiSettings()).fast_path
 
     def agree(self, body: bytes, path: str = "/query", content_type: str = "application/json") -> bool:
         """Check that the fast path's answer is the ordinary one. Returns False if the fast path does not take the body.

@@ -134,14 +134,15 @@ def _serve(folder: Path, at: str | None, **flags: Any) -> None:
     logging.getLogger("indexer.applier").setLevel(logging.ERROR)
     keep_freed_memory()
     allow_open_files(settings.max_connections)
-    compile_kernels("api.replay.app")
-    from api.replay.app import create_past_app
+    compile_kernels("api.replay.service")
+    from api.app import create_app
     from api.replay.moments import OutsideTheLogError
+    from api.replay.service import ReplayService
     from api.server import listen, run_server, url_of
 
     log.write_missing_frames()
     try:
-        app = create_past_app(folder, settings, moment, log.damage_lines)
+        app = create_app(ReplayService(folder, settings, moment, log.damage_lines))
     except OutsideTheLogError as error:
         raise UsageError(f"--at {error}") from None
     bound = listen(settings)

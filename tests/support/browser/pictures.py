@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from playwright.async_api import Browser, Page
 
-from api.replay.app import create_past_app
+from api.app import create_app
+from api.replay.service import ReplayService
 from api.server import running_server
 from api.settings import ApiSettings
 from kv_events.log.moments import LogMoment
@@ -54,7 +55,7 @@ async def main(folder: Path) -> None:
 async def _show_past(browser: Browser, picture: Path) -> None:
     """Write a picture of the page over the past of the example's recording, with what has changed since a moment."""
     settings = ApiSettings(port=0)
-    async with running_server(create_past_app(_RECORDING, settings, LogMoment(), []), settings) as url:
+    async with running_server(create_app(ReplayService(_RECORDING, settings, LogMoment(), [])), settings) as url:
         page = await new_page(browser, 1400, 900)
         await page.goto(f"{url}/?at=400&from=250")
         await page.locator("#past table.difference").wait_for()

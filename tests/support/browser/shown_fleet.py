@@ -12,6 +12,7 @@ from typing import NamedTuple
 from api.app import create_app
 from api.decisions.window import DecisionWindow
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
@@ -19,7 +20,7 @@ from kv_events.decisions import VERSION, Outcome
 from kv_events.log.memory import MemoryLog
 from simulation import SimulationSettings, WorkloadSettings, generate
 from simulation.live import LiveFleet, memory_transport, publishing_fleet
-from simulation.requests import Request
+from simulation.workload import Request
 
 POLICY = "kv-aware"
 
@@ -35,10 +36,10 @@ class ShownFleet(NamedTuple):
 
     def serve(self, request: Request) -> None:
         """Serve a request, and report what was chosen and reused."""
-        trial = self.fleet.trial
-        chosen, now, request_id = trial.step(request), time.time(), f"request-{next(self.numbers)}"
-        self.funnel.take(trial.router.decision(request, chosen, request_id, now))
-        self.funnel.take(Outcome(VERSION, request_id, now, trial.found_tokens))
+        run = self.fleet.run
+        chosen, now, request_id = run.step(request), time.time(), f"request-{next(self.numbers)}"
+        self.funnel.take(run.router.decision(request, chosen, request_id, now))
+        self.funnel.take(Outcome(VERSION, request_id, now, run.found_tokens))
 
 
 @asynccontextmanager
@@ -49,15 +50,15 @@ async def shown_fleet(settings: ApiSettings, num_requests: int = 60, workers: in
     )
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
-    app = create_app(consumer, settings)
+    service = LiveService(consumer, settings)
     async with (
-        running_server(app, settings) as url,
+        running_server(create_app(service), settings) as url,
         publishing_fleet(simulated, POLICY, memory_transport(log), consumer) as fleet,
     ):
         requests = list(generate(WorkloadSettings(num_requests=num_requests, seed=0)))
-        shown = ShownFleet(url, fleet, requests, app.state.scene.funnel, count())
+        shown = ShownFleet(url, fleet, requests, service.decision_window, count())
         for request in requests:
             shown.serve(request)
             await asyncio.sleep(0)
-        await fleet.settle()
+        await fleet.wait_until_synced()
         yield shown

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings
@@ -67,6 +68,6 @@ async def service(**settings: Any) -> AsyncIterator[Service]:
     bridge = BridgeSettings(bridge_name_pages=10_000, bridge_idle_check_s=0.2)
     registrations = Registrations(consumer, log, RegistrationSettings(), bridge, store)
     settings_of_api = ApiSettings(port=0)
-    app = create_app(consumer, settings_of_api, registrations)
+    app = create_app(LiveService(consumer, settings_of_api, registrations))
     async with served(app, settings_of_api) as client:
         yield Service(client)

@@ -13,6 +13,7 @@ import uvloop
 
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.settings import IndexerSettings
 from tests.support.log.hand_fed import HandFed
@@ -72,7 +73,7 @@ async def a_service(*, num_more: int = 0, **settings: Any) -> AsyncIterator[Call
     """Run a service of three workers, and of more that hold nothing else. Yields a function that connects."""
     fed = HandFed(IndexerSettings(max_pages=2**18, worker_ttl_s=3600, forget_after_s=3600))
     api = ApiSettings(port=0, **settings)
-    async with running_server(create_app(fed.consumer, api), api) as url:
+    async with running_server(create_app(LiveService(fed.consumer, api)), api) as url:
         await fed.hold(Stream("1"), TOKENS)
         await fed.hold(Stream("2", dp_rank=1), TOKENS[:8])
         await fed.hold(Stream("3"), TOKENS, {0: range(1), 1: range(1, 3)})

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from tests.support.api_rig import asking
 from tests.support.log.hand_fed import HandFed
@@ -24,7 +25,7 @@ def serving() -> Serving:
     @asynccontextmanager
     async def serve(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, HandFed]]:
         fed = HandFed()
-        app = create_app(fed.consumer, ApiSettings(**settings))
+        app = create_app(LiveService(fed.consumer, ApiSettings(**settings)))
         async with asking(app) as c:
             yield c, fed
 

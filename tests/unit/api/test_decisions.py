@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.decisions.log import DecisionLog, DecisionsUnavailableError
 from kv_events.decisions import Candidate, Decision, DecisionRecord, Outcome, decode_decision
@@ -71,7 +72,7 @@ class Rig:
 async def rig(*, has_sink: bool = True, max_queued_bytes: int = 2**20, **settings: Any) -> AsyncIterator[Rig]:
     fed, sink = HandFed(), Kept()
     log = DecisionLog(sink.write if has_sink else None, max_queued_bytes=max_queued_bytes)
-    app = create_app(fed.consumer, ApiSettings(**settings), decisions=log)
+    app = create_app(LiveService(fed.consumer, ApiSettings(**settings), decisions=log))
     async with asking(app) as client:
         await fed.hold(Stream("w0"), [900, 901, 902, 903])
         yield Rig(client, sink, log)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.http.explanations import Explanation
 from kv_events.log.event_log import EventLogWriter
@@ -30,7 +31,7 @@ QUERY = {"model_name": MODEL, "token_ids": list(range(64))}
 @asynccontextmanager
 async def service(event_log: Path | None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A service that keeps a log in a folder."""
-    app = create_app(HandFed().consumer, ApiSettings(**settings), event_log=event_log)
+    app = create_app(LiveService(HandFed().consumer, ApiSettings(**settings), event_log=event_log))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://kvsight") as client:
         yield client

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from api.workers.event_stream import MAX_QUEUED_EVENTS, EventStream, StreamFilter
 from indexer.freshness import Freshness
@@ -145,8 +146,8 @@ async def test_a_slow_client_is_notified_and_disconnected_and_the_others_continu
 
 async def test_there_is_a_bound_on_clients_even_on_those_that_came_together() -> None:
     fed = HandFed()
-    app = create_app(fed.consumer, ApiSettings(max_event_clients=4))
-    feed: EventStream = app.state.feed
+    service = LiveService(fed.consumer, ApiSettings(max_event_clients=4))
+    app, feed = create_app(service), service.feed
     statuses: list[int] = []
 
     async def listen(client: httpx.AsyncClient) -> None:
@@ -172,8 +173,8 @@ async def test_there_is_a_bound_on_clients_even_on_those_that_came_together() ->
 
 
 async def test_a_caller_that_disconnects_before_its_answer_begins_frees_its_place() -> None:
-    app = create_app(HandFed().consumer, ApiSettings(max_event_clients=1))
-    feed: EventStream = app.state.feed
+    service = LiveService(HandFed().consumer, ApiSettings(max_event_clients=1))
+    app, feed = create_app(service), service.feed
 
     async def disconnected(_message: Any) -> None:
         raise OSError("no peer")
@@ -191,6 +192,6 @@ async def test_a_caller_that_disconnects_before_its_answer_begins_frees_its_plac
 
 
 async def test_a_refused_listener_gets_a_problem_document() -> None:
-    app = create_app(HandFed().consumer, ApiSettings(max_event_clients=0))
+    app = create_app(LiveService(HandFed().consumer, ApiSettings(max_event_clients=0)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
         check_problem(await client.get("/events"), 429)

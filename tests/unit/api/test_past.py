@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from analysis.diff import diff, holdings_of, holdings_of_dump
-from api.replay.app import create_past_app
+from api.app import create_app
+from api.replay.service import ReplayService
 from api.settings import ApiSettings
 from indexer.replay import LogIndexer, Timeline
 from kv_events.decisions import VERSION, Decision, encode_decision
@@ -52,7 +53,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def serving(log: Path, default: LogMoment | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_past_app(log, ApiSettings(**settings), default or LogMoment(), [])
+    app = create_app(ReplayService(log, ApiSettings(**settings), default or LogMoment(), []))
     async with asking(app) as client:
         yield client
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings, EngineSettings
@@ -88,7 +89,7 @@ async def service_without_kernels() -> AsyncIterator[tuple[httpx.AsyncClient, Co
     consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
     wait: Any = are_compiled.wait
     registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None, wait)
-    app = create_app(consumer, ApiSettings(), registrations)
+    app = create_app(LiveService(consumer, ApiSettings(), registrations))
     async with asking(app) as client:
         yield client, consumer, are_compiled
 

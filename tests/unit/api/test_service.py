@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.app import create_app
+from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.records import LogRecord
@@ -188,4 +189,4 @@ def test_a_bad_setting_is_named(name: str, value: Any, shown: str) -> None:
 
 
 def test_an_application_can_be_made_outside_an_event_loop(serving: Any) -> None:
-    assert create_app(HandFed().consumer, ApiSettings()).title == "kvsight"
+    assert create_app(LiveService(HandFed().consumer, ApiSettings())).title == "kvsight"

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from api.access.tokens import TokenRegistry
 from api.app import create_app
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from bridge.settings import parse_engine, read_engines
 from indexer.tenants import TenantLimits
@@ -91,7 +92,7 @@ async def test_python_blocks_run(page: str, capsys: pytest.CaptureFixture[str]) 
     program = "\n".join(text for text in shown if text not in EXAMPLES)
     assert program
     fed, settings = HandFed(), ApiSettings(port=0)
-    async with running_server(create_app(fed.consumer, settings), settings) as url:
+    async with running_server(create_app(LiveService(fed.consumer, settings)), settings) as url:
         await fed.hold(Stream("engine-0", model="my-model"), list(range(1, 17)))
         await asyncio.to_thread(exec, program.replace("http://127.0.0.1:8000", url), {"__name__": page})
     if "best_worker" in program:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from api.access.tokens import TokenRegistry
-from api.app import create_app
 from api.fast.fast_path import FastPath
 from api.fast.heads import HeadCache
+from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.streams import StreamId
 from tests.support.log.hand_fed import HandFed
@@ -22,8 +22,7 @@ def lane_of(**settings: Any) -> FastPath:
     """Return the fast path of an application that knows one worker and is not running."""
     fed = HandFed()
     fed.consumer.namespaces.add_view(StreamId("m", "default", "w", 0), 4)
-    fast_path: FastPath = create_app(fed.consumer, ApiSettings(**settings)).state.fast_path
-    return fast_path
+    return LiveService(fed.consumer, ApiSettings(**settings)).fast_path
 
 
 def answer(fast_path: FastPath, body: bytes = BODY, path: bytes = b"/query") -> bytes | None:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from api.app import create_app
 from api.fast.fast_path import GroupAnswers
 from api.server import running_server
+from api.service import LiveService
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
 from tests.support.servers.lines import QUERY, Line, is_listening, request, run
@@ -36,13 +37,13 @@ class Others:
 async def a_member(others: Others) -> AsyncIterator[str]:
     """Yield the URL of a service that knows no worker."""
     api = ApiSettings(port=0)
-    app = create_app(HandFed().consumer, api)
-    async with running_server(app, api) as url:
+    service = LiveService(HandFed().consumer, api)
+    async with running_server(create_app(service), api) as url:
         line = await Line.connect(url)
         while (await line.ask(request(QUERY)))[0] != UNKNOWN:
             pass  # the service starts
         await line.close()
-        app.state.fast_path._group = GroupAnswers({}, {"/query": others.ask})
+        service.fast_path._group = GroupAnswers({}, {"/query": others.ask})
         yield url
 
 
