@@ -79,6 +79,11 @@ def test_a_group_stream_has_a_key_of_its_own() -> None:
     assert stream.key != StreamId("m", "default", "w", 0).key
 
 
+def test_a_key_cannot_imitate_another_stream() -> None:
+    assert StreamId("m", "default", "a/b", 0).key != StreamId("m/a", "default", "b", 0).key
+    assert StreamId("x/y", "ü", "a/b%", 2).key == "%C3%BC/x%2Fy/a%2Fb%25/2"
+
+
 # --- addresses ------------------------------------------------------------------------------------------------------
 
 
