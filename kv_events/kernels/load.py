@@ -9,6 +9,7 @@ several processes need a kernel at once, the first one compiles it and the other
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -17,17 +18,87 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
-from kv_events.kernels.numba_internals import KernelCode, cache_dir
+from numba import config
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
 _IMPORT = re.compile(rb"^\s*(?:from|import)\s+([\w.]+)", re.MULTILINE)
 _MOST_HELPERS = 3
 _logger = logging.getLogger(__name__)
+_config: Any = config
+
+
+class _Locator(_CacheLocator):
+    """Tells numba to keep a function in a given folder, whose name stands for the state of all sources."""
+
+    def __init__(self, folder: Path, function: Any) -> None:
+        self._folder, self._function = folder, function
+
+    def ensure_cache_path(self) -> None:
+        pass
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> int:
+        return 0
+
+    def get_disambiguator(self) -> str:
+        return str(self._function.__code__.co_firstlineno)
+
+
+class _CacheImpl(CompileResultCacheImpl):
+    def __init__(self, function: Any, folder: Path) -> None:
+        self._locator_classes = [SimpleNamespace(from_function=lambda *_: _Locator(folder, function))]  # type: ignore[list-item]
+        super().__init__(function)  # type: ignore[no-untyped-call]
+
+
+class _Cache(FunctionCache):
+    def __init__(self, function: Any, folder: Path, is_writable: bool) -> None:
+        self._impl_class = partial(_CacheImpl, folder=folder)  # type: ignore[assignment]
+        self._is_writable = is_writable
+        super().__init__(function)  # type: ignore[no-untyped-call]
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if self._is_writable:
+            super().save_overload(signature, result)  # type: ignore[no-untyped-call]
+
+    def holds(self, signature: Any, codegen: Any) -> bool:
+        return self._index_key(signature, codegen) in self._cache_file._load_index()  # type: ignore[no-untyped-call]
+
+
+class KernelCode:
+    """A kernel and its compiled code in a folder. The folder must be named after the state of all its sources."""
+
+    def __init__(self, dispatcher: Any, folder: Path, *, is_writable: bool) -> None:
+        """dispatcher: the result of `njit` without a signature."""
+        self.is_writable = is_writable
+        self._dispatcher = dispatcher
+        self._cache = dispatcher._cache = _Cache(dispatcher.py_func, folder, is_writable)
+        self.lock = folder / f"{self._cache._impl.filename_base}.lock"
+
+    def is_kept(self, signature: Any) -> bool:
+        """Return whether the folder holds the kernel for this signature, processor and version of numba."""
+        return self._cache.holds(signature, self._dispatcher.targetctx.codegen())
+
+    def compile(self, signature: Any) -> None:
+        """Load the kernel, or compile and keep it. Raises OSError if it is compiled, but cannot be kept.
+
+        numba's many small objects make the search for garbage a tenth of the time of compiling.
+        """
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            self._dispatcher.compile(signature)
+        finally:
+            if was_on:
+                gc.enable()
 
 
 class DeclaredKernel(NamedTuple):
@@ -177,7 +248,7 @@ def _folder(source: Path) -> Path:
     Raises OSError or RuntimeError if it cannot be used.
     """
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(cache_dir()) if cache_dir() else Path(user_cache).expanduser() / "kvsight" / "kernels"
+    root = Path(_config.CACHE_DIR) if _config.CACHE_DIR else Path(user_cache).expanduser() / "kvsight" / "kernels"
     path = root / _digest_of_sources(source)
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.R_OK | os.X_OK):

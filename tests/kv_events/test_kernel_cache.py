@@ -109,8 +109,8 @@ def test_processes_that_start_at_once_compile_each_kernel_once(folder: Path) -> 
 def test_locks_of_processes_that_were_killed_do_no_harm(folder: Path) -> None:
     program = """
 import os, signal
-from kv_events.kernels import numba_internals
-numba_internals.KernelCode.compile = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from kv_events.kernels import load
+load.KernelCode.compile = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 import entry
 """
     process = start(folder, program)

@@ -20,8 +20,8 @@ from kv_events.digest import add_page, digest_bytes, empty_digest, page_counts, 
 from kv_events.kernels import instructions
 from kv_events.kernels.arrays import give_back, zeros
 from kv_events.kernels.bundles import I64Input, U8Vector, U32Matrix, U64Input, U64Vector, resident, spread
-from kv_events.kernels.declare import array_kernel
-from kv_events.kernels.numba_internals import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME, KernelCode
+from kv_events.kernels.declare import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME, array_kernel
+from kv_events.kernels.load import KernelCode
 from tests.support.log.records import digest_of
 
 # --- bundles --------------------------------------------------------------------------------------------------------
