@@ -36,7 +36,6 @@ from kv_events.http import (
 from kv_events.http.decisions import CandidateRequest, DecisionRequest, DecisionsAccepted, OutcomeRequest
 from kv_events.http.explanations import ExplainRequest, Explanation
 from kv_events.http.fleet import Tokenized, TokenizeRequest
-from kv_events.http.problems import ProblemDocument
 from kv_events.http.queries import IntList, PeerAnswer, PeerQuery, RfcAnswer, RfcQuery
 from kv_events.http.registrations import (
     PeerRegistered,
@@ -47,6 +46,7 @@ from kv_events.http.registrations import (
     RfcUnregistered,
     RfcUnregistration,
 )
+from kv_events.http.service import ProblemDocument
 
 Json = dict[str, Any]
 

@@ -179,8 +179,8 @@ def extra_keys(payload: bytes) -> list[str]:
     return list(dict.fromkeys(key for key in keys if key))
 
 
-class BatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The fields of a batch in front of its events, unchecked."""
+class _BatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The fields of a batch in front of its events."""
 
     schema_version: int
     model: str
@@ -191,23 +191,21 @@ class BatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     epoch: int
     seq: int
     timestamp: float
-    """The time of the record may be a later one: Kafka can be configured to replace it."""
-
-    @property
-    def stream(self) -> StreamId:
-        """The worker stream."""
-        return StreamId(self.model, self.tenant, self.worker, self.dp_rank)
 
 
-_head_decoder = msgspec.msgpack.Decoder(BatchHead)
+_head_decoder = msgspec.msgpack.Decoder(_BatchHead)
 
 
-def read_head(payload: bytes) -> BatchHead | None:
-    """Return the head of a batch without decoding its events, or None if the record is no batch."""
+def batch_time(payload: bytes) -> float | None:
+    """Return the time of a batch without decoding its events, or None if the record is no batch.
+
+    The time of its record may be a later one: Kafka can be configured to replace it.
+    """
     try:
-        return _head_decoder.decode(payload)
+        time_s = _head_decoder.decode(payload).timestamp
     except _UNREADABLE:
         return None
+    return time_s if math.isfinite(time_s) else None
 
 
 def encode_resync(request: ResyncRequest) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from analysis.audit.residency import milliseconds
 from analysis.audit.sorted_decisions import SortedDecisions
 from analysis.audit.stream_audit import StreamAudit, settings_of_audits
 from indexer.replay import open_beginning
-from kv_events.codec import read_head
+from kv_events.codec import batch_time
 from kv_events.log.event_log import EventLogReader
 from kv_events.log.reader import scan_log
 from kv_events.records import Channel, LogRecord
@@ -72,5 +71,5 @@ def audit_log(
 
 def _batch_ms(record: LogRecord) -> int:
     """Return the time of a batch, of which the decisions before it are judged first."""
-    head = read_head(record.payload)
-    return milliseconds(head.timestamp) if head is not None and isfinite(head.timestamp) else record.timestamp_ms
+    time_s = batch_time(record.payload)
+    return record.timestamp_ms if time_s is None else milliseconds(time_s)

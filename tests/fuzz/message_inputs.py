@@ -94,7 +94,7 @@ class ReplayTarget:
         ]
         replay: Any = _ScriptedReplay(messages[len(messages) // 2 :])
         engine_stream = EngineStream(
-            STREAM, EngineDefaults(4), small_registry(), Decoder(), BridgeCounters(), replay, self._threads
+            STREAM, EngineDefaults(block_size=4), small_registry(), Decoder(), BridgeCounters(), replay, self._threads
         )
         await engine_stream.open()
         for message in messages[: len(messages) // 2]:
