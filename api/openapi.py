@@ -26,11 +26,9 @@ from kv_events.http import (
     explanations,
     fleet,
     log,
-    problems,
     queries,
     registrations,
     service,
-    shards,
     workers,
 )
 from kv_events.http.decisions import CandidateRequest, DecisionRequest, DecisionsAccepted, OutcomeRequest
@@ -51,7 +49,7 @@ from kv_events.http.service import ProblemDocument
 Json = dict[str, Any]
 
 _TEMPLATE = "#/components/schemas/{name}"
-_MODULES = (decisions, explanations, fleet, log, problems, queries, registrations, service, shards, workers)
+_MODULES = (decisions, explanations, fleet, log, queries, registrations, service, workers)
 _REQUESTS = (
     PeerQuery[IntList],
     RfcQuery[IntList],

@@ -46,18 +46,18 @@ class _UntranslatedLibrary(JITCodeLibrary):
         self._finalized = True
 
 
-@register_pass(mutates_CFG=True, analysis_only=False)  # type: ignore[no-untyped-call]
+@register_pass(mutates_CFG=True, analysis_only=False)
 class _LoweringForCallers(NativeLowering):
     _name = "lowering_for_callers"
 
     def run_pass(self, state: Any) -> bool:
-        state.library = _UntranslatedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)  # type: ignore[no-untyped-call]
-        return bool(super().run_pass(state))  # type: ignore[no-untyped-call]
+        state.library = _UntranslatedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        return bool(super().run_pass(state))
 
 
 class _CompilerForCallers(CompilerBase):
     def define_pipelines(self) -> list[Any]:
-        pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)  # type: ignore[no-untyped-call]
+        pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
         pipeline.passes = [
             (_LoweringForCallers if each is NativeLowering else each, what) for each, what in pipeline.passes
         ]

@@ -9,7 +9,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from aiokafka import AIOKafkaProducer
@@ -48,8 +48,8 @@ async def topics(kafka_bootstrap: str) -> AsyncIterator[Topics]:
 @asynccontextmanager
 async def publishing(topics: Topics) -> AsyncIterator[tuple[EventPublisher, KafkaSink]]:
     """Run a publisher that holds a page and has written a record."""
-    own = {"kafka": topics.bootstrap, "events_topic": topics.events, "control_topic": topics.control}
-    paces = {"resync_jitter_s": 0, "resync_min_interval_s": 0, "ledger_pages": 10_000}
+    own: dict[str, Any] = {"kafka": topics.bootstrap, "events_topic": topics.events, "control_topic": topics.control}
+    paces: dict[str, Any] = {"resync_jitter_s": 0, "resync_min_interval_s": 0, "ledger_pages": 10_000}
     settings = PublisherSettings(model="m", worker="w", block_size=4, **own, **paces)
     sink = KafkaSink(settings)
     async with EventPublisher(settings, sink) as publisher:
