@@ -36,6 +36,7 @@ from kv_events.http.registrations import (
 from kv_events.http.workers import Listener
 
 Json = dict[str, Any]
+Responses = dict[int | str, Json]
 
 _TEMPLATE = "#/components/schemas/{name}"
 _REFERENCE = re.compile('"#/components/schemas/([^"]+)"')
@@ -99,12 +100,12 @@ _REGISTRATIONS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str,
 }
 
 
-def answers(kind: Any, description: str, status: int = HTTPStatus.OK) -> dict[int | str, Json]:
+def answers(kind: Any, description: str, status: int = HTTPStatus.OK) -> Responses:
     """Return the `responses` entry of a FastAPI route that answers with a struct or a list of structs."""
     return {int(status): _json(description, _schema(kind, is_sent=True))}
 
 
-def problem(status: int, description: str) -> dict[int | str, Json]:
+def problem(status: int, description: str) -> Responses:
     """Return the `responses` entry of a FastAPI route for one kind of problem document."""
     return {int(status): _problem(description)}
 
@@ -120,7 +121,7 @@ def complete(document: Json, *, needs_token: bool) -> None:
     path = "/query/batch"
     paths[path] = _post(path, "queries", _BATCH_TEXT, queries, {"200": results}, _QUERY_PROBLEMS)
     for path, (text, requests, replies, successes) in _REGISTRATIONS.items():
-        found = {status: _json(said, _any_of(*replies, are_sent=True)) for status, said in successes.items()}
+        found: Responses = {status: _json(said, _any_of(*replies, are_sent=True)) for status, said in successes.items()}
         paths[path] = _post(path, "workers", text, _any_of(*requests), found, _REGISTRATION_PROBLEMS)
     decision = {"allOf": [_schema(DecisionRequest), query]}
     record = {"anyOf": [decision, _schema(OutcomeRequest)]}
@@ -157,13 +158,13 @@ def _require_token(document: Json) -> None:
             operation["security"] = []
 
 
-def _post(path: str, tag: str, text: str, body: Json, successes: Json, problems: dict[str, str]) -> Json:
+def _post(path: str, tag: str, text: str, body: Json, successes: Responses, problems: dict[str, str]) -> Json:
     operation = {
         "tags": [tag],
         "summary": text,
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {name: {"schema": body} for name in CONTENT_TYPES}},
-        "responses": {**successes, **{status: _problem(reason) for status, reason in sorted(problems.items())}},
+        "responses": successes | {status: _problem(reason) for status, reason in sorted(problems.items())},
     }
     return {"post": operation}
 

@@ -19,8 +19,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from api.access.bodies import BodyLimit
-from api.access.connections import RESERVED, ConnectionLimit
+from api.access.connections import RESERVED, BodyLimit, ConnectionLimit
 from api.app import Application
 from api.fast.connection import FastConnection
 from api.fast.http_limits import LimitedHttpProtocol

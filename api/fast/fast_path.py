@@ -25,8 +25,8 @@ from api.queries.body_formats import format_of
 from api.queries.large_bodies import is_large
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
+from api.telemetry.requests import end_request, start_request
 from api.telemetry.service_metrics import HttpMetrics
-from api.telemetry.traced_requests import end_request, start_request
 from indexer.consumer import Consumer
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.runtime.tracing import open_spans

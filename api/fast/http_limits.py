@@ -13,8 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
-from api.access.bodies import SMALL_BYTES, BodyLimit
-from api.access.connections import HEAD_S, ConnectionLimit, Waiting
+from api.access.connections import HEAD_S, SMALL_BYTES, BodyLimit, ConnectionLimit, Waiting
 from api.problems import ProblemError
 
 MAX_HEAD_BYTES = 2**14

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from api.access.rate_limits import RateLimit
-from api.access.tenants import TenantRates
+from api.access.rate_limits import RateLimit, TenantRates
 from api.fast.writer import AnswerWriter, Plan
 from api.problems import ProblemError
 from api.queries.answers import Answered, general_answer, namespaces_of
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
+from indexer.slices import Slices
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
-_SLICE_S = 0.001
 _MANY_TOKENS = 2**17  # hashed in a third of a millisecond
 
 
@@ -39,7 +37,7 @@ class LocalAnswers:
     async def answer(self, questions: Sequence[tuple[ParsedQuery, PromptArray]]) -> Answered:
         """See `Answerer`."""
         answers: list[bytes | ProblemError] = []
-        slice_began = time.perf_counter()
+        slices = Slices()
         for question, numbers in questions:
             if len(numbers) > _MANY_TOKENS:
                 question, numbers = await self._hashed(question, numbers)
@@ -47,9 +45,7 @@ class LocalAnswers:
                 answers.append(self.answer_one(question, numbers))
             except ProblemError as problem:
                 answers.append(problem)
-            if time.perf_counter() - slice_began > _SLICE_S:
-                await asyncio.sleep(0)
-                slice_began = time.perf_counter()
+            await slices.yield_if_due()
         return Answered(answers, [])
 
     def answer_one(self, question: ParsedQuery, numbers: PromptArray) -> bytes:

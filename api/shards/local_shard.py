@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Sequence
-
 import numpy as np
 
 from api.queries.encoding import age_ms
@@ -23,9 +19,9 @@ from indexer.consumer import Consumer
 from indexer.namespaces import Namespace
 from indexer.scores import stream_scores
 from indexer.shards.share import Share
+from indexer.slices import Slices
 from indexer.views import STATES
 
-_SLICE_S = 0.001
 _NUMBERS = {state: number for number, state in enumerate(STATES)}
 _HASH = np.dtype("<u8")
 
@@ -43,11 +39,15 @@ class LocalShard:
 
     async def reply(self, asked: ShardRequest) -> ShardReply:
         """Answer another member. Other tasks run about once a millisecond."""
-        return self._reply(asked, await self.find(asked.prompts))
+        found, slices = [], Slices()
+        for prompt in asked.prompts:
+            found.append(self._find(prompt))
+            await slices.yield_if_due()
+        return self._reply(asked, found)
 
     def reply_inline(self, asked: ShardRequest) -> ShardReply:
         """Answer another member, while no other task runs."""
-        return self._reply(asked, [self._find(ask) for ask in asked.prompts])
+        return self._reply(asked, list(map(self._find, asked.prompts)))
 
     def _reply(self, asked: ShardRequest, found: list[PromptRows]) -> ShardReply:
         membership = self._share.membership
@@ -59,17 +59,6 @@ class LocalShard:
             found,
             newest if newest.generation > asked.generation else None,
         )
-
-    async def find(self, prompts: Sequence[ShardPrompt]) -> list[PromptRows]:
-        """Return what is held of each prompt."""
-        found = []
-        slice_began = time.perf_counter()
-        for ask in prompts:
-            found.append(self._find(ask))
-            if time.perf_counter() - slice_began > _SLICE_S:
-                await asyncio.sleep(0)
-                slice_began = time.perf_counter()
-        return found
 
     def _find(self, ask: ShardPrompt) -> PromptRows:
         namespaces = self._consumer.namespaces.find(ask.model, ask.tenant)

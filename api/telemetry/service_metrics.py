@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from api.access.tenants import TenantRates
+from api.access.rate_limits import TenantRates
 from api.telemetry.families import Collected, counter, counter_by, gauge, gauge_by
 from api.telemetry.view_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
 from api.view_source import ViewSource

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.queries.routes import QueryRoutes
 from api.shards.forwarding import ForwardToMembers
-from api.shards.members import Connections, MemberError, Members
+from api.shards.members import MemberError, Members
 from api.shards.scatter_gather import ScatterGather
 from api.shards.wire import ShardReply, encode
 from indexer.shards.assignment import Assignment, Member
@@ -52,7 +52,7 @@ async def asking(
     """The middleware of a member that has no workers, unless `own` has some."""
     assignment = Assignment(7, 0, [Member("me", "http://127.0.0.1:1", [0]), *others])
     membership = SimpleNamespace(id="me", group="g", assignment=assignment, is_assigned=is_assigned)
-    peers = Members("me", Connections(TOKEN, None), deadline_s)
+    peers = Members("me", deadline_s, TOKEN)
     try:
         yield ForwardToMembers(own, cast(Membership, membership), peers)
     finally:
@@ -252,7 +252,7 @@ async def ask(body: bytes, headers: dict[str, str] | None = None, max_answer_byt
         return response
 
     async with member(handler) as other:
-        peers = Members("me", Connections(TOKEN, None, max_answer_bytes=max_answer_bytes), 30)
+        peers = Members("me", 30, TOKEN, max_answer_bytes=max_answer_bytes)
         try:
             (peer,) = peers.of([other])
             return await peer.ask(b"")
@@ -315,7 +315,7 @@ async def test_a_member_with_tls_sends_no_token_to_an_address_without_it(authori
         return web.json_response([])
 
     async with member(handler) as other:
-        peers = Members("me", Connections(TOKEN, None, serves_tls=True), 30)
+        peers = Members("me", 30, TOKEN, serves_tls=True)
         try:
             (peer,) = peers.of([other])
             with pytest.raises(MemberError, match="without TLS"):

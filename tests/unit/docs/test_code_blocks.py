@@ -127,7 +127,7 @@ def test_the_file_of_tokens_is_what_the_service_reads(tmp_path: Path) -> None:
     (block,) = (block for block in blocks("toml") if "scopes =" in block.text)
     file = tmp_path / "tokens.toml"
     file.write_text(block.text)
-    caller = TokenRegistry(None, file).caller(b"Bearer b1946ac92492d2347c6235b4d2611184")
+    caller = TokenRegistry(ApiSettings(api_tokens_file=file)).caller(b"Bearer b1946ac92492d2347c6235b4d2611184")
     assert caller is not None
     assert caller.scopes == {"read", "decisions"}
 

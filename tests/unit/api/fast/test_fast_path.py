@@ -75,14 +75,14 @@ def test_errors_are_left_to_the_ordinary_way(model: str) -> None:
     ],
 )
 def test_unusual_heads_are_left_to_the_ordinary_way(unusual: bytes) -> None:
-    heads = HeadCache(["/query"], TokenRegistry(None, None), 2**20)
+    heads = HeadCache(["/query"], TokenRegistry(ApiSettings()), 2**20)
     assert heads.find(head()) is not None
     assert heads.find(unusual) is None
     assert heads.find(unusual) is None  # from memory
 
 
 def test_the_bytes_of_a_head_decide_about_its_token() -> None:
-    heads = HeadCache(["/query"], TokenRegistry("right", None), 2**20)
+    heads = HeadCache(["/query"], TokenRegistry(ApiSettings(api_token="right")), 2**20)
     assert heads.find(head(b"/query", 1, b"Authorization: Bearer right")) is not None
     for wrong in (b"Bearer wrong", b"bearer right", b"Bearer right2", b""):
         assert heads.find(head(b"/query", 1, b"Authorization: " + wrong)) is None
