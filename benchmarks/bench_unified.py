@@ -38,9 +38,8 @@ from engine_cache import (
     UnifiedRadixCache,
 )
 from engine_cache.components.component import AuxiliaryComponent
-from engine_cache.pools.device import MHATokenToKVPool, NSATokenToKVPool, PoolShape
-from engine_cache.pools.device_swa import SWAKVPool
-from engine_cache.pools.mamba import HybridLinearKVPool, HybridReqToTokenPool, MambaPool
+from engine_cache.pools.device import HybridLinearKVPool, MHATokenToKVPool, NSATokenToKVPool, PoolShape, SWAKVPool
+from engine_cache.pools.mamba import HybridReqToTokenPool, MambaPool
 from engine_cache.settings import MooncakeSettings
 from engine_cache.stacks import HostTierConfig, PoolSpec, build_hybrid_stack, pools_of
 from engine_cache.storage import HiCacheStorage, PageLayout, StorageIdentity

@@ -32,13 +32,13 @@ from engine_cache.errors import PoolError as PoolError
 from engine_cache.errors import PoolExhaustedError as PoolExhaustedError
 from engine_cache.errors import StackError as StackError
 from engine_cache.errors import TransferError as TransferError
+from engine_cache.pools.allocators import BytelessHostPool as BytelessHostPool
 from engine_cache.pools.allocators import MambaSlotAllocator as MambaSlotAllocator
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
+from engine_cache.pools.allocators import ReqToTokenPool as ReqToTokenPool
+from engine_cache.pools.allocators import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
 from engine_cache.pools.entry import HostPoolGroup as HostPoolGroup
 from engine_cache.pools.entry import PoolEntry as PoolEntry
-from engine_cache.pools.host_rows import BytelessHostPool as BytelessHostPool
-from engine_cache.pools.req_to_token import ReqToTokenPool as ReqToTokenPool
-from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
 from engine_cache.presets import HiMambaRadixCache as HiMambaRadixCache
 from engine_cache.presets import HiRadixCache as HiRadixCache
 from engine_cache.presets import MambaRadixCache as MambaRadixCache

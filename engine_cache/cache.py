@@ -34,9 +34,7 @@ from engine_cache.base import (
 )
 from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.components.mamba import MambaComponent
-from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
-from engine_cache.pools.req_to_token import ReqToTokenPool
-from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
+from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator, ReqToTokenPool, SWATokenToKVPoolAllocator
 from engine_cache.requests import Requests
 from engine_cache.sanity import check_tree
 from engine_cache.storage.base import HiCacheStorage, PoolName

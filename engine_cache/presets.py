@@ -11,9 +11,12 @@ from engine_cache.base import DecLockRefParams, DecLockRefResult, InitLoadBackPa
 from engine_cache.cache import TreeCache
 from engine_cache.components.component import AuxiliaryComponent, FullComponent, TreeComponent
 from engine_cache.components.mamba import NodeStates, StatePool
-from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
-from engine_cache.pools.req_to_token import ReqToTokenPool
-from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
+from engine_cache.pools.allocators import (
+    MambaSlotAllocator,
+    PagedTokenToKVPoolAllocator,
+    ReqToTokenPool,
+    SWATokenToKVPoolAllocator,
+)
 from engine_cache.tiers.transfer import HiCacheController, HybridCacheController
 from engine_cache.tree.node import ComponentType, TreeNode, path_down
 from engine_cache.types import IndexArray, no_indices

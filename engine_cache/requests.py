@@ -18,7 +18,7 @@ import numpy as np
 from engine_cache.base import DecLockRefParams, EvictResult, IncLockRefResult, InsertParams, InsertResult, Request
 from engine_cache.components.mamba import MambaComponent
 from engine_cache.errors import CacheStateError, PoolExhaustedError
-from engine_cache.pools.req_to_token import ReqToTokenPool
+from engine_cache.pools.allocators import ReqToTokenPool
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tree.key import RadixKey
 from engine_cache.tree.node import TreeNode

@@ -25,9 +25,8 @@ from engine_cache.tiers.transfer import HybridCacheController
 from kv_events.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from engine_cache.pools.device import NSATokenToKVPool
-    from engine_cache.pools.device_swa import SWAKVPool
-    from engine_cache.pools.mamba import HybridLinearKVPool, HybridReqToTokenPool
+    from engine_cache.pools.device import HybridLinearKVPool, NSATokenToKVPool, SWAKVPool
+    from engine_cache.pools.mamba import HybridReqToTokenPool
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +155,13 @@ def pools_of(
     """Return the pools of the kind of model with this KV pool and, optionally, recurrent states (req_pool) or windows
     (swa_allocator). Raises InvalidValueError, with pool and components, for an unknown kind.
     """
-    from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
-    from engine_cache.pools.device_swa import SWAKVPool
-    from engine_cache.pools.mamba import HybridLinearKVPool
+    from engine_cache.pools.device import (
+        HybridLinearKVPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+        NSATokenToKVPool,
+        SWAKVPool,
+    )  # fmt: skip
 
     match kv_pool, req_pool, swa_allocator:
         case HybridLinearKVPool(), req_pool, None if req_pool is not None:

@@ -26,7 +26,7 @@ from kv_events.records import Channel, LogRecord
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
 from simulation import SimulatedWorker, SimulationSettings, create_cache
-from simulation.requests import Request
+from simulation.workload import Request
 
 NOON = 1_769_860_800  # 2026-01-31T12:00:00Z
 MODEL, PAGE = "my-model", 16

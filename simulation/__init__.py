@@ -4,36 +4,24 @@ Owns workloads (generated, or Mooncake traces), workers with a real cache of any
 that see only what a router sees, and the reports. The engines compute nothing and copies move no bytes; everything
 between cache and router is real. Imports `kv_events`, `engine_cache`, `publisher` and `indexer`.
 
-Start at `run.simulate`; then read `trial` (one request), `worker` (the cache's part of it) and `live` (how events
+Start at `run.simulate`; then read `policy_run` (one request), `worker` (the cache's part of it) and `live` (how events
 reach a router that runs).
 """
 
-from simulation.caches import WorkerCache, create_cache
-from simulation.policies import POLICIES, Policy, create_policy
-from simulation.report import PolicyReport, WorkerLoad, reports_table
-from simulation.requests import Request, Requests
-from simulation.run import simulate
-from simulation.settings import CACHES, SimulationSettings
-from simulation.traces import MooncakeTrace
-from simulation.worker import SimulatedWorker
-from simulation.workload import WorkloadSettings, generate
-
-__all__ = [
-    "CACHES",
-    "POLICIES",
-    "MooncakeTrace",
-    "Policy",
-    "PolicyReport",
-    "Request",
-    "Requests",
-    "SimulatedWorker",
-    "SimulationSettings",
-    "WorkerCache",
-    "WorkerLoad",
-    "WorkloadSettings",
-    "create_cache",
-    "create_policy",
-    "generate",
-    "reports_table",
-    "simulate",
-]
+from simulation.caches import WorkerCache as WorkerCache
+from simulation.caches import create_cache as create_cache
+from simulation.policies import POLICIES as POLICIES
+from simulation.policies import Policy as Policy
+from simulation.policies import create_policy as create_policy
+from simulation.report import PolicyReport as PolicyReport
+from simulation.report import WorkerLoad as WorkerLoad
+from simulation.report import reports_table as reports_table
+from simulation.run import simulate as simulate
+from simulation.settings import CACHES as CACHES
+from simulation.settings import SimulationSettings as SimulationSettings
+from simulation.traces import MooncakeTrace as MooncakeTrace
+from simulation.worker import SimulatedWorker as SimulatedWorker
+from simulation.workload import Request as Request
+from simulation.workload import Requests as Requests
+from simulation.workload import WorkloadSettings as WorkloadSettings
+from simulation.workload import generate as generate

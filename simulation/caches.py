@@ -10,9 +10,8 @@ ended when a method returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import count
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +30,6 @@ from engine_cache import (
     MambaSlotAllocator,
     ManualCopyEngine,
     MatchPrefixParams,
-    MatchResult,
     PagedTokenToKVPoolAllocator,
     PoolEntry,
     RadixCache,
@@ -40,8 +38,9 @@ from engine_cache import (
     TreeCache,
     TreeNode,
 )
-from engine_cache.pools.host_rows import host_pool_size
+from engine_cache.pools.allocators import host_pool_size
 from engine_cache.storage import PoolName
+from engine_cache.tree.node import path_down
 from kv_events.hashing import U64Array
 from simulation.byteless_store import BytelessStore
 from simulation.settings import SimulationSettings
@@ -49,9 +48,6 @@ from simulation.settings import SimulationSettings
 _TOKENS_PER_STATE = 512  # a state is as large as the KV of a few hundred tokens, so there are few of them
 _MIN_STATES = 8
 _CHUNK_TOKENS = 64  # an engine saves states only between chunks
-
-
-TieredCache: TypeAlias = HiRadixCache | HiMambaRadixCache
 
 
 class Found(NamedTuple):
@@ -68,19 +64,18 @@ class Found(NamedTuple):
 class Tiers:
     """A cache's copy engine and its storage backend, which is attached here and announced like the other tiers."""
 
-    def __init__(self, cache: TieredCache, engine: ManualCopyEngine, store: BytelessStore) -> None:
+    def __init__(self, cache: TreeCache, engine: ManualCopyEngine, store: BytelessStore) -> None:
         self.store = store
         self._cache = cache
         self._engine = engine
         self._request_ids = count()
-        attached, message = cache.attach_storage_backend(store, StoragePolicy(emit_storage_events=True))
-        assert attached, message
+        cache.attach_store(store, StoragePolicy(emit_storage_events=True))
 
     def find(self, key: RadixKey) -> Found:
         """Return the cached prefix of a prompt, after copying it to the device as far as there is room."""
-        match = self._match(key)
+        match = self._cache.match_prefix(MatchPrefixParams(key))
         if self._prefetch(key, match.last_host_node):
-            match = self._match(key)
+            match = self._cache.match_prefix(MatchPrefixParams(key))
         rows, node = match.device_indices, match.last_device_node
         if match.host_hit_length or match.mamba_host_hit_length:
             loaded, node = self._cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
@@ -101,9 +96,6 @@ class Tiers:
         words = b"".join(event.sequence_hashes for key, event in announced.items() if key in keys)
         return np.frombuffer(words, "<u8").astype(np.uint64), len(keys - announced.keys())
 
-    def _match(self, key: RadixKey) -> MatchResult:
-        return self._cache.match_prefix(MatchPrefixParams(key))
-
     def _prefetch(self, key: RadixKey, start_node: TreeNode) -> bool:
         """Prefetch the pages on disk that follow the prefix of the start node. Returns whether there were any."""
         req_id, rest = str(next(self._request_ids)), key[_prefix_len(start_node) :]
@@ -115,12 +107,7 @@ class Tiers:
 
 def _prefix_len(node: TreeNode) -> int:
     """Return the number of units from the root to the end of the node."""
-    length = 0
-    step: TreeNode | None = node
-    while step is not None:
-        length += len(step.key)
-        step = step.parent
-    return length
+    return sum(len(each.key) for each in path_down(node, lambda _: True))
 
 
 class States:
@@ -168,7 +155,43 @@ class WorkerCache(NamedTuple):
 def create_cache(settings: SimulationSettings) -> WorkerCache:
     """Return an empty cache of the kind `settings.cache`."""
     allocator = PagedTokenToKVPoolAllocator(settings.capacity_tokens, settings.page_size)
-    return _CREATE[settings.cache](settings, allocator)
+    options: dict[str, Any] = {
+        "page_size": settings.page_size,
+        "allocator": allocator,
+        "enable_kv_cache_events": True,
+        "emit_group_events": settings.groups,
+    }
+    slots = None
+    if settings.has_states:
+        slots = MambaSlotAllocator(max(_MIN_STATES, settings.capacity_tokens // _TOKENS_PER_STATE))
+        options |= {
+            "mamba_allocator": slots,
+            "enable_mamba_extra_buffer": True,
+            "mamba_cache_chunk_size": math.lcm(_CHUNK_TOKENS, settings.page_size),
+        }
+    tiers = None
+    if settings.has_tiers:
+        engine = ManualCopyEngine()
+        tiered = HiMambaRadixCache if slots else HiRadixCache
+        cache: TreeCache = tiered(controller=_controller(settings, allocator, slots, engine), **options)
+        tiers = Tiers(cache, engine, BytelessStore(_disk_pages(settings)))
+    else:
+        cache = (MambaRadixCache if slots else RadixCache)(**options)
+    return WorkerCache(cache, allocator, tiers, States(cache, slots) if slots else None)
+
+
+def _controller(
+    settings: SimulationSettings,
+    allocator: PagedTokenToKVPoolAllocator,
+    slots: MambaSlotAllocator | None,
+    engine: ManualCopyEngine,
+) -> HybridCacheController:
+    host = BytelessHostPool(_host_rows(settings), settings.page_size)
+    kv = PoolEntry(PoolName.KV, host, None, allocator)
+    if slots is None:
+        return HiCacheController(kv, engine)
+    host_slots = BytelessHostPool(host_pool_size(slots.size, 1, 1, ratio=settings.host_ratio), 1)
+    return HybridCacheController(HostPoolGroup.of(kv, PoolEntry(PoolName.MAMBA, host_slots, None, slots)), engine)
 
 
 def num_ledger_pages(settings: SimulationSettings) -> int:
@@ -179,78 +202,9 @@ def num_ledger_pages(settings: SimulationSettings) -> int:
     return pages
 
 
-def _radix(settings: SimulationSettings, allocator: PagedTokenToKVPoolAllocator) -> WorkerCache:
-    return WorkerCache(
-        RadixCache(page_size=settings.page_size, allocator=allocator, enable_kv_cache_events=True), allocator
-    )
-
-
-def _hiradix(settings: SimulationSettings, allocator: PagedTokenToKVPoolAllocator) -> WorkerCache:
-    engine = ManualCopyEngine()
-    cache = HiRadixCache(
-        page_size=settings.page_size,
-        allocator=allocator,
-        controller=HiCacheController(_kv_entry(settings, allocator), engine),
-        enable_kv_cache_events=True,
-    )
-    return WorkerCache(cache, allocator, Tiers(cache, engine, BytelessStore(_disk_pages(settings))))
-
-
-def _mamba(settings: SimulationSettings, allocator: PagedTokenToKVPoolAllocator) -> WorkerCache:
-    slots = MambaSlotAllocator(_num_states(settings))
-    cache = MambaRadixCache(
-        page_size=settings.page_size,
-        allocator=allocator,
-        mamba_allocator=slots,
-        enable_mamba_extra_buffer=True,
-        mamba_cache_chunk_size=_chunk_tokens(settings),
-        enable_kv_cache_events=True,
-        emit_group_events=settings.groups,
-    )
-    return WorkerCache(cache, allocator, None, States(cache, slots))
-
-
-def _himamba(settings: SimulationSettings, allocator: PagedTokenToKVPoolAllocator) -> WorkerCache:
-    slots, engine = MambaSlotAllocator(_num_states(settings)), ManualCopyEngine()
-    host_slots = BytelessHostPool(host_pool_size(slots.size, 1, 1, ratio=settings.host_ratio), 1)
-    states = PoolEntry(PoolName.MAMBA, host_slots, None, slots)
-    cache = HiMambaRadixCache(
-        page_size=settings.page_size,
-        allocator=allocator,
-        mamba_allocator=slots,
-        controller=HybridCacheController(HostPoolGroup.of(_kv_entry(settings, allocator), states), engine),
-        enable_mamba_extra_buffer=True,
-        mamba_cache_chunk_size=_chunk_tokens(settings),
-        enable_kv_cache_events=True,
-        emit_group_events=settings.groups,
-    )
-    tiers = Tiers(cache, engine, BytelessStore(_disk_pages(settings)))
-    return WorkerCache(cache, allocator, tiers, States(cache, slots))
-
-
-_CREATE: dict[str, Callable[[SimulationSettings, PagedTokenToKVPoolAllocator], WorkerCache]] = {
-    "radix": _radix,
-    "hiradix": _hiradix,
-    "mamba": _mamba,
-    "himamba": _himamba,
-}
-
-
-def _kv_entry(settings: SimulationSettings, allocator: PagedTokenToKVPoolAllocator) -> PoolEntry:
-    return PoolEntry(PoolName.KV, BytelessHostPool(_host_rows(settings), settings.page_size), None, allocator)
-
-
 def _host_rows(settings: SimulationSettings) -> int:
     return host_pool_size(settings.capacity_tokens, settings.page_size, 1, ratio=settings.host_ratio)
 
 
 def _disk_pages(settings: SimulationSettings) -> int:
     return math.ceil(settings.capacity_tokens * settings.disk_ratio / settings.page_size)
-
-
-def _num_states(settings: SimulationSettings) -> int:
-    return max(_MIN_STATES, settings.capacity_tokens // _TOKENS_PER_STATE)
-
-
-def _chunk_tokens(settings: SimulationSettings) -> int:
-    return math.lcm(_CHUNK_TOKENS, settings.page_size)

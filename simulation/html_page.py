@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -51,52 +52,42 @@ def _verdict(reports: Sequence[PolicyReport]) -> str:
 
 def _charts(reports: Sequence[PolicyReport]) -> dict[str, Chart | None]:
     """All policies served the same requests, so their bins are equal."""
-    courses = [each.course for each in reports if each.course is not None]
-    if len(courses) < len(reports) or len(courses[0].bins.middles_ms) < 2:
+    curves = [each.curves for each in reports if each.curves is not None]
+    if len(curves) < len(reports) or len(curves[0].bins.middles_ms) < 2:
         return {"found": None, "load": None, "work": None}
-    groups = Groups(courses[0].bins, MOST_GROUPS)
-    axis = elapsed_axis(groups.at_ms / 1000, courses[0].bins.last_ms / 1000)
-    each_point = f"Each point covers {duration(groups.width_s)}."
-    found, computed = [], []
-    for course in courses:
-        found.append(groups.sums(course.found_tokens))
-        computed.append(groups.sums(course.prompt_tokens) - found[-1])
-    names = [each.policy for each in reports]
+    groups = Groups(curves[0].bins, MOST_GROUPS)
+    axis = elapsed_axis(groups.at_ms / 1000, curves[0].bins.last_ms / 1000)
+    found = [groups.sums(each.found_tokens) for each in curves]
+    asked = [groups.sums(each.prompt_tokens) for each in curves]
+    computed = [total - part for total, part in zip(asked, found, strict=True)]
+    hits = [shares_of(part.sum(axis=1), total.sum(axis=1)) for part, total in zip(found, asked, strict=True)]
+
+    def chart(title: str, text: str, unit: str, values: list[npt.NDArray[np.float64]], **more: bool) -> Chart | None:
+        names = [each.policy for each in reports]
+        by_policy = [Curve(*each) for each in zip(names, values, cycle(WORKER_COLOURS))]
+        return lines(title, f"{text} Each point covers {duration(groups.width_s)}.", unit, axis, by_policy, **more)
+
     return {
-        "found": lines(
+        "found": chart(
             "Hit share",
-            f"Share of the prompt tokens that were in the cache of the worker that got them. {each_point}",
+            "Share of the prompt tokens that were in the cache of the worker that got them.",
             "share of prompt tokens",
-            axis,
-            _curves(
-                names,
-                [
-                    shares_of(part.sum(axis=1), (part + rest).sum(axis=1))
-                    for part, rest in zip(found, computed, strict=True)
-                ],
-            ),
+            hits,
             is_share=True,
         ),
-        "work": lines(
+        "work": chart(
             "Work",
-            f"Prompt tokens that all workers together had to compute. {each_point}",
+            "Prompt tokens that all workers together had to compute.",
             "tokens/s",
-            axis,
-            _curves(names, [tokens.sum(axis=1) / groups.seconds for tokens in computed]),
+            [tokens.sum(axis=1) / groups.seconds for tokens in computed],
         ),
-        "load": lines(
+        "load": chart(
             "Load of the busiest worker",
-            f"Prompt tokens that the busiest worker had to compute, as a multiple of the mean. 1 is even. {each_point}",
+            "Prompt tokens that the busiest worker had to compute, as a multiple of the mean. 1 is even.",
             "times the mean",
-            axis,
-            _curves(names, [_imbalance(tokens) for tokens in computed]),
+            [_imbalance(tokens) for tokens in computed],
         ),
     }
-
-
-def _curves(names: Sequence[str], values: Sequence[npt.NDArray[np.float64]]) -> list[Curve]:
-    colours = [WORKER_COLOURS[number % len(WORKER_COLOURS)] for number in range(len(names))]
-    return [Curve(*each) for each in zip(names, values, colours, strict=True)]
 
 
 def _imbalance(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

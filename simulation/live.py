@@ -25,12 +25,12 @@ from kv_events.log.memory import MemoryLog
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings, Sink
 from publisher.sinks.memory import MemorySink
+from simulation.policy_run import PolicyRun, Progress, create_publishers
 from simulation.report import PolicyReport
-from simulation.requests import Requests
 from simulation.settings import SimulationSettings
-from simulation.trial import Progress, Trial, publisher_settings
+from simulation.workload import Requests
 
-_SETTLE_S = 60.0
+_SYNC_S = 60.0
 _POLL_S = 0.01
 _FLUSH_S = 5.0
 
@@ -61,33 +61,25 @@ def kafka_transport(kafka: KafkaSettings) -> Transport:
     return Transport(lambda own: KafkaSink(own.model_copy(update=dict(kafka))), lambda: KafkaSource(kafka))
 
 
-class _AppliedBatches:
-    """The newest batch of each stream that is applied completely. A view counts a batch from its first slice on."""
-
-    def __init__(self, applier: Applier) -> None:
-        self._newest: dict[StreamId, tuple[int, int]] = {}
-        applier.on_applied.append(self._note)
-
-    def _note(self, view: View, batch: DecodedBatch) -> None:
-        self._newest[view.stream] = (batch.epoch, batch.seq)
-
-    def is_last(self, publisher: EventPublisher) -> bool:
-        """Return whether the newest batch is the last one that the publisher has made."""
-        return self._newest.get(publisher.stream) == (publisher.epoch, publisher.stats().next_seq - 1)
-
-
 class LiveFleet:
     """Workers with running publishers, and the consumer that watches them."""
 
-    def __init__(self, trial: Trial, consumer: Consumer, applied: _AppliedBatches) -> None:
-        self.trial = trial
+    def __init__(self, settings: SimulationSettings, policy: str, transport: Transport, consumer: Consumer) -> None:
+        """consumer: a running one."""
+        publishers = create_publishers(settings, policy, transport.sink)
+        self.publishers = [each for own in publishers for each in own.values()]
         self.consumer = consumer
-        self._applied = applied
+        self._applied: dict[StreamId, tuple[int, int]] = {}
+        """Epoch and seq of the newest batch of each stream that is applied completely.
 
-    async def settle(self, deadline_s: float = _SETTLE_S) -> None:
+        A view counts a batch from its first slice on."""
+        consumer.applier.on_applied.append(self._note_applied)
+        self.run = PolicyRun(policy, settings, publishers, consumer.namespaces, consumer.freshness)
+
+    async def wait_until_synced(self, deadline_s: float = _SYNC_S) -> None:
         """Wait until every view is as new as its worker. Raises SimulationError."""
         give_up_at = time.monotonic() + deadline_s
-        while late := [each for worker in self.trial.workers for each in worker.publishers if not self._is_seen(each)]:
+        while late := [each for each in self.publishers if not self._is_seen(each)]:
             self._check_alive(late)
             if time.monotonic() > give_up_at:
                 stats = late[0].stats()
@@ -101,7 +93,8 @@ class LiveFleet:
         if view is None or stats.queue.queued or stats.queue.in_flight or stats.is_resyncing:
             return False
         # a late one counts only with the next heartbeat
-        return self._applied.is_last(publisher) and self.consumer.freshness.state(view) is ViewState.LIVE
+        is_newest = self._applied.get(publisher.stream) == (publisher.epoch, stats.next_seq - 1)
+        return is_newest and self.consumer.freshness.state(view) is ViewState.LIVE
 
     def _check_alive(self, publishers: list[EventPublisher]) -> None:
         if self.consumer.failure is not None:
@@ -110,6 +103,9 @@ class LiveFleet:
             failure = publisher.stats().failure
             if failure is not None:
                 raise SimulationError(f"publisher {publisher.stream.key} has ended: {failure}")
+
+    def _note_applied(self, view: View, batch: DecodedBatch) -> None:
+        self._applied[view.stream] = (batch.epoch, batch.seq)
 
 
 @asynccontextmanager
@@ -130,23 +126,16 @@ async def publishing_fleet(
     Publishers close at the same time, because each may wait for a broker; after an error they close without waiting.
     Raises SimulationError.
     """
-    publishers = [
-        {group: EventPublisher(each, transport.sink(each)) for group, each in own.items()}
-        for own in publisher_settings(settings, policy)
-    ]
-    all_publishers = [each for own in publishers for each in own.values()]
-    applied = _AppliedBatches(consumer.applier)
+    fleet = LiveFleet(settings, policy, transport, consumer)
     flush_s = 0.0
     try:
-        for publisher in all_publishers:
+        for publisher in fleet.publishers:
             await publisher.start()
-        trial = Trial(policy, settings, publishers, consumer.namespaces, consumer.freshness)
-        fleet = LiveFleet(trial, consumer, applied)
-        await fleet.settle()
+        await fleet.wait_until_synced()
         yield fleet
         flush_s = _FLUSH_S
     finally:
-        await asyncio.gather(*(each.aclose(flush_s) for each in all_publishers))
+        await asyncio.gather(*(each.aclose(flush_s) for each in fleet.publishers))
 
 
 async def run_live(
@@ -160,8 +149,8 @@ async def run_live(
     began = time.perf_counter()
     async with live_fleet(settings, policy, transport) as fleet:
         for request in requests:
-            fleet.trial.step(request)
-            fleet.trial.show(progress, len(requests))
+            fleet.run.step(request)
+            fleet.run.show(progress, len(requests))
             await asyncio.sleep(0)  # lets publishers and consumer run
-        await fleet.settle()
-        return fleet.trial.report(time.perf_counter() - began)
+        await fleet.wait_until_synced()
+        return fleet.run.report(time.perf_counter() - began)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kv_events.errors import InvalidValueError
-from simulation.requests import Request
 from simulation.router import Router
+from simulation.workload import Request
 
 
 class Policy(Protocol):
@@ -17,7 +17,6 @@ class Policy(Protocol):
 
     def choose(self, request: Request, router: Router) -> int:
         """Return the number of the worker that gets the request."""
-        ...
 
 
 class RandomPolicy:
@@ -27,7 +26,6 @@ class RandomPolicy:
         self._random = random.Random(seed)
 
     def choose(self, request: Request, router: Router) -> int:
-        """See `Policy`."""
         return self._random.randrange(router.num_workers)
 
 
@@ -38,7 +36,6 @@ class RoundRobinPolicy:
         self._next = 0
 
     def choose(self, request: Request, router: Router) -> int:
-        """See `Policy`."""
         chosen = self._next % router.num_workers
         self._next = chosen + 1
         return chosen
@@ -62,7 +59,6 @@ class KvAwarePolicy:
         self._load_at_s = 0.0
 
     def choose(self, request: Request, router: Router) -> int:
-        """See `Policy`."""
         self._fade(request.arrival_s)
         to_compute = [len(request.token_ids) - found for found in router.overlaps(request)]
         costs = [tokens + self._LOAD_WEIGHT * load for tokens, load in zip(to_compute, self._load, strict=True)]

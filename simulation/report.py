@@ -48,7 +48,7 @@ class WorkerLoad:
         return self.prompt_tokens - self.found_tokens
 
 
-class Course(NamedTuple):
+class RunCurves(NamedTuple):
     """What the workers did over time, in milliseconds since the workload began."""
 
     bins: TimeBins
@@ -69,7 +69,7 @@ class PolicyReport:
     """Queries of the policy to the index."""
     seconds: float
     """Wall-clock time of the whole run."""
-    course: Course | None = field(default=None, compare=False, repr=False)
+    curves: RunCurves | None = field(default=None, compare=False, repr=False)
     """None if it was not observed."""
 
     @property
@@ -108,9 +108,9 @@ class PolicyReport:
         return sum(load.divergent_answers for load in self.workers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the course as plain values, for JSON."""
-        plain = asdict(replace(self, course=None))
-        del plain["course"]
+        """Return everything but the curves as plain values, for JSON."""
+        plain = asdict(replace(self, curves=None))
+        del plain["curves"]
         return plain | {name: getattr(self, name) for name in _SUMS}
 
 

@@ -12,7 +12,7 @@ from kv_events.decisions import VERSION, Candidate, Decision
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.limits import MAX_CANDIDATES, MAX_PAGES_PER_DECISION
 from kv_events.streams import DEFAULT_TENANT
-from simulation.requests import Request
+from simulation.workload import Request
 
 
 class Router:

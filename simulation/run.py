@@ -24,10 +24,10 @@ from publisher import EventPublisher
 from publisher.sinks.memory import MemorySink
 from simulation.live import kafka_transport, run_live
 from simulation.policies import create_policy
+from simulation.policy_run import PolicyRun, Progress, create_publishers
 from simulation.report import PolicyReport
-from simulation.requests import Request, Requests
 from simulation.settings import SimulationSettings
-from simulation.trial import Progress, Trial, publisher_settings
+from simulation.workload import Request, Requests
 
 
 def simulate(
@@ -54,7 +54,7 @@ def simulate(
 def run_direct(
     requests: Requests, settings: SimulationSettings, policy: str, progress: Progress | None = None
 ) -> PolicyReport:
-    """Run one policy over the whole workload. Raises the errors of `Trial` and of the event log."""
+    """Run one policy over the whole workload. Raises the errors of `PolicyRun` and of the event log."""
     began = time.perf_counter()
     with contextlib.ExitStack() as closing:
         log = None
@@ -62,31 +62,38 @@ def run_direct(
             log = closing.enter_context(EventLogWriter(settings.event_log_dir / policy))
         fleet = DirectFleet(settings, policy, log)
         for request in requests:
-            fleet.advance(request.arrival_s)
-            chosen = fleet.trial.step(request)
-            fleet.decide(request, chosen)
-            fleet.deliver(chosen)
-            fleet.finish()
-            fleet.trial.show(progress, len(requests))
-    return fleet.trial.report(time.perf_counter() - began)
+            fleet.serve(request)
+            fleet.run.show(progress, len(requests))
+    return fleet.run.report(time.perf_counter() - began)
 
 
 class DirectFleet:
     """Polls publishers that are not started for their records, with a clock that advances only between arrivals."""
 
-    def __init__(self, settings: SimulationSettings, policy: str, log: EventLogWriter | None) -> None:
-        unused = MemorySink(MemoryLog())  # these publishers are never started, so the sink is not used
-        self._publishers = [
-            {group: EventPublisher(each, unused) for group, each in own.items()}
-            for own in publisher_settings(settings, policy)
-        ]
+    def __init__(self, settings: SimulationSettings, policy: str, log: EventLogWriter | None = None) -> None:
+        unused = MemorySink(MemoryLog())  # these publishers are never started
+        self._publishers = create_publishers(settings, policy, lambda _: unused)
         indexer = IndexerSettings.ignoring_environment()
         self._applier = Applier(Namespaces(indexer), DeadLetters())
         self._log = log
         self._num_decisions = 0
         self._began_at = self._now = time.time()
         self._freshness = Freshness(indexer.worker_ttl_s, self._now)
-        self.trial = Trial(policy, settings, self._publishers, self._applier.namespaces, self._freshness)
+        self.run = PolicyRun(policy, settings, self._publishers, self._applier.namespaces, self._freshness)
+
+    def serve(self, request: Request) -> int:
+        """Route and serve a request and apply its events. Returns the number of the worker that served it.
+
+        The log also receives what the router chose and what the worker reused.
+        """
+        self.advance(request.arrival_s)
+        chosen = self.run.step(request)
+        self._num_decisions += 1
+        request_id = str(self._num_decisions)
+        self._report(self.run.router.decision(request, chosen, request_id, self._now))
+        self.deliver(chosen)
+        self._report(Outcome(VERSION, request_id, self._now, self.run.found_tokens))
+        return chosen
 
     def advance(self, arrival_s: float) -> None:
         """Advance the clock and send what is due, which is mostly heartbeats."""
@@ -96,25 +103,16 @@ class DirectFleet:
                 self._apply(publisher, force=False)
         self._freshness.note_log_read(self._now)
 
-    def decide(self, request: Request, chosen: int) -> None:
-        """Report what the router chose for the newest request."""
-        self._num_decisions += 1
-        self._report(self.trial.router.decision(request, chosen, str(self._num_decisions), self._now))
-
-    def finish(self) -> None:
-        """Report what the worker reused for the newest request."""
-        self._report(Outcome(VERSION, str(self._num_decisions), self._now, self.trial.found_tokens))
+    def deliver(self, worker: int) -> None:
+        """Apply everything that a worker has published."""
+        for publisher in self._publishers[worker].values():
+            self._apply(publisher, force=True)
 
     def _report(self, decision: DecisionRecord) -> None:
         if self._log is not None:
             payload, key = encode_decision(decision), decision.request_id.encode()
             ms = int(decision.timestamp * 1000)
             self._log.append(LogRecord(0, self._log.next_index, ms, key, payload, Channel.DECISIONS))
-
-    def deliver(self, worker: int) -> None:
-        """Apply everything that a worker has published."""
-        for publisher in self._publishers[worker].values():
-            self._apply(publisher, force=True)
 
     def _apply(self, publisher: EventPublisher, *, force: bool) -> None:
         for out in publisher.take_records(self._now, force=force):

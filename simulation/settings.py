@@ -14,7 +14,6 @@ MAX_WORKERS = 4096
 MAX_RATIO = 1000
 CACHES = ("radix", "hiradix", "mamba", "himamba")
 """Kinds of caches: device only, or with host and disk (`hi`); without or with recurrent states (`mamba`)."""
-_HYBRID = ("mamba", "himamba")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,8 @@ class SimulationSettings:
             raise InvalidValueError("host_ratio", self.host_ratio, f"1 .. {MAX_RATIO}")
         if not 0 < self.disk_ratio <= MAX_RATIO:
             raise InvalidValueError("disk_ratio", self.disk_ratio, f"more than 0, at most {MAX_RATIO}")
-        if self.groups and self.cache not in _HYBRID:
-            raise InvalidValueError("groups", True, f"a cache with states ({', '.join(_HYBRID)}), got {self.cache}")
+        if self.groups and not self.has_states:
+            raise InvalidValueError("groups", True, f"a cache with states (mamba, himamba), got {self.cache}")
         if self.kafka is not None and self.event_log_dir is not None:
             raise InvalidValueError(
                 "event_log_dir", str(self.event_log_dir), "none with kafka: the topic is the recording"
@@ -68,6 +67,11 @@ class SimulationSettings:
     def has_tiers(self) -> bool:
         """Whether the cache has a host tier and a disk."""
         return self.cache in ("hiradix", "himamba")
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the cache has recurrent states."""
+        return self.cache in ("mamba", "himamba")
 
     @property
     def event_groups(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U32Array
-from simulation.requests import Request
+from simulation.workload import Request
 
 BLOCK_TOKENS = 512
 MAX_HASH_ID = 2**53 - 1
@@ -89,39 +89,22 @@ def _row(line: bytes, where: str) -> _Row:
         raise InvalidValueError(where, line.decode(errors="replace"), f"a JSON object ({error})") from None
     if not isinstance(fields, dict):
         raise InvalidValueError(where, fields, "a JSON object")
-    arrival_ms = _number(fields, "timestamp", where)
-    input_length = _natural(fields, "input_length", where)
-    _natural(fields, "output_length", where)
-    hash_ids = _hash_ids(fields, where)
-    if not 1 <= input_length <= len(hash_ids) * BLOCK_TOKENS:
-        expected = f"1 .. {len(hash_ids) * BLOCK_TOKENS}: {len(hash_ids)} hash_ids of {BLOCK_TOKENS} tokens"
+    given = {name: fields.get(name, "nothing") for name in ("timestamp", "input_length", "output_length", "hash_ids")}
+    if not isinstance(given["hash_ids"], list):
+        raise InvalidValueError(f"{where}: hash_ids", given["hash_ids"], "a list of integers")
+    arrival_ms = _checked(given["timestamp"], f"{where}: timestamp", (int, float), "milliseconds, not negative")
+    for name in ("input_length", "output_length"):
+        _checked(given[name], f"{where}: {name}", (int,), "an integer, not negative")
+    for position, hash_id in enumerate(given["hash_ids"]):
+        _checked(hash_id, f"{where}: hash_ids[{position}]", (int,), f"an integer in 0 .. {MAX_HASH_ID}")
+    input_length, num_blocks = given["input_length"], len(given["hash_ids"])
+    if not 1 <= input_length <= num_blocks * BLOCK_TOKENS:
+        expected = f"1 .. {num_blocks * BLOCK_TOKENS}: {num_blocks} hash_ids of {BLOCK_TOKENS} tokens"
         raise InvalidValueError(f"{where}: input_length", input_length, expected)
-    return _Row(arrival_ms / 1000, input_length, np.array(hash_ids, np.uint64))
+    return _Row(arrival_ms / 1000, input_length, np.array(given["hash_ids"], np.uint64))
 
 
-def _number(fields: dict[str, object], name: str, where: str) -> float:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
-        _refuse(fields, name, where, "milliseconds, not negative")
-    return value
-
-
-def _natural(fields: dict[str, object], name: str, where: str) -> int:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        _refuse(fields, name, where, "an integer, not negative")
-    return value
-
-
-def _hash_ids(fields: dict[str, object], where: str) -> list[int]:
-    ids = fields.get("hash_ids")
-    if not isinstance(ids, list):
-        _refuse(fields, "hash_ids", where, "a list of integers")
-    for position, value in enumerate(ids):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_HASH_ID:
-            raise InvalidValueError(f"{where}: hash_ids[{position}]", value, f"an integer in 0 .. {MAX_HASH_ID}")
-    return ids
-
-
-def _refuse(fields: dict[str, object], name: str, where: str, expected: str) -> NoReturn:
-    raise InvalidValueError(f"{where}: {name}", fields.get(name, "nothing"), expected)
+def _checked(value: Any, where: str, kinds: tuple[type, ...], expected: str) -> float:
+    if type(value) not in kinds or not 0 <= value <= MAX_HASH_ID:
+        raise InvalidValueError(where, value, expected)
+    return float(value)

@@ -16,7 +16,9 @@ from kv_events.hashing import U64Array
 from kv_events.schema import MEDIA, StorageMedium
 from publisher import EventPublisher
 from simulation.caches import Found, WorkerCache
-from simulation.requests import Request
+from simulation.workload import Request
+
+_NO_HASHES: U64Array = np.zeros(0, np.uint64)
 
 
 class Served(NamedTuple):
@@ -42,11 +44,6 @@ class SimulatedWorker:
         self.group_publishers = group_publishers or {}
         self.cache, self._allocator, self.tiers, self._states = cache
         self._publish()
-
-    @property
-    def publishers(self) -> list[EventPublisher]:
-        """All publishers of this worker."""
-        return [self.publisher, *self.group_publishers.values()]
 
     def _publish(self) -> None:
         self.publisher.publish(self.cache.take_events())
@@ -113,11 +110,12 @@ def divergent_pages(worker: SimulatedWorker, view: View | None) -> dict[StorageM
     The worker's pages come from a walk of its tree and from its disk, the view's pages from the index. view: None if
     there is no view.
     """
-    viewed = _viewed(view)
     found = {}
-    for medium in MEDIA:
+    viewed = list(view.index.stream_pages(view.number)) if view is not None else []
+    for tier, medium in enumerate(MEDIA):
         held, num_nameless = held_pages(worker, medium)
-        found[medium] = len(np.setxor1d(held, viewed[medium])) + num_nameless
+        seen = [part.hashes[part.tiers >> tier & 1 == 1] for part in viewed]
+        found[medium] = len(np.setxor1d(held, np.concatenate([_NO_HASHES, *seen]))) + num_nameless
     return found
 
 
@@ -126,14 +124,5 @@ def held_pages(worker: SimulatedWorker, medium: StorageMedium) -> tuple[U64Array
     if medium is StorageMedium.DISK and worker.tiers is not None:
         return worker.tiers.on_disk()
     if medium not in (StorageMedium.GPU, StorageMedium.CPU):
-        return np.zeros(0, np.uint64), 0
+        return _NO_HASHES, 0
     return np.array([page.sequence_hash for page in worker.cache.iter_resident(medium)], np.uint64), 0
-
-
-def _viewed(view: View | None) -> dict[StorageMedium, U64Array]:
-    held = list(view.index.stream_pages(view.number)) if view is not None else []
-    empty = np.zeros(0, np.uint64)
-    return {
-        medium: np.concatenate([empty, *(part.hashes[part.tiers >> tier & 1 == 1] for part in held)])
-        for tier, medium in enumerate(MEDIA)
-    }

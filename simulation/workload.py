@@ -1,4 +1,4 @@
-"""Generated workloads: conversations that share system prompts, agent loops, bursts.
+"""Requests, and generated workloads: conversations that share system prompts, agent loops, bursts.
 
 chat    system prompt | user | answer | user | answer ...            long pauses between turns
 agent   system prompt | task | call | tool result | call ...         a fast-growing context, short pauses
@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U32Array
-from simulation.requests import Request
 
 _VOCABULARY = 128_000
 _SECONDS_PER_OUTPUT_TOKEN = 0.02
@@ -28,6 +27,31 @@ _LENGTHS = 4
 _REPEAT_EVERY = 50
 """So often that the cache never evicts it."""
 _SEED_STEP = 1000
+
+
+NO_TOKENS: U32Array = np.zeros(0, np.uint32)
+
+
+class Request(NamedTuple):
+    """One request with its prompt."""
+
+    arrival_s: float
+    """Arrival, in seconds since the workload began."""
+    token_ids: U32Array
+    """uint32[n], the prompt."""
+    output_tokens: U32Array = NO_TOKENS
+    """uint32[m], the tokens that the engine will generate; empty if the workload does not contain them."""
+    session: str = ""
+    """The conversation or loop that it belongs to."""
+    extra_key: str | None = None
+    """Namespace of its pages (adapter, cache salt)."""
+
+
+class Requests(Protocol):
+    """A workload, which can be iterated any number of times, in order of arrival. A list of requests is one."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Request]: ...
 
 
 @dataclass(frozen=True, slots=True)

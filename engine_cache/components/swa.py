@@ -19,8 +19,7 @@ import numpy as np
 
 from engine_cache.base import InsertParams, MatchResult, Request
 from engine_cache.components.component import AuxiliaryComponent, LockTicket, MatchedPath, MatchValidator
-from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
-from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
+from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.operations import PrefetchOperation
 from engine_cache.tree.node import ComponentData, ComponentType, TreeNode, split_rows

@@ -1,11 +1,18 @@
 """Device pools: the tensors that hold KV, one row per token. Rows 0 .. page_size - 1 are a dummy write target.
 
-Rows are passed as numpy index arrays and converted to tensors here, in one step.
+Rows are passed as numpy index arrays and converted to tensors here, in one step. In models whose layers differ, each
+pool numbers its own layers and has its own rows:
+
+    global layer    0        1        2        3
+    kind            window   window   full     window
+    local layer     0        1        0        2
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -119,6 +126,82 @@ class NSATokenToKVPool(MLATokenToKVPool):
         in_page = (len(held), self.shape.page_size, -1)
         held[:, :keys_end].view(in_page)[page, row] = keys.view(torch.uint8)
         held[:, keys_end:].view(in_page)[page, row] = scales.view(torch.uint8)
+
+
+KVPool: TypeAlias = MHATokenToKVPool | MLATokenToKVPool
+
+
+class _PoolsByLayer:
+    """KV pools addressed by global layer id. Raises InvalidValueError for a layer without KV."""
+
+    def __init__(self) -> None:
+        self._pool_of_layer: dict[int, tuple[KVPool, int]] = {}
+
+    def _add(self, field: str, layer_ids: Sequence[int], pool: KVPool) -> dict[int, int]:
+        """Assign the layers of a pool. Returns global layer -> layer of the pool."""
+        if len(layer_ids) != pool.shape.layer_num:
+            raise InvalidValueError(field, list(layer_ids), f"one id for each of {pool.shape.layer_num} layers")
+        self._pool_of_layer |= {layer: (pool, local) for local, layer in enumerate(layer_ids)}
+        return {layer: local for local, layer in enumerate(layer_ids)}
+
+    def get_kv_buffer(self, layer_id: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's tensors, without a copy, in the form of its pool."""
+        pool, local = self._pool(layer_id)
+        return pool.get_kv_buffer(local)
+
+    def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
+        """Write one row per token. v: None exactly for an MLA pool, where `k` is the compressed KV."""
+        pool, local = self._pool(layer_id)
+        pool.set_kv_buffer(local, indices, k, v)
+
+    def _pool(self, layer_id: int) -> tuple[KVPool, int]:
+        if layer_id not in self._pool_of_layer:
+            raise InvalidValueError("layer_id", layer_id, f"one of {sorted(self._pool_of_layer)}")
+        return self._pool_of_layer[layer_id]
+
+
+class SWAKVPool(_PoolsByLayer):
+    """The KV pools of a model in which some layers attend only to a sliding window.
+
+    A token may keep its row in `full_kv_pool` after its row in `swa_kv_pool` was freed.
+
+    full_layer_ids, swa_layer_ids: global ids of the layers, in the order of the layers of each pool. Raises
+    InvalidValueError unless each of the model's layers, numbered from 0, belongs to exactly one pool.
+    """
+
+    def __init__(
+        self, full_kv_pool: KVPool, swa_kv_pool: KVPool, full_layer_ids: Sequence[int], swa_layer_ids: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.full_kv_pool = full_kv_pool
+        self.swa_kv_pool = swa_kv_pool
+        self.full_layers = self._add("full_layer_ids", full_layer_ids, full_kv_pool)
+        """Global layer -> layer of `full_kv_pool`."""
+        self.swa_layers = self._add("swa_layer_ids", swa_layer_ids, swa_kv_pool)
+        """Global layer -> layer of `swa_kv_pool`."""
+        layers = sorted([*full_layer_ids, *swa_layer_ids])
+        if layers != list(range(len(layers))):
+            raise InvalidValueError("layers of both pools", layers, f"each of 0 .. {len(layers) - 1} once")
+
+    @property
+    def layers_mapping(self) -> dict[int, tuple[int, bool]]:
+        """Global layer -> (local layer, whether it has a window)."""
+        return {layer: (local, layer in self.swa_layers) for layer, (_, local) in self._pool_of_layer.items()}
+
+
+class HybridLinearKVPool(_PoolsByLayer):
+    """The KV pool of the attention layers of a hybrid model.
+
+    full_attention_layer_ids: global ids of these layers, in the order of the layers of `full_kv_pool`.
+    """
+
+    def __init__(self, full_kv_pool: KVPool, full_attention_layer_ids: Sequence[int]) -> None:
+        super().__init__()
+        self.full_kv_pool = full_kv_pool
+        self.full_attention_layer_id_mapping = self._add(
+            "full_attention_layer_ids", full_attention_layer_ids, full_kv_pool
+        )
+        self.use_mla = isinstance(full_kv_pool, MLATokenToKVPool)
 
 
 def index_pages(size: int, page_size: int) -> int:

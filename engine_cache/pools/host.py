@@ -22,9 +22,8 @@ import psutil
 import torch
 
 from engine_cache.errors import PoolError
-from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
+from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator, host_pool_size
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool, index_pages
-from engine_cache.pools.host_rows import host_pool_size
 from engine_cache.pools.mamba import MambaPool
 from engine_cache.settings import host_memory_reserve_bytes
 from engine_cache.types import IndexArray
@@ -252,19 +251,17 @@ class HostKVPool(TensorHostPool):
         """MHA: (2, *layout*, heads, size of a head). MLA: (*layout*, 1, kv_cache_dim)."""
         return self._buffers[0]
 
+    def _layer_tensors(self, device_pool: MHATokenToKVPool | MLATokenToKVPool, layer_id: int) -> Sequence[torch.Tensor]:
+        held = device_pool.get_kv_buffer(layer_id)
+        return held if isinstance(held, tuple) else (held,)
+
 
 class MHATokenToKVPoolHost(HostKVPool):
     """The host pool of an `MHATokenToKVPool`."""
 
-    def _layer_tensors(self, device_pool: MHATokenToKVPool, layer_id: int) -> Sequence[torch.Tensor]:
-        return device_pool.get_kv_buffer(layer_id)
-
 
 class MLATokenToKVPoolHost(HostKVPool):
     """The host pool of an `MLATokenToKVPool`."""
-
-    def _layer_tensors(self, device_pool: MLATokenToKVPool, layer_id: int) -> Sequence[torch.Tensor]:
-        return (device_pool.get_kv_buffer(layer_id),)
 
 
 class MambaPoolHost(TensorHostPool):

@@ -1,9 +1,4 @@
-"""Pools of hybrid models: recurrent states by slot, KV of the attention layers, and the slots of requests.
-
-global layer    0        1        2        3
-kind            Mamba    Mamba    Full     Mamba
-local layer     0        1        0        2        each pool numbers its own layers
-"""
+"""Recurrent states of hybrid models, and the slots of requests."""
 
 from __future__ import annotations
 
@@ -13,9 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine_cache.pools.allocators import MambaSlotAllocator
-from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool
-from engine_cache.pools.req_to_token import ReqToTokenPool
+from engine_cache.pools.allocators import MambaSlotAllocator, ReqToTokenPool
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
@@ -82,34 +75,6 @@ class MambaPool:
         return torch.from_numpy(slots).to(self.device)
 
 
-class HybridLinearKVPool:
-    """The KV pool of the attention layers of a hybrid model, addressed by global layer id.
-
-    full_attention_layer_ids: global ids of these layers, in the order of the layers of `full_kv_pool`. A layer without
-    KV raises InvalidValueError.
-    """
-
-    def __init__(
-        self, full_kv_pool: MHATokenToKVPool | MLATokenToKVPool, full_attention_layer_ids: Sequence[int]
-    ) -> None:
-        layers = full_kv_pool.shape.layer_num
-        if len(full_attention_layer_ids) != layers:
-            raise InvalidValueError(
-                "full_attention_layer_ids", list(full_attention_layer_ids), f"one id for each of {layers} layers"
-            )
-        self.full_kv_pool = full_kv_pool
-        self.full_attention_layer_id_mapping = {layer: i for i, layer in enumerate(full_attention_layer_ids)}
-        self.use_mla = isinstance(full_kv_pool, MLATokenToKVPool)
-
-    def get_kv_buffer(self, layer_id: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's tensors, without a copy, in the form of `full_kv_pool`."""
-        return self.full_kv_pool.get_kv_buffer(_local(self.full_attention_layer_id_mapping, layer_id))
-
-    def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
-        """Write one row per token. v: None exactly for an MLA pool, where `k` is the compressed KV."""
-        self.full_kv_pool.set_kv_buffer(_local(self.full_attention_layer_id_mapping, layer_id), indices, k, v)
-
-
 class HybridReqToTokenPool(ReqToTokenPool):
     """Lines of row numbers, with the slot of the running state of each line's request.
 
@@ -159,11 +124,6 @@ class HybridReqToTokenPool(ReqToTokenPool):
 
     def mamba_layer(self, layer_id: int) -> MambaCache:
         """Return the states of one global layer. Raises InvalidValueError for a layer without states."""
-        return self.mamba_pool.layer(_local(self.mamba_map, layer_id))
-
-
-def _local(layers: Mapping[int, int], layer_id: int) -> int:
-    try:
-        return layers[layer_id]
-    except KeyError:
-        raise InvalidValueError("layer_id", layer_id, f"one of {sorted(layers)}") from None
+        if layer_id not in self.mamba_map:
+            raise InvalidValueError("layer_id", layer_id, f"one of {sorted(self.mamba_map)}")
+        return self.mamba_pool.layer(self.mamba_map[layer_id])

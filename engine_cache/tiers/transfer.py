@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from engine_cache.errors import TransferError
+from engine_cache.pools.allocators import require_larger_than_device
 from engine_cache.pools.entry import HostPoolGroup, PoolEntry, RowAllocator
-from engine_cache.pools.host_rows import require_larger_than_device
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.tiers.copying import CopyEngine, Lane, Ticket
 from engine_cache.types import IndexArray

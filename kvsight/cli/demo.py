@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from api.settings import ApiSettings
     from simulation import Requests, SimulationSettings
     from simulation.live import LiveFleet
-    from simulation.requests import Request
-    from simulation.trial import Trial
+    from simulation.policy_run import PolicyRun
+    from simulation.workload import Request
 
 _NUM_REQUESTS = 1500
 _WARM_REQUESTS = 300
@@ -146,7 +146,7 @@ async def _run_live(
         running_server(create_app(service), settings, bound) as url,
         publishing_fleet(fleet_settings, "kv-aware", memory_transport(log), consumer) as fleet,
     ):
-        serve = partial(_serve, fleet.trial, service.decision_window, count())
+        serve = partial(_serve, fleet.run, service.decision_window, count())
         shown = await _warm_up(fleet, serve, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
         print_lines([f"Open {url} to see the fleet while it runs."])
         await _show_answer(url, fleet_settings.model_of("kv-aware"), shown)
@@ -158,13 +158,13 @@ async def _run_live(
             await _serve_on(serve, workload[_WARM_REQUESTS:], stop)
 
 
-def _serve(trial: Trial, funnel: DecisionWindow, numbers: Iterator[int], request: Request) -> None:
+def _serve(run: PolicyRun, funnel: DecisionWindow, numbers: Iterator[int], request: Request) -> None:
     """Serve a request, and report what was chosen and reused, as routers do."""
     from kv_events.decisions import VERSION, Outcome
 
-    chosen, now, request_id = trial.step(request), time.time(), f"demo-{next(numbers)}"
-    funnel.take(trial.router.decision(request, chosen, request_id, now))
-    funnel.take(Outcome(VERSION, request_id, now, trial.found_tokens))
+    chosen, now, request_id = run.step(request), time.time(), f"demo-{next(numbers)}"
+    funnel.take(run.router.decision(request, chosen, request_id, now))
+    funnel.take(Outcome(VERSION, request_id, now, run.found_tokens))
 
 
 def _open_page(url: str) -> None:
@@ -182,9 +182,9 @@ async def _warm_up(
         serve(request)
         await asyncio.sleep(0)
         if number >= _WARM_REQUESTS:
-            await fleet.settle()
-            shown = max(workload[:number][::-1], key=fleet.trial.router.num_tiers)
-            if fleet.trial.router.num_tiers(shown) >= num_tiers:
+            await fleet.wait_until_synced()
+            shown = max(workload[:number][::-1], key=fleet.run.router.num_tiers)
+            if fleet.run.router.num_tiers(shown) >= num_tiers:
                 break
     return shown
 

@@ -224,7 +224,7 @@ class _Life:
 
     def burst(self, pages: int) -> None:
         """Serve requests for new pages, without pauses."""
-        from simulation.requests import Request
+        from simulation.workload import Request
 
         for _ in range(-(-pages // _BURST_PROMPT_PAGES)):
             seed = int.from_bytes(os.urandom(4))
@@ -278,7 +278,7 @@ def _main(options: EngineOptions) -> None:
     from publisher import EventPublisher, PublisherSettings
     from publisher.sinks import create_sink
     from simulation import SimulatedWorker, SimulationSettings, create_cache
-    from simulation.requests import Request
+    from simulation.workload import Request
     from tests.chaos.harmful_sink import HarmfulSink
 
     settings = PublisherSettings(queue_pages=options.queue_pages)

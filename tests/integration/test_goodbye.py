@@ -186,8 +186,8 @@ async def test_the_workers_of_a_simulation_leave_the_scores_when_it_ends() -> No
     async with consumer.running():
         async with publishing_fleet(settings, "round-robin", memory_transport(log), consumer) as fleet:
             for request in generate(WorkloadSettings(num_requests=4)):
-                fleet.trial.step(request)
-            await fleet.settle()
+                fleet.run.step(request)
+            await fleet.wait_until_synced()
             views = consumer.namespaces.views
             assert [consumer.freshness.state(view) for view in views] == [ViewState.LIVE] * 2
         await async_wait_until(lambda: all(view.is_closed for view in views), deadline_s=8, what="the goodbyes")

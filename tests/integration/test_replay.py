@@ -67,12 +67,12 @@ async def test_a_topic_replays_to_what_the_live_views_were_then_and_are_now(kafk
     settings = SimulationSettings(workers=3, capacity_tokens=16_384, page_size=16)
     async with live_fleet(settings, "round-robin", transport) as fleet:
         for request in requests[:60]:
-            fleet.trial.step(request)
-        await fleet.settle()
+            fleet.run.step(request)
+        await fleet.wait_until_synced()
         then, offsets = held_by(fleet.consumer.namespaces.views), dict(fleet.consumer.positions)
         for request in requests[60:]:
-            fleet.trial.step(request)
-        await fleet.settle()
+            fleet.run.step(request)
+        await fleet.wait_until_synced()
         now = held_by(fleet.consumer.namespaces.views)
         replayed = await replay_of(transport, LogMoment())
         assert held_by(replayed.namespaces.views) == now != then

@@ -27,8 +27,8 @@ def held_of_full_kv(fleet: DirectFleet, request: Request) -> list[int]:
     """Return the tokens of the prompt whose full KV each worker holds, by its view."""
     hashes = sequence_hashes(request.token_ids, SMALL.page_size, namespace_seed(cache_salt=request.extra_key))
     found = []
-    for worker in fleet.trial.workers:
-        view = fleet.trial._namespaces.view(worker.publisher.stream)
+    for worker in fleet.run.workers:
+        view = fleet.run._namespaces.view(worker.publisher.stream)
         held = view.index.find(hashes) if view is not None else None
         is_found = held is not None and view is not None and view.number in held.streams
         found.append(int(held.pages[view.number, -1]) * SMALL.page_size if held and view and is_found else 0)
@@ -38,14 +38,14 @@ def held_of_full_kv(fleet: DirectFleet, request: Request) -> list[int]:
 @pytest.mark.parametrize("cache", HYBRID)
 def test_what_can_be_reused_is_what_the_cache_matches_at_every_moment(cache: str, requests: list[Request]) -> None:
     fleet = DirectFleet(replace(SMALL, cache=cache), "round-robin", None)
-    router = fleet.trial.router
+    router = fleet.run.router
     lengths: list[tuple[int, int]] = []
     for request in requests:
         fleet.advance(request.arrival_s)
-        matched = [worker.match_length(request) for worker in fleet.trial.workers]
+        matched = [worker.match_length(request) for worker in fleet.run.workers]
         assert router.reusable(request) == matched
         lengths += zip(matched, held_of_full_kv(fleet, request), strict=True)
-        fleet.deliver(fleet.trial.step(request))
+        fleet.deliver(fleet.run.step(request))
     assert any(0 < reusable < longest for reusable, longest in lengths)  # the comparison is not empty
     assert any(reusable == longest > 0 for reusable, longest in lengths)
 
@@ -68,13 +68,13 @@ def test_an_answer_that_is_wrong_is_counted(requests: list[Request]) -> None:
     fleet = DirectFleet(SMALL, "round-robin", None)
     for request in requests[:30]:
         fleet.advance(request.arrival_s)
-        fleet.trial.step(request)
-    for publisher in (worker.publisher for worker in fleet.trial.workers):
+        fleet.run.step(request)
+    for publisher in (worker.publisher for worker in fleet.run.workers):
         fleet._apply(publisher, force=True)  # events of the groups are withheld
-    assert fleet.trial.report(0.0).divergent_answers > 0
+    assert fleet.run.report(0.0).divergent_answers > 0
 
 
 def test_who_does_not_ask_for_groups_publishes_none(requests: list[Request]) -> None:
     fleet = DirectFleet(replace(SMALL, groups=False), "round-robin", None)
-    fleet.deliver(fleet.trial.step(requests[0]))
-    assert {namespace.key.model for namespace in fleet.trial._namespaces} == {"simulation-round-robin"}
+    fleet.deliver(fleet.run.step(requests[0]))
+    assert {namespace.key.model for namespace in fleet.run._namespaces} == {"simulation-round-robin"}

@@ -63,10 +63,10 @@ def test_a_run_is_deterministic(requests: list[Request]) -> None:
 
 def test_the_course_of_a_run_adds_up_to_its_report(requests: list[Request]) -> None:
     (report,) = simulate(requests, SMALL, ["kv-aware"])
-    assert report.course is not None
-    assert report.course.prompt_tokens.values.sum(axis=0).tolist() == [load.prompt_tokens for load in report.workers]
-    assert report.course.found_tokens.values.sum(axis=0).tolist() == [load.found_tokens for load in report.workers]
-    assert report.course.bins.last_ms == int(max(request.arrival_s for request in requests) * 1000)
+    assert report.curves is not None
+    assert report.curves.prompt_tokens.values.sum(axis=0).tolist() == [load.prompt_tokens for load in report.workers]
+    assert report.curves.found_tokens.values.sum(axis=0).tolist() == [load.found_tokens for load in report.workers]
+    assert report.curves.bins.last_ms == int(max(request.arrival_s for request in requests) * 1000)
 
 
 def test_kv_aware_finds_more_than_blind_policies_and_keeps_the_load_even(requests: list[Request]) -> None:
@@ -104,9 +104,9 @@ async def test_no_view_diverges_on_any_medium(cache: str, policy: str, requests:
     settings = replace(SMALL, cache=cache, disk_ratio=4.0)
     async with live_fleet(settings, policy, memory_transport(MemoryLog())) as fleet:
         for request in requests:
-            fleet.trial.step(request)
-        await fleet.settle()
-        for worker in fleet.trial.workers:
+            fleet.run.step(request)
+        await fleet.wait_until_synced()
+        for worker in fleet.run.workers:
             view = fleet.consumer.namespaces.view(worker.publisher.stream)
             assert divergent_pages(worker, view) == dict.fromkeys(MEDIA, 0)
             on_tiers = [
@@ -137,8 +137,8 @@ async def test_an_answer_distinguishes_gpu_cpu_and_disk(cache: str) -> None:
     settings = SimulationSettings(workers=1, capacity_tokens=1024, page_size=16, cache=cache, host_ratio=1.5)
     async with live_fleet(settings, "random", memory_transport(MemoryLog())) as fleet:
         for tokens in (system, talk[:512], talk, *(extended(system) for _ in range(4))):
-            fleet.trial.step(Request(0.0, tokens))
-        await fleet.settle()
+            fleet.run.step(Request(0.0, tokens))
+        await fleet.wait_until_synced()
         (namespace,) = fleet.consumer.namespaces.find(settings.model_of("random"), DEFAULT_TENANT)
         (answer,) = score(namespace, sequence_hashes(talk, 16, namespace_seed()), fleet.consumer.freshness)
     assert answer.tiers == (256, 512, 768, 768)
@@ -162,10 +162,10 @@ def test_a_recorded_run_ends_with_what_the_caches_hold(tmp_path: Path, requests:
     fleet = DirectFleet(SMALL, "round-robin", None)
     for request in requests:
         fleet.advance(request.arrival_s)
-        fleet.deliver(fleet.trial.step(request))
+        fleet.deliver(fleet.run.step(request))
     caches = {
         worker.publisher.stream.worker: {page.sequence_hash for page in worker.cache.iter_resident(StorageMedium.GPU)}
-        for worker in fleet.trial.workers
+        for worker in fleet.run.workers
     }
     assert _views(replay) == caches
 
@@ -176,10 +176,10 @@ def test_a_recorded_run_ends_with_what_the_caches_hold(tmp_path: Path, requests:
 async def test_a_log_too_small_to_keep_what_was_written_is_made_up_for(requests: list[Request]) -> None:
     async with live_fleet(SMALL, "round-robin", memory_transport(MemoryLog(capacity_bytes=2000))) as fleet:
         for request in requests:  # immediately: the consumer cannot have caught up
-            fleet.trial.step(request)
-        await fleet.settle()
+            fleet.run.step(request)
+        await fleet.wait_until_synced()
         assert all(view.counters.gaps for view in fleet.consumer.namespaces.views)
-        assert fleet.trial.report(0.0).divergent_pages == 0
+        assert fleet.run.report(0.0).divergent_pages == 0
 
 
 async def test_a_publisher_that_dies_ends_a_live_run_with_its_name() -> None:

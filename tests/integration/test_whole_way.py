@@ -109,7 +109,7 @@ async def test_a_broker_killed_in_mid_stream_loses_and_doubles_nothing(
                 states = {fleet.consumer.freshness.state(view) for view in fleet.consumer.namespaces.views}
                 assert ViewState.EXPIRED not in states
                 await asyncio.to_thread(kafka_broker.restart)
-            fleet.trial.step(request)
+            fleet.run.step(request)
             await asyncio.sleep(0)
-        await fleet.settle()
-        assert fleet.trial.report(0.0).divergent_pages == 0
+        await fleet.wait_until_synced()
+        assert fleet.run.report(0.0).divergent_pages == 0

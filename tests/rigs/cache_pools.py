@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine_cache.pools.host_rows import BytelessHostPool
+from engine_cache.pools.allocators import BytelessHostPool
 from engine_cache.storage.base import PoolName
 
 

@@ -46,7 +46,7 @@ def record_a_faulty_run(folder: Path, requests: list[Request]) -> None:
     settings = SimulationSettings(workers=8, capacity_tokens=2**16, cache="hiradix", disk_ratio=4.0)
     with _LossyLog(folder) as log:
         fleet = DirectFleet(settings, _POLICY, log)
-        publisher = fleet.trial.workers[_WORKER].publisher
+        publisher = fleet.run.workers[_WORKER].publisher
         outage_s = requests[len(requests) // 2].arrival_s
         resync_s = outage_s + _OUTAGE_S + _NOTICED_S
         for request in requests:
@@ -55,11 +55,7 @@ def record_a_faulty_run(folder: Path, requests: list[Request]) -> None:
             if request.arrival_s >= resync_s:
                 publisher.request_resync("gap")
                 resync_s = math.inf
-            fleet.advance(request.arrival_s)
-            chosen = fleet.trial.step(request)
-            fleet.decide(request, chosen)
-            fleet.deliver(chosen)
-            fleet.finish()
+            fleet.serve(request)
 
 
 def main(folder: Path) -> None:

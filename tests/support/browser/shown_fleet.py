@@ -20,7 +20,7 @@ from kv_events.decisions import VERSION, Outcome
 from kv_events.log.memory import MemoryLog
 from simulation import SimulationSettings, WorkloadSettings, generate
 from simulation.live import LiveFleet, memory_transport, publishing_fleet
-from simulation.requests import Request
+from simulation.workload import Request
 
 POLICY = "kv-aware"
 
@@ -36,10 +36,10 @@ class ShownFleet(NamedTuple):
 
     def serve(self, request: Request) -> None:
         """Serve a request, and report what was chosen and reused."""
-        trial = self.fleet.trial
-        chosen, now, request_id = trial.step(request), time.time(), f"request-{next(self.numbers)}"
-        self.funnel.take(trial.router.decision(request, chosen, request_id, now))
-        self.funnel.take(Outcome(VERSION, request_id, now, trial.found_tokens))
+        run = self.fleet.run
+        chosen, now, request_id = run.step(request), time.time(), f"request-{next(self.numbers)}"
+        self.funnel.take(run.router.decision(request, chosen, request_id, now))
+        self.funnel.take(Outcome(VERSION, request_id, now, run.found_tokens))
 
 
 @asynccontextmanager
@@ -60,5 +60,5 @@ async def shown_fleet(settings: ApiSettings, num_requests: int = 60, workers: in
         for request in requests:
             shown.serve(request)
             await asyncio.sleep(0)
-        await fleet.settle()
+        await fleet.wait_until_synced()
         yield shown

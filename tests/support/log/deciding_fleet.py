@@ -40,11 +40,10 @@ from kv_events.log.event_log import EventLogWriter
 from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import StorageMedium
-from publisher import EventPublisher
 from publisher.sinks.memory import MemorySink
 from simulation import Request, SimulatedWorker, SimulationSettings, create_cache
+from simulation.policy_run import create_publishers
 from simulation.router import Router
-from simulation.trial import publisher_settings
 
 PAGE = 4
 _NAMES = "another namespace"
@@ -69,7 +68,7 @@ class DecidingFleet:
         self.gains: Counter[tuple[str, str]] = Counter()
         settings = SimulationSettings(workers=3, capacity_tokens=160, page_size=PAGE)
         unused = MemorySink(MemoryLog())
-        self._publishers = [EventPublisher(own[None], unused) for own in publisher_settings(settings, "fleet")]
+        self._publishers = [own[None] for own in create_publishers(settings, "fleet", lambda _: unused)]
         self._workers = [SimulatedWorker(each, create_cache(settings)) for each in self._publishers]
         indexer = IndexerSettings.ignoring_environment()
         self._applier = Applier(Namespaces(indexer), DeadLetters())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine_cache import PoolError
+from engine_cache.pools.allocators import BytelessHostPool, host_pool_size
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool, PoolShape
 from engine_cache.pools.host import (
     HOST_LAYOUTS,
@@ -19,7 +20,6 @@ from engine_cache.pools.host import (
     allocate_host_pools,
     require_host_memory,
 )
-from engine_cache.pools.host_rows import BytelessHostPool, host_pool_size
 from engine_cache.pools.mamba import MambaPool
 from engine_cache.settings import HICACHE_HOST_MEMORY_RESERVE_BYTES, host_memory_reserve_bytes
 from kv_events.errors import InvalidValueError

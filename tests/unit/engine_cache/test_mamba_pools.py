@@ -90,7 +90,7 @@ def test_an_empty_state_pool_is_refused(name):
 
 
 def test_global_attention_layers_reach_their_local_tensors():
-    hybrid = mamba.HybridLinearKVPool(device.MHATokenToKVPool(SHAPE, head_num=2, head_dim=4), [2, 5])
+    hybrid = device.HybridLinearKVPool(device.MHATokenToKVPool(SHAPE, head_num=2, head_dim=4), [2, 5])
     rows, (k, v) = np.array([4, 5, 6]), torch.randn(2, 3, 2, 4)
     hybrid.set_kv_buffer(5, rows, k, v)
     held_k, held_v = hybrid.get_kv_buffer(5)
@@ -102,7 +102,7 @@ def test_global_attention_layers_reach_their_local_tensors():
 
 
 def test_a_hybrid_pool_over_latent_attention_takes_one_tensor():
-    hybrid = mamba.HybridLinearKVPool(device.MLATokenToKVPool(SHAPE, kv_lora_rank=4, qk_rope_head_dim=2), [0, 3])
+    hybrid = device.HybridLinearKVPool(device.MLATokenToKVPool(SHAPE, kv_lora_rank=4, qk_rope_head_dim=2), [0, 3])
     kv = torch.randn(2, 1, 6)
     hybrid.set_kv_buffer(3, np.array([2, 3]), kv)
     assert torch.equal(hybrid.get_kv_buffer(3)[2:4], kv)
@@ -112,7 +112,7 @@ def test_a_hybrid_pool_over_latent_attention_takes_one_tensor():
 
 
 def test_a_layer_without_kv_or_without_a_state_is_refused(lines):
-    hybrid = mamba.HybridLinearKVPool(device.MHATokenToKVPool(SHAPE, head_num=1, head_dim=1), [2, 5])
+    hybrid = device.HybridLinearKVPool(device.MHATokenToKVPool(SHAPE, head_num=1, head_dim=1), [2, 5])
     with pytest.raises(ValueError, match=r"layer_id: got 3, expected one of \[2, 5\]"):
         hybrid.get_kv_buffer(3)
     with pytest.raises(ValueError, match=r"layer_id: got 2, expected one of \[0, 1, 3\]"):
@@ -121,7 +121,7 @@ def test_a_layer_without_kv_or_without_a_state_is_refused(lines):
 
 def test_layer_ids_and_pools_must_fit(pool):
     with pytest.raises(ValueError, match="one id for each of 2 layers"):
-        mamba.HybridLinearKVPool(device.MHATokenToKVPool(SHAPE, head_num=1, head_dim=1), [2])
+        device.HybridLinearKVPool(device.MHATokenToKVPool(SHAPE, head_num=1, head_dim=1), [2])
     parts = {"mamba_pool": pool, "mamba_allocator": MambaSlotAllocator(SLOTS), "mamba_map": {0: 0, 1: 1, 2: 2}}
     with pytest.raises(ValueError, match=r"local layers 0 \.\. 2"):
         mamba.HybridReqToTokenPool(2, 16, **{**parts, "mamba_map": {0: 0, 1: 2}})
@@ -162,7 +162,7 @@ class Server:
 
     def __init__(self):
         self.rows = PagedTokenToKVPoolAllocator(24, 1)
-        self.kv = mamba.HybridLinearKVPool(
+        self.kv = device.HybridLinearKVPool(
             device.MHATokenToKVPool(device.PoolShape(24, 1, 1, torch.float32), head_num=1, head_dim=1), [2]
         )
         self.states = mamba.MambaPool(SLOTS, 3, [(2,)], (3,), conv_dtype=torch.float32)

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from engine_cache.storage import mooncake_watch
+from engine_cache.storage import mooncake
+from engine_cache.storage.mooncake import MooncakeWatch
 from engine_cache.storage.mooncake_client import MasterState
-from engine_cache.storage.mooncake_watch import MooncakeWatch
 from tests.support.waiting import wait_until
 
 
@@ -57,7 +57,7 @@ def looks():
 
 @pytest.fixture
 def watch(client, looks, monkeypatch):
-    monkeypatch.setattr(mooncake_watch, "_LENDER_TTL_S", 0.0)
+    monkeypatch.setattr(mooncake, "_LENDER_TTL_S", 0.0)
     watch = MooncakeWatch(client, 0.001, looks)
     yield watch
     watch.stop()

@@ -16,10 +16,16 @@ from engine_cache import (
     PagedTokenToKVPoolAllocator,
     RadixKey,
 )
-from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool, PoolShape
-from engine_cache.pools.device_swa import SWAKVPool
+from engine_cache.pools.device import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NSATokenToKVPool,
+    PoolShape,
+    SWAKVPool,
+)
 from engine_cache.pools.host import HOST_LAYOUTS
-from engine_cache.pools.mamba import HybridLinearKVPool, HybridReqToTokenPool, MambaPool
+from engine_cache.pools.mamba import HybridReqToTokenPool, MambaPool
 from engine_cache.stacks import (
     HostTierConfig,
     build_hybrid_stack,

@@ -3,7 +3,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_cache.storage.tracked_pages import TrackedPages
+from engine_cache.storage.base import TrackedPages
 
 KEYS = st.lists(st.sampled_from("abcdef"), max_size=4)
 STEPS = st.lists(

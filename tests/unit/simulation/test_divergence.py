@@ -14,18 +14,18 @@ from tests.support.log.records import words
 
 def _fleet(make_fleet, prompts, **changes: object) -> DirectFleet:
     fleet: DirectFleet = make_fleet(workers=1, **changes)
-    fleet.trial.workers[0].serve(prompts.request(160))
+    fleet.run.workers[0].serve(prompts.request(160))
     return fleet
 
 
 def _store(fleet: DirectFleet) -> BytelessStore:
-    tiers = fleet.trial.workers[0].tiers
+    tiers = fleet.run.workers[0].tiers
     assert tiers is not None
     return tiers.store
 
 
 def _divergence(fleet: DirectFleet) -> int:
-    return fleet.trial.report(0.0).divergent_pages
+    return fleet.run.report(0.0).divergent_pages
 
 
 def test_a_view_that_heard_everything_does_not_diverge(make_fleet, prompts) -> None:
@@ -41,13 +41,13 @@ def test_pages_that_the_router_has_not_heard_of_count(make_fleet, prompts) -> No
 def test_pages_that_the_cache_has_lost_in_silence_count(make_fleet, prompts) -> None:
     fleet = _fleet(make_fleet, prompts)
     fleet.deliver(0)
-    fleet.trial.workers[0].cache.evict(EvictParams(160))
+    fleet.run.workers[0].cache.evict(EvictParams(160))
     assert _divergence(fleet) == 10
 
 
 def test_pages_on_a_tier_where_the_cache_has_none_count(make_fleet, prompts) -> None:
     fleet = _fleet(make_fleet, prompts)
-    publisher = fleet.trial.workers[0].publisher
+    publisher = fleet.run.workers[0].publisher
     publisher.publish([BlockStored([7], None, [], 16, None, StorageMedium.CPU, None, words([77]))])
     fleet.deliver(0)
     assert _divergence(fleet) == 1

@@ -13,7 +13,7 @@ from simulation import POLICIES, Request, create_policy
 
 def _step(fleet, request: Request) -> int:
     fleet.advance(request.arrival_s)
-    chosen: int = fleet.trial.step(request)
+    chosen: int = fleet.run.step(request)
     fleet.deliver(chosen)
     return chosen
 
@@ -30,7 +30,7 @@ def test_a_policy_chooses_a_worker_there_is(name: str, make_fleet, prompts) -> N
 
 
 def test_random_repeats_itself_for_a_seed_only(make_fleet, prompts) -> None:
-    router, request = make_fleet().trial.router, prompts.request(50)
+    router, request = make_fleet().run.router, prompts.request(50)
     one, again, other = (create_policy("random", 3, seed) for seed in (1, 1, 2))
     chosen = [one.choose(request, router) for _ in range(50)]
     assert chosen == [again.choose(request, router) for _ in range(50)]
@@ -46,7 +46,7 @@ def test_round_robin_goes_around(make_fleet, prompts) -> None:
 def test_blind_policies_ask_nothing(name: str, make_fleet, prompts) -> None:
     fleet = make_fleet(name)
     _step(fleet, prompts.request(50))
-    assert fleet.trial.router.num_queries == 0
+    assert fleet.run.router.num_queries == 0
 
 
 def test_kv_aware_returns_to_the_worker_that_holds_the_prompt(make_fleet, prompts) -> None:
@@ -74,7 +74,7 @@ def test_kv_aware_forgets_load_in_time(make_fleet, prompts) -> None:
     fleet = make_fleet()
     busy = _step(fleet, prompts.request(500))
     prefix = prompts.tokens(16)
-    fleet.trial.workers[busy].serve(Request(0.0, prefix))
+    fleet.run.workers[busy].serve(Request(0.0, prefix))
     fleet.deliver(busy)
     request = Request(600.0, np.concatenate((prefix, prompts.tokens(100))))
     assert _step(fleet, request) == busy

@@ -30,7 +30,7 @@ def make_worker(make_fleet) -> Callable[..., SimulatedWorker]:
 
     def make(cache: str, **changes: object) -> SimulatedWorker:
         fleet: DirectFleet = make_fleet(workers=1, cache=cache, **{"host_ratio": 1.5, **changes})
-        return fleet.trial.workers[0]
+        return fleet.run.workers[0]
 
     return make
 
@@ -144,7 +144,7 @@ def test_a_prompt_shorter_than_a_page_leaves_no_trace(make_worker, prompts, cach
 @pytest.mark.parametrize("cache", CACHES)
 def test_cache_and_view_are_in_order_after_every_request(make_fleet, prompts, cache: str) -> None:
     fleet: DirectFleet = make_fleet(workers=1, cache=cache, host_ratio=1.0, disk_ratio=3.0)
-    worker = fleet.trial.workers[0]
+    worker = fleet.run.workers[0]
     talks = [prompts.tokens(n) for n in (40, 200, 500, 900)]
     for turn in range(60):
         number = int(prompts.random.integers(len(talks)))
@@ -154,7 +154,7 @@ def test_cache_and_view_are_in_order_after_every_request(make_fleet, prompts, ca
         talks[number] = np.concatenate((talk, output, prompts.tokens(30)))
         check_cache(worker.cache, NO_ROWS)
         fleet.deliver(0)
-        assert fleet.trial.report(0.0).divergent_pages == 0
+        assert fleet.run.report(0.0).divergent_pages == 0
 
 
 @pytest.mark.parametrize("cache", TIERED)

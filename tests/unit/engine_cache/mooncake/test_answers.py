@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from engine_cache.storage import mooncake_watch, page_keys
+from engine_cache.storage import mooncake, page_keys
 from tests.rigs.mooncake import own_identity
 from tests.rigs.mooncake_double import NOT_FOUND, OVERFLOW, TRANSFER_FAILED
 from tests.support.caches.page_pools import PagePool
@@ -96,7 +96,7 @@ def test_a_page_of_which_an_object_was_removed_is_withdrawn_whatever_becomes_of_
 @pytest.fixture
 def watched(open_pages, monkeypatch):
     """Like `store`, but suspected losses are checked at once."""
-    monkeypatch.setattr(mooncake_watch, "_LENDER_TTL_S", 0.0)
+    monkeypatch.setattr(mooncake, "_LENDER_TTL_S", 0.0)
     store = open_pages(mooncake_watch_interval_s=0.005)
     assert put(store, 0, 1, 2) == [True] * 3
     return store

@@ -21,10 +21,9 @@ from engine_cache import (
     SWATokenToKVPoolAllocator,
     UnifiedRadixCache,
 )
-from engine_cache.pools.device import MHATokenToKVPool, NSATokenToKVPool, PoolShape
-from engine_cache.pools.device_swa import SWAKVPool
+from engine_cache.pools.device import HybridLinearKVPool, MHATokenToKVPool, NSATokenToKVPool, PoolShape, SWAKVPool
 from engine_cache.pools.host import HOST_LAYOUTS
-from engine_cache.pools.mamba import HybridLinearKVPool, HybridReqToTokenPool, MambaPool
+from engine_cache.pools.mamba import HybridReqToTokenPool, MambaPool
 from engine_cache.stacks import HostTierConfig, build_hybrid_stack, pools_of
 
 pytestmark = pytest.mark.torch

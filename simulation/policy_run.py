@@ -10,14 +10,14 @@ from analysis.curves import Sums, TimeBins
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from kv_events.streams import group_model
-from publisher import EventPublisher, PublisherSettings
+from publisher import EventPublisher, PublisherSettings, Sink
 from simulation.caches import create_cache, num_ledger_pages
 from simulation.policies import create_policy
-from simulation.report import Course, PolicyReport, WorkerLoad
-from simulation.requests import Request
+from simulation.report import PolicyReport, RunCurves, WorkerLoad
 from simulation.router import Router
 from simulation.settings import SimulationSettings
 from simulation.worker import SimulatedWorker, divergent_pages
+from simulation.workload import Request
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called at intervals with the policy's name, the number of requests done, and the total."""
@@ -30,25 +30,26 @@ GroupName: TypeAlias = str | None
 """The group of a worker's stream; None for full KV."""
 
 
-def publisher_settings(settings: SimulationSettings, policy: str) -> list[dict[GroupName, PublisherSettings]]:
-    """The publishers of a policy's fleet, by worker."""
+def create_publishers(
+    settings: SimulationSettings, policy: str, create_sink: Callable[[PublisherSettings], Sink]
+) -> list[dict[GroupName, EventPublisher]]:
+    """Return the publishers of a policy's fleet, by worker. They are not started."""
     model = settings.model_of(policy)
     models = {None: model} | {group: group_model(model, group) for group in settings.event_groups}
-    return [
-        {
-            group: PublisherSettings.ignoring_environment(
-                model=name,
-                worker=f"worker-{number}",
-                block_size=settings.page_size,
-                ledger_pages=num_ledger_pages(settings),
-            )
-            for group, name in models.items()
-        }
-        for number in range(settings.workers)
-    ]
+
+    def create(number: int, name: str) -> EventPublisher:
+        own = PublisherSettings.ignoring_environment(
+            model=name,
+            worker=f"worker-{number}",
+            block_size=settings.page_size,
+            ledger_pages=num_ledger_pages(settings),
+        )
+        return EventPublisher(own, create_sink(own))
+
+    return [{group: create(number, name) for group, name in models.items()} for number in range(settings.workers)]
 
 
-class Trial:
+class PolicyRun:
     """Serves requests one at a time. The caller carries the workers' events to `namespaces`."""
 
     def __init__(
@@ -67,7 +68,7 @@ class Trial:
         self.router = Router(namespaces, freshness, settings.model_of(policy), names, settings.page_size)
         self._loads = [WorkerLoad(name) for name in names]
         bins = TimeBins()
-        self._course = Course(bins, Sums(bins, len(names)), Sums(bins, len(names)))
+        self._curves = RunCurves(bins, Sums(bins, len(names)), Sums(bins, len(names)))
         self.workers = [
             SimulatedWorker(own[None], create_cache(settings), {group: own[group] for group in settings.event_groups})
             for own in publishers
@@ -87,9 +88,9 @@ class Trial:
         load.prompt_tokens += len(request.token_ids)
         load.found_tokens += served.found_tokens
         load.cut_requests += served.is_cut
-        place = self._course.bins.place(int(request.arrival_s * 1000))
-        self._course.prompt_tokens.values[place, chosen] += len(request.token_ids)
-        self._course.found_tokens.values[place, chosen] += served.found_tokens
+        place = self._curves.bins.place(int(request.arrival_s * 1000))
+        self._curves.prompt_tokens.values[place, chosen] += len(request.token_ids)
+        self._curves.found_tokens.values[place, chosen] += served.found_tokens
         self.found_tokens = served.found_tokens
         return chosen
 
@@ -107,10 +108,9 @@ class Trial:
         for number, (worker, load) in enumerate(zip(self.workers, self._loads, strict=True)):
             divergent = divergent_pages(worker, self._namespaces.view(worker.publisher.stream))
             load.divergent_pages = sum(divergent.values())
-            load.divergent_answers = sum(self._is_divergent(number, each) for each in self._last_requests)
-        return PolicyReport(self._name, tuple(self._loads), self.router.num_queries, seconds, self._course)
-
-    def _is_divergent(self, worker: int, request: Request) -> bool:
-        if not self._has_groups:
-            return False
-        return self.router.reusable(request)[worker] != self.workers[worker].match_length(request)
+            if self._has_groups:
+                load.divergent_answers = sum(
+                    self.router.reusable(request)[number] != worker.match_length(request)
+                    for request in self._last_requests
+                )
+        return PolicyReport(self._name, tuple(self._loads), self.router.num_queries, seconds, self._curves)
