@@ -128,7 +128,7 @@ class LiveService(Service):
         self._group = group
         self._tenants = None if consumer.tenant_limits is None else TenantRates(consumer.tenant_limits)
         self._spans = open_spans()
-        local = LocalAnswers(consumer, self._tenants)
+        local = LocalAnswers(consumer)
         self.endpoints: dict[str, Endpoint] = {**self._query_routes(local).endpoints()}
         if group is not None:
             self.endpoints |= group.endpoints(settings.max_body_bytes)
@@ -142,6 +142,7 @@ class LiveService(Service):
             self.tokens,
             self.http_metrics,
             local,
+            self._tenants,
             None if group is None else group.fast_answers(has_tenants=self._tenants is not None),
         )
         for routes in (

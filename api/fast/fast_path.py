@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
+from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
 from api.fast.heads import Head, HeadCache
 from api.fast.kernel_connection_kernels import MAX_REQUEST_BYTES
@@ -28,6 +29,7 @@ from api.settings import ApiSettings
 from api.telemetry.requests import end_request, start_request
 from api.telemetry.service_metrics import HttpMetrics
 from indexer.consumer import Consumer
+from kv_events.http.parsed_query import ParsedQuery
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.runtime.tracing import open_spans
 
@@ -56,9 +58,11 @@ class FastPath:
         tokens: TokenRegistry,
         metrics: HttpMetrics,
         answers: LocalAnswers,
+        tenants: TenantRates | None = None,
         group: GroupAnswers | None = None,
     ) -> None:
-        """group: how a member of a group answers. None: it is in no group, and `answers` does."""
+        """tenants: bounds on their queries, if any. group: how a member of a group answers. None: `answers` does."""
+        self._tenants = tenants
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if group is None else {}
         self._group = group
         self._spans = open_spans()
@@ -151,8 +155,15 @@ class FastPath:
 
     def _answer_template(self, template: BodyTemplate, data: bytes, start: int) -> bytes | None:
         question, num_before, after = template
+        rate = self._rate(question)
+        if rate is not None and rate.wait_s():
+            return None
         answered = self._answers.answer_text(question, data, start + num_before)
-        return answered[0] if answered is not None and data[answered[1] :] == after else None
+        if answered is None or data[answered[1] :] != after:
+            return None
+        if rate is not None:
+            rate.note()
+        return answered[0]
 
     def _answer_packed(self, head: Head, body: bytes) -> bytes | None:
         if is_large(body):
@@ -160,20 +171,34 @@ class FastPath:
         question, numbers = decode_question(body, format_of(head.content_type), self._fields[head.path])
         if question.is_detailed:
             return None  # the answer is not JSON
-        return self._answers.answer_within_rate(question, numbers)
+        rate = self._rate(question)
+        if rate is not None and rate.wait_s():
+            return None
+        answer = self._answers.answer_one(question, numbers)
+        if rate is not None:
+            rate.note()
+        return answer
+
+    def _rate(self, question: ParsedQuery) -> RateLimit | None:
+        """Return the bound on the queries of the tenant, if it has one."""
+        if self._tenants is None or not self._answers.knows(question):
+            return None
+        return self._tenants.rate(question.tenant)
 
     def repeated(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
         """Return what is alike in requests like this one, which was answered here. None: they cannot be direct."""
         if head.content_type != "application/json" or head.limit is not None:
             return None
         template = self._templates[head.path].read(data, start)
-        if template is None or self._answers.has_rate(template.question):
+        if template is None or self._rate(template.question) is not None:
             return None
         return RequestTemplate.of(head.path, data, start, template, self.heads.generation)
 
     def _plan(self, repeated: RequestTemplate) -> Plan | None:
         """Return how requests of a direct connection are answered now, or None if they must take another way."""
         if repeated.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
+            return None
+        if self._rate(repeated.question) is not None:
             return None
         try:
             return self._answers.direct_plan(repeated.question)

@@ -16,11 +16,10 @@ from collections.abc import Collection
 from typing import NamedTuple, TypeVar
 
 from api.problems import ProblemError
-from api.queries.body_formats import format_of
+from api.queries.large_bodies import JSON
 from api.queries.parsing import decode_question
 from kv_events.http.parsed_query import ParsedQuery
 
-_JSON = format_of("application/json")
 _MAX_KEPT = 1024
 MAX_BYTES = 4096
 """Longer templates are read by the ordinary decoder."""
@@ -88,7 +87,7 @@ def query_of_template(before: bytes, after: bytes, fields: Collection[str]) -> P
     sentinels = [secrets.randbits(32) for _ in range(_NUM_SENTINELS)]
     body = before + ",".join(map(str, sentinels)).encode() + after
     try:
-        question, numbers = decode_question(body, _JSON, fields)
+        question, numbers = decode_question(body, JSON, fields)
     except ProblemError:
         return None
     return question if numbers.tolist() == sentinels else None

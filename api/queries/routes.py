@@ -16,14 +16,12 @@ from starlette.types import Receive, Scope, Send
 from api.access.rate_limits import OF_REQUEST, TenantRates
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import MISSING_HEADER, Answerer
-from api.queries.body_formats import Body, BodyFormat, Data, decode_query_batch, format_of
-from api.queries.large_bodies import is_large
+from api.queries.body_formats import decode_query_batch, format_of
+from api.queries.large_bodies import JSON, Body, BodyFormat, Data, is_large
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
 from indexer.slices import Slices
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
-
-_JSON = format_of("application/json")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -149,7 +147,7 @@ def _marked(response: Response, missing: list[Missing]) -> Response:
 
 def encoded_response(question: ParsedQuery, answer: bytes, body_format: BodyFormat) -> Response:
     """Return an answer to a query. answer: as JSON."""
-    if question.is_detailed and body_format is not _JSON:
+    if question.is_detailed and body_format is not JSON:
         return Response(msgspec.msgpack.encode(msgspec.json.decode(answer)), media_type="application/msgpack")
     return json_response(answer)
 
