@@ -22,7 +22,7 @@ RESERVED = 64
 """Connections beyond the limit. Only probes are answered on them."""
 
 SMALL_BYTES = 2**16
-"""Smaller bodies are not counted: usual requests have room at any time."""
+"""Smaller bodies are not counted: most requests have room at any time."""
 BODIES = 8
 """Bodies of the largest size that have room at once."""
 

@@ -1,8 +1,8 @@
-"""The fast path: usual queries, from the bytes of a request to the bytes of its answer in one call.
+"""The fast path: from the bytes of a query to the bytes of its answer in one call.
 
-It accepts what nearly all callers send and answers exactly as the routes of `api.queries.routes` do. For everything
-else it returns None, and the request is passed to FastAPI, which also reports all errors. In a member of a group, the
-answer to a query comes later, because the other members are asked, and their own questions are answered here as well.
+It takes what nearly all callers send and answers exactly as `api.queries.routes` does. For all other requests it
+returns None, and they are passed to FastAPI, which also reports all errors. In a member of a group, the answer to a
+query comes later, because the other members are asked. Their requests are answered here, too.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashe
 class GroupAnswers(NamedTuple):
     """How a member of a group answers, by path. An answer that is None: the request must be passed to FastAPI."""
 
-    tells: Mapping[str, Callable[[bytes], bytes | None]]
-    """Questions of other members: msgpack -> msgpack."""
-    asks: Mapping[str, Callable[[bytes, str], Awaitable[bytes | None]]]
+    members: Mapping[str, Callable[[bytes], bytes | None]]
+    """Requests of other members: msgpack -> msgpack."""
+    queries: Mapping[str, Callable[[bytes, str], Awaitable[bytes | None]]]
     """Queries: body and its media type -> JSON."""
 
 
 class FastPath:
-    """Answers usual queries of one application."""
+    """Answers queries of one application."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class FastPath:
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
         self.heads = HeadCache(
-            fields if group is None else [*group.tells, *group.asks],
+            fields if group is None else [*group.members, *group.queries],
             tokens,
             max_body_bytes,
             with_traces=with_traces,
@@ -114,7 +114,7 @@ class FastPath:
 
         A query with a limited token is passed to FastAPI, which counts it before it asks.
         """
-        ask = None if self._group is None else self._group.asks.get(head.path)
+        ask = None if self._group is None else self._group.queries.get(head.path)
         if ask is None or self._spans is not None or head.limit is not None or self._is_refused(head):
             return None
         return self._gathered(ask(data[start:], head.content_type), head)
@@ -139,8 +139,8 @@ class FastPath:
 
     def _answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         if self._group is not None:
-            tell = self._group.tells.get(head.path)
-            return None if tell is None or head.content_type not in _PACKED else tell(data[start:])
+            reply = self._group.members.get(head.path)
+            return None if reply is None or head.content_type not in _PACKED else reply(data[start:])
         if head.content_type == "application/json":
             return self._answer_json(self._templates[head.path], data, start)
         return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
@@ -186,7 +186,7 @@ class FastPath:
         return self._tenants.rate(question.tenant)
 
     def repeated(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
-        """Return what is alike in requests like this one, which was answered here. None: they cannot be direct."""
+        """Return the template of a request that was answered here. None: its connection cannot be direct."""
         if head.content_type != "application/json" or head.limit is not None:
             return None
         template = self._templates[head.path].read(data, start)
@@ -195,7 +195,7 @@ class FastPath:
         return RequestTemplate.of(head.path, data, start, template, self.heads.generation)
 
     def _plan(self, repeated: RequestTemplate) -> Plan | None:
-        """Return how requests of a direct connection are answered now, or None if they must take another way."""
+        """Return how requests of a direct connection are answered now, or None if they must not be."""
         if repeated.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
             return None
         if self._rate(repeated.question) is not None:
@@ -210,7 +210,7 @@ class FastPath:
 
     def media_type(self, head: Head) -> bytes:
         """Return the last part of the media type of the answer."""
-        return b"msgpack" if self._group is not None and head.path in self._group.tells else b"json"
+        return b"msgpack" if self._group is not None and head.path in self._group.members else b"json"
 
     def _times(self) -> Times:
         return (time.time(), *self._consumer.freshness.bounds())

@@ -1,8 +1,8 @@
-"""Large bodies, of which only the usual parts are decoded.
+"""The formats of bodies, and large bodies, which are decoded in slices.
 
 A decoder holds the interpreter until it has finished, in any thread: decoding 24 MiB at once would block all other
 callers. A kernel therefore finds the members of a large body. The long lists that a body may have are taken out, and
-decoded in slices. What is left must be small.
+decoded in slices. The rest must be small.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a member says of the views that it keeps itself."""
+"""Replies of a member from its own views."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LocalShard:
         self._share = share
 
     def claims(self) -> dict[int, bool]:
-        """See `Share.claims`."""
+        """Return the partitions of this member, and whether their views are up to date. See `Share.claims`."""
         return self._share.claims()
 
     async def reply(self, asked: ShardRequest) -> ShardReply:
@@ -60,15 +60,15 @@ class LocalShard:
             newest if newest.generation > asked.generation else None,
         )
 
-    def _find(self, ask: ShardPrompt) -> PromptRows:
-        namespaces = self._consumer.namespaces.find(ask.model, ask.tenant)
+    def _find(self, prompt: ShardPrompt) -> PromptRows:
+        namespaces = self._consumer.namespaces.find(prompt.model, prompt.tenant)
         if not namespaces:
             return PromptRows([], [], self._known())
         rows: list[StreamRow] = []
         for namespace in namespaces:
-            packed = ask.hashes.get(namespace.key.block_size, ask.hashes.get(ANY_BLOCK_SIZE))
+            packed = prompt.hashes.get(namespace.key.block_size, prompt.hashes.get(ANY_BLOCK_SIZE))
             if packed is not None:
-                rows += self._rows(namespace, packed, ask.num_positions)
+                rows += self._rows(namespace, packed, prompt.num_positions)
         block_sizes = [namespace.key.block_size for namespace in namespaces]
         return PromptRows(block_sizes[:MAX_BLOCK_SIZES], rows, [])
 

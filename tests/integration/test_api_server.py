@@ -19,7 +19,7 @@ import pytest
 import uvloop
 
 from api.app import create_app
-from api.server import CannotListenError, PortInUseError, listen, run_server, running_server
+from api.server import CannotListenError, listen, run_server, running_server
 from api.service import LiveService
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
@@ -94,7 +94,7 @@ def test_a_body_over_the_limit_gets_a_413_from_a_real_server() -> None:
 def test_a_port_in_use_is_an_error_of_its_own() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = ApiSettings(port=taken.getsockname()[1])
-        with pytest.raises(PortInUseError, match=f"port {settings.port}: the port is in use"):
+        with pytest.raises(CannotListenError, match=f"port {settings.port}: the port is in use"):
             run_server(create_app(LiveService(HandFed().consumer, settings)), settings)
 
 
@@ -190,7 +190,7 @@ async def test_services_share_a_port_if_each_of_them_allows_it() -> None:
     one, other = HandFed(), HandFed()
     async with running_server(create_app(LiveService(one.consumer, shared)), shared) as url:
         settings = ApiSettings(port=int(url.rpartition(":")[2]), reuse_port=True)
-        with pytest.raises(PortInUseError):
+        with pytest.raises(CannotListenError, match="in use"):
             listen(settings.model_copy(update={"reuse_port": False}))
         async with running_server(create_app(LiveService(other.consumer, settings)), settings) as same:
             assert same == url
