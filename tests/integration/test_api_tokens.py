@@ -21,7 +21,7 @@ from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
-from tests.support.api_rig import served
+from tests.rigs.api import served
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream

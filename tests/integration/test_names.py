@@ -20,7 +20,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.streams import StreamId
 from kvsight.cli.shared.tables import printable
 from publisher import PublisherSettings
-from tests.support.api_rig import asking
+from tests.rigs.api import asking
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 from tests.support.servers.embedded_service import service

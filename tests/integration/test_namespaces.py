@@ -25,8 +25,8 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from simulation import Request, SimulationSettings
 from simulation.run import DirectFleet
+from tests.rigs.api import asking
 from tests.rigs.cache import CacheRig
-from tests.support.api_rig import asking
 from tests.support.bridge.rig import GPU, Rig, on
 from tests.support.engines.event_payloads import names_of, stored
 from tests.support.waiting import async_wait_until

@@ -15,7 +15,7 @@ import pytest
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
-from tests.support.api_rig import asking, embedding
+from tests.rigs.api import asking, embedding
 from tests.support.servers.child_process import free_port
 from tests.support.servers.peer_indexer import PeerIndexer
 

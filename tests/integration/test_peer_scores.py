@@ -21,7 +21,7 @@ from kv_events.log.memory import MemoryLog
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq import ZmqSink
-from tests.support.api_rig import asking, embedding
+from tests.rigs.api import asking, embedding
 from tests.support.engines.event_payloads import cleared, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from api.shards.wire import ShardPrompt, ShardReply, ShardRequest, decode_reply, encode
+from tests.rigs.raw_http import Line, body_of, every_kind, request, run
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
-from tests.support.servers.lines import Line, body_of, every_kind, request, run
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 

@@ -17,7 +17,7 @@ from bridge import BridgeSettings
 from indexer.assembly import create_consumer, create_store
 from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
-from tests.support.api_rig import served
+from tests.rigs.api import served
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 

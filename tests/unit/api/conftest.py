@@ -12,7 +12,7 @@ import pytest
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
-from tests.support.api_rig import asking
+from tests.rigs.api import asking
 from tests.support.log.hand_fed import HandFed
 
 Serving = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, HandFed]]]

@@ -20,9 +20,9 @@ from api.access.connections import RESERVED
 from api.fast import http_limits
 from api.queries.parsing import decode_question
 from kv_events.log.event_log import EventLogWriter
+from tests.rigs.raw_http import HEALTH, QUERY, Connect, a_service, prompts, request
 from tests.support.log.records import Stream, stored
 from tests.support.servers.certificates import Certificates
-from tests.support.servers.lines import QUERY, a_service, prompts, request, run
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.waiting import async_wait_until, wait_until
 
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.timing("silent connections must be closed after ten sec
 
 NUM_HELD = 2000
 HELD_BODIES = 40
-HEALTH = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
 TIMEOUT = b"HTTP/1.1 408 Request Timeout"
 
 
@@ -108,73 +107,61 @@ def test_two_thousand_silent_connections_keep_nobody_out_and_are_closed(kind: st
         answers(service, trusted)
 
 
-def test_empty_lines_after_a_request_do_not_hold_a_connection() -> None:
-    async def main() -> None:
-        async with a_service() as connect:
-            line = await connect()
-            await line.ask(HEALTH)
-            end = asyncio.ensure_future(line.is_at_end())
+async def test_empty_lines_after_a_request_do_not_hold_a_connection(connect: Connect) -> None:
+    line = await connect()
+    await line.ask(HEALTH)
+    end = asyncio.ensure_future(line.is_at_end())
 
-            async def is_ended() -> bool:
-                line.writer.write(b"\r\n")
-                return end.done()
+    async def is_ended() -> bool:
+        line.writer.write(b"\r\n")
+        return end.done()
 
-            await async_wait_until(is_ended, 60)
-
-    run(main())
+    await async_wait_until(is_ended, 60)
 
 
-def test_a_head_that_does_not_arrive_is_given_up_before_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_does_not_arrive_is_given_up_before_a_body(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_limits, "HEAD_S", 2.0)
 
-    async def main() -> None:
-        async with a_service() as connect:
-            later, head, body = [await connect() for _ in range(3)]
-            await later.ask(request(QUERY))
-            head.writer.write(b"\r\nGET /health HTTP/1.1\r\nHost: h\r\n")
-            body.writer.write(request(QUERY)[:-1])
-            later.writer.write(request(QUERY)[:20])
-            assert (await head.answer())[0] == TIMEOUT
-            assert await head.is_at_end()
-            assert (await body.ask(request(QUERY)[-1:]))[0] == b"HTTP/1.1 200 OK"
-            assert (await later.ask(request(QUERY)[20:]))[0] == b"HTTP/1.1 200 OK"
-
-    run(main())
+    later, head, body = [await connect() for _ in range(3)]
+    await later.ask(request(QUERY))
+    head.writer.write(b"\r\nGET /health HTTP/1.1\r\nHost: h\r\n")
+    body.writer.write(request(QUERY)[:-1])
+    later.writer.write(request(QUERY)[:20])
+    assert (await head.answer())[0] == TIMEOUT
+    assert await head.is_at_end()
+    assert (await body.ask(request(QUERY)[-1:]))[0] == b"HTTP/1.1 200 OK"
+    assert (await later.ask(request(QUERY)[20:]))[0] == b"HTTP/1.1 200 OK"
 
 
 @pytest.mark.parametrize("begins_with", [b"", b"\r\n", request(QUERY)[:-1], HEALTH])
-def test_a_caller_with_many_connections_takes_no_place_of_another_one(begins_with: bytes) -> None:
-    async def main() -> None:
-        async with a_service(max_connections=32) as connect:
-            others = [await connect("127.0.0.2") for _ in range(10)]
-            for line in others:
-                for data in prompts()[:4]:
-                    await line.ask(data)
-            for _ in range(100):
-                (await connect()).writer.write(begins_with)
-            for line in [*others, await connect("127.0.0.3"), await connect()]:
-                assert (await line.ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
-
-    run(main())
+async def test_a_caller_with_many_connections_takes_no_place_of_another_one(begins_with: bytes) -> None:
+    async with a_service(max_connections=32) as connect:
+        others = [await connect("127.0.0.2") for _ in range(10)]
+        for line in others:
+            for data in prompts()[:4]:
+                await line.ask(data)
+        for _ in range(100):
+            (await connect()).writer.write(begins_with)
+        for line in [*others, await connect("127.0.0.3"), await connect()]:
+            assert (await line.ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
 
 
-def test_probes_are_answered_while_all_connections_are_being_answered() -> None:
-    async def main() -> None:
-        async with a_service(max_connections=4) as connect:
-            busy = [await connect() for _ in range(4)]
-            for line in busy:
-                line.writer.write(b"GET /events HTTP/1.1\r\nHost: h\r\n\r\n")
-                await line.begin()
-            for _ in range(2 * RESERVED):
-                health, workers = await connect(), await connect()
-                status, headers, _ = await health.ask(HEALTH)
-                assert (status, b"connection: close" in headers) == (b"HTTP/1.1 200 OK", True)
-                status, headers, body = await workers.ask(HEALTH.replace(b"health", b"workers"))
-                assert status == b"HTTP/1.1 503 Service Unavailable"
-                assert b"retry-after: 1" in headers
-                assert b"--max-connections" in body
-
-    run(main())
+async def test_probes_are_answered_while_all_connections_are_being_answered() -> None:
+    async with a_service(max_connections=4) as connect:
+        busy = [await connect() for _ in range(4)]
+        for line in busy:
+            line.writer.write(b"GET /events HTTP/1.1\r\nHost: h\r\n\r\n")
+            await line.begin()
+        for _ in range(2 * RESERVED):
+            health, workers = await connect(), await connect()
+            status, headers, _ = await health.ask(HEALTH)
+            assert (status, b"connection: close" in headers) == (b"HTTP/1.1 200 OK", True)
+            status, headers, body = await workers.ask(HEALTH.replace(b"health", b"workers"))
+            assert status == b"HTTP/1.1 503 Service Unavailable"
+            assert b"retry-after: 1" in headers
+            assert b"--max-connections" in body
 
 
 def resident_bytes(pid: int) -> int:
@@ -202,15 +189,14 @@ def test_bodies_without_an_end_are_bounded_together(path: str, size: int, tmp_pa
         answers(service)
 
 
-def test_bodies_count_until_their_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_count_until_their_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(
         "api.queries.routes.decode_question", lambda *args: (go_on.wait(100), decode_question(*args))[1]
     )
-
-    async def main() -> None:
-        large = request(b" " * 2**19 + QUERY, "/query?")
-        async with a_service(max_body_bytes=len(large)) as connect:
+    large = request(b" " * 2**19 + QUERY, "/query?")
+    async with a_service(max_body_bytes=len(large)) as connect:
+        try:
             for number in range(8):  # as many as have room
                 line = await connect()
                 line.writer.write(large)
@@ -224,52 +210,43 @@ def test_bodies_count_until_their_requests_are_answered(monkeypatch: pytest.Monk
             assert status == b"HTTP/1.1 503 Service Unavailable"
             assert b"retry-after: 1" in headers
             assert json.loads(body)["type"] == "urn:kvsight:problem:overloaded"
+        finally:
             go_on.set()
 
-            async def is_free() -> bool:
-                return (await (await connect()).ask(large))[0] == b"HTTP/1.1 200 OK"
+        async def is_free() -> bool:
+            return (await (await connect()).ask(large))[0] == b"HTTP/1.1 200 OK"
 
-            await async_wait_until(is_free, 60)
-
-    try:
-        run(main())
-    finally:
-        go_on.set()
+        await async_wait_until(is_free, 60)
 
 
-def test_bodies_behind_an_endless_answer_do_not_count_for_ever() -> None:
-    async def main() -> None:
-        large = request(QUERY.rjust(125_000), "/query?")
-        start = large.index(b"\r\n\r\n") + 4
-        async with a_service(max_body_bytes=len(large)) as connect:
-            for _ in range(16):  # twice as many as have room
-                line = await connect()
-                line.writer.write(b"GET /events HTTP/1.1\r\nHost: h\r\n\r\n" + large[:start])
-                await line.begin()
-                for part in (large[start : start + 65_000], large[start + 65_000 :]):
-                    line.writer.write(part)
-                    await asyncio.sleep(0.05)  # in which the service reads, up to 64 KiB beyond which it pauses
-                line.writer.transport.abort()
+async def test_bodies_behind_an_endless_answer_do_not_count_for_ever() -> None:
+    large = request(QUERY.rjust(125_000), "/query?")
+    start = large.index(b"\r\n\r\n") + 4
+    async with a_service(max_body_bytes=len(large)) as connect:
+        for _ in range(16):  # twice as many as have room
+            line = await connect()
+            line.writer.write(b"GET /events HTTP/1.1\r\nHost: h\r\n\r\n" + large[:start])
+            await line.begin()
+            for part in (large[start : start + 65_000], large[start + 65_000 :]):
+                line.writer.write(part)
+                await asyncio.sleep(0.05)  # in which the service reads, up to 64 KiB beyond which it pauses
+            line.writer.transport.abort()
 
-            async def is_answered() -> bool:
-                return (await (await connect()).ask(large))[0] == b"HTTP/1.1 200 OK"
+        async def is_answered() -> bool:
+            return (await (await connect()).ask(large))[0] == b"HTTP/1.1 200 OK"
 
-            await async_wait_until(is_answered, 60)
-
-    run(main())
+        await async_wait_until(is_answered, 60)
 
 
 @pytest.mark.parametrize("path", ["/query", "/query?"])
-def test_a_large_body_that_stops_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_body_that_stops_is_given_up(
+    connect: Connect, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_limits, "STEP_S", 0.5)
 
-    async def main() -> None:
-        async with a_service() as connect:
-            large, small = await connect(), await connect()
-            large.writer.write(request(b" " * 2**20 + QUERY, path)[: -(2**19)])
-            small.writer.write(request(QUERY, path)[:-1])
-            status, _, body = await large.answer()
-            assert (status, json.loads(body)["field"]) == (TIMEOUT, "body")
-            assert (await small.ask(request(QUERY, path)[-1:]))[0] == b"HTTP/1.1 200 OK"
-
-    run(main())
+    large, small = await connect(), await connect()
+    large.writer.write(request(b" " * 2**20 + QUERY, path)[: -(2**19)])
+    small.writer.write(request(QUERY, path)[:-1])
+    status, _, body = await large.answer()
+    assert (status, json.loads(body)["field"]) == (TIMEOUT, "body")
+    assert (await small.ask(request(QUERY, path)[-1:]))[0] == b"HTTP/1.1 200 OK"

@@ -68,8 +68,12 @@ class Line:
         return await self.answer()
 
 
+Connect = Callable[..., Coroutine[Any, Any, Line]]
+"""Opens a connection, from an address of this machine."""
+
+
 @asynccontextmanager
-async def a_service(*, num_more: int = 0, **settings: Any) -> AsyncIterator[Callable[..., Coroutine[Any, Any, Line]]]:
+async def a_service(*, num_more: int = 0, **settings: Any) -> AsyncIterator[Connect]:
     """Run a service of three workers, and of more that hold nothing else. Yields a function that connects."""
     fed = HandFed(IndexerSettings(max_pages=2**18, worker_ttl_s=3600, forget_after_s=3600))
     api = ApiSettings(port=0, **settings)
@@ -115,11 +119,20 @@ def body_of(**fields: Any) -> bytes:
 QUERY = body_of(token_ids=TOKENS)
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+CHUNKED = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def in_chunks(*parts: bytes, trailers: bytes = b"") -> bytes:
+    """Return a request whose body comes in chunks."""
+    return CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n" + trailers + b"\r\n"
+
+
 def every_kind() -> list[bytes]:
     """Return requests that take different ways through the server."""
     return [
         request(QUERY),
-        b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n",
+        HEALTH,
         request(body_of(token_ids=[1.5])),
         request(QUERY, "/query?"),
         request(body_of(token_ids=list(range(1000)))),

@@ -17,7 +17,7 @@ from api.problems import ProblemError
 from api.queries.body_formats import format_of
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from indexer.settings import IndexerSettings
-from tests.support.both_ways import PROMPT, BothWays
+from tests.rigs.both_ways import PROMPT, BothWays
 from tests.support.effort import num_examples
 from tests.support.log.hand_fed import HandFed
 
