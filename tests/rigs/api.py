@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 
 from api.app import Application, create_app
 from api.server import running_server
@@ -17,6 +19,9 @@ from api.workers.registrations import Registrations
 from bridge import BridgeSettings
 from indexer.consumer import Consumer
 from kv_events.log.memory import MemoryLog
+from tests.support.log.hand_fed import HandFed
+
+Serving = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, HandFed]]]
 
 
 @asynccontextmanager
@@ -27,6 +32,32 @@ async def asking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+@pytest.fixture
+def serving() -> Serving:
+    """`async with serving(**settings) as (client, fed)`: a client of an application, and what feeds its consumer."""
+
+    @asynccontextmanager
+    async def serve(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, HandFed]]:
+        fed = HandFed()
+        async with asking(create_app(LiveService(fed.consumer, ApiSettings(**settings)))) as client:
+            yield client, fed
+
+    return serve
+
+
+@pytest.fixture
+def fed() -> HandFed:
+    """Feeds the consumer of `client`."""
+    return HandFed()
+
+
+@pytest.fixture
+async def client(fed: HandFed) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application with the default settings."""
+    async with asking(create_app(LiveService(fed.consumer, ApiSettings()))) as client:
+        yield client
+
+
 def embedding(consumer: Consumer, log: MemoryLog, bridge: BridgeSettings | None = None, **settings: Any) -> Application:
     """Return an application that reads engines itself. log: that the consumer reads."""
     registrations = Registrations(consumer, log, RegistrationSettings(**settings), bridge or BridgeSettings(), None)
@@ -34,7 +65,21 @@ def embedding(consumer: Consumer, log: MemoryLog, bridge: BridgeSettings | None 
 
 
 @asynccontextmanager
-async def served(app: Application, settings: ApiSettings) -> AsyncIterator[httpx.AsyncClient]:
-    """Run the server of an application, and yield a client of it."""
-    async with running_server(app, settings) as url, httpx.AsyncClient(base_url=url) as client:
+async def served(
+    consumer: Consumer, verify: Any = True, registrations: Registrations | None = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Run a server of a consumer, and yield a client of it. verify: as for the client. settings: of the service."""
+    api = ApiSettings(port=0, **settings)
+    app = create_app(LiveService(consumer, api, registrations))
+    async with running_server(app, api) as url, httpx.AsyncClient(base_url=url, verify=verify, timeout=60) as client:
         yield client
+
+
+async def samples(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    """Scrape: (name, label values in the order of the label names) -> value."""
+    families = text_string_to_metric_families((await client.get("/metrics")).text)
+    return {
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
+        for family in families
+        for sample in family.samples
+    }

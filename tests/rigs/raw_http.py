@@ -41,7 +41,9 @@ class Line:
 
     async def is_at_end(self) -> bool:
         """Return whether the server closes the connection without another byte."""
-        return await self._reader.read() == b""
+        with suppress(ConnectionResetError):  # it had not read everything
+            return await self._reader.read() == b""
+        return True
 
     async def begin(self) -> bytes:
         """Return the head of an answer."""

@@ -7,16 +7,14 @@ import os
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from api.app import create_app
-from api.server import listen, running_server
-from api.service import LiveService
+from api.server import listen
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
+from tests.rigs.api import served
 from tests.support.commands import kvsight
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -37,13 +35,9 @@ def certificates(tmp_path: Path) -> Certificates:
 async def secure(certificates: Certificates) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service of 300 workers that speaks HTTPS."""
     issued = certificates.issue("service")
-    settings, fed = ApiSettings(port=0, tls_cert_file=issued.cert, tls_key_file=issued.key), HandFed()
-    context = ssl.create_default_context(cafile=certificates.ca)
-    async with (
-        running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
-        httpx.AsyncClient(base_url=url, verify=context) as client,
-    ):
-        assert url.startswith("https://")
+    fed, context = HandFed(), ssl.create_default_context(cafile=certificates.ca)
+    async with served(fed.consumer, context, tls_cert_file=issued.cert, tls_key_file=issued.key) as client:
+        assert client.base_url.scheme == "https"
         for number in range(300):
             await fed.hold(Stream(f"worker-{number}"), TOKENS)
         yield client
@@ -90,37 +84,29 @@ async def test_a_renewed_certificate_is_served_to_new_connections(
     certificates: Certificates, caplog: pytest.LogCaptureFixture
 ) -> None:
     issued = certificates.issue("service")
-    settings, fed = ApiSettings(port=0, tls_cert_file=issued.cert, tls_key_file=issued.key), HandFed()
     context = ssl.create_default_context(cafile=certificates.ca)
 
-    async def served(url: str) -> str:
+    async def serial(client: httpx.AsyncClient) -> str:
         """Return the serial number of the certificate that a new connection gets."""
-        host, port = url.removeprefix("https://").split(":")
-        _reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
-        serial: str = writer.get_extra_info("peercert")["serialNumber"]
+        _reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port, ssl=context)
+        found: str = writer.get_extra_info("peercert")["serialNumber"]
         writer.close()
-        return serial
+        return found
 
-    async with (
-        running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
-        httpx.AsyncClient(base_url=url, verify=context) as client,
-    ):
+    files = {"tls_cert_file": issued.cert, "tls_key_file": issued.key}
+    async with served(HandFed().consumer, context, **files) as client:
         assert (await client.get("/health")).is_success
-        first = await served(url)
+        first = await serial(client)
         issued.key.write_text("no key")
         await async_wait_until(lambda: "the certificates stay as they are" in caplog.text, 60)
-        assert await served(url) == first
+        assert await serial(client) == first
         assert certificates.issue("service") == issued
 
         async def is_renewed() -> bool:
-            return await served(url) != first
+            return await serial(client) != first
 
         await async_wait_until(is_renewed, 60, "the new certificate")
         assert (await client.get("/health")).is_success
-
-
-def settings_of(files: dict[str, Any]) -> ApiSettings:
-    return ApiSettings(port=0, **files)
 
 
 @pytest.mark.parametrize(
@@ -138,4 +124,4 @@ def test_a_wrong_file_is_named_at_the_start(files: dict[str, str], named: str, c
     locked = certificates.issue("locked", password="secret")
     paths = {"cert": issued.cert, "key": issued.key, "other": other.key, "locked": locked.key, "missing": Path("/none")}
     with pytest.raises(InvalidValueError, match=named):
-        listen(settings_of({name: paths[file] for name, file in files.items()}))
+        listen(ApiSettings(**{name: paths[file] for name, file in files.items()}))  # type: ignore[arg-type]

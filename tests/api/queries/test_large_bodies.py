@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from httpx import AsyncClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from api.problems import ProblemError
 from api.queries.large_bodies import JSON, LARGE_BYTES, MAX_FIELDS, MAX_OTHER_BYTES, MSGPACK, elements, number_slices
 from tests.support.effort import num_examples
 from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 from tests.support.loop_watch import check_turns
 
@@ -36,15 +38,14 @@ def body(**fields: Any) -> bytes:
     return data
 
 
-async def test_a_large_prompt_gets_the_answer_of_its_msgpack_form(serving: Any) -> None:
+async def test_a_large_prompt_gets_the_answer_of_its_msgpack_form(client: AsyncClient, fed: HandFed) -> None:
     query = {"model_name": "m", "token_ids": TOKENS}
-    async with serving() as (client, fed):
-        await fed.hold(Stream("1", block_size=BLOCK), TOKENS)
-        answer = (await client.post("/query", content=body(token_ids=TOKENS), headers=AS_JSON)).json()
-        spaced = json.dumps(query, indent=1).encode()
-        same = (await client.post("/query", content=spaced, headers=AS_JSON)).json()
-        batch = json.dumps({"queries": [query, query]}).encode()
-        both = (await client.post("/query/batch", content=batch, headers=AS_JSON)).json()["results"]
+    await fed.hold(Stream("1", block_size=BLOCK), TOKENS)
+    answer = (await client.post("/query", content=body(token_ids=TOKENS), headers=AS_JSON)).json()
+    spaced = json.dumps(query, indent=1).encode()
+    same = (await client.post("/query", content=spaced, headers=AS_JSON)).json()
+    batch = json.dumps({"queries": [query, query]}).encode()
+    both = (await client.post("/query/batch", content=batch, headers=AS_JSON)).json()["results"]
     held = len(TOKENS) // BLOCK * BLOCK
     assert answer["scores"] == same["scores"] == {"1": {"0": held}}
     assert [each["scores"] for each in both] == [{"1": {"0": held}}] * 2
@@ -52,10 +53,9 @@ async def test_a_large_prompt_gets_the_answer_of_its_msgpack_form(serving: Any) 
 
 @pytest.mark.parametrize("wrong", [-1, 2**32, 1.5, "7", None, True, "a,b", [1, 2], {"a": [1, 2]}, 10**30])
 @pytest.mark.parametrize("position", [0, 31_234, 60_000])
-async def test_a_wrong_element_of_a_large_prompt_is_named(serving: Any, wrong: Any, position: int) -> None:
+async def test_a_wrong_element_of_a_large_prompt_is_named(client: AsyncClient, wrong: Any, position: int) -> None:
     tokens = [*TOKENS[:position], wrong, *TOKENS[position:]]
-    async with serving() as (client, _):
-        problem = check_problem(await client.post("/query", content=body(token_ids=tokens), headers=AS_JSON), 422)
+    problem = check_problem(await client.post("/query", content=body(token_ids=tokens), headers=AS_JSON), 422)
     assert problem["field"] == f"token_ids[{position}]"
     assert "expected an integer in 0 .. 4294967295" in problem["detail"]
     assert len(problem["detail"]) < 300
@@ -73,20 +73,17 @@ async def test_a_wrong_element_of_a_large_prompt_is_named(serving: Any, wrong: A
     ],
     ids=["text", "object", "adapter", "weights", "too many", "missing"],
 )
-async def test_whatever_is_wrong_with_a_large_body_is_a_422(serving: Any, data: bytes, field: str) -> None:
-    async with serving() as (client, _):
-        assert check_problem(await client.post("/query", content=data, headers=AS_JSON), 422)["field"] == field
+async def test_whatever_is_wrong_with_a_large_body_is_a_422(client: AsyncClient, data: bytes, field: str) -> None:
+    assert check_problem(await client.post("/query", content=data, headers=AS_JSON), 422)["field"] == field
 
 
-async def test_a_large_body_that_is_cut_off_is_a_400(serving: Any) -> None:
-    async with serving() as (client, _):
-        check_problem(await client.post("/query", content=body(token_ids=TOKENS)[:-9], headers=AS_JSON), 400)
+async def test_a_large_body_that_is_cut_off_is_a_400(client: AsyncClient) -> None:
+    check_problem(await client.post("/query", content=body(token_ids=TOKENS)[:-9], headers=AS_JSON), 400)
 
 
 @pytest.mark.parametrize("data", [b"[" + b"1," * 500_000 + b"1]", b'"' + b"x" * 500_000 + b'"'])
-async def test_a_large_batch_of_too_many_or_none_is_a_422(serving: Any, data: bytes) -> None:
-    async with serving() as (client, _):
-        response = await client.post("/query/batch", content=b'{"queries":' + data + b"}", headers=AS_JSON)
+async def test_a_large_batch_of_too_many_or_none_is_a_422(client: AsyncClient, data: bytes) -> None:
+    response = await client.post("/query/batch", content=b'{"queries":' + data + b"}", headers=AS_JSON)
     assert "queries" in check_problem(response, 422)["field"]
 
 
@@ -120,20 +117,19 @@ UNUSUAL = [
     ],
     ids=itertools.count(),
 )
-async def test_other_callers_are_not_kept_waiting(serving: Any, path: str, data: bytes) -> None:
+async def test_other_callers_are_not_kept_waiting(client: AsyncClient, fed: HandFed, path: str, data: bytes) -> None:
     kind = "json" if data.startswith(b"{") else "msgpack"
-    async with serving() as (client, fed):
-        await fed.hold(Stream("1", block_size=BLOCK), TOKENS)
+    await fed.hold(Stream("1", block_size=BLOCK), TOKENS)
 
-        async def ask() -> None:
-            answer = await client.post(path, content=data, headers={"content-type": f"application/{kind}"})
-            assert answer.status_code in (200, 422)
+    async def ask() -> None:
+        answer = await client.post(path, content=data, headers={"content-type": f"application/{kind}"})
+        assert answer.status_code in (200, 422)
 
-        await check_turns(ask, lambda turns: max(turns) < LONGEST_TURN_S, time.process_time)
+    await check_turns(ask, lambda turns: max(turns) < LONGEST_TURN_S, time.process_time)
 
 
 @pytest.mark.parametrize("form", [msgspec.json, msgspec.msgpack])
-async def test_only_lists_of_queries_may_be_large(serving: Any, form: Any) -> None:
+async def test_only_lists_of_queries_may_be_large(client: AsyncClient, fed: HandFed, form: Any) -> None:
     headers = {"content-type": f"application/{form.__name__.rpartition('.')[2]}"}
     query = {"model_name": "m", "token_ids": TOKENS}
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -143,22 +139,21 @@ async def test_only_lists_of_queries_may_be_large(serving: Any, form: Any) -> No
         ({"token_ids": [*TOKENS, -1]}, f"token_ids[{len(TOKENS)}]"),
         ({"token_ids": [*TOKENS, ["x" * LARGE_BYTES]]}, "token_ids"),
     ]
-    async with serving() as (client, fed):
-        await fed.hold(Stream("1", block_size=BLOCK), TOKENS)
-        for more, field in wrong:
-            asked = {**query, **more}
-            problem = check_problem(await client.post("/query", content=form.encode(asked), headers=headers), 422)
-            assert problem["field"] == field
-            batch = form.encode({"queries": [asked, query]})
-            refused, answered = (await client.post("/query/batch", content=batch, headers=headers)).json()["results"]
-            assert refused["detail"] == problem["detail"]
-            assert answered["scores"]
-        at_most = check_problem(
-            await client.post("/query", content=form.encode({**query, **wrong[0][0]}), headers=headers), 422
-        )
-        assert f"at most {MAX_OTHER_BYTES} bytes" in at_most["detail"]
-        kept = {**query, "x": "y" * (MAX_OTHER_BYTES - 1000)}
-        assert (await client.post("/query", content=form.encode(kept), headers=headers)).status_code == 200
+    await fed.hold(Stream("1", block_size=BLOCK), TOKENS)
+    for more, field in wrong:
+        asked = {**query, **more}
+        problem = check_problem(await client.post("/query", content=form.encode(asked), headers=headers), 422)
+        assert problem["field"] == field
+        batch = form.encode({"queries": [asked, query]})
+        refused, answered = (await client.post("/query/batch", content=batch, headers=headers)).json()["results"]
+        assert refused["detail"] == problem["detail"]
+        assert answered["scores"]
+    at_most = check_problem(
+        await client.post("/query", content=form.encode({**query, **wrong[0][0]}), headers=headers), 422
+    )
+    assert f"at most {MAX_OTHER_BYTES} bytes" in at_most["detail"]
+    kept = {**query, "x": "y" * (MAX_OTHER_BYTES - 1000)}
+    assert (await client.post("/query", content=form.encode(kept), headers=headers)).status_code == 200
 
 
 @settings(max_examples=num_examples(30))

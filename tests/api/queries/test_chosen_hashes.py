@@ -19,6 +19,7 @@ from tests.support.bridge.rig import LiveBridge
 from tests.support.engines.event_payloads import cleared, payload
 from tests.support.engines.event_payloads import stored as stored_blocks
 from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored, words
 from tests.support.plain_tables import PLAIN
 from tests.support.waiting import async_wait_until
@@ -101,12 +102,11 @@ async def test_a_view_says_that_pages_did_not_fit_into_the_publishers_ledger(ser
 
 
 @pytest.mark.usefixtures("_plain")
-async def test_a_view_says_that_pages_did_not_fit_into_the_index(serving: Any) -> None:
-    async with serving() as (client, fed):
-        await fed.feed(Stream("w0").batch(stored((0, ONE_TAG))))
-        await shows(client, "stale", "index full", LONGEST_WALK, refused=LEFT_OUT)
-        assert await num_found(client, ONE_TAG) == LONGEST_WALK
-        assert f"kvsight_refused_pages_total {float(LEFT_OUT)}" in (await client.get("/metrics")).text
+async def test_a_view_says_that_pages_did_not_fit_into_the_index(client: AsyncClient, fed: HandFed) -> None:
+    await fed.feed(Stream("w0").batch(stored((0, ONE_TAG))))
+    await shows(client, "stale", "index full", LONGEST_WALK, refused=LEFT_OUT)
+    assert await num_found(client, ONE_TAG) == LONGEST_WALK
+    assert f"kvsight_refused_pages_total {float(LEFT_OUT)}" in (await client.get("/metrics")).text
 
 
 @pytest.mark.usefixtures("_plain")

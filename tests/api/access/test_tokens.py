@@ -51,8 +51,8 @@ def table(name: str, *scopes: str, limit: float | None = None) -> str:
 @asynccontextmanager
 async def a_service(file: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service with a file of tokens, which knows the worker `w`."""
-    api, fed = ApiSettings(port=0, api_tokens_file=file, **settings), HandFed()
-    async with served(create_app(LiveService(fed.consumer, api)), api) as client:
+    fed = HandFed()
+    async with served(fed.consumer, api_tokens_file=file, **settings) as client:
         await fed.hold(Stream("w"), TOKENS)
         yield client
 

@@ -9,8 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from api.app import create_app
-from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from tests.rigs.api import served
@@ -26,8 +24,8 @@ CHANGES = ("/workers/w/resync", "/decisions", "/register", "/unregister")
 @asynccontextmanager
 async def a_service(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service that knows the worker `w`."""
-    api, fed = ApiSettings(port=0, **settings), HandFed()
-    async with served(create_app(LiveService(fed.consumer, api)), api) as client:
+    fed = HandFed()
+    async with served(fed.consumer, **settings) as client:
         await fed.hold(Stream("w"), TOKENS)
         yield client
 

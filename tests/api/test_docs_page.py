@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urljoin
 
 import pytest
+from httpx import AsyncClient
 
 
 @pytest.mark.parametrize("settings", [{}, {"api_token": "s3cret"}])
@@ -24,9 +25,8 @@ async def test_the_page_needs_no_token_and_no_other_server(settings: dict[str, A
             assert (found.status_code, len(found.content) > 1000) == (200, True), address
 
 
-async def test_the_page_permits_no_other_script(serving: Any) -> None:
-    async with serving() as (client, _):
-        page = await client.get("/docs")
+async def test_the_page_permits_no_other_script(client: AsyncClient) -> None:
+    page = await client.get("/docs")
     policy = dict(each.split(" ", 1) for each in page.headers["content-security-policy"].split("; "))
     scripts = re.findall("<script>(.*?)</script>", page.text, re.DOTALL)
     digests = [b64encode(sha256(script.encode()).digest()).decode() for script in scripts]
@@ -34,9 +34,8 @@ async def test_the_page_permits_no_other_script(serving: Any) -> None:
     assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
 
 
-async def test_the_page_works_behind_a_prefix(serving: Any) -> None:
-    async with serving() as (client, _):
-        page = (await client.get("/docs")).text
+async def test_the_page_works_behind_a_prefix(client: AsyncClient) -> None:
+    page = (await client.get("/docs")).text
     assert not re.findall(r"""(?:src|href)="/|url: '/""", page)
 
 
@@ -51,8 +50,7 @@ async def test_the_document_asks_for_the_token_where_one_is_needed(serving: Any)
     assert document["security"] == [{"token": []}]
 
 
-async def test_the_document_asks_for_no_token_where_none_is_needed(serving: Any) -> None:
-    async with serving() as (client, _):
-        document = (await client.get("/openapi.json")).json()
+async def test_the_document_asks_for_no_token_where_none_is_needed(client: AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
     assert "security" not in document
     assert "securitySchemes" not in document["components"]

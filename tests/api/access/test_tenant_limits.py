@@ -11,10 +11,6 @@ import httpx
 import numpy as np
 import pytest
 
-from api.app import create_app
-from api.server import running_server
-from api.service import LiveService
-from api.settings import ApiSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from indexer.tenants import TenantLimits
@@ -23,9 +19,9 @@ from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
+from tests.rigs.api import samples, served
 from tests.support.http_checks import check_problem
 from tests.support.waiting import async_wait_until
-from tests.unit.api.test_service import samples
 
 PAGE = 4
 FIELDS = {"peer": ("model_name", "routing_group"), "rfc": ("model", "tenant_id")}
@@ -82,7 +78,7 @@ class Fleet:
         return next(dict(each) for each in workers if each["worker"] == name)
 
     async def metric(self, *name: str) -> float:
-        return samples((await self.client.get("/metrics")).text)[name]
+        return (await samples(self.client))[name]
 
 
 def replace(file: Path, text: str) -> None:
@@ -95,10 +91,9 @@ def replace(file: Path, text: str) -> None:
 @asynccontextmanager
 async def a_fleet(file: Path, limits: str) -> AsyncIterator[Fleet]:
     replace(file, limits)
-    log, settings = MemoryLog(), ApiSettings(port=0)
+    log = MemoryLog()
     indexer = IndexerSettings(max_pages=2**16, tenant_limits_file=file, worker_ttl_s=2.0, resync_retry_s=0.2)
-    app = create_app(LiveService(create_consumer(indexer, log), settings))
-    async with running_server(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with served(create_consumer(indexer, log)) as client:
         yield Fleet(client, log, file)
 
 
