@@ -10,101 +10,61 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import uvloop
 
 from api.app import create_app
 from api.server import CannotListenError, listen, run_server, running_server
 from api.service import LiveService
 from api.settings import ApiSettings
+from tests.rigs.api import served
+from tests.rigs.raw_http import a_service, in_chunks
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until, wait_until
 
 TOKENS = list(range(1, 17))
+ROOT = Path(__file__).resolve().parents[2]
 QUERY = {"model_name": "m", "token_ids": TOKENS}
 
 
-def under_uvloop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+async def test_queries_are_answered_over_real_connections(fed: HandFed) -> None:
+    async with served(fed.consumer) as client:
+        await fed.hold(Stream("1"), TOKENS)
+        assert (await client.post("/query", json=QUERY)).json()["scores"] == {"1": {"0": 16}}
+        assert len((await client.get("/dump")).json()["m:default"]["events"]) == 4
+        lengths = [n % 17 for n in range(100)]
+        bodies = [{"model_name": "m", "token_ids": TOKENS[:n]} for n in lengths]
+        answers = await asyncio.gather(*(client.post("/query", json=body) for body in bodies))
+        found = [answer.json()["scores"].get("1", {"0": 0})["0"] for answer in answers]
+        assert found == [n // 4 * 4 for n in lengths]
+    with pytest.raises(OSError, match="onnect"):
+        await asyncio.open_connection(client.base_url.host, client.base_url.port)
 
 
-def test_a_query_is_answered_over_a_real_connection() -> None:
-    async def main() -> None:
-        fed = HandFed()
-        settings = ApiSettings(port=0)
-        async with (
-            running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
-            httpx.AsyncClient() as client,
-        ):
-            await fed.hold(Stream("1"), TOKENS)
-            answer = (await client.post(f"{url}/query", json=QUERY)).json()
-            assert answer["scores"] == {"1": {"0": 16}}
-            assert len((await client.get(f"{url}/dump")).json()["m:default"]["events"]) == 4
-        with pytest.raises(OSError, match="onnect"):
-            await asyncio.open_connection(*url.removeprefix("http://").split(":"))
-
-    under_uvloop(main)
+async def test_a_body_over_the_limit_gets_a_413_from_a_real_server() -> None:
+    async with a_service(max_body_bytes=1024) as connect:
+        line = await connect()
+        line.writer.write(in_chunks(b" " * 1024, b" " * 1024))
+        assert (await line.answer())[0] == b"HTTP/1.1 413 Request Entity Too Large"
 
 
-def test_many_callers_at_once_get_their_own_answers() -> None:
-    async def main() -> None:
-        fed = HandFed()
-        settings = ApiSettings(port=0)
-        async with (
-            running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
-            httpx.AsyncClient() as client,
-        ):
-            await fed.hold(Stream("1"), TOKENS)
-            lengths = [n % 17 for n in range(100)]
-            bodies = [{"model_name": "m", "token_ids": TOKENS[:n]} for n in lengths]
-            answers = await asyncio.gather(*(client.post(f"{url}/query", json=body) for body in bodies))
-            found = [answer.json()["scores"].get("1", {"0": 0})["0"] for answer in answers]
-            assert found == [n // 4 * 4 for n in lengths]
-
-    under_uvloop(main)
-
-
-def test_a_body_over_the_limit_gets_a_413_from_a_real_server() -> None:
-    async def main() -> None:
-        settings = ApiSettings(port=0, max_body_bytes=1024)
-        async with running_server(create_app(LiveService(HandFed().consumer, settings)), settings) as url:
-            reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
-            headers = "host: t\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
-            writer.write(
-                f"POST /query HTTP/1.1\r\n{headers}".encode()
-                + b"400\r\n"
-                + b" " * 1024
-                + b"\r\n400\r\n"
-                + b" " * 1024
-                + b"\r\n"
-            )
-            assert await reader.readline() == b"HTTP/1.1 413 Request Entity Too Large\r\n"
-            writer.close()
-
-    under_uvloop(main)
-
-
-def test_a_port_in_use_is_an_error_of_its_own() -> None:
+def test_an_address_that_cannot_be_had_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        settings = ApiSettings(port=taken.getsockname()[1])
-        with pytest.raises(CannotListenError, match=f"port {settings.port}: the port is in use"):
-            run_server(create_app(LiveService(HandFed().consumer, settings)), settings)
-
-
-def test_an_unknown_host_is_named() -> None:
-    settings = ApiSettings(host="no.such.host.invalid")
-    with pytest.raises(CannotListenError, match=r"no\.such\.host\.invalid"):
-        run_server(create_app(LiveService(HandFed().consumer, settings)), settings)
+        port = taken.getsockname()[1]
+        for settings, reason in (
+            (ApiSettings(port=port), f"port {port}: the port is in use"),
+            (ApiSettings(host="no.such.host.invalid"), r"no\.such\.host\.invalid"),
+        ):
+            with pytest.raises(CannotListenError, match=reason):
+                run_server(create_app(LiveService(HandFed().consumer, settings)), settings)
 
 
 _SERVER = """
+from tests.rigs.api import served
+from tests.rigs.raw_http import a_service, in_chunks
 from tests.support.log.hand_fed import HandFed
 from api.app import create_app
 from api.service import LiveService
@@ -118,9 +78,7 @@ run_server(create_app(LiveService(HandFed().consumer, settings)), settings)
 def test_a_signal_ends_the_server_gracefully() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    root = Path(__file__).resolve().parents[2]
-    path = str(root)
-    env = {**os.environ, "KVSIGHT_PORT": str(port), "PYTHONPATH": path}
+    env = {**os.environ, "KVSIGHT_PORT": str(port), "PYTHONPATH": str(ROOT)}
     server = subprocess.Popen([sys.executable, "-c", _SERVER], env=env, stderr=subprocess.PIPE)
     try:
         wait_until(lambda: _answers(port), deadline_s=60, what="server up")
@@ -151,10 +109,9 @@ def test_a_signal_while_the_loop_starts_ends_the_command_without_a_traceback() -
         "sys.argv = ['kvsight', 'serve', '--port', '0', '--event-log-dir', sys.argv[1]]\n"
         "run()\n"
     )
-    root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as log:
         command = [sys.executable, "-c", program, log]
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, timeout=60)
     assert b"Traceback" not in done.stderr
     assert done.returncode == 130
 
@@ -166,19 +123,15 @@ def _answers(port: int) -> bool:
         return False
 
 
-async def test_no_answer_may_be_taken_for_another_type(caplog: pytest.LogCaptureFixture) -> None:
-    fed, settings = HandFed(), ApiSettings(port=0)
-    async with (
-        running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
-        httpx.AsyncClient() as client,
-    ):
+async def test_no_answer_may_be_taken_for_another_type(fed: HandFed, caplog: pytest.LogCaptureFixture) -> None:
+    async with served(fed.consumer) as client:
         await fed.hold(Stream("1"), TOKENS)
-        answers = [await client.post(f"{url}/query", json=QUERY) for _ in range(4)]  # on all ways of the server
-        answers += [await client.get(f"{url}{path}") for path in ("/", "/docs", "/workers", "/metrics", "/none")]
+        answers = [await client.post("/query", json=QUERY) for _ in range(4)]  # on all paths through the server
+        answers += [await client.get(path) for path in ("/", "/docs", "/workers", "/metrics", "/none")]
         for answer in answers:
             assert answer.headers.get_list("x-content-type-options") == ["nosniff"], answer
         for _ in range(100):
-            reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+            reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
             writer.write(b"\x00 garbage\r\n\r\n")
             assert b"\r\nx-content-type-options: nosniff\r\n" in await reader.read()
             writer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -83,3 +84,10 @@ async def samples(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
         for family in families
         for sample in family.samples
     }
+
+
+def replace(file: Path, text: str) -> None:
+    """Replace a file at once, as secrets of Kubernetes are."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)

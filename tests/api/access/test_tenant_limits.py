@@ -19,7 +19,7 @@ from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
-from tests.rigs.api import samples, served
+from tests.rigs.api import replace, samples, served
 from tests.support.http_checks import check_problem
 from tests.support.waiting import async_wait_until
 
@@ -79,13 +79,6 @@ class Fleet:
 
     async def metric(self, *name: str) -> float:
         return (await samples(self.client))[name]
-
-
-def replace(file: Path, text: str) -> None:
-    """Replace a file at once, as secrets of Kubernetes are."""
-    new = file.with_suffix(".new")
-    new.write_text(text)
-    new.replace(file)
 
 
 @asynccontextmanager

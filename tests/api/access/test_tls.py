@@ -7,6 +7,7 @@ import os
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -93,7 +94,7 @@ async def test_a_renewed_certificate_is_served_to_new_connections(
         writer.close()
         return found
 
-    files = {"tls_cert_file": issued.cert, "tls_key_file": issued.key}
+    files: dict[str, Any] = {"tls_cert_file": issued.cert, "tls_key_file": issued.key}
     async with served(HandFed().consumer, context, **files) as client:
         assert (await client.get("/health")).is_success
         first = await serial(client)

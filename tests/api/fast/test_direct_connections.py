@@ -86,16 +86,6 @@ async def test_other_requests_of_a_direct_connection_are_answered_as_before(
         assert await line.ask(data) == await single.ask(data)
 
 
-async def test_pipelined_requests_of_a_direct_connection_are_answered_in_order(connect: Connect) -> None:
-    line, single = await connect(), await connect()
-    for _ in range(3):
-        for data in prompts():
-            await line.ask(data)
-        line.writer.write(b"".join(prompts()))
-        for data in prompts():
-            assert await line.answer() == await single.ask(data)
-
-
 async def test_direct_connections_may_end_at_any_time(connect: Connect) -> None:
     kept = await connect()
     expected = await kept.ask(prompts()[0])

@@ -14,25 +14,12 @@ from api.fast import connection
 from tests.rigs.raw_http import (
     HEALTH,
     QUERY,
-    TOKENS,
     Connect,
-    body_of,
     every_kind,
     prompts,
     request,
 )
 from tests.support.effort import num_examples
-
-
-async def test_pipelined_requests_are_answered_in_order(connect: Connect) -> None:
-    line = await connect()
-    short = body_of(token_ids=TOKENS[:4])
-    line.writer.write(request(QUERY) + request(short) + HEALTH + request(QUERY)[:50])
-    answers = [await line.answer() for _ in range(3)]
-    answers.append(await line.ask(request(QUERY)[50:]))
-    single = await connect()
-    expected = [await single.ask(data) for data in (request(QUERY), request(short), HEALTH, request(QUERY))]
-    assert answers == expected
 
 
 async def test_many_pipelined_requests_of_every_kind_are_answered_in_order(connect: Connect) -> None:

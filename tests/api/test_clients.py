@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from api.app import create_app
-from api.server import running_server
-from api.service import LiveService
-from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
 from kv_events.schema import ResyncRequest
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError, Prompt, RetryPolicy, best_worker
+from tests.rigs.api import served
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
@@ -51,10 +48,9 @@ async def asking(kind: str, url: str, **options: Any) -> AsyncIterator[Ask]:
 @pytest.fixture(params=KINDS)
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     fed = HandFed()
-    settings = ApiSettings(port=0, api_token="secret")
     async with (
-        running_server(create_app(LiveService(fed.consumer, settings)), settings) as url,
-        asking(request.param, url, token="secret") as ask,
+        served(fed.consumer, api_token="secret") as http,
+        asking(request.param, str(http.base_url), token="secret") as ask,
     ):
         yield Rig(fed, ask)
 
@@ -62,56 +58,38 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
 async def test_a_query_reports_what_every_worker_holds(rig: Rig) -> None:
     await rig.fed.hold(Stream("one"), TOKENS)
     await rig.fed.hold(Stream("two"), TOKENS, {0: range(1), 1: range(1, 3)})
-    answer = await rig.ask("query", "m", TOKENS)
-    held = {name: (each.gpu, each.cpu, each.state) for name, each in answer.instances.items()}
-    assert held == {"one": (16, 16, "live"), "two": (4, 12, "live")}
-    assert answer.scores == {"one": {0: 16}, "two": {0: 4}}
+    for tokens in (TOKENS, np.array(TOKENS), np.array(TOKENS, np.uint32), tuple(TOKENS)):
+        answer = await rig.ask("query", "m", tokens)
+        held = {name: (each.gpu, each.cpu, each.state) for name, each in answer.instances.items()}
+        assert held == {"one": (16, 16, "live"), "two": (4, 12, "live")}
+        assert answer.scores == {"one": {0: 16}, "two": {0: 4}}
 
 
-@pytest.mark.parametrize("tokens", [np.array(TOKENS), np.array(TOKENS, np.uint32), tuple(TOKENS)])
-async def test_tokens_may_come_in_arrays(rig: Rig, tokens: Any) -> None:
-    await rig.fed.hold(Stream("one"), TOKENS)
-    assert (await rig.ask("query", "m", tokens)).instances["one"].gpu == 16
-
-
-async def test_a_namespace_is_asked_for_by_its_names(rig: Rig) -> None:
-    await rig.fed.hold(Stream("one", tenant="t"), TOKENS, lora_name="ad", cache_salt="x")
-    answer = await rig.ask(
-        "query", "m", TOKENS, lora_name="ad", cache_salt="x", tenant="t", tier_weights=(0.5, 0, 0, 0)
-    )
-    assert answer.instances["one"].weighted == 8.0
-    assert (await rig.ask("query", "m", TOKENS, tenant="t")).instances == {}
-
-
-async def test_a_prompt_may_be_given_by_either_kind_of_hash(rig: Rig) -> None:
+async def test_a_prompt_may_be_given_in_every_form(rig: Rig) -> None:
     rolled = await rig.fed.hold(Stream("one"), TOKENS, lora_name="ad")
     local = local_hashes(token_array(TOKENS), 4, namespace_seed("ad"))
     assert max(rolled) >= 2**63  # local hashes of 2**63 and more, so that signs matter
     by_sequence = await rig.ask("query_by_hash", "m", seq_hashes=rolled)
     by_block = await rig.ask("query_by_hash", "m", block_hashes=local.view(np.int64))
     assert by_sequence.instances["one"].gpu == by_block.instances["one"].gpu == 16
-
-
-async def test_pages_of_token_pairs_are_asked_for_by_tokens_too(rig: Rig) -> None:
-    names = sequence_hashes(token_array(TOKENS), 4, is_bigram=True).tolist()
-    await rig.fed.feed(Stream("one").batch(stored((0, names))))
-    assert (await rig.ask("query", "m", TOKENS, is_eagle=True)).instances["one"].gpu == 12  # 15 pairs
-    assert (await rig.ask("query", "m", TOKENS)).instances == {}
-
-
-async def test_a_batch_answers_each_prompt_and_keeps_refusals_in_their_places(rig: Rig) -> None:
-    hashes = await rig.fed.hold(Stream("one"), TOKENS)
-    prompts = [Prompt("m", TOKENS[:4]), Prompt("other", TOKENS), Prompt("m", seq_hashes=hashes)]
+    raw = await rig.ask("query_raw", {"model": "m", "block_size": 4, "block_hash": rolled})
+    assert raw["default"]["one"]["GPU"] == 16
+    prompts = [Prompt("m", TOKENS[:4], lora_name="ad"), Prompt("other", TOKENS), Prompt("m", seq_hashes=rolled)]
     first, refused, last = await rig.ask("query_batch", prompts)
     assert (first.instances["one"].gpu, last.instances["one"].gpu) == (4, 16)
     assert isinstance(refused, KvsightHttpError)
     assert (refused.status, refused.kind) == (404, "urn:kvsight:problem:unknown-model")
 
+    names: dict[str, Any] = {"lora_name": "ad", "cache_salt": "x"}
+    await rig.fed.hold(Stream("one", tenant="t"), TOKENS, **names)
+    answer = await rig.ask("query", "m", TOKENS, **names, tenant="t", tier_weights=(0.5, 0, 0, 0))
+    assert answer.instances["one"].weighted == 8.0
+    assert (await rig.ask("query", "m", TOKENS, tenant="t")).instances == {}
 
-async def test_a_question_may_be_asked_in_the_other_dialect(rig: Rig) -> None:
-    hashes = await rig.fed.hold(Stream("one"), TOKENS)
-    answer = await rig.ask("query_raw", {"model": "m", "block_size": 4, "block_hash": hashes})
-    assert answer["default"]["one"]["GPU"] == 16
+    pairs = sequence_hashes(token_array(TOKENS), 4, is_bigram=True).tolist()
+    await rig.fed.feed(Stream("one", model="pairs").batch(stored((0, pairs))))
+    assert (await rig.ask("query", "pairs", TOKENS, is_eagle=True)).instances["one"].gpu == 12  # 15 pairs
+    assert (await rig.ask("query", "pairs", TOKENS)).instances == {}
 
 
 async def test_a_refusal_reports_what_was_wrong(rig: Rig) -> None:
@@ -122,9 +100,6 @@ async def test_a_refusal_reports_what_was_wrong(rig: Rig) -> None:
     with pytest.raises(KvsightHttpError) as caught:
         await rig.ask("query", "m", TOKENS, tier_weights=(1, 2, 3, -4))
     assert (caught.value.status, caught.value.field) == (422, "tier_weights.external")
-
-
-async def test_a_bad_argument_is_refused_before_it_is_sent(rig: Rig) -> None:
     for name, arguments, field in (
         ("query", {"token_ids": [1, -1]}, r"token_ids\[1\]"),
         ("query_by_hash", {"seq_hashes": [-1]}, "seq_hashes"),
@@ -132,7 +107,7 @@ async def test_a_bad_argument_is_refused_before_it_is_sent(rig: Rig) -> None:
         ("query_by_hash", {}, "prompt"),
         ("query_by_hash", {"seq_hashes": [1], "block_hashes": [1]}, "prompt"),
     ):
-        with pytest.raises(InvalidValueError, match=field):
+        with pytest.raises(InvalidValueError, match=field):  # before it is sent
             await rig.ask(name, "m", **arguments)
 
 
@@ -146,40 +121,32 @@ async def test_the_best_worker_is_chosen_from_the_answer(rig: Rig) -> None:
     chosen = await rig.ask("best_worker", "m", TOKENS, load={"deep": 20, "fast": 20, "idle": 0})
     assert (chosen.worker, chosen.dp_rank) == ("idle", None)
 
+    await rig.fed.hold(Stream("w", model="ranks"), TOKENS, {1: range(2)})
+    await rig.fed.hold(Stream("w", model="ranks", dp_rank=1), TOKENS, {1: range(4)})
+    assert (await rig.ask("best_worker", "ranks", TOKENS))[:4] == ("w", 1, 16, 12.0)
+    await rig.fed.hold(Stream("w", model="ranks", dp_rank=2), TOKENS, {0: range(3)})
+    assert (await rig.ask("best_worker", "ranks", TOKENS, tier_weights=(1, 0.5, 0, 0)))[:4] == ("w", 2, 12, 12.0)
+    assert best_worker(await rig.ask("query", "ranks", TOKENS)) == ("w", 1, 16, 16.0)
 
-async def test_the_best_rank_is_distinguished_on_every_tier(rig: Rig) -> None:
-    await rig.fed.hold(Stream("w"), TOKENS, {1: range(2)})
-    await rig.fed.hold(Stream("w", dp_rank=1), TOKENS, {1: range(4)})
-    assert (await rig.ask("best_worker", "m", TOKENS))[:4] == ("w", 1, 16, 12.0)
-    await rig.fed.hold(Stream("w", dp_rank=2), TOKENS, {0: range(3)})
-    assert (await rig.ask("best_worker", "m", TOKENS, tier_weights=(1, 0.5, 0, 0)))[:4] == ("w", 2, 12, 12.0)
-    assert best_worker(await rig.ask("query", "m", TOKENS)) == ("w", 1, 16, 16.0)
-
-
-async def test_a_model_without_workers_is_held_by_no_worker(rig: Rig) -> None:
     assert await rig.ask("best_worker", "new", TOKENS) is None
     assert (await rig.ask("best_worker", "new", TOKENS, load={"a": 2, "b": 1})).worker == "b"
     with pytest.raises(KvsightHttpError, match="tier_weights"):
         await rig.ask("best_worker", "new", TOKENS, tier_weights=(-1, 0, 0, 0))
 
 
-async def test_workers_show_their_views(rig: Rig) -> None:
-    await rig.fed.hold(Stream("one"), TOKENS)
+async def test_workers_show_their_ranks_endpoints_groups_and_failures(rig: Rig) -> None:
+    hashes = await rig.fed.hold(Stream("one"), TOKENS)
     await rig.fed.hold(Stream("one", dp_rank=1), TOKENS[:4])
     await rig.fed.hold(Stream("else", model="n"), TOKENS)
+    await rig.fed.feed(Stream("one", model="m#mamba").batch(stored((0, hashes))))
     (worker,) = await rig.ask("workers", model="m")
     assert (worker.instance_id, worker.block_size, worker.state) == ("one", 4, "live")
     assert {rank: listener.pages["GPU"] for rank, listener in worker.listeners.items()} == {0: 4, 1: 1}
-    assert len(await rig.ask("workers")) == 2
-
-
-async def test_workers_show_their_endpoints_groups_and_failures(rig: Rig) -> None:
-    hashes = await rig.fed.hold(Stream("one"), TOKENS)
-    await rig.fed.feed(Stream("one", model="m#mamba").batch(stored((0, hashes))))
-    (worker,) = await rig.ask("workers")
-    assert worker.endpoints == {0: "default/m/one/0"}
+    assert worker.endpoints == {0: "default/m/one/0", 1: "default/m/one/1"}
     assert worker.groups["mamba"][0].endpoint == "default/m%23mamba/one/0"
     assert (worker.listeners[0].failure, worker.listeners[0].counters["pages_stored"]) == (None, 4)
+    assert len(await rig.ask("workers")) == 2
+    assert len((await rig.ask("dump"))["n:default"]["events"]) == 4
 
 
 async def test_a_view_is_read_part_by_part_whatever_the_workers_name(rig: Rig) -> None:
@@ -203,11 +170,6 @@ async def test_a_resync_names_the_streams_that_are_asked(rig: Rig) -> None:
     assert requests[0].stream == "default/m/one/1"
 
 
-async def test_a_dump_has_every_page(rig: Rig) -> None:
-    await rig.fed.hold(Stream("one"), TOKENS)
-    assert len((await rig.ask("dump"))["m:default"]["events"]) == 4
-
-
 async def test_probes_answer_yes_or_no(rig: Rig) -> None:
     assert await rig.ask("health") is True
     await async_wait_until(lambda: rig.ask("ready"), what="the empty log to be read")
@@ -215,11 +177,7 @@ async def test_probes_answer_yes_or_no(rig: Rig) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_client_without_the_token_gets_an_error(kind: str) -> None:
-    settings = ApiSettings(port=0, api_token="secret")
-    async with (
-        running_server(create_app(LiveService(HandFed().consumer, settings)), settings) as url,
-        asking(kind, url) as ask,
-    ):
+    async with served(HandFed().consumer, api_token="secret") as http, asking(kind, str(http.base_url)) as ask:
         with pytest.raises(KvsightHttpError) as caught:
             await ask("workers")
     assert caught.value.status == 401

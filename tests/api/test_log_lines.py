@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,13 @@ from api.service import LiveService
 from api.settings import ApiSettings
 from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.log.hand_fed import HandFed
-from tests.support.servers.service_process import ServiceProcess
+from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture
 def service(kafka_bootstrap: str, tmp_path: Path) -> Iterator[tuple[ServiceProcess, dict[str, Any]]]:
-    name = uuid.uuid4().hex
-    topics = {
-        "KVSIGHT_KAFKA": kafka_bootstrap,
-        "KVSIGHT_EVENTS_TOPIC": f"events-{name}",
-        "KVSIGHT_CONTROL_TOPIC": f"control-{name}",
-    }
+    topics = own_topics(kafka_bootstrap)
     with ServiceProcess(tmp_path, **topics, KVSIGHT_WORKER_TTL_S=4, KVSIGHT_LOG_FORMAT="json") as process:
         yield process, topics
 
