@@ -150,7 +150,7 @@ class Relayed(StreamingResponse):
         reused = REUSED.findall(self.end)[-1:]
         outcomes = [Outcome(chosen.request_id, int(tokens), self.began_at) for tokens in reused]
         with suppress(KvsightError):
-            await kvsight.decided([chosen, *outcomes])
+            await kvsight.report_decisions([chosen, *outcomes])
 
 
 async def tokens_of(body: dict[str, Any]) -> list[int]:

@@ -75,7 +75,7 @@ async def forward(
 async def report(chosen: Decision, reused: list[bytes]) -> None:
     """Tell kvsight what was chosen and what the engine reused. Failures are ignored."""
     with suppress(KvsightError):
-        await kvsight.decided([chosen, *(Outcome(chosen.request_id, int(tokens)) for tokens in reused[-1:])])
+        await kvsight.report_decisions([chosen, *(Outcome(chosen.request_id, int(tokens)) for tokens in reused[-1:])])
 
 
 async def send(worker: str, request: httpx.Request) -> httpx.Response:

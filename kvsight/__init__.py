@@ -42,18 +42,18 @@ if TYPE_CHECKING:
     from kv_events.http.workers import RadixView as RadixView
     from kv_events.http.workers import ViewPage as ViewPage
     from kv_events.http.workers import Worker as Worker
+    from kvsight.base_client import RetryPolicy as RetryPolicy
     from kvsight.choice import WorkerChoice as WorkerChoice
     from kvsight.choice import best_worker as best_worker
     from kvsight.choice import rank_workers as rank_workers
     from kvsight.client import AsyncClient as AsyncClient
     from kvsight.client import Client as Client
-    from kvsight.decisions import Decision as Decision
-    from kvsight.decisions import Outcome as Outcome
     from kvsight.errors import KvsightConnectionError as KvsightConnectionError
     from kvsight.errors import KvsightHttpError as KvsightHttpError
     from kvsight.errors import UnexpectedAnswerError as UnexpectedAnswerError
+    from kvsight.prompts import Decision as Decision
+    from kvsight.prompts import Outcome as Outcome
     from kvsight.prompts import Prompt as Prompt
-    from kvsight.retrying import RetryPolicy as RetryPolicy
     from publisher import EventPublisher as EventPublisher
     from publisher import PublisherSettings as PublisherSettings
     from publisher.sinks.file import FileSink as FileSink
@@ -70,12 +70,11 @@ _NAMES = {
     "kv_events.http.fleet": "Fleet FleetRank FleetWorker StateChange",
     "kv_events.http.queries": "Missing PeerAnswer PeerInstance",
     "kv_events.http.workers": "Listener RadixView ViewPage Worker",
+    "kvsight.base_client": "RetryPolicy",
     "kvsight.choice": "WorkerChoice best_worker rank_workers",
     "kvsight.client": "AsyncClient Client",
-    "kvsight.decisions": "Decision Outcome",
     "kvsight.errors": "KvsightConnectionError KvsightHttpError UnexpectedAnswerError",
-    "kvsight.prompts": "Prompt",
-    "kvsight.retrying": "RetryPolicy",
+    "kvsight.prompts": "Decision Outcome Prompt",
     "publisher": "EventPublisher PublisherSettings",
     "publisher.sinks.file": "FileSink",
     "publisher.sinks.kafka": "KafkaSink",

@@ -1,31 +1,72 @@
-"""What both clients share, without any I/O: the address, the headers, the verdict on each attempt."""
+"""What both clients share, without any I/O: the address, the headers, the verdict on each attempt, the retries."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Generator
+from dataclasses import dataclass
 from functools import lru_cache
+from http import HTTPStatus
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import httpx
 
 from kv_events.errors import InvalidValueError, check_type
+from kv_events.runtime import backoff
 from kvsight import calls
 from kvsight.calls import Call
 from kvsight.errors import KvsightConnectionError
-from kvsight.feed import FeedReader
-from kvsight.retrying import RetryPolicy
+from kvsight.event_stream import EventReader
 
 T = TypeVar("T")
-Outcome: TypeAlias = httpx.Response | httpx.HTTPError
+AttemptResult: TypeAlias = httpx.Response | httpx.HTTPError
 """The outcome of one attempt."""
 
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "gzip, deflate", "User-Agent": "kvsight"}
 _KEEPALIVE_S = 4.0  # the server closes idle connections after 5
 _CREDENTIALS = re.compile(r"^(\w*:?//)?.*@", re.DOTALL)
 _TOKEN = re.compile(r"[!-~]+")  # what a header can carry unchanged
+_RETRY_LATER = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
+_BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
+"""No connection, or a broken one. A request that timed out is not repeated: the server may only be slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Number of attempts and pauses between them. Pauses double; each is randomly shortened by up to half."""
+
+    attempts: int = 3
+    """Maximum number of attempts; 1 disables retries."""
+    first_pause_s: float = 0.05
+    longest_pause_s: float = 2.0
+    """Also the longest Retry-After of a server that is honoured. A longer one ends the attempts."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidValueError."""
+        check_type("attempts", self.attempts, int)
+        if self.attempts < 1:
+            raise InvalidValueError("attempts", self.attempts, "a positive integer")
+        for field in ("first_pause_s", "longest_pause_s"):
+            check_type(field, getattr(self, field), int | float)
+            if not 0 <= getattr(self, field) < math.inf:
+                raise InvalidValueError(field, getattr(self, field), "seconds, not negative")
+
+    def pause(self, attempt: int, outcome: httpx.Response | httpx.HTTPError) -> float | None:
+        """Seconds to wait before the next attempt; None if there is none. attempt: 0, 1, ..."""
+        if attempt + 1 >= self.attempts:
+            return None
+        asked = 0.0
+        if isinstance(outcome, httpx.Response):
+            if outcome.status_code not in _RETRY_LATER:
+                return None
+            after = outcome.headers.get("retry-after", "")
+            asked = float(after) if after.isascii() and after.isdecimal() else 0.0
+        elif not isinstance(outcome, _BROKEN):
+            return None
+        pause_s = backoff.pause_s(attempt, self.first_pause_s, self.longest_pause_s)
+        return None if asked > self.longest_pause_s else max(asked, pause_s)
 
 
 class Attempt(NamedTuple):
@@ -60,7 +101,7 @@ class BaseClient:
             "limits": httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=_KEEPALIVE_S),
         }
 
-    def _attempts(self, call: Call[T]) -> Generator[Attempt, Outcome, T]:
+    def _attempts(self, call: Call[T]) -> Generator[Attempt, AttemptResult, T]:
         """Yield each attempt, receive its outcome, and return the result of the last one, or raise its error."""
         request = self._request(call)
         outcome = yield Attempt(0.0, request)
@@ -89,7 +130,7 @@ class BaseClient:
             self._headers[content_type] = httpx.Headers(_HEADERS | self._options.get("headers", {}) | more)
         return self._headers[content_type]
 
-    def _result(self, call: Call[T], outcome: Outcome) -> T:
+    def _result(self, call: Call[T], outcome: AttemptResult) -> T:
         if isinstance(outcome, httpx.HTTPError):
             raise self._broken(call.path, outcome) from outcome
         return call.result(self._shown_url, outcome.status_code, outcome.content)
@@ -97,10 +138,10 @@ class BaseClient:
     def _broken(self, path: str, error: httpx.HTTPError) -> KvsightConnectionError:
         return KvsightConnectionError(f"{self._shown_url}{path}: {str(error) or type(error).__name__}")
 
-    def _feed(self) -> FeedReader:
-        return FeedReader(f"{self._shown_url}/events")
+    def _event_reader(self) -> EventReader:
+        return EventReader(f"{self._shown_url}/events")
 
-    def _check_feed(self, response: httpx.Response) -> None:
+    def _check_stream(self, response: httpx.Response) -> None:
         """Raise the error of a refused event stream. The body of a refusal has been read."""
         if not response.is_success:
             self._result(calls.events(), response)

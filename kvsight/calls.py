@@ -22,10 +22,8 @@ from kv_events.http.queries import BatchAnswer, PeerAnswer, TierWeights
 from kv_events.http.workers import RadixView, ResyncAccepted, Worker
 from kvsight.choice import DEFAULT_TIER_WEIGHTS, NO_WORKER, WorkerChoice, check_load
 from kvsight.choice import rank_workers as ranked
-from kvsight.decisions import Decision, Outcome
-from kvsight.decoding import decode
 from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
-from kvsight.prompts import Numbers, Prompt
+from kvsight.prompts import Decision, Integers, Outcome, Prompt
 
 T = TypeVar("T")
 Params: TypeAlias = Mapping[str, str | int | None]
@@ -74,7 +72,7 @@ class Call(Generic[T]):
 
 def query(
     model: str,
-    token_ids: Numbers,
+    token_ids: Integers,
     *,
     lora_name: str | None = None,
     cache_salt: str | None = None,
@@ -94,8 +92,8 @@ def query(
 def query_by_hash(
     model: str,
     *,
-    seq_hashes: Numbers | None = None,
-    block_hashes: Numbers | None = None,
+    seq_hashes: Integers | None = None,
+    block_hashes: Integers | None = None,
     lora_name: str | None = None,
     cache_salt: str | None = None,
     is_eagle: bool = False,
@@ -120,7 +118,7 @@ def query_raw(body: Mapping[str, Any]) -> Call[dict[str, Any]]:
 
 def best_worker(
     model: str,
-    token_ids: Numbers,
+    token_ids: Integers,
     *,
     load: Mapping[str, float] | None = None,
     lora_name: str | None = None,
@@ -139,7 +137,7 @@ def best_worker(
 
 def rank_workers(
     model: str,
-    token_ids: Numbers,
+    token_ids: Integers,
     *,
     load: Mapping[str, float] | None = None,
     lora_name: str | None = None,
@@ -177,7 +175,7 @@ def _query(body: Mapping[str, Any], content_type: str, read: Callable[[bytes], T
 # --- decisions ------------------------------------------------------------------------------------------------------
 
 
-def decided(records: Decision | Outcome | Sequence[Decision | Outcome]) -> Call[DecisionsAccepted]:
+def report_decisions(records: Decision | Outcome | Sequence[Decision | Outcome]) -> Call[DecisionsAccepted]:
     """Report what was chosen for requests, and what the engines reused, for `kvsight audit`. At most 1024 records.
 
     The service only queues the records. Call it when the request is done or in the background: a report that is lost
@@ -322,6 +320,14 @@ def _probe(path: str) -> Call[bool]:
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
+
+
+def decode(kind: type[T], data: bytes | msgspec.Raw) -> T:
+    """Decode received JSON. Raises msgspec.DecodeError and no other error, whatever the bytes are."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def _error(problem: ProblemDocument, where: str, status: int) -> KvsightHttpError:

@@ -18,10 +18,9 @@ import httpx
 from kv_events.http.events import FeedEvent
 from kv_events.http.service import DEFAULT_URL
 from kvsight import calls
-from kvsight.base_client import BaseClient, Outcome
+from kvsight.base_client import AttemptResult, BaseClient, RetryPolicy
 from kvsight.calls import Call
-from kvsight.feed import feed_request
-from kvsight.retrying import RetryPolicy
+from kvsight.event_stream import stream_request
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,7 +103,7 @@ class Client(BaseClient):
     query_raw = _blocking(calls.query_raw)
     best_worker = _blocking(calls.best_worker)
     rank_workers = _blocking(calls.rank_workers)
-    decided = _blocking(calls.decided)
+    report_decisions = decided = _blocking(calls.report_decisions)
     explain = _blocking(calls.explain)
     workers = _blocking(calls.workers)
     fleet = _blocking(calls.fleet)
@@ -124,12 +123,12 @@ class Client(BaseClient):
         The iterator ends when the server stops, or after `ClientDropped`, which reports that this client read too
         slowly. Events between two calls are missed. Closing the iterator closes the connection.
         """
-        reader = self._feed()
+        reader = self._event_reader()
         try:
-            with self._http.stream(**feed_request(worker, model, tenant, self._timeout_s)) as response:
+            with self._http.stream(**stream_request(worker, model, tenant, self._timeout_s)) as response:
                 if not response.is_success:
                     response.read()
-                self._check_feed(response)
+                self._check_stream(response)
                 for received in response.iter_raw():
                     yield from reader.take(received)
         except httpx.HTTPError as error:
@@ -139,7 +138,7 @@ class Client(BaseClient):
         """Close the connections."""
         self._http.close()
 
-    def _outcome(self, request: httpx.Request) -> Outcome:
+    def _outcome(self, request: httpx.Request) -> AttemptResult:
         try:
             return self._http.send(request)
         except httpx.HTTPError as error:
@@ -188,7 +187,7 @@ class AsyncClient(BaseClient):
     query_raw = _awaitable(calls.query_raw)
     best_worker = _awaitable(calls.best_worker)
     rank_workers = _awaitable(calls.rank_workers)
-    decided = _awaitable(calls.decided)
+    report_decisions = decided = _awaitable(calls.report_decisions)
     explain = _awaitable(calls.explain)
     workers = _awaitable(calls.workers)
     fleet = _awaitable(calls.fleet)
@@ -204,12 +203,12 @@ class AsyncClient(BaseClient):
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None
     ) -> AsyncGenerator[FeedEvent]:
         """See `Client.events`."""
-        reader = self._feed()
+        reader = self._event_reader()
         try:
-            async with self._http.stream(**feed_request(worker, model, tenant, self._timeout_s)) as response:
+            async with self._http.stream(**stream_request(worker, model, tenant, self._timeout_s)) as response:
                 if not response.is_success:
                     await response.aread()
-                self._check_feed(response)
+                self._check_stream(response)
                 async for received in response.aiter_raw():
                     for event in reader.take(received):
                         yield event
@@ -220,7 +219,7 @@ class AsyncClient(BaseClient):
         """Close the connections."""
         await self._http.aclose()
 
-    async def _outcome(self, request: httpx.Request) -> Outcome:
+    async def _outcome(self, request: httpx.Request) -> AttemptResult:
         try:
             return await self._http.send(request)
         except httpx.HTTPError as error:

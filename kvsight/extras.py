@@ -9,37 +9,19 @@ from kv_events.errors import KvsightError
 SERVE = ("aiohttp", "fastapi", "fastapi_offline", "httptools", "prometheus_client", "redis", "uvicorn", "yarl")
 """Modules that the extra `serve` brings."""
 
-ANALYSIS = ("bokeh", "jinja2", "pyarrow")
-"""Modules that the extra `analysis` brings."""
+_EXTRAS = {"serve": SERVE, "analysis": ("bokeh", "jinja2", "pyarrow")}
 
 
 class MissingExtraError(KvsightError):
     """A command needs an extra that is not installed. The text says how to install it."""
 
-    def __init__(self, needed_by: str, missing: list[str], extra: str) -> None:
-        super().__init__(f"{needed_by} needs {', '.join(missing)}: pip install 'kvsight[{extra}]'")
-        self.missing = missing
-        self.extra = extra
+
+def missing(extra: str) -> list[str]:
+    """The modules of an extra that are not installed. extra: `serve` or `analysis`."""
+    return [module for module in _EXTRAS[extra] if find_spec(module) is None]
 
 
-def has_serve() -> bool:
-    """Whether the extra `serve` is installed."""
-    return not _missing()
-
-
-def require_serve(needed_by: str) -> None:
-    """Check that the extra `serve` is installed. needed_by: for the message. Raises MissingExtraError."""
-    missing = _missing()
-    if missing:
-        raise MissingExtraError(needed_by, missing, "serve")
-
-
-def require_analysis(needed_by: str) -> None:
-    """Check that the extra `analysis` is installed. needed_by: for the message. Raises MissingExtraError."""
-    missing = _missing(ANALYSIS)
-    if missing:
-        raise MissingExtraError(needed_by, missing, "analysis")
-
-
-def _missing(modules: tuple[str, ...] = SERVE) -> list[str]:
-    return [module for module in modules if find_spec(module) is None]
+def require(extra: str, needed_by: str) -> None:
+    """Check that an extra is installed. needed_by: for the message. Raises MissingExtraError."""
+    if lacking := missing(extra):
+        raise MissingExtraError(f"{needed_by} needs {', '.join(lacking)}: pip install 'kvsight[{extra}]'")

@@ -2,21 +2,27 @@
 
 Engines call them in each of their processes, so they import only the engine's own module. `bridge.plugins` is imported
 when a publisher is made.
+
+The engines have no public way to replace a publisher, so this module touches the private `_registry` of their class
+`EventPublisherFactory`: a dictionary of publisher name -> class or function, in both engines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_events.errors import KvsightError
 from kv_events.runtime.settings import KvsightSettings
-from kvsight.engine_factories import SGLANG_MODULE, VLLM_MODULE, publisher_factory, set_publisher
 
 if TYPE_CHECKING:
     from bridge.plugins import EnginePublisher
 
+VLLM_MODULE = "vllm.distributed.kv_events"
+SGLANG_MODULE = "sglang.srt.disaggregation.kv_events"
 PUBLISHER = "kvsight"
 """Name of the publisher in an engine's events config."""
 
@@ -29,6 +35,10 @@ class PluginSettings(KvsightSettings):
 
     replace_zmq: bool = False
     """Use kvsight's publisher if the engine's config says `zmq`. vLLM's config accepts no other name."""
+
+
+class EngineFactoryError(KvsightError):
+    """The engine's publisher factory is not as kvsight knows it."""
 
 
 class ShadowedPackageError(KvsightError):
@@ -50,6 +60,27 @@ def register(factory: Any) -> None:
     set_publisher(factory, PUBLISHER, make_publisher, replace=False)
     if PluginSettings().replace_zmq:
         set_publisher(factory, "zmq", make_publisher, replace=True)
+
+
+def publisher_factory(module: str) -> Any:
+    """Import the class `EventPublisherFactory` of an engine's module. Raises ImportError, EngineFactoryError."""
+    factory = getattr(import_module(module), "EventPublisherFactory", None)
+    if factory is None:
+        raise EngineFactoryError(f"{module} has no class EventPublisherFactory: this engine's version is not supported")
+    return factory
+
+
+def set_publisher(factory: Any, name: str, make: Callable[..., Any], *, replace: bool) -> None:
+    """Let a factory call `make` for publishers of this name. replace: also if it has another one of the name.
+
+    Raises EngineFactoryError, without any change, if the factory has no dictionary `_registry`.
+    """
+    registry = getattr(factory, "_registry", None)
+    if not isinstance(registry, dict):
+        where = f"{getattr(factory, '__module__', '?')}.{getattr(factory, '__qualname__', factory)}"
+        raise EngineFactoryError(f"{where} has no dictionary _registry: this engine's version is not supported")
+    if replace or name not in registry:
+        registry[name] = make
 
 
 def make_publisher(**options: Any) -> EnginePublisher:

@@ -1,10 +1,14 @@
-"""Queries about one prompt in the form that the API decodes fastest: a msgpack map with packed numbers."""
+"""Prompts, and what routers report about them: their choices, and what the engines reused.
+
+They travel in the form that the API decodes fastest: a msgpack map with packed numbers.
+"""
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -13,8 +17,9 @@ import numpy.typing as npt
 from kv_events.errors import InvalidValueError, check_type
 from kv_events.http.queries import TierWeights
 from kv_events.tokens import token_array
+from kvsight.choice import WorkerChoice
 
-Numbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+Integers: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +27,11 @@ class Prompt:
     """A query: which workers hold how much of a prompt? Exactly one of the three lists gives the prompt."""
 
     model: str
-    token_ids: Numbers | None = None
+    token_ids: Integers | None = None
     """u32."""
-    seq_hashes: Numbers | None = None
+    seq_hashes: Integers | None = None
     """Rolling hashes, u64. They include the LoRA name and the salt."""
-    block_hashes: Numbers | None = None
+    block_hashes: Integers | None = None
     """Local hashes, i64, as Dynamo's clients compute them."""
     lora_name: str | None = None
     cache_salt: str | None = None
@@ -53,19 +58,66 @@ class Prompt:
 
     def _numbers(self) -> dict[str, bytes]:
         lists = {"token_ids": self.token_ids, "seq_hashes": self.seq_hashes, "block_hashes": self.block_hashes}
-        given = {field: _packed(field, numbers) for field, numbers in lists.items() if numbers is not None}
+        given = {name: _packed(name, numbers) for name, numbers in lists.items() if numbers is not None}
         if len(given) != 1:
             raise InvalidValueError("prompt", " and ".join(given) or "nothing", f"one of {', '.join(lists)}")
         return given
 
 
-def _packed(field: str, numbers: Numbers) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a router chose for one request."""
+
+    request_id: str
+    """Any id of at most 256 bytes that no other request has. The outcome has the same."""
+    prompt: Prompt
+    """The prompt with its model, tenant, adapter and salt, as in the query. The service keeps its hashes, no tokens."""
+    worker: str
+    """The worker that was chosen."""
+    dp_rank: int | None = None
+    predicted_tokens: int | None = None
+    """Tokens that the worker held according to the answer. None: the router did not ask, or got no answer."""
+    candidates: Sequence[WorkerChoice] = ()
+    """All workers among which the router chose, such as the result of `rank_workers`. At most 1024."""
+    timestamp: float = field(default_factory=time.time)
+    """Time of the choice, in seconds since 1970."""
+
+    def body(self) -> dict[str, object]:
+        """The fields of the request. Raises InvalidValueError."""
+        check_type("prompt", self.prompt, Prompt)
+        return {
+            **self.prompt.body(),
+            "request_id": self.request_id,
+            "worker": self.worker,
+            "dp_rank": self.dp_rank,
+            "predicted_tokens": self.predicted_tokens,
+            "candidates": [choice._asdict() for choice in self.candidates],
+            "timestamp": self.timestamp,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the engine reused for a request."""
+
+    request_id: str
+    cached_tokens: int
+    """`usage.prompt_tokens_details.cached_tokens` of the engine's answer."""
+    timestamp: float = field(default_factory=time.time)
+    """Time of the answer's first token, in seconds since 1970."""
+
+    def body(self) -> dict[str, object]:
+        """The fields of the request."""
+        return {"request_id": self.request_id, "cached_tokens": self.cached_tokens, "timestamp": self.timestamp}
+
+
+def _packed(name: str, numbers: Integers) -> bytes:
     """Pack numbers as little-endian bytes: u32 tokens, u64 or i64 hashes."""
-    if field == "token_ids":
+    if name == "token_ids":
         return token_array(numbers).astype("<u4", copy=False).tobytes()
-    typecode, dtype, expected = ("q", "<i8", "signed") if field == "block_hashes" else ("Q", "<u8", "unsigned")
+    typecode, dtype, expected = ("q", "<i8", "signed") if name == "block_hashes" else ("Q", "<u8", "unsigned")
     try:
         words = array(typecode, numbers.tolist() if isinstance(numbers, np.ndarray) else numbers)
     except (OverflowError, TypeError):
-        raise InvalidValueError(field, numbers, f"{expected} integers of 64 bits") from None
+        raise InvalidValueError(name, numbers, f"{expected} integers of 64 bits") from None
     return np.asarray(words).astype(dtype, copy=False).tobytes()

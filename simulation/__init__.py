@@ -15,7 +15,6 @@ from simulation.policies import Policy as Policy
 from simulation.policies import create_policy as create_policy
 from simulation.report import PolicyReport as PolicyReport
 from simulation.report import WorkerLoad as WorkerLoad
-from simulation.report import reports_table as reports_table
 from simulation.run import simulate as simulate
 from simulation.settings import CACHES as CACHES
 from simulation.settings import SimulationSettings as SimulationSettings

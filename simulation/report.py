@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from rich.box import SIMPLE
-from rich.table import Table
-
 from analysis.curves import Sums, TimeBins
-
-_COLUMNS = (
-    "tokens\nin cache",
-    "requests a worker\nmin / mean / max",
-    "Mtokens computed\nmin / mean / max",
-    "queries\nasked",
-    "wrong\npages",
-    "run\ntime",
-)
-
 
 _SUMS = (  # of `PolicyReport.to_dict`
     "requests", "prompt_tokens", "found_tokens", "found_share", "imbalance", "divergent_pages", "divergent_answers",
@@ -112,29 +98,3 @@ class PolicyReport:
         plain = asdict(replace(self, curves=None))
         del plain["curves"]
         return plain | {name: getattr(self, name) for name in _SUMS}
-
-
-def reports_table(reports: Sequence[PolicyReport]) -> Table:
-    """Return a table with a row for each policy, at most 80 columns wide.
-
-    Wrong pages: in a cache or in the router's view of it at the end, but not in both, and wrong answers about groups.
-    """
-    table = Table(title="Routing policies", box=SIMPLE, show_edge=False, padding=0)
-    table.add_column("policy", no_wrap=True)
-    for title in _COLUMNS:
-        table.add_column(title, justify="right", no_wrap=True)
-    for report in reports:
-        table.add_row(
-            report.policy,
-            f"{report.found_share:.1%}",
-            _spread([load.requests for load in report.workers], "{:.0f}"),
-            _spread([load.computed_tokens / 1e6 for load in report.workers], "{:.1f}"),
-            f"{report.queries}",
-            f"{report.divergent_pages + report.divergent_answers}",
-            f"{report.seconds:.1f} s",
-        )
-    return table
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    return " / ".join(form.format(value) for value in (min(values), sum(values) / len(values), max(values)))

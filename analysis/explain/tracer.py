@@ -12,8 +12,8 @@ import numpy as np
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.hash_rules import Column, HashRule, PromptHashes, RuleFinder, Variant
 from analysis.explain.page_history import PageHistory
-from indexer.replay import Replay
-from indexer.replay.chunks import ApplyObserver, ChunkApplier, PlainRun
+from indexer.applier import PlainRun
+from indexer.replay import ApplyObserver, Replay
 from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
 from kv_events.errors import RecordRejectedError
@@ -89,7 +89,6 @@ class PromptTracer(ApplyObserver):
         self._keys: set[bytes] = set()
         self._index: int | None = None
         self._record = LogRecord(0, 0, 0, b"", b"")
-        self._applier = ChunkApplier(self.replay, self)
         self._columns: BatchColumns | None = None
         self._num_variants = 0
         """Variants that were looked for in these columns."""
@@ -121,7 +120,7 @@ class PromptTracer(ApplyObserver):
         """Apply the records of a chunk that are before the moment. Returns the latest time of an event."""
         is_event = chunk.channels == Channel.EVENTS
         wanted = is_event & chunk.before(until)
-        self._applier.apply(chunk, 0, len(wanted), wanted)
+        self.replay.apply_chunk(chunk, wanted=wanted, observer=self)
         for row in np.flatnonzero(is_event & ~wanted).tolist():
             self._note_first(chunk.first_index + row, chunk.record(row))
         return int(chunk.timestamps_ms[is_event].max(initial=0)) / 1000
@@ -205,7 +204,7 @@ class PromptTracer(ApplyObserver):
         before = BeforeLog(
             partition=0,
             offset=0,
-            time=view.heard_at,
+            time=view.last_batch_at,
             epoch=view.epoch,
             seq=view.next_seq - 1,
             pages_stored=0,
@@ -296,12 +295,13 @@ class PromptTracer(ApplyObserver):
 
 def _batch_of(run: PlainRun, row: int) -> BatchPosition:
     """Return a batch of a run."""
-    arrays, record = run.columns.arrays, run.columns.rows[row].tolist()
+    columns = run.batches.columns
+    arrays, record = columns.arrays, columns.rows[row].tolist()
     batch = arrays.batches[row].tolist()
     events = arrays.events[batch[FIRST_EVENT] : batch[END_EVENT]]
     removed = int(events[events[:, IS_REMOVAL] == 1, NUM_PAGES].sum())
     return BatchPosition(
-        index=run.first_index + row,
+        index=run.batches.first_index + row,
         partition=record[PARTITION],
         offset=record[OFFSET],
         time=record[TIMESTAMP_MS] / 1000,

@@ -4,8 +4,8 @@
     {"model_name":"m","token_ids":[     ]}      template
 
 Callers send the same few templates again and again, so decoded templates are kept. msgspec decodes a new one with
-random numbers in it. If it returns these numbers, the array is the prompt, and not part of a string, of a nested object or of
-a field that occurs twice. A kernel reads the real numbers.
+random numbers in it. If it returns these numbers, the array is the prompt, and not part of a string, of a nested object
+or of a field that occurs twice. A kernel reads the real numbers.
 """
 
 from __future__ import annotations

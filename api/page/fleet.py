@@ -144,7 +144,7 @@ def _rank(scene: PageState, view: View, group: str) -> FleetRank:
         state=scene.views.freshness.state(view).value,
         reason=scene.views.reason(view),
         since=changes[0][0] if changes else None,
-        age_s=round(max(0.0, scene.views.now() - view.heard_at), 3),
+        age_s=round(max(0.0, scene.views.now() - view.last_batch_at), 3),
         agreed_at=view.agreed_at or None,
         missing_batches=view.missing_batches,
         is_resync_requested=scene.is_resync_requested(view),

@@ -46,10 +46,10 @@ class ShardGroup:
 
     def __init__(self, consumer: Consumer, membership: Membership, settings: GroupSettings, api: ApiSettings) -> None:
         """consumer: that of a member. Raises InvalidValueError for settings that do not fit each other."""
-        assert consumer.share is not None
+        assert consumer.owned is not None
         self.membership = membership
         self._consumer = consumer
-        self._own = LocalShard(consumer, consumer.share)
+        self._own = LocalShard(consumer, consumer.owned)
         tls = None
         if settings.group_ca_file is not None:
             tls = TlsFiles("group", settings.group_ca_file, None, None, None).context()

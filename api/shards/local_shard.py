@@ -18,7 +18,7 @@ from api.shards.wire import (
 from indexer.consumer import Consumer
 from indexer.namespaces import Namespace
 from indexer.scores import stream_scores
-from indexer.shards.share import Share
+from indexer.shards.owned_partitions import OwnedPartitions
 from indexer.slices import Slices
 from indexer.views import STATES
 
@@ -29,13 +29,13 @@ _HASH = np.dtype("<u8")
 class LocalShard:
     """The views of one member. Belongs to the event loop of its consumer."""
 
-    def __init__(self, consumer: Consumer, share: Share) -> None:
+    def __init__(self, consumer: Consumer, owned: OwnedPartitions) -> None:
         self._consumer = consumer
-        self._share = share
+        self._owned = owned
 
-    def claims(self) -> dict[int, bool]:
-        """Return the partitions of this member, and whether their views are up to date. See `Share.claims`."""
-        return self._share.claims()
+    def owned(self) -> dict[int, bool]:
+        """Return the partitions of this member, and whether their views are up to date."""
+        return self._owned.owned()
 
     async def reply(self, asked: ShardRequest) -> ShardReply:
         """Answer another member. Other tasks run about once a millisecond."""
@@ -50,12 +50,12 @@ class LocalShard:
         return self._reply(asked, list(map(self._find, asked.prompts)))
 
     def _reply(self, asked: ShardRequest, found: list[PromptRows]) -> ShardReply:
-        membership = self._share.membership
+        membership = self._owned.membership
         newest = membership.assignment
         return ShardReply(
             membership.id,
             newest.generation,
-            self._share.claims(),
+            self._owned.owned(),
             found,
             newest if newest.generation > asked.generation else None,
         )
@@ -82,7 +82,7 @@ class LocalShard:
                 each.dp_rank,
                 *each.tiers,
                 _NUMBERS[each.state],
-                age_ms(each.heard_at, now),
+                age_ms(each.last_batch_at, now),
             )
             for each in stream_scores(namespace, hashes, consumer.freshness, num_positions)
         ]

@@ -99,7 +99,7 @@ class ScatterGather:
             membership.id,
             assignment.generation,
             [ShardMember(each.id, each.url, each.partitions) for each in assignment.members],
-            self._own.claims(),
+            self._own.owned(),
             sorted(membership.lent),
             self.missing,
         )
@@ -192,7 +192,7 @@ class ScatterGather:
             except ProblemError as problem:
                 return problem
         now = time.time()
-        scores = worker_scores(each._replace(heard_at=now - each.heard_at / 1000) for each in prompt.streams)
+        scores = worker_scores(each._replace(last_batch_at=now - each.last_batch_at / 1000) for each in prompt.streams)
         return encode_answer(question, scores, now, missing or UNSET)
 
     async def _ask(
@@ -269,7 +269,7 @@ def _packed(hashes: PromptArray) -> bytes:
 
 
 def _streams(found: PromptRows, winners: dict[int, _Winner], place: int) -> list[StreamScore]:
-    """Return the rows that count. `heard_at` is the age in milliseconds here."""
+    """Return the rows that count. `last_batch_at` is the age in milliseconds here."""
     streams = []
     for row in found.rows:
         winner = winners.get(row.partition)

@@ -186,18 +186,18 @@ class ViewMetrics(Collector):
     def _view_families(self) -> Iterator[Metric]:
         served = self._served
         by_state: Counter[ViewState] = Counter()
-        heard_at = []
+        last_batch_at = []
         for view in served.namespaces.views:
             state = served.freshness.state(view)
             by_state[state] += 1
             if state is not ViewState.EXPIRED:
-                heard_at.append(view.heard_at)
+                last_batch_at.append(view.last_batch_at)
         workers = GaugeMetricFamily("kvsight_workers", "Worker streams", labels=["state"])
         for state in ViewState:
             workers.add_metric([state.value], by_state[state])
         yield workers
         now = served.now()
-        oldest = max(0.0, now - min(heard_at, default=now))
+        oldest = max(0.0, now - min(last_batch_at, default=now))
         yield gauge("kvsight_view_age_seconds", "Age of the oldest view that counts in scores", oldest)
 
     def _index_families(self) -> Iterator[Metric]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError, describe_topics
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.variables import variable
+from kv_events.runtime.words import count
 
 _CONFIGS = ("retention.ms", "cleanup.policy")
 _TIMEOUT_MS = 30_000
@@ -72,11 +73,6 @@ async def inspect_topics(
     return Topics(topics, missing)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun in the singular or plural."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def mismatches(topic: Topic, settings: KafkaSettings) -> list[str]:
     """Differences between a topic and the settings of writers, each with what to do.
 
@@ -92,7 +88,7 @@ def mismatches(topic: Topic, settings: KafkaSettings) -> list[str]:
         if actual < wanted or (has_many and actual != wanted != default):
             correct = f"set {variable(field)}={actual}"
             advice = f"{remedy}, or {correct}" if actual < wanted else correct
-            found.append(f"it has {counted(actual, noun)}, and {variable(field)} is {wanted}; {advice}")
+            found.append(f"it has {count(actual, noun)}, and {variable(field)} is {wanted}; {advice}")
     return found
 
 

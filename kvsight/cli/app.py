@@ -16,8 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.variables import variable
 from kvsight.cli.shared.console import UsageError, print_result
-from kvsight.cli.shared.flags import parameters_of, set_parameters
-from kvsight.cli.shared.log_lines import Level, configure_logs
+from kvsight.cli.shared.flags import Level, configure_logs, parameters_of, set_parameters
 
 MOVED = {
     "demo-prompt": "demo --prompt",
@@ -119,16 +118,6 @@ def _with_common_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return set_parameters(command, [*parameters_of(function), *added])
 
 
-def _log_more(wanted: bool) -> None:
-    if wanted:
-        configure_logs(Level.INFO)
-
-
-def _print_versions(wanted: bool) -> None:
-    if wanted:
-        print_versions()
-
-
 def print_versions(as_json: bool = False) -> None:
     """Print the versions of kvsight and its dependencies, and end."""
     versions = {
@@ -148,8 +137,20 @@ def _installed(package: str) -> str:
 
 
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Log informational lines to stderr.", callback=_log_more)
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Log informational lines to stderr.",
+        callback=lambda wanted: configure_logs(Level.INFO) if wanted else None,
+    ),
 ]
 Version = Annotated[
-    bool, typer.Option("--version", help="Print the versions and exit.", callback=_print_versions, is_eager=True)
+    bool,
+    typer.Option(
+        "--version",
+        help="Print the versions and exit.",
+        callback=lambda wanted: print_versions() if wanted else None,
+        is_eager=True,
+    ),
 ]

@@ -11,7 +11,6 @@ import typer
 from kvsight.cli.shared.console import UsageError, at_most_one, err
 from kvsight.cli.shared.flags import AWAY, BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
 from kvsight.cli.shared.process import allow_open_files, import_without_kernels, keep_freed_memory, stop_signals
-from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
@@ -40,8 +39,6 @@ def bridge(
     """
     at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"]})
     metrics_port = flags.pop("metrics_port")
-    if metrics_port is not None:
-        require_serve("kvsight bridge --metrics-port")
     keep_freed_memory()
     load_kernels = import_without_kernels("bridge")
     import uvloop

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from kvsight.cli import engine
 from kvsight.cli.shared.answers import Asked, answer_lines
-from kvsight.cli.shared.console import err, out, print_lines
-from kvsight.cli.shared.flags import KAFKA, LOG_LINES, with_flags
-from kvsight.cli.shared.process import compile_kernels, stop_signals
+from kvsight.cli.shared.console import UsageError, err, out, print_lines
+from kvsight.cli.shared.flags import BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
+from kvsight.cli.shared.process import compile_kernels, import_without_kernels, stop_signals
 from kvsight.cli.shared.streams import rows_of
-from kvsight.cli.simulate import load_requests, policy_progress
-from kvsight.extras import require_serve
+from kvsight.cli.simulate import load_requests, policy_progress, report_lines
+from kvsight.extras import require
 
 if TYPE_CHECKING:
     from api.decisions.window import DecisionWindow
     from api.settings import ApiSettings
+    from publisher import PublisherSettings
     from simulation import Requests, SimulationSettings
     from simulation.live import LiveFleet
     from simulation.policy_run import PolicyRun
@@ -41,9 +41,16 @@ _TIERED_CAPACITY_TOKENS = 2**14  # so small that the warm-up alone fills device 
 _TIERED_HOST_RATIO = 1.5
 _PAGE_SIZE = 16
 _SHOWN_RATE = 5.0
+_FLAGS = {
+    "kafka": BROKER,
+    "model": Flag(str, "Model of the worker and of the prompt.", default="demo-model"),
+    "block_size": Flag(int, "Tokens per page.", default=64),
+    **METRICS_PORT,
+}
+"""Of `PublisherSettings`."""
 
 
-@with_flags(engine.FLAGS, KAFKA, LOG_LINES)
+@with_flags(_FLAGS, KAFKA, LOG_LINES)
 def demo(
     port: Annotated[int, typer.Option(help="Port of the API.", envvar="KVSIGHT_PORT")] = 8000,
     requests: Annotated[
@@ -80,9 +87,9 @@ def demo(
         _print_prompt(flags["model"])
         return
     if worker is not None:
-        engine.run_engine(worker, capacity_tokens, rate, seed, flags)
+        _run_engine(worker, capacity_tokens, rate, seed, flags)
         return
-    require_serve("kvsight demo")
+    require("serve", "kvsight demo")
     from api.server import listen
     from api.settings import ApiSettings
 
@@ -103,6 +110,46 @@ def _print_prompt(model: str) -> None:
     typer.echo(msgspec.json.encode({"model_name": model, "token_ids": demo_prompt().tolist()}))
 
 
+def _run_engine(worker: str, capacity_tokens: int, rate: float, seed: int, flags: dict[str, Any]) -> None:
+    """Run one simulated worker that publishes to Kafka, until SIGINT or SIGTERM. Raises KvsightError."""
+    if flags["kafka"] is None:
+        raise UsageError("--engine needs --kafka HOST:PORT")
+    load_kernels = import_without_kernels("simulation", "publisher.ledger")
+    from publisher import PublisherSettings
+
+    settings = PublisherSettings.from_flags(worker=worker, **flags)
+    load_kernels()
+    asyncio.run(_serve_one(settings, capacity_tokens, rate, seed))
+
+
+async def _serve_one(settings: PublisherSettings, capacity: int, rate: float, seed: int) -> None:
+    from publisher import EventPublisher
+    from publisher.sinks.kafka import KafkaSink
+    from simulation import SimulatedWorker, SimulationSettings, create_cache
+    from simulation.workload import engine_requests
+
+    stop = stop_signals()
+    publisher = EventPublisher(settings, KafkaSink(settings))
+    cache = create_cache(SimulationSettings(capacity_tokens=capacity, page_size=settings.block_size))
+    worker = SimulatedWorker(publisher, cache)
+    await publisher.start()
+    if settings.metrics_port is not None:
+        from publisher.metrics import PublisherMetrics, serve_metrics
+
+        metrics = PublisherMetrics(lambda: [publisher])
+        serve_metrics(settings.metrics_port, metrics, lambda: publisher.stats().obstacle)
+    err.print(f"{settings.stream.key} serves {rate:g} requests per second; Ctrl-C stops")
+    for request in engine_requests(seed):
+        worker.serve(request)
+        try:
+            await asyncio.wait_for(stop.wait(), 1 / rate)
+        except TimeoutError:
+            continue
+        report = await publisher.aclose()
+        err.print(f"stopped; {report.unflushed_pages} pages were not delivered")
+        return
+
+
 def _fleet_settings(cache: str) -> SimulationSettings:
     from simulation import SimulationSettings
 
@@ -113,11 +160,11 @@ def _fleet_settings(cache: str) -> SimulationSettings:
 
 
 def _compare_policies(workload: Requests, settings: SimulationSettings) -> None:
-    from simulation import POLICIES, reports_table, simulate
+    from simulation import POLICIES, simulate
 
     with policy_progress() as progress:
         reports = simulate(workload, settings, list(POLICIES), progress)
-    out.print(reports_table(reports))
+    print_lines(report_lines(reports))
 
 
 async def _run_live(

@@ -14,11 +14,11 @@ from kv_events.runtime.variables import check_variables
 from kvsight.cli import bridge, demo, query, serve, simulate, top
 from kvsight.cli.app import App, print_versions
 from kvsight.cli.doctor.command import doctor
-from kvsight.cli.logs import audit, copies, explain, export, info, record, replay, tail
+from kvsight.cli.logs import audit, explain, files, record, replay, tail
 from kvsight.cli.shared.console import EXIT_USAGE
-from kvsight.cli.shared.log_lines import Level, configure_logs
+from kvsight.cli.shared.flags import Level, configure_logs
 from kvsight.cli.shared.process import compile_kernels
-from kvsight.extras import MissingExtraError, has_serve
+from kvsight.extras import MissingExtraError, missing
 
 app = App(
     name="kvsight",
@@ -48,10 +48,10 @@ app.command("audit")(audit.audit)
 app.command("simulate")(simulate.simulate)
 
 logs = App(no_args_is_help=True, help="Look into event logs, check, cut, merge and export them.")
-logs.command("info")(info.info)
-logs.command("slice")(copies.slice_log)
-logs.command("merge")(copies.merge)
-logs.command("export")(export.export)
+logs.command("info")(files.info)
+logs.command("slice")(files.slice_log)
+logs.command("merge")(files.merge)
+logs.command("export")(files.export)
 app.add_typer(logs, name="log")
 
 
@@ -59,7 +59,7 @@ app.add_typer(logs, name="log")
 def compile_all_kernels() -> None:
     """Compile all numba kernels into the cache. For container images."""
     of_logs = ("indexer.replay", "analysis.audit.audit", "analysis.explain.explanation")
-    compile_kernels("publisher.ledger", "bridge", *of_logs, *(["api.app"] if has_serve() else []))
+    compile_kernels("publisher.ledger", "bridge", *of_logs, *([] if missing("serve") else ["api.app"]))
 
 
 @app.callback(invoke_without_command=True)
@@ -83,26 +83,27 @@ def run() -> None:
     try:
         signal.signal(signal.SIGINT, _interrupt)
         app()
-    except KeyboardInterrupt:  # outside of a command, which handles its own
-        sys.exit(130)
-    except RuntimeError as error:
-        if not isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps one that hits the making of a class
+    except (KeyboardInterrupt, RuntimeError) as error:  # outside of a command, which handles its own
+        # Python wraps an interrupt that hits the making of a class
+        if not any(isinstance(each, KeyboardInterrupt) for each in (error, error.__cause__)):
             raise
         sys.exit(130)
     except MissingExtraError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(EXIT_USAGE)
+        _fail(str(error))
     except KvsightError as error:
-        sys.stderr.write(f"kvsight: {error}\n")
-        sys.exit(EXIT_USAGE)
+        _fail(f"kvsight: {error}")
     except BrokenPipeError:
         # the reader of stdout has closed it (`| head`): write nothing more, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         # for example a path in an option or a variable
         where = f"{error.filename}: " if error.filename is not None else ""
-        sys.stderr.write(f"kvsight: {where}{error.strerror or error}\n")
-        sys.exit(EXIT_USAGE)
+        _fail(f"kvsight: {where}{error.strerror or error}")
+
+
+def _fail(line: str) -> NoReturn:
+    sys.stderr.write(f"{line}\n")
+    sys.exit(EXIT_USAGE)
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +14,21 @@ from kv_events.hash_seed import SEED_VARIABLE, parse_seed, process_seed
 from kv_events.http.service import DEFAULT_URL
 from kv_events.limits import MAX_BLOCK_SIZE
 from kvsight.cli.shared.answers import Asked, answer_lines
-from kvsight.cli.shared.console import UsageError, out, print_result, read_json_object, waiting
+from kvsight.cli.shared.console import UsageError, out, print_result, waiting
 from kvsight.cli.shared.flags import ApiToken, AsJson, Url
-from kvsight.cli.shared.prompts import parse_tokens, read_text, read_tokens
+from kvsight.cli.shared.prompts import parse_tokens, read_json_object, read_tokens, text_of
 from kvsight.cli.shared.streams import rows_of
+from kvsight.cli.shared.tables import Column, table_lines
 
 _TIMEOUT_S = 30.0  # people wait longer than routers
+_TITLES = {
+    "local_hashes": "RFC #1527, local",
+    "seq_hashes": "RFC #1527, rolling",
+    "block_hashes": "Dynamo, local, signed",
+    "sglang": "SGLang",
+    "sglang_dynamo": 'SGLang, "format": "dynamo"',
+}
+"""JSON field -> standard. `seq_hashes` and `block_hashes` are also fields of POST /query_by_hash."""
 
 
 def query(
@@ -73,7 +83,7 @@ def query(
 
     with Client(url, token=api_token, timeout_s=_TIMEOUT_S) as client:
         answer = client.query_raw(body)
-        asked = Asked.of(decoded(body))
+        asked = Asked.of(body)
         streams = [] if as_json else rows_of(_workers(client, asked))
     print_result(answer, answer_lines(answer, asked, streams, out.width), as_json=as_json)
 
@@ -88,9 +98,6 @@ class _Prompt(msgspec.Struct):
 
 
 def _show_hashes(body: dict[str, Any], block_size: int, seed: str | None, is_eagle: bool, as_json: bool) -> None:
-    from kv_events.tokens import token_array
-    from kvsight.cli.hashes import hash_lines, hashes_of
-
     try:
         prompt = msgspec.json.decode(msgspec.json.encode(body), type=_Prompt)
     except msgspec.DecodeError as error:
@@ -98,15 +105,50 @@ def _show_hashes(body: dict[str, Any], block_size: int, seed: str | None, is_eag
     names = prompt.lora_name or None, prompt.cache_salt or None
     base = process_seed() if seed is None else parse_seed(seed, "--seed")
     with waiting("loading kernels"):
-        is_bigram = is_eagle or bool(prompt.is_eagle)
-        hashes = hashes_of(token_array(prompt.token_ids), block_size, base, *names, is_bigram=is_bigram)
-    print_result(hashes, hash_lines(hashes, out.width), as_json=as_json)
+        found = hashes_of(prompt.token_ids, block_size, base, *names, is_bigram=is_eagle or bool(prompt.is_eagle))
+    print_result(found, _hash_lines(found), as_json=as_json)
 
 
-def decoded(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a query that was accepted, as plain values."""
-    fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(body))
-    return fields
+def hashes_of(
+    prompt: Sequence[int], block_size: int, seed: int, lora: str | None, salt: str | None, *, is_bigram: bool = False
+) -> dict[str, Any]:
+    """The hashes of a prompt's full pages, by standard. SGLang's are those that 0.5.23 publishes, signed.
+
+    seed: the base seed, to which LoRA name and salt are added. lora: for SGLang, the `extra_key` of its pages.
+    """
+    from kv_events import hashing
+    from kv_events.tokens import token_array
+
+    tokens = token_array(prompt)
+    local = hashing.local_hashes(tokens, block_size, hashing.namespace_seed(lora, salt, base=seed), is_bigram=is_bigram)
+    chain = hashing.block_hash_chain(tokens, block_size, hashing.salted_prior_hash(salt), is_bigram=is_bigram)
+    of_sglang = hashing.hash_strs_to_int64(chain)
+    return {
+        "block_size": block_size,
+        "seed": seed,
+        "num_tokens": len(tokens),
+        "local_hashes": local.tolist(),
+        "seq_hashes": hashing.rolling_hashes(local, base=seed).tolist(),
+        "block_hashes": local.view("i8").tolist(),
+        "sglang": hashing.namespaced_block_hashes(of_sglang, lora, None).tolist(),
+        "sglang_dynamo": hashing.namespaced_block_hashes(of_sglang, lora, salt).tolist(),
+    }
+
+
+def _hash_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of a prompt's hashes, page by page."""
+    if not found["seq_hashes"]:
+        yield f"{found['num_tokens']} tokens: less than one page of {found['block_size']}"
+        return
+    rows = [(title, page, value) for field, title in _TITLES.items() for page, value in enumerate(found[field])]
+    columns = [
+        Column("standard", ["" if page else title for title, page, _ in rows]),
+        Column("page", [page for _, page, _ in rows]),
+        Column("decimal", [value for *_, value in rows]),
+        Column("hex", [f"{value % 2**64:016x}" for *_, value in rows]),
+    ]
+    yield f"{len(found['seq_hashes'])} pages of {found['block_size']} tokens, seed {found['seed']}"
+    yield from table_lines(columns, out.width)
 
 
 def _check_text(flag: str, text: str | None) -> None:
@@ -129,7 +171,7 @@ def _token_ids(model: str | None, tokens: str | None, text: str | None, tokenize
     if model is None or text is None or tokenize_url is None:
         raise UsageError("--model needs --tokens, or --text with --tokenize-url")
     with EngineClient(tokenize_url, field="tokenize_url") as engine:
-        return engine.tokenize(model, read_text(Path(text[1:])) if text.startswith("@") else text)
+        return engine.tokenize(model, text_of(text))
 
 
 def _workers(client: Any, asked: Asked) -> list[Any]:

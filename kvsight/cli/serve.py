@@ -11,7 +11,7 @@ from kv_events.runtime.variables import variable
 from kvsight.cli.shared.console import at_most_one, err
 from kvsight.cli.shared.flags import AWAY, BROKER, HTTP, KAFKA, LOG_LINES, REDIS, Flag, with_flags
 from kvsight.cli.shared.process import allow_open_files, compile_kernels, keep_freed_memory, report_compilation
-from kvsight.extras import require_serve
+from kvsight.extras import require
 
 if TYPE_CHECKING:
     from api.service import LiveService
@@ -67,7 +67,7 @@ def serve(*, flags: dict[str, Any]) -> None:
     """
     at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"]})
     at_most_one({"--redis": flags["redis"], "--snapshot-dir": flags["snapshot_dir"]})
-    require_serve("kvsight serve")
+    require("serve", "kvsight serve")
     from api.settings import ApiSettings, RegistrationSettings
     from bridge.settings import BridgeSettings
     from indexer.settings import IndexerSettings

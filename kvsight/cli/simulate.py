@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsight.cli.shared.console import at_most_one, out, print_json, progress_bar
-from kvsight.cli.shared.flags import KAFKA, with_flags
-from kvsight.cli.shared.html import HtmlReport, check_html, write_html
+from kvsight.cli.shared.console import HtmlReport, at_most_one, check_html, out, print_result, progress_bar, write_html
+from kvsight.cli.shared.flags import KAFKA, AsJson, with_flags
 from kvsight.cli.shared.process import import_without_kernels, run_until_interrupted
+from kvsight.cli.shared.tables import Column, table_lines
 
 if TYPE_CHECKING:
-    from simulation import Requests
+    from simulation import PolicyReport, Requests
 
 _NUM_REQUESTS = 2000
 
@@ -40,7 +40,7 @@ def simulate(
     kafka: Annotated[str | None, typer.Option(help="Send events through Kafka: HOST:PORT.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write the events to PATH/POLICY.")] = None,
     html: HtmlReport = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     flags: dict[str, Any],
 ) -> None:
     """Compare routing policies on a fleet of simulated workers.
@@ -65,7 +65,7 @@ def simulate(
     if broker is not None:
         run_until_interrupted(KafkaConnection(broker).check)  # before a minute of compiling
     load_kernels = import_without_kernels("simulation", "publisher.ledger")
-    from simulation import POLICIES, SimulationSettings, create_policy, reports_table
+    from simulation import POLICIES, SimulationSettings, create_policy
     from simulation import simulate as run
 
     settings = SimulationSettings(
@@ -92,10 +92,7 @@ def simulate(
 
         source = f"{trace}" if trace is not None else f"a generated workload, seed {seed}"
         write_html(html, lambda path: write_simulation_page(path, reports, settings, source))
-    if as_json:
-        print_json([report.to_dict() for report in reports])
-    else:
-        out.print(reports_table(reports))
+    print_result([report.to_dict() for report in reports], report_lines(reports), as_json=as_json)
 
 
 def load_requests(trace: Path | None, num_requests: int, seed: int) -> Requests:
@@ -105,6 +102,26 @@ def load_requests(trace: Path | None, num_requests: int, seed: int) -> Requests:
     if trace is not None:
         return MooncakeTrace(trace)
     return generate(WorkloadSettings(num_requests=num_requests, seed=seed))
+
+
+def report_lines(reports: Sequence[PolicyReport]) -> Iterator[str]:
+    """Yield a table with a row for each policy. Wrong pages include wrong answers about groups."""
+    requests = [[load.requests for load in report.workers] for report in reports]
+    computed = [[load.computed_tokens / 1e6 for load in report.workers] for report in reports]
+    columns = [
+        Column("\npolicy", [report.policy for report in reports]),
+        Column("tokens\nin cache", [f"{report.found_share:.1%}" for report in reports], is_number=True),
+        Column("requests/worker\nmin/mean/max", [_spread(each, ".0f") for each in requests], is_number=True),
+        Column("Mtokens computed\nmin/mean/max", [_spread(each, ".1f") for each in computed], is_number=True),
+        Column("queries\nasked", [report.queries for report in reports]),
+        Column("wrong\npages", [report.divergent_pages + report.divergent_answers for report in reports]),
+        Column("run\ntime", [f"{report.seconds:.1f} s" for report in reports], is_number=True),
+    ]
+    return table_lines(columns, out.width)
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    return "/".join(format(value, form) for value in (min(values), sum(values) / len(values), max(values)))
 
 
 @contextmanager

@@ -7,21 +7,23 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
+from functools import partial
 from http import HTTPStatus
 from itertools import islice
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import typer
 
 from kv_events.http.service import DEFAULT_URL
+from kv_events.runtime.words import count, duration, printable
 from kvsight.cli.shared.console import UsageError, at_most_one, err, out, print_lines, print_result
 from kvsight.cli.shared.flags import ApiToken, AsJson, Url
-from kvsight.cli.shared.streams import MEDIA, namespace_text, rows_of, streams_lines
-from kvsight.cli.shared.tables import Column, count, duration, printable, table_lines
+from kvsight.cli.shared.streams import MEDIA, media_held, namespace_text, rows_of, streams_lines
+from kvsight.cli.shared.tables import Column, table_lines
 from kvsight.errors import KvsightConnectionError, KvsightHttpError
 
 if TYPE_CHECKING:
@@ -72,76 +74,54 @@ def top(
 
     Example: kvsight top
     """
+    from kvsight.base_client import RetryPolicy
     from kvsight.client import Client
-    from kvsight.retrying import RetryPolicy
 
     if not ranks and (flag := at_most_one({"--model": model, "--tenant": tenant})):
         raise UsageError(f"{flag} needs --ranks")
     with Client(url, token=api_token, timeout_s=_TIMEOUT_S, retry=RetryPolicy(attempts=1)) as client:
-        table: _Table = _Ranks(client, contains, model, tenant) if ranks else _Workers(client, contains)
+        table = _ranks_table(client, contains, model, tenant) if ranks else _fleet_table(client, contains)
         if once:
             found = table.read()
-            print_result(found, (line.text for line in table.lines(found, out.width)), as_json=as_json)
+            print_result(found, (line.text for line in table.lines(found, out.width, None)), as_json=as_json)
             return
-        try:
-            with _keys() as wants_end, _screen(table, as_json) as show:
-                _watch(table, show, lambda: wants_end(interval))
-        except KeyboardInterrupt:
-            return
+        is_screen = out.is_terminal and not as_json and not out.is_dumb_terminal
+        screen = _screen(table) if is_screen else nullcontext(_printer(table, as_json))
+        with suppress(KeyboardInterrupt), _keys() as wants_end, screen as show:
+            _watch(table, show, lambda: wants_end(interval))
 
 
-class _Table(Protocol):
+class _Table(NamedTuple):
     """A table of the workers that a service knows."""
 
-    def read(self) -> Any:
-        """Return an answer of the service. Raises KvsightError."""
+    read: Callable[[], Any]
+    """Returns an answer of the service. Raises KvsightError."""
+    lines: Callable[[Any, int, int | None], Iterator[Line]]
+    """Yields the lines for an answer, given width and height of the terminal; height None: all lines."""
 
-    def lines(self, found: Any, width: int, height: int | None = None) -> Iterator[Line]:
-        """Yield the lines for an answer. width, height: of the terminal; None: all lines."""
+
+_Show: TypeAlias = Callable[[Any, str], None]
+"""Shows the newest answer, or None before the first one, and why there is no newer one; empty if there is."""
 
 
-class _Workers(NamedTuple):
+def _fleet_table(client: Client, contains: str) -> _Table:
     """A row for each worker."""
-
-    client: Client
-    contains: str
-
-    def read(self) -> Fleet:
-        return self.client.fleet(self.contains, limit=_MOST_WORKERS)
-
-    def lines(self, found: Fleet, width: int, height: int | None = None) -> Iterator[Line]:
-        return fleet_lines(found, width, height)
+    return _Table(lambda: client.fleet(contains, limit=_MOST_WORKERS), _fleet_lines)
 
 
-class _Ranks(NamedTuple):
+def _ranks_table(client: Client, contains: str, model: str | None, tenant: str | None) -> _Table:
     """A row for each rank."""
 
-    client: Client
-    contains: str
-    model: str | None
-    tenant: str | None
-
-    def read(self) -> list[Worker]:
-        found = self.client.workers(self.model, self.tenant)
-        return [worker for worker in found if self.contains in worker.instance_id]
-
-    def lines(self, found: list[Worker], width: int, height: int | None = None) -> Iterator[Line]:
+    def lines(found: list[Worker], width: int, height: int | None) -> Iterator[Line]:
         rows = rows_of(found)
-        of_model = f" for {namespace_text(self.model, self.tenant or 'default', 0)}" if self.model else ""
+        of_model = f" for {namespace_text(model, tenant or 'default', 0)}" if model else ""
         texts = streams_lines(rows, width) if rows else [f"no worker is known{of_model}"]
-        yield from (Line(text) for text in islice(texts, height))
+        return (Line(text) for text in islice(texts, height))
+
+    return _Table(lambda: [each for each in client.workers(model, tenant) if contains in each.instance_id], lines)
 
 
-class Shown(NamedTuple):
-    """What is known at one moment."""
-
-    found: Any
-    """The newest answer. None: there was none yet."""
-    outage: str
-    """Why there is no newer one; empty if there is."""
-
-
-def _watch(table: _Table, show: Callable[[Shown], None], pauses_and_ends: Callable[[], bool]) -> None:
+def _watch(table: _Table, show: _Show, pauses_and_ends: Callable[[], bool]) -> None:
     """Show the workers until the user ends it. An outage of the service is shown and waited out."""
     found, since = None, 0.0
     while True:
@@ -152,55 +132,51 @@ def _watch(table: _Table, show: Callable[[Shown], None], pauses_and_ends: Callab
                 raise
             since = since or time.time()
             outage = f"no answer since {_clock(since)}: {error}; trying again"
-        show(Shown(found, outage))
+        show(found, outage)
         if pauses_and_ends():
             return
 
 
 @contextmanager
-def _screen(table: _Table, as_json: bool) -> Iterator[Callable[[Shown], None]]:
-    """Yield what shows an answer: a screen that is refreshed in place on a terminal, otherwise lines after lines."""
-    if as_json or not out.is_terminal or out.is_dumb_terminal:
-        yield _Printer(table, as_json).show
-        return
+def _screen(table: _Table) -> Iterator[_Show]:
+    """Yield what shows an answer on a screen that is refreshed in place."""
     from rich.live import Live
     from rich.text import Text
 
-    def show(shown: Shown) -> None:
-        lines = [Line(part, "bold red") for part in wrap(printable(shown.outage), out.width)]
-        if shown.found is not None:
-            lines += table.lines(shown.found, out.width, out.height - len(lines))
+    def show(found: Any, outage: str) -> None:
+        lines = [Line(part, "bold red") for part in wrap(printable(outage), out.width)]
+        if found is not None:
+            lines += table.lines(found, out.width, out.height - len(lines))
         live.update(Text("\n", no_wrap=True).join(Text(line.text, line.style) for line in lines), refresh=True)
 
     with Live(console=out, screen=True, auto_refresh=False) as live:
         yield show
 
 
-class _Printer:
-    """Prints one table, or one line of JSON, after another. An outage is reported once on stderr."""
+def _printer(table: _Table, as_json: bool) -> _Show:
+    """Return what prints one table, or one line of JSON, after another. An outage is reported once on stderr."""
+    reported = False
 
-    def __init__(self, table: _Table, as_json: bool) -> None:
-        self._table = table
-        self._as_json = as_json
-        self._is_away = False
-
-    def show(self, shown: Shown) -> None:
-        was_away, self._is_away = self._is_away, bool(shown.outage)
-        if shown.outage and not was_away:
-            err.print(shown.outage, markup=False)
-        if shown.outage or shown.found is None:
+    def show(found: Any, outage: str) -> None:
+        nonlocal reported
+        if outage and not reported:
+            err.print(outage, markup=False)
+        reported = bool(outage)
+        if outage:
             return
-        if self._as_json:
-            print_lines([msgspec.json.encode(shown.found).decode()])
+        if as_json:
+            print_lines([msgspec.json.encode(found).decode()])
         else:
-            print_lines([*(line.text for line in self._table.lines(shown.found, out.width)), ""])
+            print_lines([*(line.text for line in table.lines(found, out.width, None)), ""])
+
+    return show
 
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
     """Yield what waits for some seconds and returns whether the user has pressed `q`. Keys are not echoed."""
     if not (sys.stdin.isatty() and out.is_terminal):
-        yield _pause
+        yield partial(_is_q_pressed, [])
         return
     import termios
     import tty
@@ -209,23 +185,18 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
     try:
-        yield lambda seconds: _is_q_pressed(descriptor, seconds)
+        yield partial(_is_q_pressed, [descriptor])
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def _pause(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
-
-
-def _is_q_pressed(descriptor: int, seconds: float) -> bool:
+def _is_q_pressed(keyboard: list[int], seconds: float) -> bool:
     """Wait for a key. Other keys refresh the screen at once. A terminal that has gone away ends the command."""
-    readable, _, _ = select.select([descriptor], [], [], seconds)
-    return bool(readable) and os.read(descriptor, 64)[:1] in (b"q", b"Q", b"")
+    readable, _, _ = select.select(keyboard, [], [], seconds)
+    return bool(readable) and os.read(readable[0], 64)[:1] in (b"q", b"Q", b"")
 
 
-def fleet_lines(fleet: Fleet, width: int, height: int | None = None) -> Iterator[Line]:
+def _fleet_lines(fleet: Fleet, width: int, height: int | None) -> Iterator[Line]:
     """Yield the verdict, sums and a table of workers. width, height: of the terminal; None: all workers."""
     head = [Line(part, _LEVELS.get(fleet.level, "")) for part in wrap(_verdict(fleet.verdict), width)]
     head += [Line(part) for part in wrap(_sums(fleet), width)]
@@ -269,7 +240,7 @@ def _columns(workers: Sequence[FleetWorker], fleet: Fleet) -> Iterator[Column]:
         yield Column("model", [each.model for each in workers], rank=5)
     yield Column("state", [each.state for each in workers])
     yield Column("last heard", [f"{duration(round(each.age_s * 1000))} ago" for each in workers], True, rank=3)
-    for medium in _media(fleet.workers):
+    for medium in media_held(each.pages for each in fleet.workers) or ["GPU"]:
         cells = [f"{each.pages.get(medium, 0):,}" for each in workers]
         yield Column(f"{MEDIA[medium]} pages", cells, is_number=True, rank=2)
     yield Column("stored/s", [f"{_now(each.stored):,.0f}" for each in workers], is_number=True, rank=1)
@@ -280,11 +251,6 @@ def _columns(workers: Sequence[FleetWorker], fleet: Fleet) -> Iterator[Column]:
         yield Column(title, [_curve(each.stored) for each in workers], rank=8)
     if any(each.reason for each in workers):
         yield Column("reason", [each.reason for each in workers], rank=4)
-
-
-def _media(workers: Sequence[FleetWorker]) -> list[str]:
-    """The media on which any of the workers holds pages, fastest first."""
-    return [medium for medium in MEDIA if any(worker.pages.get(medium) for worker in workers)] or ["GPU"]
 
 
 def _now(rates: Sequence[float]) -> float:

@@ -17,8 +17,8 @@ from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotDamagedError
 from indexer.snapshots.image import take, unpack
 from kv_events.errors import InvalidValueError
+from kv_events.runtime.words import printable
 from kv_events.streams import StreamId
-from kvsight.cli.shared.tables import printable
 from publisher import PublisherSettings
 from tests.rigs.api import asking
 from tests.support.log.hand_fed import HandFed

@@ -11,7 +11,7 @@ from kv_events.http.events import EVENT_NAMES, BatchApplied, ClientDropped, Feed
 from kvsight import KvsightHttpError, Prompt, calls
 from kvsight.calls import Call
 from kvsight.errors import UnexpectedAnswerError
-from kvsight.feed import FeedReader
+from kvsight.event_stream import EventReader
 
 _HELD = {
     "longest_matched": 16, "gpu": 4, "dp": {"0": 4, "1": 0}, "matched_dp": {"0": 4, "1": 16}, "cpu": 16, "disk": 16,
@@ -77,7 +77,7 @@ def run_feed(data: bytes) -> None:
 
 
 def _events(received: list[bytes]) -> list[FeedEvent]:
-    reader = FeedReader("http://t/events")
+    reader = EventReader("http://t/events")
     events: list[FeedEvent] = []
     with contextlib.suppress(UnexpectedAnswerError):
         for part in received:

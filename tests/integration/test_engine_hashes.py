@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kv_events.tokens import token_array
-from kvsight.cli.hashes import hashes_of
+from kvsight.cli.query import hashes_of
 from tests.support.engines.released_modules import forget_engine_modules, sglang_recorder
 
 TOKENS = list(range(1, 13))
@@ -54,4 +53,4 @@ def test_the_command_prints_what_sglang_publishes(
     key = Key(token_ids=TOKENS, extra_key=extra_key, cache_salt=salt, is_bigram=False)
     events.record_store(SimpleNamespace(key=key, parent=root, hash_value=None, event_hash_value=None))
     published = [name for event in events.take() for name in event.block_hashes]
-    assert getattr(hashes_of(token_array(TOKENS), 4, 1337, extra_key, salt), form) == published
+    assert hashes_of(TOKENS, 4, 1337, extra_key, salt)[form] == published

@@ -25,7 +25,7 @@ from bridge.plugins import EnginePublisher
 from kv_events.errors import InvalidValueError
 from kv_events.log.event_log import EventLogReader
 from kv_events.streams import StreamId
-from kvsight.engine_factories import (
+from kvsight.plugins import (
     SGLANG_MODULE,
     VLLM_MODULE,
     EngineFactoryError,
@@ -291,9 +291,7 @@ def test_the_factories_of_released_engines_are_as_kvsight_knows_them(engine: tup
     factory = publisher_factory(VLLM_MODULE if kind == "vllm" else SGLANG_MODULE)
     assert factory is module.EventPublisherFactory
     set_publisher(factory, "tried", print, replace=False)
-    assert factory._registry["tried"] is print, (
-        "vLLM or SGLang changed EventPublisherFactory: see kvsight.engine_factories"
-    )
+    assert factory._registry["tried"] is print, "vLLM or SGLang changed EventPublisherFactory: see kvsight.plugins"
 
 
 def test_a_factory_that_changed_is_named() -> None:

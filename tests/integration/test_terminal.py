@@ -226,7 +226,7 @@ def test_a_simulation_explains_its_columns(screen: Callable[..., Shown]) -> None
     shown = screen("simulate", "--requests", 30, "--workers", 10, "--policy", "kv-aware")
     assert shown.code == 0
     titles = " ".join(shown.output.split())
-    for words in ("requests a worker", "Mtokens computed", "min / mean / max", "wrong", "pages"):
+    for words in ("requests/worker", "Mtokens computed", "min/mean/max", "wrong", "pages"):
         assert words in titles
     assert max(map(len, shown.output.splitlines())) <= COLUMNS
 

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kv_events.errors import KvsightError
+from kv_events.runtime.words import printable
 from kvsight.cli.shared.console import UsageError
-from kvsight.cli.shared.tables import printable
 
 _STATE_WIDTH, _NAME_WIDTH = 9, 12
 

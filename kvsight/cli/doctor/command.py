@@ -10,11 +10,10 @@ import typer
 
 from kv_events.http.service import DEFAULT_URL
 from kvsight.cli.doctor.checks import Check, CheckResult, examine
-from kvsight.cli.doctor.topics import create_topics
 from kvsight.cli.shared.console import UsageError, print_json, print_lines, waiting
 from kvsight.cli.shared.flags import BROKER, KAFKA, REDIS, ApiToken, AsJson, Flag, Url, with_flags
-from kvsight.cli.shared.prompts import parse_tokens, read_text
-from kvsight.extras import require_serve
+from kvsight.cli.shared.prompts import parse_tokens, text_of
+from kvsight.extras import require
 
 if TYPE_CHECKING:
     from kvsight.cli.doctor.probe import PromptTrace
@@ -69,11 +68,11 @@ def doctor(
     if prompt is not None and engine is None:
         raise UsageError("--prompt needs --engine")
     if flags["redis"] is not None:
-        require_serve("kvsight doctor --redis")
+        require("serve", "kvsight doctor --redis")
     from indexer.settings import IndexerSettings
     from kv_events.runtime.settings import read_secret
     from kvsight.cli.doctor.probe import PromptTrace
-    from kvsight.cli.doctor.servers import Servers
+    from kvsight.cli.doctor.servers import Servers, create_topics
     from kvsight.cli.shared.engine_client import EngineClient
     from kvsight.client import Client
 
@@ -129,7 +128,7 @@ def _prompt(typed: str | None) -> list[int] | str | None:
     """Token ids, if the text consists of numbers. Raises UsageError, OSError."""
     if typed is None:
         return None
-    text = read_text(Path(typed[1:])) if typed.startswith("@") else typed
+    text = text_of(typed)
     if not text.strip():
         raise UsageError("--prompt is empty")
     is_numbers = all(word.isdecimal() for word in text.replace(",", " ").split())

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kv_events.hash_seed import SEED, SEED_VARIABLE, process_seed
+from kv_events.runtime.words import count, duration, names
 from kv_events.streams import split_group
 from kvsight.cli.doctor.arrivals import Arrival, listen
 from kvsight.cli.doctor.checks import BrokenError, SkippedError
-from kvsight.cli.doctor.clocks import judge_clocks, seconds_ahead
 from kvsight.cli.doctor.servers import Servers
 from kvsight.cli.shared.console import UsageError
-from kvsight.cli.shared.engine_client import EngineClient
+from kvsight.cli.shared.engine_client import ClockReading, EngineClient
 from kvsight.cli.shared.process import run_until_interrupted
-from kvsight.cli.shared.tables import count, duration, names
 from kvsight.errors import KvsightHttpError
 
 if TYPE_CHECKING:
@@ -30,6 +29,9 @@ _LARGEST_USUAL_PAGE = 64
 _PLAIN_TOKENS = range(100, 20_000)
 """Token ids that are ordinary text in every usual vocabulary."""
 _POLL_S = 0.05
+_MAX_CLOCK_SKEW_S = 2.0
+_DATE_ERROR_S = 0.5
+"""Half of the resolution of an HTTP date."""
 _ENGINE_BINDS = "set the engine's `endpoint` to tcp://*:PORT (with an address for * it connects, and nobody answers)"
 _WRONG_PAGES = "block size "
 """Beginning of what is wrong with an engine that is registered with another block size."""
@@ -88,7 +90,7 @@ class PromptTrace:
 
     def clocks(self) -> str:
         """Compare all clocks that can be read with this machine's."""
-        return judge_clocks(dict(self._clocks()))
+        return _judge_clocks(dict(self._clocks()))
 
     # --- the pages of the prompt ------------------------------------------------------------------------------------
 
@@ -268,9 +270,9 @@ class PromptTrace:
         """Yield how far each clock is ahead, in seconds, by the least that is certain."""
         if self.servers.redis_clock is not None:
             yield "Redis", self.servers.redis_clock.theirs - self.servers.redis_clock.ours
-        yield "the service", seconds_ahead(self.servers.service_clock())
+        yield "the service", _seconds_ahead(self.servers.service_clock())
         if self.engine is not None:
-            yield "the engine", seconds_ahead(self.engine.date)
+            yield "the engine", _seconds_ahead(self.engine.date)
         ours = list(filter(self._is_ours, self.arrivals))
         for worker in sorted({arrival.worker for arrival in ours}):
             yield f"publisher {worker}", max(arrival.ahead_s for arrival in ours if arrival.worker == worker)
@@ -330,3 +332,33 @@ def _state(name: str, listener: Listener) -> str:
 
 def _either(sizes: Sequence[int]) -> str:
     return f"{' or '.join(map(str, sizes))} tokens" if sizes else "no size"
+
+
+def _judge_clocks(clocks: Mapping[str, float | None]) -> str:
+    """Return what to print if the clocks agree. clocks: name -> seconds ahead; None: it cannot be read.
+
+    Raises BrokenError if one is wrong, which may be this machine's, and SkippedError if none can be read.
+    """
+    ahead = {name: seconds for name, seconds in clocks.items() if seconds is not None}
+    if not ahead:
+        raise SkippedError("no other clock can be read")
+    wrong = {name: seconds for name, seconds in ahead.items() if abs(seconds) > _MAX_CLOCK_SKEW_S}
+    remedy = "synchronise the clocks of all machines, for example with chrony: ages and recordings depend on them"
+    if len(wrong) > 1 and len(wrong) == len(ahead) and len({seconds > 0 for seconds in wrong.values()}) == 1:
+        seconds = -min(wrong.values(), key=abs)
+        raise BrokenError(f"this machine's clock is {_offset(seconds)}, compared with {', '.join(wrong)}", remedy)
+    for name, seconds in wrong.items():
+        raise BrokenError(f"the clock of {name} is {_offset(seconds)}", remedy)
+    return f"{', '.join(ahead)} and this machine differ by less than {_MAX_CLOCK_SKEW_S:g} s"
+
+
+def _seconds_ahead(clock: ClockReading | None) -> float | None:
+    """The least by which the clock of an HTTP server is certainly ahead, or behind: its date has whole seconds."""
+    if clock is None:
+        return None
+    ahead_s = clock.theirs + _DATE_ERROR_S - clock.ours
+    return max(0.0, ahead_s - _DATE_ERROR_S) + min(0.0, ahead_s + _DATE_ERROR_S)
+
+
+def _offset(seconds: float) -> str:
+    return f"{abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import httpx
 
+from kv_events.runtime.words import count
 from kvsight.calls import Call
 from kvsight.cli.doctor.checks import BrokenError, SkippedError
+from kvsight.cli.shared.console import err, print_lines
 from kvsight.cli.shared.engine_client import ClockReading, read_date
 from kvsight.cli.shared.process import run_until_interrupted
-from kvsight.cli.shared.tables import count
 from kvsight.errors import KvsightHttpError
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class Servers:
 
     def topics(self) -> str:
         """Compare the topics with the settings."""
-        from kv_events.kafka.topics import counted, mismatches
+        from kv_events.kafka.topics import mismatches
 
         self._require_kafka()
         names = (self.settings.events_topic, self.settings.control_topic)
@@ -58,7 +60,7 @@ class Servers:
             for mismatch in mismatches(topic, self.settings):
                 fault, _, remedy = mismatch.rpartition("; ")
                 raise BrokenError(f"{topic.name}: {fault}", remedy)
-        return ", ".join(f"{name} with {counted(self._topics[name].num_partitions, 'partition')}" for name in names)
+        return ", ".join(f"{name} with {count(self._topics[name].num_partitions, 'partition')}" for name in names)
 
     def retention(self) -> str:
         """Compare the time for which records are kept with the time between snapshots."""
@@ -129,3 +131,42 @@ def _remedy_if_not_ready(detail: str) -> str:
     if detail.startswith("catching up"):
         return "wait, and run this command again; if the number does not fall, the service has too little CPU"
     return "see `/ready` answers 503 in docs/troubleshooting.md"
+
+
+# --- --create-topics ------------------------------------------------------------------------------------------------
+
+
+def create_topics(settings: IndexerSettings) -> None:
+    """Create the topics that do not exist, and print all. Differences from the settings are reported on stderr."""
+    from kv_events.kafka.connection import KafkaConnection
+    from kv_events.kafka.topics import inspect_topics, topic_names
+
+    names = topic_names(settings)
+    topics = run_until_interrupted(
+        partial(inspect_topics, KafkaConnection(settings), settings, create=True, names=names)
+    )
+    for topic in topics.found.values():
+        print_lines([f"{'created' if topic.name in topics.created else 'exists'}: {_described(topic)}"])
+        for problem in _problems(topic, settings):
+            err.print(f"warning: {topic.name}: {problem}", markup=False)
+
+
+def _problems(topic: Topic, settings: IndexerSettings) -> list[str]:
+    from kv_events.kafka.topics import mismatches, retention_mismatches
+
+    is_of_events = topic.name == settings.events_topic
+    return mismatches(topic, settings) + (
+        retention_mismatches(topic, settings.snapshot_interval_s) if is_of_events else []
+    )
+
+
+def _described(topic: Topic) -> str:
+    facts = [count(topic.num_partitions, "partition"), count(topic.num_replicas, "replica")]
+    retention_ms = topic.configs.get("retention.ms")
+    if retention_ms is None:
+        facts.append("its settings may not be read")
+    else:
+        facts.append(
+            "kept without limit" if retention_ms == "-1" else f"kept for {timedelta(milliseconds=int(retention_ms))}"
+        )
+    return f"{topic.name}: {', '.join(facts)}"

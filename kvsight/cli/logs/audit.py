@@ -13,14 +13,13 @@ import msgspec
 import typer
 
 from kv_events.log.format import list_segments
-from kvsight.cli.logs.moments import local_time
+from kv_events.runtime.words import count, duration, local_time, natural_order, printable
 from kvsight.cli.logs.reading import LogFolder, LogInput
-from kvsight.cli.shared.console import out, print_result, progress_bar
+from kvsight.cli.shared.console import HtmlReport, check_html, out, print_result, progress_bar, write_html
 from kvsight.cli.shared.flags import AsJson
-from kvsight.cli.shared.html import HtmlReport, check_html, write_html
 from kvsight.cli.shared.process import compile_kernels
-from kvsight.cli.shared.tables import Column, count, duration, natural_order, printable, table_lines
-from kvsight.extras import require_serve
+from kvsight.cli.shared.tables import Column, table_lines
+from kvsight.extras import require
 
 if TYPE_CHECKING:
     from analysis.audit.report import AuditReport, Example, Funnel, Loss
@@ -47,7 +46,7 @@ def audit(
 
     The exit code is 1 if parts of the log cannot be read. The rest of it is audited.
     """
-    require_serve("kvsight audit")
+    require("serve", "kvsight audit")
     check_html(html, "kvsight audit --html")
     source = LogInput(log)
     source.find_torn_tail()
@@ -120,15 +119,15 @@ def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
     yield f"streams{_of(len(shown), len(worst))}, the worst first"
     columns = [
         Column("stream", [each.stream for each in shown]),
-        Column("batches", [str(each.batches) for each in shown], is_number=True, rank=3),
-        Column("epochs", [str(each.epochs) for each in shown], is_number=True, rank=2),
-        Column("gaps", [str(each.gaps) for each in shown], is_number=True),
-        Column("missing", [str(each.missing_batches) for each in shown], is_number=True, rank=2),
-        Column("wrong digests", [str(each.digest_mismatches) for each in shown], is_number=True),
+        Column("batches", [each.batches for each in shown], rank=3),
+        Column("epochs", [each.epochs for each in shown], rank=2),
+        Column("gaps", [each.gaps for each in shown]),
+        Column("missing", [each.missing_batches for each in shown], rank=2),
+        Column("wrong digests", [each.digest_mismatches for each in shown]),
         Column("first bad record", [_index(each.first_bad_batch) for each in shown], is_number=True, rank=1),
-        Column("resyncs", [str(each.resyncs) for each in shown], is_number=True, rank=2),
+        Column("resyncs", [each.resyncs for each in shown], rank=2),
         Column("not live", [duration(int(each.not_live_s * 1000)) for each in shown], is_number=True, rank=1),
-        Column("pages held", [str(each.pages_held) for each in shown], is_number=True, rank=4),
+        Column("pages held", [each.pages_held for each in shown], rank=4),
     ]
     yield from table_lines(columns, width)
 
@@ -162,8 +161,8 @@ def _resync_lines(report: AuditReport, width: int) -> Iterator[str]:
     columns = [
         Column("stream", [each.stream for each in shown]),
         Column("reason", [each.reason for each in shown], rank=1),
-        Column("pages", [str(each.pages) for each in shown], is_number=True),
-        Column("bytes", [str(each.bytes) for each in shown], is_number=True, rank=2),
+        Column("pages", [each.pages for each in shown]),
+        Column("bytes", [each.bytes for each in shown], rank=2),
         Column("took", [duration(int(each.seconds * 1000)) for each in shown], is_number=True, rank=1),
         Column("time", [local_time(each.time) for each in shown], rank=3),
         Column("end", ["complete" if each.is_complete else "cut off" for each in shown], rank=1),
@@ -211,7 +210,7 @@ def _loss_lines(title: str, losses: list[Loss], width: int) -> Iterator[str]:
             Column("cause", [each.cause for each in losses]),
             Column("tokens", [f"{each.tokens:,}" for each in losses], is_number=True),
             Column("share", [f"{each.share:.1%}" for each in losses], is_number=True),
-            Column("requests", [str(each.requests) for each in losses], is_number=True, rank=1),
+            Column("requests", [each.requests for each in losses], rank=1),
         ]
         yield from table_lines(columns, width)
 

@@ -10,15 +10,15 @@ import msgspec
 import typer
 
 from kv_events.log.moments import LogExtent, LogMoment
-from kvsight.cli.logs.moments import extent_text, local_time, moment_fault, parse_moment
-from kvsight.cli.logs.reading import LogSource, open_source
-from kvsight.cli.shared.console import UsageError, err, out, print_result, read_json_object
+from kv_events.runtime.words import count, local_time, names, natural_order, printable
+from kvsight.cli.logs.reading import LogSource, extent_text, moment_fault, open_source
+from kvsight.cli.shared.console import UsageError, err, out, print_result
 from kvsight.cli.shared.flags import KAFKA, AsJson, with_flags
 from kvsight.cli.shared.process import compile_kernels
-from kvsight.cli.shared.prompts import decode_query
+from kvsight.cli.shared.prompts import decode_query, read_json_object
 from kvsight.cli.shared.streams import namespace_text
-from kvsight.cli.shared.tables import Column, count, names, natural_order, printable, table_lines
-from kvsight.extras import require_serve
+from kvsight.cli.shared.tables import Column, table_lines
+from kvsight.extras import require
 
 if TYPE_CHECKING:
     from analysis.explain.asked_prompt import AskedPrompt
@@ -45,8 +45,8 @@ def explain(
 
     Example: kvsight explain run.log --prompt prompt.json --worker engine-0 --at 2026-01-31T12:03:00Z
     """
-    require_serve("kvsight explain")
-    moment = parse_moment(at)
+    require("serve", "kvsight explain")
+    moment = LogMoment.parse(at, "--at")
     body = read_json_object(prompt)
     source = open_source(log, kafka, flags, moment)
     compile_kernels("analysis.explain.explanation", "api.queries.parsing")
@@ -107,13 +107,13 @@ def _columns(workers: Sequence[WorkerExplanation]) -> Iterator[Column]:
     main = [worker.findings[0] for worker in workers]
     yield Column("worker", [worker.instance_id for worker in workers])
     if any(worker.dp_rank for worker in workers):
-        yield Column("rank", [str(worker.dp_rank) for worker in workers], is_number=True)
+        yield Column("rank", [worker.dp_rank for worker in workers])
     held = [f"{worker.held['external']}/{worker.num_pages}" for worker in workers]
     yield Column("pages", held, is_number=True)
     if any(worker.cause in ("group", "last_token") for worker in workers):
-        yield Column("reusable", [str(worker.reusable["external"]) for worker in workers], is_number=True)
+        yield Column("reusable", [worker.reusable["external"] for worker in workers])
     if any(worker.held["gpu"] != worker.held["external"] for worker in workers):
-        yield Column("gpu", [str(worker.held["gpu"]) for worker in workers], is_number=True, rank=2)
+        yield Column("gpu", [worker.held["gpu"] for worker in workers], rank=2)
     yield Column("state", [worker.state or "" for worker in workers], rank=3)
     yield Column("cause", [worker.cause.replace("_", " ") for worker in workers])
     yield Column("page", ["" if each.page is None else str(each.page) for each in main], is_number=True)

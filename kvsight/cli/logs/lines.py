@@ -12,15 +12,15 @@ from msgspec.structs import replace
 from kv_events.errors import RecordRejectedError
 from kv_events.http.events import ClientDropped, FeedEvent, StateChanged
 from kv_events.records import Channel
-from kvsight.cli.logs.moments import local_time
+from kv_events.runtime.words import local_time, printable
 from kvsight.cli.shared.streams import MEDIA
-from kvsight.cli.shared.tables import printable
 
 if TYPE_CHECKING:
     from kv_events.codec import DecodedBatch, Step
     from kv_events.records import LogRecord
 
 _TIERS = tuple(MEDIA.values())
+_OTHER_EVENTS = {"AllBlocksCleared": "cleared", "SnapshotBegin": "resync_begin", "SnapshotEnd": "resync_end"}
 KINDS = ("stored", "removed", "cleared", "heartbeat", "resync", "state", "dropped", "rejected")
 
 
@@ -207,6 +207,3 @@ def _event(step: Step) -> dict[str, Any]:
         chains = [{"start": s, "parent": p} for s, p in zip(starts, step.parents.tolist(), strict=True)]
         return {"type": "stored", "medium": _TIERS[step.medium], "chains": chains, **pages}
     return {"type": _OTHER_EVENTS[type(step).__name__], **msgspec.structs.asdict(step)}
-
-
-_OTHER_EVENTS = {"AllBlocksCleared": "cleared", "SnapshotBegin": "resync_begin", "SnapshotEnd": "resync_end"}

@@ -15,7 +15,7 @@ from kv_events.log.event_log import EventLogCorruptedError, EventLogError
 from kv_events.log.format import list_segments
 from kv_events.log.moments import LogExtent
 from kv_events.log.tail import TornTail, torn_tail
-from kvsight.cli.logs.moments import extent_text
+from kv_events.runtime.words import count, local_time
 from kvsight.cli.shared.console import UsageError, at_most_one, err, progress_bar, waiting
 from kvsight.cli.shared.process import interrupting_loops, run_until_interrupted
 
@@ -140,6 +140,20 @@ class LogInput:
         extent = self.extent
         indices = f", indices {extent.first_index} to {extent.next_index - 1}" if extent.num_records else ""
         raise UsageError(f"{what} is outside the log: {extent_text(extent)}{indices}")
+
+
+def extent_text(extent: LogExtent) -> str:
+    """The number and the times of the records of a log."""
+    times = f"{local_time(extent.first_ms / 1000)} to {local_time(extent.last_ms / 1000)}"
+    return f"{extent.name} has {count(extent.num_records, 'record')}, {times}"
+
+
+def moment_fault(extent: LogExtent, moment: LogMoment, flag: str = "--at") -> str:
+    """Why a moment is outside a log; empty if it is inside."""
+    if not extent.num_records:
+        return f"{extent.name}: the log is empty"
+    outside = extent.fault(moment, local_time)
+    return outside and f"{extent.name}: {flag} {moment.typed} is {outside}"
 
 
 def write_key_frames(log: Path) -> None:

@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kv_events.log.event_log import EventLogReader
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel
 from kv_events.runtime.quantities import BYTES, SECONDS, parse_quantity
-from kvsight.cli.logs.moments import parse_moment
 from kvsight.cli.logs.reading import write_key_frames
 from kvsight.cli.shared.console import UsageError, err
 from kvsight.cli.shared.flags import BROKER, KAFKA, METRICS_PORT, with_flags
 from kvsight.cli.shared.process import compile_kernels, stop_signals
-from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from indexer.recording.feed import Feed, Selection
     from indexer.recording.recorder import Recorder
     from kv_events.kafka.settings import KafkaSettings
-    from kv_events.log.moments import LogMoment
     from kv_events.log.retention import DeletedSegment
 
 _SHOW_S = 0.5
@@ -71,8 +69,6 @@ def record(
     from kv_events.kafka.settings import KafkaSettings
 
     metrics_port = flags.pop("metrics_port")
-    if metrics_port is not None:
-        require_serve("kvsight record --metrics-port")
     settings = KafkaSettings.from_flags(**flags)
     first, last = _moment("--from", since), _moment("--to", until)
     has_offsets = first.offsets is not None or last.offsets is not None
@@ -182,7 +178,7 @@ def _feeds(
 
 def _moment(flag: str, text: str | None) -> LogMoment:
     """A moment of a topic. Raises UsageError."""
-    moment = parse_moment(text, flag)
+    moment = LogMoment.parse(text, flag)
     if moment.index is not None:
         raise UsageError(f"{flag}: got {text}; a topic has no index: give a time or PARTITION:OFFSET,...")
     return moment

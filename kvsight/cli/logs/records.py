@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 import typer
 
 from kv_events.errors import InvalidValueError, RecordRejectedError
+from kv_events.log.moments import LogMoment
 from kv_events.records import Channel
 from kvsight.cli.logs.lines import RecordLine, of_batch
-from kvsight.cli.logs.moments import parse_moment
 from kvsight.cli.shared.console import UsageError
 from kvsight.cli.shared.streams import MEDIA
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kv_events.codec import DecodedBatch
-    from kv_events.log.moments import LogMoment
     from kv_events.log.reader import RecordChunk
     from kv_events.records import LogRecord
 
@@ -33,8 +32,6 @@ _OF_EVENTS = (int(Channel.EVENTS), int(Channel.DEAD_LETTERS))
 
 From: TypeAlias = Annotated[str | None, typer.Option("--from", help="First moment: a time, index or offsets.")]
 To: TypeAlias = Annotated[str | None, typer.Option("--to", help="Last moment, in the same forms.")]
-OfWorker: TypeAlias = Annotated[str | None, typer.Option("--worker", help="Only batches of this worker.")]
-OfModel: TypeAlias = Annotated[str | None, typer.Option("--model", help="Only batches of this model.")]
 OfChannel: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("--channel", help="Only this channel. Repeatable."),
@@ -54,7 +51,7 @@ class LogRange:
     @classmethod
     def of(cls, first: str | None, last: str | None) -> LogRange:
         """Read the options. Raises UsageError."""
-        return cls(parse_moment(first, "--from"), parse_moment(last, "--to"))
+        return cls(LogMoment.parse(first, "--from"), LogMoment.parse(last, "--to"))
 
     def __str__(self) -> str:
         parts = (("--from", self.first.typed), ("--to", self.last.typed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +11,8 @@ import msgspec
 import typer
 
 from kv_events.log.moments import LogExtent, LogMoment
-from kvsight.cli.logs.diff import show_diff
-from kvsight.cli.logs.moments import extent_text, local_time, moment_fault, parse_moment
-from kvsight.cli.logs.reading import LogInput, LogSource, open_source
+from kv_events.runtime.words import count, local_time, natural_order
+from kvsight.cli.logs.reading import LogInput, LogSource, exit_if_any_damaged, extent_text, moment_fault, open_source
 from kvsight.cli.shared.answers import Asked, answer_lines
 from kvsight.cli.shared.console import (
     EXIT_USAGE,
@@ -24,18 +23,19 @@ from kvsight.cli.shared.console import (
     print_json,
     print_lines,
     print_result,
-    read_json_object,
     waiting,
 )
 from kvsight.cli.shared.flags import HTTP, KAFKA, ApiToken, AsJson, with_flags
 from kvsight.cli.shared.process import allow_open_files, compile_kernels, keep_freed_memory
-from kvsight.cli.shared.prompts import decode_query
-from kvsight.cli.shared.streams import StreamRow, streams_lines
-from kvsight.cli.shared.tables import count
-from kvsight.extras import require_serve
+from kvsight.cli.shared.prompts import decode_query, read_json_object
+from kvsight.cli.shared.streams import MEDIA, StreamRow, streams_lines
+from kvsight.cli.shared.tables import Column, table_lines
+from kvsight.extras import require
 
 if TYPE_CHECKING:
+    from analysis.diff import Holdings
     from indexer.replay import Replay
+    from kv_events.http.log import MovedPage, StreamDiff
     from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 
@@ -83,13 +83,13 @@ def replay(
         )
         return
     if diff is not None:
-        show_diff(_only(log, "--diff", others), at, diff, to, api_token, as_json)
+        _show_diff(_only(log, "--diff", others), at, diff, to, api_token, as_json)
         return
     if to is not None:
         raise UsageError("--to needs --diff")
     if query is not None:
-        require_serve("kvsight replay --query")
-    moment = parse_moment(at)
+        require("serve", "kvsight replay --query")
+    moment = LogMoment.parse(at, "--at")
     body = None if query is None else read_json_object(query)
     source = open_source(log, kafka, flags, moment)
     compile_kernels(
@@ -124,11 +124,11 @@ def _only(log: Path | None, flag: str, others: Mapping[str, object]) -> Path:
 
 def _serve(folder: Path, at: str | None, **flags: Any) -> None:
     """Serve the past of an event log until SIGINT or SIGTERM. Raises UsageError, and the errors of `listen`."""
-    require_serve("kvsight replay --serve")
+    require("serve", "kvsight replay --serve")
     from api.settings import ApiSettings
 
     settings = ApiSettings.from_flags(**flags)
-    log, moment = LogInput(folder), parse_moment(at)
+    log, moment = LogInput(folder), LogMoment.parse(at, "--at")
     log.find_torn_tail()
     # each moment that is opened would repeat them; the page shows them as marks
     logging.getLogger("indexer.applier").setLevel(logging.ERROR)
@@ -184,8 +184,7 @@ def _show_answer(
     if as_json:
         print_json(found)
     else:
-        asked = Asked.of(msgspec.json.decode(msgspec.json.encode(body), type=dict[str, Any]))
-        print_lines(answer_lines(found, asked, list(_rows(replayed)), out.width))
+        print_lines(answer_lines(found, Asked.of(body), list(_rows(replayed)), out.width))
 
 
 def _views(replayed: Replay) -> Iterator[dict[str, Any]]:
@@ -219,6 +218,98 @@ def _rows(replayed: Replay) -> Iterator[StreamRow]:
             group or "",
             replayed.freshness.state(view).value,
             view.reason,
-            age_ms(view.heard_at, replayed.now),
+            age_ms(view.last_batch_at, replayed.now),
             {medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
         )
+
+
+# --- the difference between two moments -----------------------------------------------------------------------------
+
+
+def _show_diff(folder: Path, at: str | None, other: str, to: str | None, api_token: str | None, as_json: bool) -> None:
+    """Compare what the workers hold at a moment of a log with another log, or with a live service.
+
+    at, to: moments of the log and of the other one. other: a folder, which may be the same one, or an address.
+    """
+    is_service = other.startswith(("http://", "https://"))
+    if is_service and to is not None:
+        raise UsageError("--to: a live service has no other moment than now")
+    moments = LogMoment.parse(at, "--at"), LogMoment.parse(to, "--to")
+    sources = [LogInput(folder), LogInput(folder if is_service else Path(other))]
+    compile_kernels("indexer.replay")
+    from analysis.diff import diff
+
+    before = _of_log(sources[0], moments[0], "--at")
+    after = _of_service(other, api_token) if is_service else _of_log(sources[1], moments[1], "--to")
+    found = diff(before, after)
+    print_result(found, _diff_lines(found, out.width), as_json=as_json)
+    exit_if_any_damaged(sources)
+
+
+def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
+    """What the workers hold at a moment of a log. Raises UsageError if the moment is outside."""
+    from analysis.diff import holdings_of
+
+    views, extent = source.views_at(moment)
+    if fault := moment_fault(extent, moment, flag):
+        raise UsageError(fault)
+    if not views.applier.records:
+        raise UsageError(f"{flag} {moment.typed}: no record is before this moment: {extent_text(extent)}")
+    err.print(
+        f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}",
+        markup=False,
+    )
+    return holdings_of(views)
+
+
+def _of_service(url: str, api_token: str | None) -> Holdings:
+    from analysis.diff import holdings_of_dump
+    from kvsight.client import Client
+
+    with Client(url, token=api_token) as client:
+        dump = client.dump()
+    err.print(f"{url}: views as of now", markup=False)
+    return holdings_of_dump(dump)
+
+
+def _diff_lines(found: Sequence[StreamDiff], width: int) -> Iterator[str]:
+    different = sorted(
+        (each for each in found if not each.is_empty),
+        key=lambda each: (each.model, each.tenant, natural_order(each.worker), each.dp_rank),
+    )
+    if different:
+        yield from table_lines(list(_columns(different)), width)
+    num_equal = len(found) - len(different)
+    yield f"{count(num_equal, 'worker stream')} without a difference" if different else "no difference"
+    for each in different:
+        yield from _examples(each)
+
+
+def _columns(found: Sequence[StreamDiff]) -> Iterator[Column]:
+    yield Column("worker", [each.worker for each in found])
+    if any(each.dp_rank for each in found):
+        yield Column("rank", [each.dp_rank for each in found])
+    if len({(each.model, each.tenant) for each in found}) > 1:
+        yield Column("model", [each.model for each in found], rank=1)
+        yield Column("tenant", [each.tenant for each in found], rank=2)
+    yield Column("before", [each.before for each in found], rank=3)
+    yield Column("after", [each.after for each in found], rank=3)
+    yield Column("gained", [each.gained for each in found])
+    yield Column("lost", [each.lost for each in found])
+    yield Column("moved", [each.moved for each in found])
+
+
+def _examples(each: StreamDiff) -> Iterator[str]:
+    parts = [
+        ("gained", list(map(str, each.gained_examples))),
+        ("lost", list(map(str, each.lost_examples))),
+        ("moved", list(map(_moved, each.moved_examples))),
+    ]
+    for verb, pages in parts:
+        if pages:
+            yield f"{each.worker} {verb}, for example: {', '.join(pages)}"
+
+
+def _moved(page: MovedPage) -> str:
+    before, after = ("+".join(MEDIA[medium] for medium in media) for media in (page.before, page.after))
+    return f"{page.sequence_hash} ({before} -> {after})"

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
+from kv_events.runtime.words import count, duration, names, natural_order
 from kvsight.cli.shared.streams import MEDIA, StreamRow, media_held, namespace_text
-from kvsight.cli.shared.tables import Column, count, duration, names, natural_order, table_lines
+from kvsight.cli.shared.tables import Column, table_lines
 
 _TOKENS, _HASHES = ("token_ids",), ("seq_hashes", "block_hashes", "block_hash")
 
@@ -24,8 +27,9 @@ class Asked(NamedTuple):
     """The only worker of the answer; None: all."""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Asked:
-        """Read the fields of a query in either dialect, which the API has accepted."""
+    def of(cls, body: Mapping[str, Any]) -> Asked:
+        """Read a query in either dialect, which the API has accepted. Its values may be raw JSON."""
+        fields = msgspec.json.decode(msgspec.json.encode(body))
 
         def first(*keys: str) -> Any:
             return next((fields[key] for key in keys if fields.get(key) is not None), None)
@@ -107,7 +111,7 @@ def _columns(held: Mapping[str, Mapping[str, Any]], known: Sequence[StreamRow]) 
     yield Column("worker", list(held))
     yield Column("best rank" if has_several else "rank", ranks, is_number=True, rank=4)
     for tier in _tiers(instances, known):
-        yield Column(f"{tier} tokens", [str(fields.get(tier, "")) for fields in instances], is_number=True, rank=1)
+        yield Column(f"{tier} tokens", [fields.get(tier, "") for fields in instances], rank=1)
     if any("weighted" in fields for fields in instances):
         cells = [f"{fields['weighted']:g}" if "weighted" in fields else "" for fields in instances]
         yield Column("weighted", cells, is_number=True, rank=3)
@@ -117,7 +121,7 @@ def _columns(held: Mapping[str, Mapping[str, Any]], known: Sequence[StreamRow]) 
 
 def _tiers(instances: Sequence[Mapping[str, Any]], known: Sequence[StreamRow]) -> list[str]:
     """The tiers that any worker has, fastest first. Dynamo's dialect counts external pages as `disk`."""
-    if media := media_held(known):
+    if media := media_held(row.pages for row in known):
         return [MEDIA[medium] for medium in media]
     used, faster = [], [0] * len(instances)
     for tier in MEDIA.values():

@@ -1,18 +1,20 @@
-"""Output, progress bars and input files, for all commands."""
+"""Output and progress bars, for all commands."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from kv_events.errors import KvsightError
+from kvsight.extras import require
 
 out = Console()
 """Standard output: data and tables."""
@@ -20,8 +22,7 @@ out = Console()
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 """Standard error: progress and messages, never data. Lines are never wrapped."""
 
-
-T = TypeVar("T")
+HtmlReport: TypeAlias = Annotated[Path | None, typer.Option("--html", help="Write a report with plots to one file.")]
 
 EXIT_USAGE = 2
 """Exit code for a mistake of the user, and for a service or a broker that does not answer."""
@@ -72,43 +73,6 @@ def progress_bar() -> Iterator[Progress]:
         yield progress
 
 
-def read_json_object(path: Path) -> dict[str, msgspec.Raw]:
-    """Read the fields of a JSON object from a file, or from stdin for `-`. Values stay undecoded.
-
-    Raises UsageError with line and column.
-    """
-    try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
-    try:
-        return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{shown(path)}: {error}; a query is an object with model_name and token_ids") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{shown(path)}: {json_fault(data, error)}") from error
-
-
-def shown(path: Path) -> str:
-    """The name of an input file in a message."""
-    return "stdin" if str(path) == "-" else str(path)
-
-
-def json_fault(data: bytes, error: Exception) -> str:
-    """What is wrong with JSON, with line and column."""
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    if isinstance(error, UnicodeDecodeError):
-        return f"not JSON: invalid UTF-8{_place(data, error.start)}"
-    message, _, position = str(error).removeprefix("JSON is malformed: ").removesuffix(")").partition(" (byte ")
-    return f"not JSON: {message}{_place(data, int(position) if position.isdecimal() else len(data))}"
-
-
-def _place(data: bytes, position: int) -> str:
-    before = data[:position]
-    return f", line {before.count(10) + 1}, column {len(before) - before.rfind(10)}"
-
-
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show a spinner on stderr while the block runs. Shows nothing if stderr is not a terminal."""
@@ -117,3 +81,25 @@ def waiting(what: str) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def check_html(path: Path | None, needed_by: str) -> None:
+    """Check that a report could be written, before hours of work. Raises MissingExtraError or UsageError."""
+    if path is None:
+        return
+    require("analysis", needed_by)
+    if path.is_dir():
+        raise UsageError(f"--html: {path} is a folder, expected a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"--html: {path.parent}: no such folder")
+
+
+def write_html(path: Path, write: Callable[[Path], int]) -> None:
+    """Write a report and print its size. Raises UsageError."""
+    try:
+        num_bytes = write(path)
+    except OSError as error:
+        raise UsageError(f"--html: {path}: {error.strerror}") from error
+    from analysis.html.words import size
+
+    err.print(f"{path}: {size(num_bytes)}", markup=False)

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import typer
+from pythonjsonlogger.json import JsonFormatter
 
 from kv_events.runtime.variables import PREFIX, SETTINGS
-from kvsight.cli.shared.log_lines import Format, Level, configure_logs
+from kvsight.extras import require
+
+_OURS = ("api", "bridge", "engine_cache", "indexer", "kv_events", "kvsight", "publisher", "simulation")
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 Url: TypeAlias = Annotated[str, typer.Option(help="Address of the API.", envvar="KVSIGHT_URL")]
 ApiToken: TypeAlias = Annotated[
     str | None, typer.Option(help="Bearer token, if the API requires one.", envvar="KVSIGHT_API_TOKEN")
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class Level(str, Enum):  # noqa: UP042  (typer shows its values)
+    """The least severe lines that are written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Format(str, Enum):  # noqa: UP042
+    """The form of a line."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 class Flag(NamedTuple):
@@ -79,6 +101,23 @@ LOG_LINES = {
 """Of a service. They are applied before its command runs."""
 
 
+def configure_logs(level: Level, form: Format = Format.TEXT) -> None:
+    """Write log lines to stderr. Lines of other packages are written from WARNING on.
+
+    In JSON, each line is an object with time, level, logger, message, and facts such as worker, state and reason.
+    """
+    threshold = logging.getLevelNamesMapping()[level.value.upper()]
+    handler = logging.StreamHandler()
+    if form is Format.JSON:
+        names = {"asctime": "time", "levelname": "level", "name": "logger"}
+        handler.setFormatter(JsonFormatter(_TEXT, rename_fields=names))
+    else:
+        handler.setFormatter(logging.Formatter(_TEXT))
+    logging.basicConfig(level=max(threshold, logging.WARNING), handlers=[handler], force=True)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(threshold)
+
+
 def with_flags(*groups: Mapping[str, Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add flags to a command, which arrive in its argument `flags`: field -> value, None if it is not given."""
     flags = {field: flag for group in groups for field, flag in group.items()}
@@ -89,6 +128,8 @@ def with_flags(*groups: Mapping[str, Flag]) -> Callable[[Callable[..., None]], C
             given = {field: values.pop(field) for field in flags}
             if "log_level" in given:
                 configure_logs(given.pop("log_level"), given.pop("log_format"))
+            if given.get("metrics_port") is not None:
+                require("serve", f"kvsight {command.__name__} --metrics-port")
             command(**values, flags=given)
 
         own = [parameter for parameter in parameters_of(command) if parameter.name != "flags"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kv_events.errors import InvalidValueError
-from kvsight.cli.shared.console import UsageError, json_fault, shown
+from kvsight.cli.shared.console import UsageError
 
 if TYPE_CHECKING:
     from kv_events.http.parsed_query import ParsedQuery, PromptArray
@@ -36,14 +36,8 @@ def read_tokens(file: Path) -> list[int]:
     text = read_text(file)
     if not text.lstrip().startswith(("[", "{")):
         return parse_tokens(text)
-    data = text.encode()
-    try:
-        found = msgspec.json.decode(data, type=list[int] | _Query)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{shown(file)}: not a list of token ids: {error}") from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise UsageError(f"{shown(file)}: {json_fault(data, error)}") from error
-    return found if isinstance(found, list) else found.token_ids
+    found: list[int] | _Query = _decoded(text.encode(), file, list[int] | _Query, "not a list of token ids: {error}")
+    return found.token_ids if isinstance(found, _Query) else found
 
 
 def read_text(file: Path) -> str:
@@ -51,7 +45,23 @@ def read_text(file: Path) -> str:
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{shown(file)}: not text: {error}") from error
+        raise UsageError(f"{_shown(file)}: not text: {error}") from error
+
+
+def text_of(value: str) -> str:
+    """The text of a flag, or of the file that it names as `@FILE`. Raises UsageError, OSError."""
+    return read_text(Path(value[1:])) if value.startswith("@") else value
+
+
+def read_json_object(path: Path) -> dict[str, msgspec.Raw]:
+    """Read the fields of a JSON object from a file, or from stdin for `-`. Values stay undecoded.
+
+    Raises UsageError with line and column; OSError.
+    """
+    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    expected = "{error}; a query is an object with model_name and token_ids"
+    fields: dict[str, msgspec.Raw] = _decoded(data, path, dict[str, msgspec.Raw], expected)
+    return fields
 
 
 def decode_query(body: dict[str, msgspec.Raw]) -> tuple[ParsedQuery, PromptArray]:
@@ -60,3 +70,33 @@ def decode_query(body: dict[str, msgspec.Raw]) -> tuple[ParsedQuery, PromptArray
     from api.queries.parsing import BY_ANY, decode_question
 
     return decode_question(msgspec.json.encode(body), format_of("application/json"), BY_ANY)
+
+
+def _decoded(data: bytes, file: Path, kind: Any, expected: str) -> Any:
+    """Decode JSON. expected: the message for another value, with `{error}` in it. Raises UsageError."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{_shown(file)}: {expected.format(error=error)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{_shown(file)}: {_json_fault(data, error)}") from error
+
+
+def _shown(path: Path) -> str:
+    """The name of an input file in a message."""
+    return "stdin" if str(path) == "-" else str(path)
+
+
+def _json_fault(data: bytes, error: Exception) -> str:
+    """What is wrong with JSON, with line and column."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not JSON: invalid UTF-8{_place(data, error.start)}"
+    message, _, position = str(error).removeprefix("JSON is malformed: ").removesuffix(")").partition(" (byte ")
+    return f"not JSON: {message}{_place(data, int(position) if position.isdecimal() else len(data))}"
+
+
+def _place(data: bytes, position: int) -> str:
+    before = data[:position]
+    return f", line {before.count(10) + 1}, column {len(before) - before.rfind(10)}"

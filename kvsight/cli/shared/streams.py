@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvsight.cli.shared.tables import Column, count, duration, natural_order, printable, table_lines
+from kv_events.runtime.words import count, duration, natural_order, printable
+from kvsight.cli.shared.tables import Column, table_lines
 
 if TYPE_CHECKING:
     from kv_events.http.workers import Listener, Worker
@@ -80,21 +81,21 @@ def namespace_text(model: str, tenant: str, block_size: int) -> str:
     return f"model {printable(model)}{of_tenant}" + (f", pages of {block_size} tokens" if block_size else "")
 
 
-def media_held(rows: Iterable[StreamRow]) -> list[str]:
-    """The media on which any of the streams holds pages, fastest first."""
-    held = {medium for row in rows for medium, pages in row.pages.items() if pages}
+def media_held(holders: Iterable[Mapping[str, int]]) -> list[str]:
+    """The media on which any of the holders has pages, fastest first. holders: of each, medium -> pages."""
+    held = {medium for held in holders for medium, pages in held.items() if pages}
     return [medium for medium in MEDIA if medium in held]
 
 
 def _columns(rows: Sequence[StreamRow]) -> Iterator[Column]:
     yield Column("worker", [row.worker for row in rows])
-    yield Column("rank", [str(row.dp_rank) for row in rows], is_number=True, rank=1)
+    yield Column("rank", [row.dp_rank for row in rows], rank=1)
     if any(row.group for row in rows):
         yield Column("group", [row.group for row in rows], rank=2)
     yield Column("state", [row.state for row in rows])
     yield Column("last heard", [f"{duration(row.age_ms)} ago" for row in rows], is_number=True, rank=4)
-    for medium in media_held(rows) or ["GPU"]:
+    for medium in media_held(row.pages for row in rows) or ["GPU"]:
         title = f"{MEDIA[medium]} pages"
-        yield Column(title, [str(row.pages.get(medium, 0)) for row in rows], is_number=True, rank=3)
+        yield Column(title, [row.pages.get(medium, 0) for row in rows], rank=3)
     if any(row.reason for row in rows):
         yield Column("reason", [row.reason for row in rows], rank=5)

@@ -59,11 +59,11 @@ def namespace_of(rows: list[tuple[Any, ...]]) -> Namespace:
         view = namespaces.add_view(stream, 16)
         for tier, pages in enumerate(held):
             fill(view, pages, tier)
-        view.state, view.heard_at, view.heard_tick, view.degraded_reason = state, NOW - age_s, tick, reason
+        view.state, view.last_batch_at, view.last_batch_tick, view.degraded_reason = state, NOW - age_s, tick, reason
         if group_pages is not None:
             group = namespaces.add_view(stream._replace(model=group_model("m", GROUP)), 16)
             fill(group, group_pages, 0)
-            group.heard_tick, group.state = tick, state
+            group.last_batch_tick, group.state = tick, state
     for view in gone:
         list(namespaces.forget(view.stream))
     found = namespaces.find("m", DEFAULT_TENANT)
@@ -144,7 +144,7 @@ def add_many(namespaces: Namespaces, _view: View) -> None:
 
 
 def hear(_namespaces: Namespaces, view: View) -> None:
-    view.heard_tick, view.state = TICK, ViewState.LIVE
+    view.last_batch_tick, view.state = TICK, ViewState.LIVE
 
 
 @pytest.mark.parametrize("change", [drop, rename, add_many, hear])

@@ -56,7 +56,7 @@ class Shared:
     def __init__(self, membership: Fixed) -> None:
         self.membership = membership
 
-    def claims(self) -> dict[int, bool]:
+    def owned(self) -> dict[int, bool]:
         return dict.fromkeys(self.membership.wanted, True)
 
 
@@ -194,12 +194,12 @@ def test_a_snapshot_of_a_partition_restores_its_views_and_no_others(
         run(copy_views(own, copies, partition))
         loaded = unpack(b"".join(run(take(copies, {partition: 7}, NOW)).pack()), SETTINGS)
         for view in loaded.namespaces.views:
-            view.heard_tick = 5.0
+            view.last_batch_tick = 5.0
         target = Namespaces(SETTINGS)
         run(copy_views(loaded.namespaces.views, target, partition))
         assert loaded.positions == {partition: 7}
         assert {facts(view) for view in target.views} == {facts(view) for view in own}
-        assert all(view.heard_tick == 5.0 and view.partition == partition for view in target.views)
+        assert all(view.last_batch_tick == 5.0 and view.partition == partition for view in target.views)
         for namespace in target:
             namespace.index.check()
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import utc_text
+from kv_events.runtime.words import local_time
 from kvsight.cli.logs.lines import RecordLine
-from kvsight.cli.logs.moments import local_time
 from kvsight.cli.main import app
 from tests.support.log.records import Stream, stored
 

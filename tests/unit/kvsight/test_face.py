@@ -18,8 +18,8 @@ from kv_events.http.events import FeedEvent
 from kvsight import AsyncClient, Client, PeerAnswer, PublisherSettings, WorkerChoice, calls
 
 ROOT = Path(__file__).resolve().parents[3]
-METHODS = [name for name, member in vars(Client).items() if inspect.isfunction(member) and not name.startswith("_")]
-CALLS = [name for name in METHODS if name not in ("send", "events", "close")]
+METHODS = [name for name, member in vars(Client).items() if name == getattr(member, "__name__", "")]
+CALLS = [name for name in METHODS if name not in ("send", "events", "close") and not name.startswith("_")]
 
 
 def returned(client: type) -> set[type]:

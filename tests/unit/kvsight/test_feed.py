@@ -13,14 +13,14 @@ import pytest
 from kv_events.http.events import ClientDropped, FeedEvent
 from kvsight import AsyncClient, Client
 from kvsight.errors import UnexpectedAnswerError
-from kvsight.feed import MAX_EVENT_BYTES, FeedReader
+from kvsight.event_stream import MAX_EVENT_BYTES, EventReader
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 DROPPED = b'event: dropped\ndata: {"lost": 7}\n\n'
 
 
 def read(received: Iterable[bytes]) -> list[FeedEvent]:
-    reader = FeedReader("http://t/events")
+    reader = EventReader("http://t/events")
     return [event for part in received for event in reader.take(part)]
 
 
@@ -45,7 +45,7 @@ def test_only_line_ends_end_lines() -> None:
 
 
 def test_an_event_comes_before_the_nonsense_behind_it() -> None:
-    reader = FeedReader("http://t/events")
+    reader = EventReader("http://t/events")
     events = reader.take(DROPPED + b"event: dropped\ndata: {}\n\n")
     assert next(events) == ClientDropped(lost=7)
     with pytest.raises(UnexpectedAnswerError):

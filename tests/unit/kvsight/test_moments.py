@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kv_events.log.moments import LogExtent
+from kv_events.errors import InvalidValueError
+from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.records import LogRecord
-from kvsight.cli.logs.moments import local_time, moment_fault, parse_moment
-from kvsight.cli.shared.console import UsageError
+from kv_events.runtime.words import local_time
+from kvsight.cli.logs.reading import moment_fault
 
 
 @pytest.fixture
@@ -31,30 +32,30 @@ def berlin() -> Iterator[None]:
 
 
 def test_a_moment_is_a_time_an_index_or_positions() -> None:
-    assert parse_moment("1500").index == 1500
-    assert parse_moment("@1769860800.5").time_s == 1769860800.5
-    assert parse_moment("0:120,1:98").offsets == {0: 120, 1: 98}
-    assert parse_moment("2026-01-31T12:00:00Z").time_s == 1769860800
-    assert parse_moment(None).time_s is None
+    assert LogMoment.parse("1500").index == 1500
+    assert LogMoment.parse("@1769860800.5").time_s == 1769860800.5
+    assert LogMoment.parse("0:120,1:98").offsets == {0: 120, 1: 98}
+    assert LogMoment.parse("2026-01-31T12:00:00Z").time_s == 1769860800
+    assert LogMoment.parse(None).time_s is None
 
 
 @pytest.mark.usefixtures("berlin")
 def test_a_time_without_a_zone_is_local() -> None:
-    moment = parse_moment("2026-01-31T13:00:00")
+    moment = LogMoment.parse("2026-01-31T13:00:00")
     assert (moment.time_s, moment.is_naive) == (1769860800, True)
-    assert not parse_moment("2026-01-31T13:00:00+01:00").is_naive
+    assert not LogMoment.parse("2026-01-31T13:00:00+01:00").is_naive
     assert local_time(1769860800) == "2026-01-31 13:00:00.000+01:00"
 
 
 @pytest.mark.parametrize("text", ["noon", "1:", "1:2,", ":3", "-1", "@inf", "@1e300", "0001-01-01T00:00", "9" * 5000])
 def test_what_is_no_moment_is_refused_with_the_forms(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--at: got .*, expected a time .*PARTITION:OFFSET"):
-        parse_moment(text)
+    with pytest.raises(InvalidValueError, match=r"--at: got .*, expected a time .*PARTITION:OFFSET"):
+        LogMoment.parse(text, "--at")
 
 
 @pytest.mark.parametrize("inside", ["41", "43", "@1040", "@1042", "0:101,1:7", "0:102,1:8"])
 def test_a_moment_inside_the_log_has_no_fault(extent: LogExtent, inside: str) -> None:
-    assert moment_fault(extent, parse_moment(inside)) == ""
+    assert moment_fault(extent, LogMoment.parse(inside)) == ""
 
 
 @pytest.mark.parametrize(
@@ -70,8 +71,8 @@ def test_a_moment_inside_the_log_has_no_fault(extent: LogExtent, inside: str) ->
     ],
 )
 def test_a_moment_outside_the_log_is_named_with_the_extent(extent: LogExtent, outside: str, words: str) -> None:
-    assert f"--at {outside} is {words}" in moment_fault(extent, parse_moment(outside))
+    assert f"--at {outside} is {words}" in moment_fault(extent, LogMoment.parse(outside))
 
 
 def test_an_empty_log_has_no_moment() -> None:
-    assert moment_fault(LogExtent("run.log"), parse_moment(None)) == "run.log: the log is empty"
+    assert moment_fault(LogExtent("run.log"), LogMoment.parse(None)) == "run.log: the log is empty"

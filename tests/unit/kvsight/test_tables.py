@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from kv_events.runtime.words import duration, names, natural_order, printable
 from kvsight.cli.shared.answers import Asked, answer_lines
 from kvsight.cli.shared.streams import StreamRow, streams_lines
-from kvsight.cli.shared.tables import Column, duration, names, natural_order, printable, table_lines
+from kvsight.cli.shared.tables import Column, table_lines
+from kvsight.cli.simulate import report_lines
+from simulation import PolicyReport, WorkerLoad
 
 LONG = "w" * 90
 
@@ -142,3 +146,11 @@ def test_streams_are_listed_by_model_with_their_groups_and_reasons() -> None:
     assert [line.split()[0] for line in lines[2:5]] == ["w-2", "w-2", "w-10"]
     assert lines[2].endswith("gap")
     assert lines[6] == "model n of tenant t, pages of 16 tokens: 1 worker"
+
+
+def test_a_simulation_has_a_row_for_each_policy_in_eighty_columns() -> None:
+    loads = (WorkerLoad("w0", 100, 8_000_000, 0), WorkerLoad("w1", 1900, 32_000_000, 8_000_000, 1, 3))
+    lines = list(report_lines([PolicyReport("round-robin", loads, 17, 12.34)]))
+    assert lines[2].split("  ")[0] == "round-robin"
+    assert re.split(r"\s{2,}", lines[2])[1:] == ["20.0%", "100/1000/1900", "8.0/16.0/24.0", "17", "3", "12.3 s"]
+    assert max(map(len, lines)) <= 80
