@@ -15,6 +15,7 @@ from tests.rigs.raw_http import (
     HEALTH,
     QUERY,
     Connect,
+    a_service,
     every_kind,
     prompts,
     request,
@@ -38,27 +39,28 @@ async def test_many_pipelined_requests_of_every_kind_are_answered_in_order(conne
 
 @settings(max_examples=num_examples(40))
 @given(st.integers(0, 2**32))
-async def test_requests_of_every_kind_may_arrive_in_any_pieces(connect: Connect, seed: int) -> None:
+async def test_requests_of_every_kind_may_arrive_in_any_pieces(seed: int) -> None:
     choices = random.Random(seed)
     kinds = every_kind()
     usual = prompts()
 
-    line, single = await connect(), await connect()
-    expected = {data: await single.ask(data) for data in kinds + usual}
-    asked: list[bytes] = []
-    for _ in range(40):
-        source = usual if choices.random() < 0.7 else kinds
-        burst = choices.choices(source, k=choices.choice([1, 1, 1, 5]))
-        asked += burst
-        text = b"".join(burst)
-        cuts = sorted(choices.choices(range(len(text)), k=choices.choice([0, 0, 1, 4])))
-        for start, end in itertools.pairwise([0, *cuts, len(text)]):
-            line.writer.write(text[start:end])
-            await single.ask(usual[0])  # so the server has read what was sent before
-        while len(asked) > choices.choice([0, 0, 5]):
-            assert await line.answer() == expected[asked.pop(0)]
-    for data in asked:
-        assert await line.answer() == expected[data]
+    async with a_service() as connect:
+        line, single = await connect(), await connect()
+        expected = {data: await single.ask(data) for data in kinds + usual}
+        asked: list[bytes] = []
+        for _ in range(40):
+            source = usual if choices.random() < 0.7 else kinds
+            burst = choices.choices(source, k=choices.choice([1, 1, 1, 5]))
+            asked += burst
+            text = b"".join(burst)
+            cuts = sorted(choices.choices(range(len(text)), k=choices.choice([0, 0, 1, 4])))
+            for start, end in itertools.pairwise([0, *cuts, len(text)]):
+                line.writer.write(text[start:end])
+                await single.ask(usual[0])  # so the server has read what was sent before
+            while len(asked) > choices.choice([0, 0, 5]):
+                assert await line.answer() == expected[asked.pop(0)]
+        for data in asked:
+            assert await line.answer() == expected[data]
 
 
 async def test_a_client_that_pipelines_does_not_hold_up_others(connect: Connect) -> None:
