@@ -16,8 +16,8 @@ from starlette.responses import Response
 from analysis.explain.asked_prompt import EXIT_REFUSED, ExplainError, ExplainJob
 from api.daemon_threads import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import BodyFormat, decode_as
-from api.queries.large_bodies import is_large, slimmed
+from api.queries.body_formats import decode_as
+from api.queries.large_bodies import BodyFormat, is_large, slimmed
 from api.queries.parsing import BY_ANY, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from kv_events.errors import InvalidValueError
@@ -124,7 +124,7 @@ async def _job(
 
 
 def _decoded(body: bytes | bytearray, body_format: BodyFormat) -> tuple[ExplainRequest, ParsedQuery, PromptArray]:
-    request = decode_as(ExplainRequest, slimmed(body, body_format.form).rest, body_format)
+    request = decode_as(ExplainRequest, slimmed(body, body_format).rest, body_format)
     return request, *decode_question(body, body_format, BY_ANY)
 
 

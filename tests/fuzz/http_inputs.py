@@ -22,7 +22,7 @@ from kv_events.decisions import VERSION, Candidate, Decision, Outcome, decode_de
 from kv_events.errors import RecordRejectedError
 from kv_events.http.registrations import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from tests.fuzz.log_inputs import SMALL
-from tests.support.both_ways import BothWays
+from tests.rigs.both_ways import BothWays
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 
