@@ -12,8 +12,8 @@ from engine_cache import StoragePolicy, ThreadCopyEngine
 from kv_events.schema import StorageMedium
 from tests.models.event_replay import PageNames, Replay
 from tests.rigs.cache import CacheRig
-from tests.support.caches.cache_machine import operation, run_some
-from tests.support.caches.machines import MODELS, MooncakeMachine, machine_of
+from tests.rigs.cache_machine import operation, run_some
+from tests.rigs.cache_machines import MODELS, MooncakeMachine, machine_of
 from tests.support.effort import num_examples
 from tests.support.waiting import wait_until
 
@@ -38,7 +38,7 @@ def test_any_order_of_operations_keeps_every_promise(mooncake_master, model):
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_one_tree_archived_another_prefetches_byte_for_byte(mooncake_master, model, layout):
-    from tests.support.caches.watched_mooncake import WatchedMooncake
+    from tests.rigs.watched_mooncake import WatchedMooncake
 
     writer, reader = (CacheRig("+".join(("unified", *MODELS[model])), window=4, layout=layout) for _ in range(2))
     stores = [WatchedMooncake(rig.identity, mooncake_master, tag="shared-by-two-trees") for rig in (writer, reader)]
