@@ -31,16 +31,6 @@ def archived(rig, *prompts):
 # --- states ---
 
 
-@rigs(*STATES, **SIZES)
-def test_a_hit_ends_at_the_last_page_with_a_state(rig):
-    store = archived(rig, AB, ABCD)
-    assert store.keys_of(MAMBA) == page_hashes(ABCD)[1::2]
-    store.lose(page_hashes(ABCD)[3], MAMBA)
-    rig.prefetch(ABCD)
-    assert rig.fetched() == 4
-    assert rig.match(ABCD).best_match_node is rig.node_of(AB)
-
-
 @rigs("himamba")
 def test_without_the_state_the_pages_are_kept_and_the_slot_is_freed(rig):
     store = archived(rig, ABCD)

@@ -15,7 +15,6 @@ from engine_cache import (
     StoragePolicy,
 )
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
-from engine_cache.storage.directory import DirectoryStorage
 from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation
 from engine_cache.tiers.storage_io import StorageIO
 from tests.rigs.cache import AB, ABC, ABCD, CacheRig, rigs
@@ -199,18 +198,6 @@ def test_a_copy_of_the_index_that_fails_takes_the_copy_of_kv_with_it(rig):
 def test_the_index_rides_with_kv_and_other_models_have_nothing_that_does():
     sharing = [CacheRig(name).controller.group.sharing for name in (NSA, "hiradix", "unified+swa")]
     assert [[entry.name for entry in entries] for entries in sharing] == [[INDEXER], [], []]
-
-
-def test_what_one_cache_archives_another_prefetches_bit_for_bit(tmp_path):
-    writer, reader = CacheRig(NSA), CacheRig(NSA)
-    for rig in (writer, reader):
-        rig.attach(DirectoryStorage(tmp_path, rig.identity, capacity_bytes=2**20), stop="wait_complete")
-    writer.turns(LONG)
-    reader.prefetch(LONG)
-    assert reader.fetched() == len(LONG)
-    reader.load(LONG)
-    reader.settle()
-    reader.check()
 
 
 @rigs(NSA)
