@@ -34,6 +34,7 @@ from kvsight.cli.main import app
 from tests.support.commands import kvsight
 from tests.support.compose import ROOT, SERVICES
 from tests.support.engines.released_modules import RELEASES
+from tests.support.pages import PAGES
 
 PACKAGES = ("api", "bridge", "indexer", "kv_events", "kvsight", "publisher")
 PLACEHOLDER = re.compile(r"\.\.\.|\b[NM]\b|: ")
@@ -67,6 +68,14 @@ def test_messages_that_the_troubleshooting_page_quotes_exist() -> None:
 
 def test_the_small_router_is_shown_whole() -> None:
     assert f"```python\n{page('examples/small_router.py')}```\n" in page("docs/routers.md")
+
+
+def test_files_and_folders_that_pages_name_exist() -> None:
+    pages = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"))]
+    ours = "|".join((*PACKAGES, "analysis", "engine_cache", "simulation", "tests", "deploy", "examples", "benchmarks"))
+    named = {path for each in pages for path in re.findall(rf"`((?:{ours}|\.ci)/[\w./-]*)`", each.read_text())}
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("path", ["examples/router.py", "examples/small_router.py", "docs/routers.md"])
