@@ -22,7 +22,7 @@ from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.words import count, local_time, natural_order
 from kvsight.cli.logs.reading import LogFolder, LogInput, damage_facts, exit_if_any_damaged, moment_fault
-from kvsight.cli.logs.records import From, LogRange, OfChannel, RecordFilter, Selection, To, channels_of
+from kvsight.cli.logs.records import From, LogRange, OfChannel, RecordFilter, Selection, To
 from kvsight.cli.shared.console import UsageError, err, out, print_json, print_result, progress_bar
 from kvsight.cli.shared.flags import AsJson
 from kvsight.cli.shared.process import compile_kernels
@@ -218,9 +218,7 @@ def slice_log(
     Example: kvsight log slice run.log noon.log --from 2026-01-31T12:00:00Z --to 2026-01-31T12:10:00Z
     """
     source = LogInput(log)
-    selection = Selection(
-        LogRange.of(first, last), RecordFilter(worker=worker, model=model, channels=channels_of(channel))
-    )
+    selection = Selection(LogRange.of(first, last), RecordFilter.parse(worker, model, channel=channel))
     begin: int | None = None
     with _new_log(new_log) as writer:
         for chunk in source.chunks("copying"):

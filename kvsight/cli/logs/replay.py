@@ -50,8 +50,8 @@ def replay(
     to: Annotated[str | None, typer.Option(help="Moment of that log. Default: its end.")] = None,
     api_token: ApiToken = None,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page and the HTTP API over the past.")] = False,
-    host: Annotated[str | None, typer.Option(help="Address to listen on, with --serve.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on, with --serve.", envvar="KVSIGHT_PORT")] = None,
+    host: Annotated[str | None, typer.Option(help="Address, with --serve: 0.0.0.0 for other machines.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port, with --serve.", envvar="KVSIGHT_PORT")] = None,
     *,
     flags: dict[str, Any],
 ) -> None:
