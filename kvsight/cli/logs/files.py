@@ -171,7 +171,7 @@ def _lines(source: LogInput, contents: _Contents) -> Iterator[str]:
     streams = sorted(contents.streams.values(), key=lambda each: (each.model, each.tenant, natural_order(each.worker)))
     if streams:
         yield ""
-        yield from table_lines(list(_columns(streams)), out.width)
+        yield from table_lines(_columns(streams), out.width)
 
 
 def _columns(streams: list[_Stream]) -> Iterator[Column]:
@@ -363,5 +363,5 @@ def _report(facts: dict[str, object], line: str, sources: list[LogInput], as_jso
     if as_json:
         print_json(facts | damage_facts(*sources))
     else:
-        err.print(line, markup=False)
+        err.print(line)
     exit_if_any_damaged(sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -30,7 +30,7 @@ class Column(NamedTuple):
         return [pad + text if is_right else text + pad for pad, text in padded]
 
 
-def table_lines(columns: Sequence[Column], width: int) -> Iterator[str]:
+def table_lines(columns: Iterable[Column], width: int) -> Iterator[str]:
     """Yield the titles and then the rows. width: terminal cells.
 
     Columns are left out until the lines fit. If the columns of rank 0 alone do not fit, the lines are longer.
