@@ -24,7 +24,7 @@ _LONGEST_VALUE = 80
 
 
 class ProblemKind(StrEnum):
-    """What a program can tell problems apart by: the end of `type`. Each has a title."""
+    """The kinds of problems, which are the end of `type`. Each has a title."""
 
     heading: str
 

@@ -99,7 +99,7 @@ def filled_consumer(num_workers: int = WORKERS) -> Consumer:
         event = StoredPages(0, hashes, hashes, starts, np.zeros(1, np.uint64))
         for number, view in enumerate(views):
             view.index.store(view.number, event, 0, PAGES * (number + 1) // num_workers)
-            view.state, view.heard_at = ViewState.LIVE, time.time()
+            view.state, view.last_batch_at = ViewState.LIVE, time.time()
     return consumer
 
 

@@ -95,7 +95,7 @@ def queue_figures() -> Iterator[Figure]:
     publisher.take_records(time.time())
     for _ in range(QUEUE_PAGES // 64):
         publisher.publish([prompts.event(64)])
-    queued = publisher.stats().queue.queued
+    queued = publisher.stats().queued
     began = time.perf_counter()
     records = publisher.take_records(time.time(), force=True)
     seconds = time.perf_counter() - began

@@ -113,7 +113,7 @@ def broad_answers(holders: int) -> Iterator[Figure]:
     for number in range(holders):
         view = namespaces.add_view(StreamId("m", "default", f"worker-{number}", 0), PAGE_TOKENS)
         view.index.store(view.number, event, 0, len(hashes))
-        view.state, view.heard_at = ViewState.LIVE, time.time()
+        view.state, view.last_batch_at = ViewState.LIVE, time.time()
 
     def answer() -> bytes:
         question, numbers = decode_question(body, codec, BY_HASH)

@@ -196,9 +196,7 @@ class EngineConnection:
         if engine.replay_endpoint is not None:
             replay = ReplayClient(self._context, engine.replay_endpoint, settings.bridge_replay_timeout_s, self._locate)
         stream = StreamId(model, engine.tenant, worker, engine.dp_rank)
-        return EngineStream(
-            stream, engine.defaults, self._registry, self._decoder, self.counters, replay, self._threads
-        )
+        return EngineStream(stream, engine, self._registry, self._decoder, self.counters, replay, self._threads)
 
 
 def _publisher_failure(streams: list[StreamStatus]) -> str | None:

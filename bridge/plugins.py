@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from bridge.context import EngineContext
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
 from bridge.decoding.events import InvalidEvent
@@ -53,16 +54,9 @@ class EnginePublisher:
         self._sink: Sink | None = create_sink(self._settings)  # until the first publisher takes it
         self._replacing: threading.Thread | None = None
         self._limited_logger = RateLimitedLogger(logger, f"engine {self._settings.stream.key}")
-        self._stream = WorkerStream(
-            self._settings.stream,
-            EngineDefaults(),
-            self.counters,
-            self._limited_logger,
-            self._new_publisher,
-            EngineState(is_receiving=True),
-            ledger_pages=self._settings.ledger_pages,
-            name_pages=BridgeSettings().bridge_name_pages,
-        )
+        pages = self._settings.ledger_pages, BridgeSettings().bridge_name_pages
+        context = EngineContext(EngineDefaults(), self.counters, self._limited_logger, self._new_publisher, *pages)
+        self._stream = WorkerStream(self._settings.stream, context, EngineState(is_receiving=True))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = Decoder()
         self._is_closed = False
@@ -155,7 +149,7 @@ def _replace(
         if before is not None:
             before.join()
         for publisher in retired:
-            publisher.close(_CLOSE_S, goodbye=publisher.stream != stream)
+            publisher.close(_CLOSE_S, ends_stream=publisher.stream != stream)
         for publisher in unstarted:
             publisher.start_in_thread()
     except Exception:

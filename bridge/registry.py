@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from bridge.context import EngineContext
 from bridge.counters import BridgeCounters
 from bridge.settings import BridgeSettings, EngineDefaults
 from bridge.shared_sink import SharedSink
@@ -27,12 +28,17 @@ class StreamRegistry:
         self._registered: set[StreamId] = set()
         self._lock = threading.Lock()  # guards both
 
+    def context(
+        self, defaults: EngineDefaults, counters: BridgeCounters, limited_logger: RateLimitedLogger
+    ) -> EngineContext:
+        """Return the context of an engine."""
+        pages = self._template.ledger_pages, self.settings.bridge_name_pages
+        return EngineContext(defaults, counters, limited_logger, self._new_publisher, *pages)
+
     def open(
         self,
         stream: StreamId,
-        defaults: EngineDefaults,
-        counters: BridgeCounters,
-        limited_logger: RateLimitedLogger,
+        context: EngineContext,
         state: EngineState,
         *,
         is_registered: bool,
@@ -50,16 +56,7 @@ class StreamRegistry:
                 holder.is_replaced = True
             if is_registered:
                 self._registered.add(stream)
-            opened = self._streams[stream] = WorkerStream(
-                stream,
-                defaults,
-                counters,
-                limited_logger,
-                self._new_publisher,
-                state,
-                ledger_pages=self._template.ledger_pages,
-                name_pages=self.settings.bridge_name_pages,
-            )
+            opened = self._streams[stream] = WorkerStream(stream, context, state)
             return opened
 
     def release(self, stream: WorkerStream) -> None:

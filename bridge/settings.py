@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -45,18 +44,25 @@ class BridgeSettings(KvsightSettings):
     """Bound on workers that may name themselves by their topics on one address."""
 
 
-class EngineDefaults(NamedTuple):
-    """What is known of an engine besides its events. See `EngineSettings`."""
+class EngineDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of an engine besides its events."""
 
     block_size: int | None = None
+    """Tokens a page. None to learn it from the first store."""
     lora_name: str = ""
+    """Adapter of pages whose events name none."""
     cache_salt: str = ""
+    """Salt of pages whose events name none."""
     eagle: bool = False
+    """Whether the engine speculates with EAGLE or MTP. It then computes one more block of every prompt."""
     count_copies: bool = True
+    """Whether a repeated store is one more copy of the block, so that the page is held until all copies are removed.
+    False for vLLM where requests ask for `kv_cache_report_mode: full`: it then repeats stores of blocks that it has."""
     attention_chunk_size: int | None = None
+    """Tokens of a chunk of chunked local attention, which vLLM's events do not name."""
 
 
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
     """One engine with all or some of its DP ranks. Raises InvalidValueError naming the field."""
 
     endpoint: str
@@ -72,24 +78,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dp_rank: int = 0
     """Rank number of the first one."""
     num_ranks: int = 1
-    """RankStreams whose ports count up from the first one's."""
-    block_size: int | None = None
-    """Tokens a page. None to learn it from the first store."""
+    """Ranks whose ports count up from the first one's."""
     topic: str = ""
     """Prefix of the topics to read."""
     bind: bool | None = None
     """Whether we bind the address. None: only if its host is a wildcard."""
-    lora_name: str = ""
-    """Adapter of pages whose events name none."""
-    cache_salt: str = ""
-    """Salt of pages whose events name none."""
-    eagle: bool = False
-    """Whether the engine speculates with EAGLE or MTP. It then computes one more block of every prompt."""
-    count_copies: bool = True
-    """Whether a repeated store is one more copy of the block, so that the page is held until all copies are removed.
-    False for vLLM where requests ask for `kv_cache_report_mode: full`: it then repeats stores of blocks that it has."""
-    attention_chunk_size: int | None = None
-    """Tokens of a chunk of chunked local attention, which vLLM's events do not name."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -101,11 +94,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 endpoint_of_rank(address, self.num_ranks - 1, field)
         if self.replay_endpoint is not None and has_wildcard(self.replay_endpoint):
             raise InvalidValueError("replay_endpoint", self.replay_endpoint, "the engine's address, without a wildcard")
-
-    @property
-    def defaults(self) -> EngineDefaults:
-        """What its events leave out."""
-        return EngineDefaults(*(getattr(self, field) for field in EngineDefaults._fields))
 
     @property
     def binds(self) -> bool:

@@ -13,21 +13,24 @@ from typing import Any
 
 import numpy as np
 
+from bridge.context import EngineContext
 from bridge.counters import BridgeCounters
-from bridge.decoding.events import AttentionSpec, InvalidEvent, Medium, PageEvents, PageRun, Run
+from bridge.decoding.events import AttentionSpec, InvalidEvent, PageRun, Run
+from bridge.decoding.kernels.columns import REMOVAL
 from bridge.settings import EngineDefaults
 from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import CLOSED
+from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
 
 logger = logging.getLogger(__name__)
 
-_MEDIA = (Medium(0), Medium(1))
+_TIERS = (0, 1)
 """By cache level."""
 _MASK64 = 2**64 - 1
 _STATES = -1
@@ -122,16 +125,15 @@ class PolledEvents:
 
     def _new_stream(self, rank: int) -> WorkerStream:
         settings = PublisherSettings(**{**self._settings.model_dump(), "dp_rank": rank})
-        return WorkerStream(
-            settings.stream,
-            EngineDefaults(settings.block_size, count_copies=False),
+        context = EngineContext(
+            EngineDefaults(block_size=settings.block_size, count_copies=False),
             self.counters,
             RateLimitedLogger(logger, f"engine {settings.stream.key}"),
             lambda stream, _, blocks: self._make_publisher(settings.model_copy(update=stream._asdict()), blocks),
-            EngineState(is_receiving=True),
-            ledger_pages=settings.ledger_pages,
-            name_pages=self._name_pages,
+            settings.ledger_pages,
+            self._name_pages,
         )
+        return WorkerStream(settings.stream, context, EngineState(is_receiving=True))
 
 
 def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iterator[Run]:
@@ -146,9 +148,9 @@ def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iter
         case "stored":
             yield from _stored(data, block_size, attention_group, spec)
         case "removed":
-            events = PageEvents.one(_hashes(data["block_hashes"]))
-            for medium in _MEDIA:  # the event does not name the level
-                yield PageRun(events, medium, attention_group, is_removal=True)
+            hashes = _hashes(data["block_hashes"])
+            for tier in _TIERS:  # the event does not name the level
+                yield _removed(hashes, tier, attention_group)
         case "updated":
             yield from _moved(data, block_size, attention_group, spec)
         case "created":
@@ -172,9 +174,10 @@ def _stored(
         tokens = [token for block in blocks for token in block["tokens"]]
         hashes = _hashes([block["block_hash"] for block in blocks])
         extra = [_extra_keys(block) for block in blocks]
+        tier = _TIERS[_integer(level)]
         yield PageRun(
-            PageEvents.one(hashes, parent),
-            _MEDIA[_integer(level)],
+            PageEvents.one(hashes, tier, parent),
+            tier,
             attention_group,
             tokens=np.array([token["token_id"] for token in tokens], np.uint32),
             num_positions=len(tokens),
@@ -190,10 +193,14 @@ def _moved(data: Mapping[str, Any], block_size: int, attention_group: int | None
     levels = data.get("cache_level")
     if levels is None:
         return
-    events = PageEvents.one(_hashes([data["block_hash"]]))
-    old, new = (_MEDIA[_integer(levels[side])] for side in ("old_value", "new_value"))
-    yield PageRun(events, new, attention_group, block_size=block_size, spec=spec)
-    yield PageRun(events, old, attention_group, is_removal=True)
+    hashes = _hashes([data["block_hash"]])
+    old, new = (_TIERS[_integer(levels[side])] for side in ("old_value", "new_value"))
+    yield PageRun(PageEvents.one(hashes, new), new, attention_group, block_size=block_size, spec=spec)
+    yield _removed(hashes, old, attention_group)
+
+
+def _removed(hashes: U64Array, tier: int, attention_group: int | None) -> PageRun:
+    return PageRun(PageEvents.one(hashes, REMOVAL + tier), tier, attention_group, is_removal=True)
 
 
 def _extra_keys(block: Mapping[str, Any]) -> list[Any]:

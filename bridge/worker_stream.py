@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
-from bridge.counters import BridgeCounters
+from bridge.context import EngineContext
 from bridge.decoding.events import ClearedRun, InvalidEvent, Run
-from bridge.hashes.event_translator import EventTranslator, NewPublisher
-from bridge.settings import EngineDefaults
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from bridge.hashes.event_translator import EventTranslator
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, REPLAYING
 from kv_events.streams import StreamId
 from publisher.kernels.blocks import BlockTable
@@ -62,19 +59,7 @@ class WorkerStream:
     Only `start_and_close_publishers` and `close` wait. An owner without an event loop calls `take_publishers` instead.
     """
 
-    def __init__(
-        self,
-        stream: StreamId,
-        defaults: EngineDefaults,
-        counters: BridgeCounters,
-        limited_logger: RateLimitedLogger,
-        new_publisher: NewPublisher,
-        state: EngineState,
-        *,
-        ledger_pages: int,
-        name_pages: int,
-    ) -> None:
-        """new_publisher: makes one that is not started. ledger_pages, name_pages: see `EventTranslator`."""
+    def __init__(self, stream: StreamId, context: EngineContext, state: EngineState) -> None:
         self.stream = stream
         self.is_replaced = False
         """Whether another engine was registered under this name. The stream must then be closed and not be used."""
@@ -82,18 +67,7 @@ class WorkerStream:
         self._provisional: EventPublisher | None = None  # made before the block size of its incarnation was known
         self._state = state
         self._is_incomplete = False  # the engine may hold pages that its events since then did not name
-        self._new_publisher = new_publisher
-        self._new_translator = partial(
-            EventTranslator,
-            stream,
-            defaults,
-            counters,
-            limited_logger,
-            self._publisher_of_size,
-            lambda publisher: self._changed.retired.append(publisher),
-            ledger_pages=ledger_pages,
-            name_pages=name_pages,
-        )
+        self._context = context
         self._translator = self._new_translator()
         self._update_degraded_reason()
 
@@ -170,7 +144,8 @@ class WorkerStream:
         for new in unstarted:
             await new.start()
         for old in retired:
-            await old.aclose(_OLD_DEADLINE_S, goodbye=old.stream != self.stream)  # the engine may have lost the group
+            is_group = old.stream != self.stream  # which the engine may have lost
+            await old.aclose(_OLD_DEADLINE_S, ends_stream=is_group)
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
         """Publish what is queued for at most `deadline_s`. clear: first publish that the worker holds no pages."""
@@ -179,7 +154,7 @@ class WorkerStream:
             self._translator.clear()
         await asyncio.gather(
             *(
-                each.aclose(deadline_s, goodbye=not self.is_replaced or each.stream != self.stream)
+                each.aclose(deadline_s, ends_stream=not self.is_replaced or each.stream != self.stream)
                 for each in self.publishers
             )
         )
@@ -212,12 +187,16 @@ class WorkerStream:
         if self._translator.publisher is None:
             self._provisional = self._translator.open_publisher(block_size)
 
+    def _new_translator(self) -> EventTranslator:
+        context = self._context._replace(new_publisher=self._publisher_of_size)
+        return EventTranslator(self.stream, context, lambda publisher: self._changed.retired.append(publisher))
+
     def _publisher_of_size(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
         """The provisional publisher if it is the stream's and has the right block size, else a new one."""
         if stream == self.stream:
             provisional, self._provisional = self._provisional, None
             if provisional is not None and provisional.block_size == block_size:
                 return provisional
-        publisher = self._new_publisher(stream, block_size, blocks)
+        publisher = self._context.new_publisher(stream, block_size, blocks)
         self._changed.unstarted.append(publisher)
         return publisher

@@ -52,13 +52,13 @@ def create_consumer(
     if recording is not None:
         applier.dead_letters.on_put.append(recording.recorder.offer)
     if membership is not None:
-        from indexer.shards.share import Share
+        from indexer.shards.owned_partitions import OwnedPartitions
         from indexer.sources.kafka import KafkaSource
 
         divisible = KafkaSource(settings, settings.interval_of_snapshots)
         stores = partial(_create_store_of_partition, settings, membership.group)
-        share = partial(Share, membership, divisible, applier, settings, stores)
-        return Consumer(divisible, applier, settings, limits=limits, share=share)
+        owned = partial(OwnedPartitions, membership, divisible, applier, settings, stores)
+        return Consumer(divisible, applier, settings, limits=limits, owned=owned)
     store = None if settings.is_embedded else create_store(settings)
     source = _create_source(settings, log)
     return Consumer(source, applier, settings, store, limits=limits)

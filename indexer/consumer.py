@@ -31,7 +31,7 @@ from kv_events.runtime.tracing import open_spans
 from kv_events.streams import StreamId
 
 if TYPE_CHECKING:
-    from indexer.shards.share import Share
+    from indexer.shards.owned_partitions import OwnedPartitions
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +68,10 @@ class Consumer:
         clock: Callable[[], float] = time.time,
         *,
         limits: TenantLimits | None = None,
-        share: Callable[[Progress, Slices, SnapshotCounts], Share] | None = None,
+        owned: Callable[[Progress, Slices, SnapshotCounts], OwnedPartitions] | None = None,
     ) -> None:
-        """clock: seconds since 1970. limits: those to which the applier holds tenants. share: creates the share of a
-        member of a group; None: reads everything.
+        """clock: seconds since 1970. limits: those to which the applier holds tenants. owned: creates the
+        partitions of a member of a group; None: reads everything.
         """
         now = time.monotonic()
         self.applier = applier
@@ -87,9 +87,9 @@ class Consumer:
         self._slices = Slices()
         self._spans = open_spans()
         self.snapshot_counts = SnapshotCounts()
-        self.share = None if share is None else share(self.progress, self._slices, self.snapshot_counts)
+        self.owned = None if owned is None else owned(self.progress, self._slices, self.snapshot_counts)
         """The partitions that this member of a group keeps. None: it is in no group and keeps all."""
-        is_behind = (lambda _: False) if self.share is None else self.share.is_behind
+        is_behind = (lambda _: False) if self.owned is None else self.owned.is_behind
         self.resyncs = ResyncPlanner(settings, self.freshness, is_behind=is_behind)
         """Chooses whose publishers are asked to send everything again."""
         self._requester = ResyncRequester(self.resyncs, self._reader)
@@ -133,8 +133,8 @@ class Consumer:
             return str(self.log_outage)
         if self.ready:
             return ""
-        if self.share is not None and not self.share.membership.is_assigned:
-            return f"waiting for consumer group {self.share.membership.group}"
+        if self.owned is not None and not self.owned.membership.is_assigned:
+            return f"waiting for consumer group {self.owned.membership.group}"
         lag = self.lag()
         return "the log is not opened yet" if lag is None else f"catching up: {lag} records of the log to apply"
 
@@ -176,14 +176,14 @@ class Consumer:
             await self._requester.stop()
             is_complete = is_between_records and self.progress.is_started
             await self._snapshots.close(self._copy if is_complete else None)
-            if self.share is not None:
-                await self.share.close(with_snapshots=is_complete)
+            if self.owned is not None:
+                await self.owned.close(with_snapshots=is_complete)
             await self._reader.stop()
             self.applier.dead_letters.close()
 
     async def _run(self) -> None:
         if not self.progress.is_started:
-            await (self._load_snapshot() if self.share is None else self._join(self.share))
+            await (self._load_snapshot() if self.owned is None else self._join(self.owned))
         await self._start_reading()
         while not self._stopping:
             try:
@@ -213,10 +213,10 @@ class Consumer:
             self.progress.positions = snapshot.positions
             logger.info("snapshot of %d views loaded", len(snapshot.namespaces.views))
 
-    async def _join(self, share: Share) -> None:
-        while not (share.membership.is_assigned or self._stopping):
-            await share.membership.wait(_JOIN_WAIT_S)
-        await share.follow()
+    async def _join(self, owned: OwnedPartitions) -> None:
+        while not (owned.membership.is_assigned or self._stopping):
+            await owned.membership.wait(_JOIN_WAIT_S)
+        await owned.follow()
 
     async def _start_reading(self) -> None:
         await self._stop_probing()
@@ -225,12 +225,12 @@ class Consumer:
             opened = await self._reader.start(self.progress.positions)
             if opened is not None:
                 self.progress.start(opened.begins, opened.ends)
-                if self.share is not None:
-                    self.share.note_start(opened.begins)
+                if self.owned is not None:
+                    self.owned.note_start(opened.begins)
                 return
 
     async def _apply(self, record: LogRecord) -> None:
-        if self.progress.is_applied(record) or not (self.share is None or self.share.has(record.partition)):
+        if self.progress.is_applied(record) or not (self.owned is None or self.owned.has(record.partition)):
             return
         now = self._clock()
         # while catching up, a record counts as received when it was written
@@ -255,8 +255,8 @@ class Consumer:
 
     async def _between_records(self, now: float) -> None:
         await self._forget_demanded()
-        if self.share is not None:
-            await self.share.follow()
+        if self.owned is not None:
+            await self.owned.follow()
         if not self.ready:
             await self._probe()
         elif self._probing is not None and self._probing.done():
@@ -268,8 +268,8 @@ class Consumer:
             await self._forget_silent()
         self.worker_log.look(self.namespaces.views, now)
         await self._snapshots.save_when_due(now, self._copy)
-        if self.share is not None:
-            await self.share.save_when_due(now)
+        if self.owned is not None:
+            await self.owned.save_when_due(now)
 
     async def _forget_demanded(self) -> None:
         """Drop the streams of calls of `forget` whose goal has been reached."""

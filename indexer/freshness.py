@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from indexer.views import FAULT_CLOSED, FAULT_NONE, LATE_S, STATES, View, ViewColumns, ViewState
+from indexer.kernels.views import FAULT_CLOSED, FAULT_NONE, ViewColumns
+from indexer.views import LATE_S, STATES, View, ViewState
 from kv_events.streams import HEARTBEAT_S
 
 NO_HEARTBEAT = "no heartbeat"
@@ -52,7 +53,7 @@ class Freshness:
 
     def silence_s(self, view: View) -> float:
         """Return the seconds during which the event log could be read but had no records from the worker."""
-        return self.log_read_at - max(view.heard_tick, self.resumed_at)
+        return self.log_read_at - max(view.last_batch_tick, self.resumed_at)
 
     def is_silent(self, view: View, tick: float) -> bool:
         """Return whether two heartbeats were missing when a record arrived, so that its sender may be followed.
@@ -68,21 +69,21 @@ class Freshness:
 
         tick: the arrival. The exceptions of `is_silent` apply.
         """
-        return view.is_closed or tick - max(view.heard_tick, self.resumed_at) > self._ttl_s
+        return view.is_closed or tick - max(view.last_batch_tick, self.resumed_at) > self._ttl_s
 
     def state(self, view: View) -> ViewState:
         """Return the state to report and to act on."""
-        if view.is_closed or view.heard_tick < self.expired_before():
+        if view.is_closed or view.last_batch_tick < self.expired_before():
             return ViewState.EXPIRED
         if view.state is not ViewState.LIVE:
             return view.state
-        if view.heard_tick < self.syncing_before():
+        if view.last_batch_tick < self.syncing_before():
             return ViewState.SYNCING
         return ViewState.STALE if view.degraded_reason or self.is_late(view) else ViewState.LIVE
 
     def states(self, columns: ViewColumns, streams: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return int64[streams]: positions in `ViewState`, as `state` decides. streams: numbers of views."""
-        tick, fault, state = columns.heard_tick[streams], columns.faults[streams], columns.states[streams]
+        tick, fault, state = columns.last_batch_tick[streams], columns.faults[streams], columns.states[streams]
         is_stale = (fault != FAULT_NONE) | (tick < self.late_before())
         shown = np.where(state != _LIVE, state, np.where(is_stale, _STALE, _LIVE))
         shown[(state == _LIVE) & (tick < self.syncing_before())] = _SYNCING
@@ -111,7 +112,7 @@ class Freshness:
 
         So are they while the batches arrive that have waited for the end of an outage.
         """
-        return view.heard_tick < self.late_before() or view.is_delayed
+        return view.last_batch_tick < self.late_before() or view.is_delayed
 
     def reason(self, view: View) -> str:
         """Return why the view cannot be fully trusted, or "" if it can."""

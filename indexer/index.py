@@ -13,7 +13,7 @@ from indexer.kernels import apply, holder_sets, prefixes
 from indexer.kernels.find import PageLookup, find
 from indexer.kernels.reuse import sets_of_pages, trim_to_reusable
 from kv_events.codec import RemovedPages, StoredPages
-from kv_events.digest import Digest, empty_digest
+from kv_events.digest import DIGEST_WORDS, Digest
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table
@@ -103,9 +103,10 @@ class OverlapIndex:
                 parents=zeros(max_pages + 1, np.uint64),
                 holders=zeros(max_pages + 1, np.uint32),
                 sets=holder_sets.make_holder_sets(self._set_capacity(max_pages, 1), 1),
+                digests=zeros((max_streams, DIGEST_WORDS), np.uint64),
             )
         )
-        self._digests: list[Digest | None] = []
+        self._digests: list[Digest | None] = []  # rows of the matrix; None: the stream is not in use
 
     # --- streams ---
 
@@ -113,14 +114,18 @@ class OverlapIndex:
         """Return a number for a new worker stream that holds nothing. Raises IndexFullError beyond `max_streams`."""
         for stream, digest in enumerate(self._digests):
             if digest is None:
-                self._digests[stream] = empty_digest()
-                return stream
+                return self._use_stream(stream)
         stream = len(self._digests)
         if stream == self._max_streams:
             raise IndexFullError("worker streams", self._max_streams)
         for _ in self.make_room():
             pass
-        self._digests.append(empty_digest())
+        self._digests.append(None)
+        return self._use_stream(stream)
+
+    def _use_stream(self, stream: int) -> int:
+        digest = self._digests[stream] = self._pages.digests[stream]
+        digest[:] = 0
         return stream
 
     def make_room(self) -> Iterator[None]:
@@ -157,18 +162,10 @@ class OverlapIndex:
         """Store pages [start, stop) of an event. Returns (pages held already, pages refused: index full)."""
         if not self._has_sets:
             return 0, stop - start
-        known, refused = apply.store(
-            self._resident,
-            self.digest(stream),
-            _NO_MARKS if marks is None else marks,
-            event.hashes,
-            event.chain_starts,
-            event.parents,
-            stream,
-            event.medium,
-            start,
-            stop,
-        )
+        self.digest(stream)
+        kept = _NO_MARKS if marks is None else marks
+        pages = event.hashes, event.chain_starts, event.parents
+        known, refused = apply.store(self._resident, kept, *pages, stream, event.medium, start, stop)
         return known, refused
 
     def remove(
@@ -179,16 +176,9 @@ class OverlapIndex:
         Returns (pages that the stream did not hold there, pages that remain because even the holder sets reserved for
         removals are used up).
         """
-        unknown, refused = apply.remove(
-            self._resident,
-            self.digest(stream),
-            _NO_MARKS if marks is None else marks,
-            event.hashes,
-            stream,
-            event.medium,
-            start,
-            stop,
-        )
+        self.digest(stream)
+        kept = _NO_MARKS if marks is None else marks
+        unknown, refused = apply.remove(self._resident, kept, event.hashes, stream, event.medium, start, stop)
         return unknown, refused
 
     def sweep(self, stream: int, marks: Marks | None = None) -> Iterator[int]:
@@ -196,9 +186,7 @@ class OverlapIndex:
         for start, stop in self._entry_ranges(SLICE_PAGES):
             if not self.digest(stream)[:NUM_MEDIA].any():
                 return
-            yield apply.sweep(
-                self._resident, self.digest(stream), _NO_MARKS if marks is None else marks, stream, start, stop
-            )
+            yield apply.sweep(self._resident, _NO_MARKS if marks is None else marks, stream, start, stop)
 
     # --- queries ---
 
@@ -209,9 +197,9 @@ class OverlapIndex:
         return Matches(streams[: find(self.lookup, hashes, streams, pages)], pages)
 
     @property
-    def pages(self) -> Resident:
-        """The `Pages` of kernels that change the index. It is another one after an array was replaced."""
-        return self._resident
+    def pages(self) -> apply.Pages:
+        """The arrays that kernels change. It is another tuple after an array was replaced."""
+        return self._pages
 
     @property
     def most_streams(self) -> int:
@@ -353,7 +341,9 @@ class OverlapIndex:
                 raise InvalidValueError(
                     "image.hashes", len(columns[0]), "distinct pages, within the bounds of this index"
                 )
-        self._digests = [image.digests.get(stream) for stream in range(max(image.digests, default=-1) + 1)]
+        self._digests = [None] * (max(image.digests, default=-1) + 1)
+        for stream, digest in image.digests.items():
+            self.digest(self._use_stream(stream))[:] = digest
 
     def _check_streams(self, image: IndexImage) -> None:
         """Check that every holder has a digest. Raises InvalidValueError."""

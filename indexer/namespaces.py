@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from indexer.index import IndexFullError, OverlapIndex
+from indexer.kernels.views import ViewColumns
 from indexer.settings import IndexerSettings
-from indexer.views import View, ViewColumns
+from indexer.views import View, make_columns
 from kv_events.streams import StreamId, split_group
 
 _MAX_REFUSED = 4096
@@ -34,7 +35,7 @@ class Namespace:
 
     key: NamespaceKey
     index: OverlapIndex
-    columns: ViewColumns = field(default_factory=ViewColumns, repr=False)
+    columns: ViewColumns = field(repr=False)
     """State and times of the views."""
     num_changes: int = 0
     """Views added and dropped so far."""
@@ -65,9 +66,9 @@ class RefusedStream(NamedTuple):
     block_size: int
     epoch: int
     seq: int
-    heard_at: float
+    last_batch_at: float
     """Seconds since 1970."""
-    heard_tick: float
+    last_batch_tick: float
     """The same on the clock of `Freshness`."""
 
 
@@ -81,6 +82,8 @@ class Namespaces:
         self._views: dict[StreamId, View] = {}
         self.refused: dict[StreamId, RefusedStream] = {}
         """Streams without a view, the first ones if there are very many."""
+        self.num_dropped = 0
+        """Views that were dropped so far."""
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(self._namespaces.values())
@@ -138,7 +141,7 @@ class Namespaces:
 
     def drop_refused(self, before: float) -> None:
         """Drop the notes of refused streams that were heard last before a time on the clock of `Freshness`."""
-        for stream in [stream for stream, each in self.refused.items() if each.heard_tick < before]:
+        for stream in [stream for stream, each in self.refused.items() if each.last_batch_tick < before]:
             del self.refused[stream]
 
     def is_group(self, namespace: Namespace) -> bool:
@@ -175,7 +178,8 @@ class Namespaces:
             if len(self._namespaces) == self._settings.max_namespaces:
                 raise self._too_many_namespaces()
             index = OverlapIndex(self._settings.max_pages, self._settings.max_streams, self._settings.max_set_bytes)
-            namespace = self._namespaces[key] = Namespace(key, index)
+            columns = make_columns(self._settings.max_streams)
+            namespace = self._namespaces[key] = Namespace(key, index, columns)
             for name in (None, model):
                 self._found.setdefault((tenant, name), []).append(namespace)
             self._link_groups(namespace)
@@ -216,6 +220,7 @@ class Namespaces:
             return
         namespace.index.drop_stream(view.number)
         namespace.num_changes += 1
+        self.num_dropped += 1
         del namespace.views[view.number], self._views[stream], namespace.by_rank[stream.worker, stream.dp_rank]
         if not namespace.views:
             self._drop_namespace(namespace)

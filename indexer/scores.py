@@ -58,8 +58,8 @@ class StreamScore(NamedTuple):
     tiers: TierTokens
     state: ViewState
     """The state to show."""
-    heard_at: float
-    """See `View.heard_at`."""
+    last_batch_at: float
+    """See `View.last_batch_at`."""
     partition: int
     """See `View.partition`."""
 
@@ -74,8 +74,8 @@ class WorkerScore(NamedTuple):
     """Tokens by DP rank."""
     state: ViewState
     """The least trustworthy state among the ranks that count."""
-    heard_at: float
-    """The oldest `View.heard_at` among the ranks."""
+    last_batch_at: float
+    """The oldest `View.last_batch_at` among the ranks."""
 
     @property
     def longest_matched(self) -> int:
@@ -112,7 +112,7 @@ def stream_scores(
         if state is not ViewState.EXPIRED:
             tokens = TierTokens(*[pages * block_size for pages in row])
             stream = view.stream
-            scores.append(StreamScore(stream.worker, stream.dp_rank, tokens, state, view.heard_at, view.partition))
+            scores.append(StreamScore(stream.worker, stream.dp_rank, tokens, state, view.last_batch_at, view.partition))
     return scores
 
 
@@ -127,13 +127,13 @@ def worker_scores(streams: Iterable[StreamScore]) -> list[WorkerScore]:
 def _worker_score(worker: str, ranks: list[StreamScore]) -> WorkerScore:
     if len(ranks) == 1:
         (only,) = ranks
-        return WorkerScore(worker, only.tiers, {only.dp_rank: only.tiers}, only.state, only.heard_at)
+        return WorkerScore(worker, only.tiers, {only.dp_rank: only.tiers}, only.state, only.last_batch_at)
     return WorkerScore(
         worker,
         TierTokens(*(max(column) for column in zip(*(each.tiers for each in ranks), strict=True))),
         {each.dp_rank: each.tiers for each in ranks},
         least_trusted(each.state for each in ranks),
-        min(each.heard_at for each in ranks),
+        min(each.last_batch_at for each in ranks),
     )
 
 
@@ -313,7 +313,7 @@ def _streams_in(namespace: Namespace, name: str, group: Namespace, freshness: Fr
     changes = (namespace.num_changes, group.num_changes)
     kept = namespace.group_streams.get(name)
     if kept is None or kept.changes != changes or kept.group is not group:
-        streams = np.full(len(namespace.columns.states), _NO_STREAM, np.int64)
+        streams = np.full(namespace.index.most_streams, _NO_STREAM, np.int64)
         for number, view in namespace.views.items():
             found = group.by_rank.get(_rank(view))
             streams[number] = _NO_STREAM if found is None else found.number

@@ -82,8 +82,8 @@ class Arrival(NamedTuple):
     """A batch and the time at which it was received, see `Applier.apply`."""
 
     batch: DecodedBatch
-    heard_at: float
-    heard_tick: float
+    last_batch_at: float
+    last_batch_tick: float
 
 
 class TenantGate:
@@ -94,7 +94,7 @@ class TenantGate:
 
     def __init__(self, limits: TenantLimits) -> None:
         self._limits = limits
-        self._next_look: dict[str, float] = {}  # by tenant: `heard_tick` from which expired views are looked for again
+        self._next_look: dict[str, float] = {}  # by tenant: tick from which expired views are looked for again
         self._limited_logger = RateLimitedLogger(logger, "a worker stream is refused")
 
     def admits(
@@ -146,7 +146,7 @@ class TenantGate:
             if view.stream != stream and freshness.is_expired(view, tick)
         ]
         if expired:
-            yield from namespaces.forget(min(expired, key=lambda view: view.heard_tick).stream)
+            yield from namespaces.forget(min(expired, key=lambda view: view.last_batch_tick).stream)
 
 
 def _parsed(text: str, file: Path) -> dict[str, TenantLimit]:

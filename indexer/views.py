@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from indexer.index import SLICE_PAGES, Marks, OverlapIndex
+from indexer.index import SLICE_PAGES, Marks, OverlapIndex, StreamPages
+from indexer.kernels import views as column
+from indexer.kernels.views import FAULT_CLOSED, FAULT_DEGRADED, FAULT_NONE, JITTER_S, ViewColumns, note_lateness
 from indexer.position import START, Admission, Position
 from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
 from kv_events.digest import digest_bytes, page_counts
+from kv_events.kernels.arrays import zeros
 from kv_events.schema import CLOSED, ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import HEARTBEAT_S, StreamId
 
@@ -29,17 +31,7 @@ RESYNC_CUT_OFF = "resync cut off"
 LATE_S = 2 * HEARTBEAT_S + 0.5
 """Silence after which two heartbeats are missing. A batch that is later than this is delayed."""
 
-_JITTER_S = 1.0
-_DRIFT = 0.001  # of two clocks, seconds a second
-_STEADY_S = 2.5
-_STEADY_WITHIN_S = 0.3
-
-FAULT_NONE, FAULT_DEGRADED, FAULT_CLOSED = range(3)
-"""What the newest batch shows beside its pages: nothing; that its stream is incomplete, as the publisher said, or that
-newer batches are on the way; that no other batch follows."""
-
-_FIRST_SIZE: Final = 64
-
+_NO_LATENESS = (0.0, math.inf, -math.inf, -math.inf, 0.0, math.inf)
 _LONGEST_RESYNC_S = 60.0
 """Seconds after which a resync without an end is requested again."""
 
@@ -85,7 +77,7 @@ class ViewCounters:
     clears: int = 0
 
 
-class Lateness(msgspec.Struct, array_like=True):  # its fields are part of key frames
+class Lateness:
     """The lateness of a stream's newest batch, against the most punctual one before it.
 
     At first, both clocks are believed to be right: the first batch may be late as well.
@@ -94,71 +86,56 @@ class Lateness(msgspec.Struct, array_like=True):  # its fields are part of key f
     the same for some seconds.
     """
 
-    seconds: float = 0.0
-    """Lateness of the newest batch."""
-    _transit_s: float = math.inf  # of a punctual batch: difference of the clocks included
-    _made_at: float = -math.inf
-    _tick: float = -math.inf
-    _steady_tick: float = 0.0  # of the batch that the steady lateness is counted from
-    _steady_s: float = math.inf  # its lateness
-
-    def note(self, made_at: float, at: float, tick: float) -> None:
-        """Record the arrival of a batch.
-
-        made_at: by the publisher's clock. at: by ours, in seconds since 1970, too. tick: by our clock that never goes
-        back.
-        """
-        if self._transit_s == math.inf:
-            self._transit_s = tick - at
-        else:
-            self._transit_s += _DRIFT * (tick - self._tick)
-        transit_s = tick - made_at
-        if made_at < self._made_at or transit_s < self._transit_s or self._is_steady(transit_s - self._transit_s, tick):
-            self._transit_s = transit_s
-        self.seconds = transit_s - self._transit_s
-        self._made_at, self._tick = made_at, tick
+    def __init__(self, times: memoryview[float] | None = None) -> None:
+        """times: row of `ViewColumns.times`; None: one of its own."""
+        self._times = _row(np.empty(column.NUM_TIMES)) if times is None else times
+        self.fields = _NO_LATENESS
 
     @property
-    def clocks_agree(self) -> bool:
-        """Whether the clocks agree, so that no batch that is punctual by both is delayed."""
-        return abs(self._transit_s) < _JITTER_S / 2
+    def fields(self) -> tuple[float, ...]:
+        """What is known, for an image: SECONDS to STEADY_SECONDS."""
+        return tuple(self._times[: column.SILENT_FROM])
+
+    @fields.setter
+    def fields(self, values: Sequence[float]) -> None:
+        for number, seconds in enumerate(values):
+            self._times[number] = seconds
+
+    def note(self, made_at: float, at: float, tick: float) -> None:
+        """Record the arrival of a batch. See `note_lateness`."""
+        note_lateness(self._times, made_at, at, tick)  # type: ignore[no-untyped-call]
+
+    @property
+    def seconds(self) -> float:
+        """Lateness of the newest batch."""
+        return self._times[column.SECONDS]
 
     @property
     def lag_s(self) -> float:
         """Seconds by which the newest batch is delayed, at most LATE_S. Small differences are none."""
-        return min(self.seconds, LATE_S) if self.seconds > _JITTER_S else 0.0
+        return min(self.seconds, LATE_S) if self.seconds > JITTER_S else 0.0
 
     @property
     def is_delayed(self) -> bool:
         """Whether the newest batch was delayed, so that newer ones are on the way."""
         return self.seconds > LATE_S
 
-    def _is_steady(self, late_s: float, tick: float) -> bool:
-        if not abs(late_s - self._steady_s) <= _STEADY_WITHIN_S:
-            self._steady_s, self._steady_tick = late_s, tick
-        return tick - self._steady_tick >= _STEADY_S
+
+def make_columns(num_streams: int) -> ViewColumns:
+    """Return columns for this many streams."""
+    return ViewColumns(
+        states=zeros(num_streams, np.uint8),
+        faults=zeros(num_streams, np.uint8),
+        last_batch_at=zeros(num_streams, np.float64),
+        last_batch_tick=zeros(num_streams, np.float64),
+        times=zeros((num_streams, column.NUM_TIMES), np.float64),
+        numbers=zeros((num_streams, column.NUM_NUMBERS), np.int64),
+    )
 
 
-class ViewColumns:
-    """The columns. They double when a stream number does not fit; arrays that were read before are then outdated."""
-
-    def __init__(self) -> None:
-        self.states: npt.NDArray[np.uint8] = np.zeros(_FIRST_SIZE, np.uint8)
-        """[n] position in `ViewState` of the state from the batches alone: LIVE, SYNCING or STALE."""
-        self.faults: npt.NDArray[np.uint8] = np.zeros(_FIRST_SIZE, np.uint8)
-        """[n] one of FAULT_NONE, FAULT_DEGRADED, FAULT_CLOSED."""
-        self.heard_at: npt.NDArray[np.float64] = np.zeros(_FIRST_SIZE)
-        """[n] `View.heard_at`."""
-        self.heard_tick: npt.NDArray[np.float64] = np.zeros(_FIRST_SIZE)
-        """[n] `View.heard_tick`."""
-
-    def reserve(self, number: int) -> None:
-        """Make room for a stream number."""
-        while number >= len(self.states):
-            self.states = np.concatenate((self.states, np.zeros_like(self.states)))
-            self.faults = np.concatenate((self.faults, np.zeros_like(self.faults)))
-            self.heard_at = np.concatenate((self.heard_at, np.zeros_like(self.heard_at)))
-            self.heard_tick = np.concatenate((self.heard_tick, np.zeros_like(self.heard_tick)))
+def _row(values: npt.NDArray[Any]) -> memoryview[Any]:
+    """Return a row of a column, whose numbers are read and written faster than those of an array."""
+    return memoryview(values)  # type: ignore[arg-type]  # its shape is not known to mypy
 
 
 @dataclass(slots=True)
@@ -172,35 +149,29 @@ class View:
     """The stream's number in the index."""
     columns: ViewColumns
     """The columns of its namespace, which hold the state and the times of this view."""
-    position: Position = START
     stale_reason: str = "new"
-    counters: ViewCounters = field(default_factory=ViewCounters)
     marks: Marks | None = None
     """Pages stored since the beginning of the resync in progress. None if there is no resync."""
     resync_began: float = 0.0
-    """`heard_tick` at the beginning of the resync in progress."""
-    agreed_at: float = 0.0
-    """`heard_at` of the newest batch after which the digests were equal. 0: there is none yet."""
+    """`last_batch_tick` at the beginning of the resync in progress."""
     missing_batches: int = 0
     """Batches that gaps skipped since the digests were last equal."""
     partition: int = 0
     """Partition of the newest batch in the log."""
-    refused_now: int = 0
-    """Pages refused since the last resync or clear. The digest cannot match before the next one."""
-    lateness: Lateness = field(default_factory=Lateness)
-    """That of the newest batch."""
-    silent_from: float = -math.inf
-    """Time from which on a silence counts, on the clock of `Freshness`.
-
-    It is the arrival of the newest batch, or later the moment from which its partition is read here.
-    """
     is_delayed: bool = False
     """Whether the newest batch was delayed, or is being applied after a silence."""
+    lateness: Lateness = field(init=False)
+    """That of the newest batch."""
     _degraded_reason: str = ""
+    _first_missing: int | None = None
+    _times: memoryview[float] = field(init=False, repr=False)
+    _numbers: memoryview[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.columns.reserve(self.number)
-        self.heard_at, self.heard_tick = 0.0, -math.inf
+        self._times, self._numbers = _row(self.columns.times[self.number]), _row(self.columns.numbers[self.number])
+        self.last_batch_at, self.last_batch_tick, self.silent_from, self.agreed_at = 0.0, -math.inf, -math.inf, 0.0
+        self.lateness = Lateness(self._times)
+        self.position, self.counters, self.refused_now = START, ViewCounters(), 0
         self.state, self.degraded_reason = ViewState.STALE, ""
 
     @property
@@ -213,25 +184,74 @@ class View:
         self.columns.states[self.number] = _TRUST(state)
 
     @property
-    def heard_at(self) -> float:
+    def last_batch_at(self) -> float:
         """Seconds since 1970, by the reader's clock: the newest batch of a publisher in contact with its engine."""
-        return self.columns.heard_at.item(self.number)
+        return self.columns.last_batch_at.item(self.number)
 
-    @heard_at.setter
-    def heard_at(self, at: float) -> None:
-        self.columns.heard_at[self.number] = at
+    @last_batch_at.setter
+    def last_batch_at(self, at: float) -> None:
+        self.columns.last_batch_at[self.number] = at
 
     @property
-    def heard_tick(self) -> float:
+    def last_batch_tick(self) -> float:
         """Time up to which the view is known to be right, on the clock of `Freshness`.
 
         It is the arrival of the newest batch, or up to LATE_S before it, if the batch was late.
         """
-        return self.columns.heard_tick.item(self.number)
+        return self.columns.last_batch_tick.item(self.number)
 
-    @heard_tick.setter
-    def heard_tick(self, tick: float) -> None:
-        self.columns.heard_tick[self.number] = tick
+    @last_batch_tick.setter
+    def last_batch_tick(self, tick: float) -> None:
+        self.columns.last_batch_tick[self.number] = tick
+
+    @property
+    def silent_from(self) -> float:
+        """Time from which on a silence counts, on the clock of `Freshness`.
+
+        It is the arrival of the newest batch, or later the moment from which its partition is read here.
+        """
+        return self._times[column.SILENT_FROM]
+
+    @silent_from.setter
+    def silent_from(self, tick: float) -> None:
+        self._times[column.SILENT_FROM] = tick
+
+    @property
+    def agreed_at(self) -> float:
+        """`last_batch_at` of the newest batch after which the digests were equal. 0: there is none yet."""
+        return self._times[column.AGREED_AT]
+
+    @agreed_at.setter
+    def agreed_at(self, at: float) -> None:
+        self._times[column.AGREED_AT] = at
+
+    @property
+    def position(self) -> Position:
+        """The epoch and the number of the next batch."""
+        return Position(self.epoch, self.next_seq, self._first_missing)
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self._numbers[column.EPOCH], self._numbers[column.LAST_SEQ] = position.epoch, position.next_seq - 1
+        self._first_missing = position.first_missing
+
+    @property
+    def counters(self) -> ViewCounters:
+        """The counts, as a copy."""
+        return ViewCounters(*self._numbers[column.BATCHES :])
+
+    @counters.setter
+    def counters(self, counters: ViewCounters) -> None:
+        self.columns.numbers[self.number, column.BATCHES :] = astuple(counters)
+
+    @property
+    def refused_now(self) -> int:
+        """Pages refused since the last resync or clear. The digest cannot match before the next one."""
+        return self._numbers[column.REFUSED_NOW]
+
+    @refused_now.setter
+    def refused_now(self, num_pages: int) -> None:
+        self._numbers[column.REFUSED_NOW] = num_pages
 
     @property
     def degraded_reason(self) -> str:
@@ -246,12 +266,12 @@ class View:
     @property
     def epoch(self) -> int:
         """Epoch of the publisher that is followed. -1 until the first batch."""
-        return self.position.epoch
+        return self._numbers[column.EPOCH]
 
     @property
     def next_seq(self) -> int:
         """Number of the next batch."""
-        return self.position.next_seq
+        return self._numbers[column.LAST_SEQ] + 1
 
     @property
     def reason(self) -> str:
@@ -268,18 +288,23 @@ class View:
         """Pages held per medium, in the order of `schema.MEDIA`."""
         return page_counts(self.index.digest(self.number))
 
+    def all_pages(self) -> StreamPages:
+        """Return all pages, in no particular order."""
+        none = StreamPages(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.uint8))
+        return StreamPages(*map(np.concatenate, zip(none, *self.index.stream_pages(self.number), strict=True)))
+
     def admit(self, batch: DecodedBatch, *, is_silent: bool) -> bool:
         """Return whether a batch is to be applied, see `Position`. is_silent: see `Freshness`."""
         before = self.position
         admission, self.position = before.after(batch.epoch, batch.seq, is_silent=is_silent)
         if admission is Admission.OLD_EPOCH:
-            self.counters.old_epoch_batches += 1
+            self._numbers[column.OLD_EPOCHS] += 1
         elif admission is Admission.DUPLICATE:
-            self.counters.duplicate_batches += 1
+            self._numbers[column.DUPLICATES] += 1
         elif admission.begins_epoch:
             self._begin_epoch(batch, is_restart=before.epoch >= 0)
         if admission.misses_batches:
-            self.counters.gaps += 1
+            self._numbers[column.GAPS] += 1
             expected = 0 if admission.begins_epoch else before.next_seq
             self.missing_batches += max(0, batch.seq - expected)
             self.mark_stale("gap")
@@ -289,18 +314,18 @@ class View:
         """Record the arrival of an admitted batch. If its publisher has no contact with its engine, the age of the view
         does not change.
         """
-        if batch.degraded_reason != ENGINE_UNHEARD or self.heard_at == 0.0:
-            self.heard_at = at
-        was_late = tick - self.heard_tick > LATE_S
+        if batch.degraded_reason != ENGINE_UNHEARD or self.last_batch_at == 0.0:
+            self.last_batch_at = at
+        was_late = tick - self.last_batch_tick > LATE_S
         self.lateness.note(batch.timestamp, at, tick)
-        self.heard_tick = max(self.heard_tick, tick - self.lateness.lag_s)
+        self.last_batch_tick = max(self.last_batch_tick, tick - self.lateness.lag_s)
         self.silent_from = max(self.silent_from, tick)
         self.is_delayed = was_late or self.lateness.is_delayed
         self._note_fault()
 
     def apply(self, batch: DecodedBatch) -> Iterator[None]:
         """Apply an admitted batch in slices. Queries can run between two slices."""
-        self.counters.batches += 1
+        self._numbers[column.BATCHES] += 1
         for step in batch.steps:
             yield from self._apply_step(step)
 
@@ -309,16 +334,16 @@ class View:
         self.is_delayed = self.lateness.is_delayed
         self.degraded_reason = batch.degraded_reason
         if self.marks is not None:
-            if self.heard_tick - self.resync_began > _LONGEST_RESYNC_S:
+            if self.last_batch_tick - self.resync_began > _LONGEST_RESYNC_S:
                 self.mark_stale(RESYNC_CUT_OFF)
             return
         if digest_bytes(self.index.digest(self.number)) == batch.digest.tobytes():  # faster than comparing arrays
             self.state, self.stale_reason = ViewState.LIVE, ""
-            self.agreed_at, self.missing_batches = self.heard_at, 0
+            self.agreed_at, self.missing_batches = self.last_batch_at, 0
             if batch.steps and isinstance(batch.steps[-1], SnapshotEnd):
                 self.position = self.position.without_gap()
             return
-        self.counters.digest_mismatches += 1
+        self._numbers[column.MISMATCHES] += 1
         if self.refused_now:
             self.mark_stale(TENANT_PAGES if self.index.is_limited else INDEX_FULL)
         elif self.state is ViewState.LIVE:
@@ -327,7 +352,7 @@ class View:
     def clear(self) -> Iterator[None]:
         """Remove every page, in slices."""
         for removed in self.index.sweep(self.number):
-            self.counters.pages_removed += removed
+            self._numbers[column.REMOVED] += removed
             yield
 
     def mark_stale(self, reason: str) -> None:
@@ -337,7 +362,7 @@ class View:
 
     def count_refused(self, num_pages: int) -> None:
         """Count pages for which there was no room."""
-        self.counters.refused_pages += num_pages
+        self._numbers[column.REFUSED] += num_pages
         self.refused_now += num_pages
 
     def _note_fault(self) -> None:
@@ -349,7 +374,7 @@ class View:
 
     def _begin_epoch(self, batch: DecodedBatch, *, is_restart: bool) -> None:
         if is_restart:
-            self.counters.restarts += 1
+            self._numbers[column.RESTARTS] += 1
             self.mark_stale("restart")
         if batch.seq == 0 and not (batch.steps and isinstance(batch.steps[0], SnapshotBegin)):
             batch.steps.insert(0, AllBlocksCleared())  # a new incarnation without a resync holds nothing
@@ -361,13 +386,13 @@ class View:
             case RemovedPages():
                 yield from self._remove(step)
             case AllBlocksCleared():
-                self.counters.clears += 1
+                self._numbers[column.CLEARS] += 1
                 self.refused_now = 0
                 yield from self.clear()
             case SnapshotBegin():
                 self.refused_now = 0
                 self.marks = self.index.new_marks()
-                self.resync_began = self.heard_tick
+                self.resync_began = self.last_batch_tick
                 self.state = ViewState.SYNCING
             case SnapshotEnd():
                 yield from self._end_snapshot()
@@ -375,28 +400,28 @@ class View:
     def _store(self, event: StoredPages) -> Iterator[None]:
         for start, stop in _slices(len(event.hashes)):
             known, refused = self.index.store(self.number, event, start, stop, self.marks)
-            self.counters.known_stores += known
+            self._numbers[column.KNOWN] += known
             self.count_refused(refused)
-            self.counters.pages_stored += stop - start - known - refused
+            self._numbers[column.STORED] += stop - start - known - refused
             yield
 
     def _remove(self, event: RemovedPages) -> Iterator[None]:
         for start, stop in _slices(len(event.hashes)):
             unknown, refused = self.index.remove(self.number, event, start, stop, self.marks)
-            self.counters.unknown_removals += unknown
+            self._numbers[column.UNKNOWN] += unknown
             self.count_refused(refused)
-            self.counters.pages_removed += stop - start - unknown - refused
+            self._numbers[column.REMOVED] += stop - start - unknown - refused
             yield
 
     def _end_snapshot(self) -> Iterator[None]:
         if self.marks is None:
             return  # the beginning of the resync was lost; the gap was detected already
         for removed in self.index.sweep(self.number, self.marks):
-            self.counters.pages_removed += removed
+            self._numbers[column.REMOVED] += removed
             yield
         self.marks = None
         self.state, self.stale_reason = ViewState.STALE, "digest"  # until `compare_digest` finds equal digests
-        self.counters.resyncs += 1
+        self._numbers[column.RESYNCS] += 1
 
 
 def _slices(num_pages: int) -> Iterator[tuple[int, int]]:

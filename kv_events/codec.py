@@ -208,15 +208,6 @@ def batch_time(payload: bytes) -> float | None:
     return time_s if math.isfinite(time_s) else None
 
 
-def batch_names(payload: bytes) -> tuple[StreamId, int] | None:
-    """Return stream and block size of a batch without decoding its events, or None if the record is no batch."""
-    try:
-        head = _head_decoder.decode(payload)
-    except _UNREADABLE:
-        return None
-    return StreamId(head.model, head.tenant, head.worker, head.dp_rank), head.block_size
-
-
 def encode_resync(request: ResyncRequest) -> bytes:
     """Encode a message of the control topic."""
     return _encoder.encode(request)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kv_events.errors import InvalidValueError
 from kv_events.kernels.arrays import zeros
 from kv_events.kernels.bundles import resident
-from publisher.kernels.queue import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
+from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
 class PageChanges(NamedTuple):
@@ -30,25 +30,7 @@ class PageChanges(NamedTuple):
 
     def part(self, start: int, stop: int) -> PageChanges:
         """Return views of changes `start` to `stop` (exclusive)."""
-        here = slice(start, stop)
-        return PageChanges(
-            self.kinds[here], self.hashes[here], self.block_hashes[here], self.parents[here], self.spans[here]
-        )
-
-
-class QueueStats(NamedTuple):
-    """Numbers of page changes by state."""
-
-    queued: int
-    """Changes waiting in the queue."""
-    in_flight: int
-    """Changes taken from the queue and not confirmed by the sink yet."""
-    delivered: int
-    """Total confirmed changes."""
-    dropped: int
-    """Total changes dropped because the queue was full. A resync follows and replaces them."""
-    is_broken: bool
-    """Whether the queue overflowed and the resync has not begun yet."""
+        return PageChanges._make(column[start:stop] for column in self)
 
 
 class ChangeQueue:
@@ -82,7 +64,7 @@ class ChangeQueue:
 
     @property
     def is_broken(self) -> bool:
-        """See `QueueStats`."""
+        """Whether the queue overflowed and the resync has not begun yet."""
         return bool(self.arrays.cursors[BROKEN])
 
     def peek(self, max_pages: int) -> PageChanges:
@@ -90,12 +72,8 @@ class ChangeQueue:
 
         Once they are taken, they are not overwritten before `confirm`.
         """
-        ring, capacity = self.arrays, len(self.arrays.kinds)
-        start = int(ring.cursors[TAKEN]) % capacity
-        here = slice(start, min(start + min(max_pages, self.num_queued), capacity))
-        return PageChanges(
-            ring.kinds[here], ring.hashes[here], ring.block_hashes[here], ring.parents[here], ring.spans[here]
-        )
+        start = int(self.arrays.cursors[TAKEN]) % len(self.arrays.kinds)
+        return PageChanges._make(self.arrays[:5]).part(start, start + min(max_pages, self.num_queued))
 
     def take(self, num_pages: int) -> None:
         """Mark the oldest `num_pages` changes as in flight."""
@@ -115,7 +93,7 @@ class ChangeQueue:
         cursors[HEAD] = cursors[TAKEN]
         cursors[BROKEN] = 0
 
-    def stats(self) -> QueueStats:
-        """Return statistics for metrics and tests."""
-        head, taken, tail, dropped, broken, _group = self.arrays.cursors.tolist()
-        return QueueStats(head - taken, taken - tail, self._num_delivered, dropped, bool(broken))
+    def stats(self) -> tuple[int, int, int, int]:
+        """Return the numbers of changes: waiting, in flight, delivered so far, dropped so far."""
+        head, taken, tail, dropped, *_ = self.arrays.cursors.tolist()
+        return head - taken, taken - tail, self._num_delivered, dropped

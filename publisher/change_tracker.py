@@ -9,15 +9,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kv_events.digest import Digest
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
-from publisher.change_queue import ChangeQueue, PageChanges, QueueStats
+from publisher.change_queue import ChangeQueue, PageChanges
 from publisher.event_columns import (
-    BadEventError,
+    InvalidEventError,
     PageEvents,
     check_extra_key,
     derived_columns,
@@ -69,17 +69,6 @@ class FairLock:
         self._lock.release()
 
 
-class TakenChanges(NamedTuple):
-    """The changes of one batch."""
-
-    changes: PageChanges
-    """Views of the queue. They are valid until the changes are confirmed."""
-    tokens: list[PageTokens] | None
-    """One entry for each store. None if the stream carries no tokens."""
-    digest: Digest | None
-    """The digest of the ledger if these were the last changes. None while more changes wait."""
-
-
 class ChangeTracker:
     """The ledger and the change queue behind one lock. Thread-safe. The lock is only held for short steps.
 
@@ -114,7 +103,7 @@ class ChangeTracker:
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
     def record(self, events: Sequence[EngineEvent]) -> None:
-        """Record events in order, or keep them until `absorb`. Invalid events are dropped and counted."""
+        """Record events in order, or keep them until `record_deferred`. Invalid events are dropped and counted."""
         try:
             call = tuple(events)
         except Exception:  # noqa: BLE001  (whatever it is, it is no list of events)
@@ -124,10 +113,10 @@ class ChangeTracker:
             self._deferred.append(call)
             if len(self._deferred) > _MAX_DEFERRED_CALLS:
                 with self._lock:
-                    self._absorb(min(_CATCH_UP_CALLS, len(self._deferred)))
+                    self._record_deferred(min(_CATCH_UP_CALLS, len(self._deferred)))
             return
         with self._lock:
-            self._absorb()
+            self._record_deferred()
             self._record(call)
 
     def change(self, events: PageEvents, extra_key: str | None) -> None:
@@ -140,7 +129,7 @@ class ChangeTracker:
             raise InvalidValueError("with_tokens", True, "False where pages come without their tokens")
         for part in events.parts(_STEP_PAGES):
             with self._lock:
-                self._absorb()
+                self._record_deferred()
                 if self._is_closed:
                     self._reject("closed", len(part.kinds))
                 else:
@@ -159,7 +148,7 @@ class ChangeTracker:
         except Exception:  # noqa: BLE001  (an invalid event)
             return False
 
-    def _absorb(self, max_calls: int | None = None) -> None:
+    def _record_deferred(self, max_calls: int | None = None) -> None:
         """Record the oldest deferred calls, or all, together: this costs hardly more than one of them."""
         num_calls = len(self._deferred) if max_calls is None else max_calls
         calls = [self._deferred.popleft() for _ in range(num_calls)]
@@ -207,7 +196,7 @@ class ChangeTracker:
             if len(events) > 1:
                 for event in events:
                     self._record_together(take, [event], medium, extra_key)
-            elif isinstance(error, BadEventError):
+            elif isinstance(error, InvalidEventError):
                 self._reject(error.reason, 1)
             else:
                 self._note_lost_events()
@@ -235,7 +224,7 @@ class ChangeTracker:
         if event.parent_block_hash is not None:
             parent = self._ledger.sequence_hash(_integer(event.parent_block_hash), event.extra_key)
             if parent is None:
-                raise BadEventError("unidentified", f"parent {event.parent_block_hash} is not held")
+                raise InvalidEventError("unidentified", f"parent {event.parent_block_hash} is not held")
         return derived_columns(event, self._block_size, parent)
 
     def _page_tokens(self, events: list[BlockStored]) -> list[PageTokens]:
@@ -248,8 +237,8 @@ class ChangeTracker:
 
     # --- the drain --------------------------------------------------------------------------------------------------
 
-    def start_deferring(self) -> None:
-        """Let `record` keep small calls, which the caller promises to `absorb` every few milliseconds."""
+    def accept_deferred_calls(self) -> None:
+        """Let `record` keep small calls. The caller must call `record_deferred` every few milliseconds."""
         self._is_deferring = True
 
     @property
@@ -259,21 +248,25 @@ class ChangeTracker:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether calls wait for `absorb`."""
+        """Whether calls wait for `record_deferred`."""
         return bool(self._deferred)
 
-    def absorb(self) -> None:
+    def record_deferred(self) -> None:
         """Record the calls that were kept."""
         with self._lock:
-            self._absorb()
+            self._record_deferred()
 
-    def take_loss(self) -> bool:
+    def pop_lost_events(self) -> bool:
         """Return whether events were lost by an internal error since the last call. A resync must follow."""
         has_lost, self._has_lost_events = self._has_lost_events, False
         return has_lost
 
-    def take(self) -> TakenChanges:
-        """Take the oldest changes that fit into one batch. They are in flight until the same caller confirms them."""
+    def take(self) -> tuple[PageChanges, list[PageTokens] | None, Digest | None]:
+        """Take the oldest changes that fit into one batch. They are in flight until the same caller confirms them.
+
+        Returns views of the queue that are valid until then; the tokens of each store, or None for a stream without
+        tokens; and the ledger's digest, or None while more changes wait.
+        """
         with self._lock:
             changes = self._change_queue.peek(self._limits.pages)
             changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
@@ -281,8 +274,7 @@ class ChangeTracker:
             tokens = None
             if self._tokens is not None:
                 tokens = [self._tokens.popleft() for _ in range(int((changes.kinds < REMOVAL).sum()))]
-            is_last = self._change_queue.num_queued == 0
-            return TakenChanges(changes, tokens, self._ledger.digest() if is_last else None)
+            return changes, tokens, None if self._change_queue.num_queued else self._ledger.digest()
 
     def confirm(self) -> None:
         """Confirm the changes in flight."""
@@ -310,7 +302,7 @@ class ChangeTracker:
         """Refuse all further events."""
         with self._lock:
             self._is_deferring = False
-            self._absorb()
+            self._record_deferred()
             self._is_closed = True
 
     @property
@@ -319,8 +311,15 @@ class ChangeTracker:
         return self._change_queue.num_queued
 
     @property
+    def num_held(self) -> int:
+        """Number of distinct pages held now."""
+        with self._lock:
+            self._record_deferred()
+            return self._ledger.num_pages
+
+    @property
     def has_lost_events(self) -> bool:
-        """Whether `take_loss` would return True."""
+        """Whether `pop_lost_events` would return True."""
         return self._has_lost_events
 
     @property
@@ -338,28 +337,17 @@ class ChangeTracker:
         with self._lock:
             return None if self._change_queue.num_queued else self._ledger.digest()
 
-    def queue_stats(self) -> QueueStats:
-        """Return the numbers of page changes by state."""
+    def stats(self) -> tuple[tuple[int, int, int, int], dict[str, int], dict[str, int]]:
+        """Return the queue's numbers of changes, total pages by result with those held now, and dropped events."""
         with self._lock:
-            self._absorb()
-            return self._change_queue.stats()
-
-    def counts(self) -> dict[str, int]:
-        """Return total pages by result, and `held`: distinct pages held now."""
-        with self._lock:
-            self._absorb()
-            return {**self._ledger.counts(), "held": self._ledger.num_pages}
-
-    def rejected(self) -> dict[str, int]:
-        """Return the number of dropped events by reason."""
-        with self._lock:
-            self._absorb()
-            return dict(self._rejected)
+            self._record_deferred()
+            pages = {**self._ledger.counts(), "held": self._ledger.num_pages}
+            return self._change_queue.stats(), pages, dict(self._rejected)
 
     def check(self) -> None:
         """Recount the ledger from scratch. Raises AssertionError with both figures."""
         with self._lock:
-            self._absorb()
+            self._record_deferred()
             self._ledger.check()
 
 
@@ -382,4 +370,4 @@ def _integer(value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError as error:
-        raise BadEventError("type", f"parent_block_hash: {error}") from None
+        raise InvalidEventError("type", f"parent_block_hash: {error}") from None

@@ -6,8 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager
 
 from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.supervised import keep_running
@@ -16,9 +15,6 @@ from publisher.change_tracker import ChangeTracker
 from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
-
-if TYPE_CHECKING:
-    from kv_events.runtime.spans import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +65,7 @@ class Drain:
         self._user = f"{settings.worker}:{id(self)}"  # of the outage, which publishers of one process may share
         self._is_sink_started = False
         self._is_closing = False
-        self._says_goodbye = False
+        self._ends_stream = False
 
     @property
     def is_sink_available(self) -> bool:
@@ -79,7 +75,7 @@ class Drain:
     def start(self) -> None:
         """Start the tasks in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._tracker.start_deferring()
+        self._tracker.accept_deferred_calls()
         self._task = self._supervised(self._run, "publisher-drain", self._note_lost_records)
 
     def wake(self) -> None:
@@ -105,7 +101,7 @@ class Drain:
         assert self._loop is not None
         now = self._loop.time()
         if self._tracker.has_deferred:
-            self._tracker.absorb()
+            self._tracker.record_deferred()
             self._polling_until = now + _POLLING_S
         if self._tracker.needs_sending and not self._is_signalled:
             self._is_signalled = True
@@ -117,13 +113,13 @@ class Drain:
         if self._tracker.has_deferred or (self._tracker.needs_sending and not self._is_signalled):
             self.poll()  # it came while the flag was set
 
-    async def stop(self, deadline_s: float, *, goodbye: bool) -> None:
+    async def stop(self, deadline_s: float, *, ends_stream: bool) -> None:
         """Send pending records for at most `deadline_s` seconds, then end the tasks and stop the sink.
 
-        goodbye: end with a record that says that no other follows.
+        ends_stream: end with a closing record.
         """
         self._is_closing = True
-        self._says_goodbye = goodbye
+        self._ends_stream = ends_stream
         self._awake.set()
         if self._task is not None:
             _, late = await asyncio.wait({self._task}, timeout=deadline_s)
@@ -167,8 +163,8 @@ class Drain:
                 if records:
                     await self._send(records)
                 elif self._is_closing:
-                    if self._says_goodbye:
-                        await self._send([self._builder.goodbye(time.time())])
+                    if self._ends_stream:
+                        await self._send([self._builder.closing_record(time.time())])
                     return
                 else:
                     await self._wait()
@@ -213,10 +209,25 @@ class Drain:
         self.in_flight = ()
         await asyncio.sleep(0)  # a sink that never waits must not block the loop
 
-    def _traced(self, records: Sequence[OutRecord]) -> AbstractContextManager[Sequence[OutRecord]]:
+    @contextmanager
+    def _traced(self, records: Sequence[OutRecord]) -> Iterator[Sequence[OutRecord]]:
+        """Run a block that sends records, each in a span. Yields them with the contexts of their spans."""
         if self._spans is None:
-            return nullcontext(records)
-        return traced_records(self._spans, records, self._builder.epoch, self._builder.seq - len(records))
+            yield records
+            return
+        with ExitStack() as stack:
+            traced = []
+            for seq, record in enumerate(records, self._builder.seq - len(records)):
+                attributes: dict[str, str | int] = {
+                    "kvsight.stream": record.key.decode(),
+                    "kvsight.epoch": self._builder.epoch,
+                    "kvsight.seq": seq,
+                    "kvsight.pages": record.num_pages,
+                    "messaging.message.body.size": len(record.payload),
+                }
+                span = stack.enter_context(self._spans.span("publish", "producer", attributes))
+                traced.append(record._replace(headers=self._spans.headers(span)))
+            yield traced
 
     async def _until_available(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Repeat an attempt with growing pauses until the sink is available. An attempt may also wait for the sink."""
@@ -242,36 +253,3 @@ class Drain:
                 self.num_skipped_requests += 1
             elif self._builder.answer(request):
                 self._awake.set()
-
-
-@contextmanager
-def traced_records(
-    spans: Spans, records: Sequence[OutRecord], epoch: int, first_seq: int
-) -> Iterator[Sequence[OutRecord]]:
-    """Run a block that sends records, and yield them with the contexts of their spans. Spans end with the block.
-
-    first_seq: sequence number of the first record.
-    """
-    started = [
-        spans.start("publish", "producer", _attributes(record, epoch, seq))
-        for seq, record in enumerate(records, first_seq)
-    ]
-    try:
-        yield [record._replace(headers=spans.headers(span)) for record, span in zip(records, started, strict=True)]
-    except Exception as error:
-        for span in started:
-            spans.fail(span, repr(error))
-        raise
-    finally:
-        for span in started:
-            span.end()
-
-
-def _attributes(record: OutRecord, epoch: int, seq: int) -> dict[str, str | int]:
-    return {
-        "kvsight.stream": record.key.decode(),
-        "kvsight.epoch": epoch,
-        "kvsight.seq": seq,
-        "kvsight.pages": record.num_pages,
-        "messaging.message.body.size": len(record.payload),
-    }

@@ -19,7 +19,7 @@ from kv_events.schema import NUM_MEDIA
 from publisher.change_queue import ChangeQueue, PageChanges
 from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
-from publisher.kernels.changes import advance_digest
+from publisher.kernels.changes import advance_digest, queue_cleared
 from publisher.kernels.ledger import (
     COUNT_NAMES,
     FIRST_BLOCK,
@@ -32,7 +32,6 @@ from publisher.kernels.ledger import (
     find_entry,
     require_groups,
 )
-from publisher.kernels.queue import queue_cleared
 
 __all__ = ["SLICE_PAGES", "Ledger", "LedgerCopy", "resync_changes"]
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from socketserver import StreamRequestHandler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kv_events.streams import StreamId
-from publisher.probes import with_probes
 from publisher.publisher import EventPublisher, PublisherStats
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+_PATIENCE_S = 2.0
 _LABELS = ("worker", "model", "tenant", "dp_rank")
 
 
@@ -50,10 +55,10 @@ def publisher_families(publishers: Iterable[tuple[StreamId, PublisherStats]]) ->
     for (model, tenant, worker, rank), stats in publishers:
         labels = [worker, model, tenant, str(rank)]
         held.add_metric(labels, stats.pages["held"])
-        queued.add_metric(labels, stats.queue.queued + stats.queue.in_flight)
+        queued.add_metric(labels, stats.queued + stats.in_flight)
         reach.add_metric(labels, float(stats.is_sink_available))
-        delivered.add_metric(labels, stats.queue.delivered)
-        dropped.add_metric(labels, stats.queue.dropped)
+        delivered.add_metric(labels, stats.delivered)
+        dropped.add_metric(labels, stats.dropped)
         resyncs.add_metric(labels, stats.resyncs)
         resent.add_metric(labels, stats.resync_pages)
         records.add_metric(labels, stats.rejected_records)
@@ -85,6 +90,36 @@ def serve_metrics(
         thread.join()
 
     return end
+
+
+def with_probes(metrics: WSGIApplication, why_not_ready: Callable[[], str]) -> WSGIApplication:
+    """Add `/health` and `/ready` to an application. Both answer 200, or 503 with the reason.
+
+    `/health` fails if the running event loop does not answer: only a restart helps then. `/ready` fails then, too, and
+    while the process cannot do its work. why_not_ready: the reason, or "". Called in the event loop.
+    """
+    loop = asyncio.get_running_loop()
+    probes = {"/health": lambda: "", "/ready": why_not_ready}
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        probe = probes.get(environ["PATH_INFO"])
+        if probe is None:
+            return metrics(environ, start_response)
+        reason = _ask(loop, probe)
+        status = "503 Service Unavailable" if reason else "200 OK"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{reason or 'ok'}\n".encode()]
+
+    return answer
+
+
+def _ask(loop: asyncio.AbstractEventLoop, probe: Callable[[], str]) -> str:
+    answered: Future[str] = Future()
+    loop.call_soon_threadsafe(lambda: answered.set_result(probe()))
+    try:
+        return answered.result(_PATIENCE_S)
+    except TimeoutError:
+        return f"the event loop has not answered for {_PATIENCE_S:.0f} s"
 
 
 class _Impatient(StreamRequestHandler):

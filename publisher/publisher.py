@@ -7,18 +7,14 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import NamedTuple, Self
-
-import uvloop
 
 from kv_events.errors import InvalidValueError, KvsightError, check_type
 from kv_events.limits import MAX_DEGRADED_REASON_BYTES
 from kv_events.runtime.event_loops import new_event_loop
 from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
-from publisher.change_queue import QueueStats
 from publisher.change_tracker import ChangeTracker
 from publisher.drain import Drain
 from publisher.event_columns import PageEvents
@@ -41,8 +37,16 @@ class PublisherStateError(KvsightError):
 class PublisherStats(NamedTuple):
     """Statistics for metrics and tests."""
 
-    queue: QueueStats
-    """Numbers of page changes by state."""
+    queued: int
+    """Page changes that wait in the queue."""
+    in_flight: int
+    """Page changes that were taken from the queue and that the sink has not confirmed yet."""
+    delivered: int
+    """Total page changes that the sink confirmed."""
+    dropped: int
+    """Total page changes dropped because the queue was full. A resync follows and replaces them."""
+    is_broken: bool
+    """Whether the queue overflowed and the resync has not begun yet."""
     pages: dict[str, int]
     """Total pages by result; `held`: distinct pages held now."""
     rejected_events: dict[str, int]
@@ -104,7 +108,6 @@ class EventPublisher:
         self._builder = RecordBuilder(settings, self._tracker, epoch=next_epoch())
         self._drain = Drain(settings, self._tracker, self._builder, sink)
         self._is_started = False
-        self._ended: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._thread_loop: asyncio.AbstractEventLoop | None = None
 
@@ -175,10 +178,15 @@ class EventPublisher:
     def stats(self) -> PublisherStats:
         """Return current statistics. Thread-safe."""
         failure = self._drain.failure
+        (queued, in_flight, delivered, dropped), pages, rejected_events = self._tracker.stats()
         return PublisherStats(
-            queue=self._tracker.queue_stats(),
-            pages=self._tracker.counts(),
-            rejected_events=self._tracker.rejected(),
+            queued=queued,
+            in_flight=in_flight,
+            delivered=delivered,
+            dropped=dropped,
+            is_broken=self._tracker.is_broken,
+            pages=pages,
+            rejected_events=rejected_events,
             next_seq=self._builder.seq,
             resyncs=self._builder.num_resyncs,
             resync_pages=self._builder.num_resync_pages,
@@ -200,22 +208,19 @@ class EventPublisher:
         if self._is_started:
             raise PublisherStateError(f"publisher {self._settings.worker} was already started")
         self._is_started = True
-        self._ended = asyncio.Event()
         self._drain.start()
 
-    async def aclose(self, deadline_s: float = 5.0, *, goodbye: bool = True) -> CloseReport:
+    async def aclose(self, deadline_s: float = 5.0, *, ends_stream: bool = True) -> CloseReport:
         """Refuse further events, send queued ones for at most `deadline_s` seconds, and stop.
 
-        goodbye: the last record says that the worker leaves, so that routers stop scoring it at once. False if another
-        publisher goes on under the same name. Returns what was not sent. Belongs to the loop of `start`.
+        ends_stream: send a closing record, so that routers stop scoring the worker at once. False if another publisher
+        continues under the same name. Returns what was not sent. Belongs to the loop of `start`.
         """
         self._tracker.close()
-        before = self._tracker.queue_stats()
+        before = self.stats()
         if self._is_started:
-            await self._drain.stop(deadline_s, goodbye=goodbye)
-        after = self._tracker.queue_stats()
-        if self._ended is not None:
-            self._ended.set()
+            await self._drain.stop(deadline_s, ends_stream=ends_stream)
+        after = self.stats()
         report = CloseReport(
             flushed_pages=after.delivered - before.delivered,
             unflushed_pages=after.queued + after.in_flight + self._builder.num_resync_pages_left(),
@@ -240,27 +245,24 @@ class EventPublisher:
         """Start to send on a daemon thread with its own event loop. Raises PublisherStateError."""
         if self._is_started or self._thread is not None:
             raise PublisherStateError(f"publisher {self._settings.worker} was already started")
-        running: Future[None] = Future()
+        loop = self._thread_loop = new_event_loop()
         name = f"publisher:{self._settings.worker}"
-        self._thread = threading.Thread(target=self._thread_main, args=(running,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_run_loop, args=(loop,), name=name, daemon=True)
         self._thread.start()
         try:
-            running.result()
+            asyncio.run_coroutine_threadsafe(self.start(), loop).result()
         except Exception as error:
-            self._thread.join()
-            self._thread = None
-            raise PublisherStateError(
-                f"publisher {self._settings.worker}: its thread did not start: {error}"
-            ) from error
+            self._end_thread(self._thread, loop)
+            message = f"publisher {self._settings.worker}: its thread did not start: {error}"
+            raise PublisherStateError(message) from error
 
-    def close(self, deadline_s: float = 5.0, *, goodbye: bool = True) -> CloseReport:
+    def close(self, deadline_s: float = 5.0, *, ends_stream: bool = True) -> CloseReport:
         """Close a publisher that was started with `start_in_thread`, and wait for its thread. See `aclose`."""
         if self._thread is None or self._thread_loop is None:
             raise PublisherStateError(f"publisher {self._settings.worker} was not started in a thread: use aclose()")
-        closing = asyncio.run_coroutine_threadsafe(self.aclose(deadline_s, goodbye=goodbye), self._thread_loop)
+        closing = asyncio.run_coroutine_threadsafe(self.aclose(deadline_s, ends_stream=ends_stream), self._thread_loop)
         report = closing.result(deadline_s + _THREAD_GRACE_S)
-        self._thread.join(_THREAD_GRACE_S)
-        self._thread_loop = None
+        self._end_thread(self._thread, self._thread_loop)
         return report
 
     def __enter__(self) -> Self:
@@ -272,21 +274,15 @@ class EventPublisher:
     ) -> None:
         self.close()
 
-    def _thread_main(self, running: Future[None]) -> None:
-        try:
-            uvloop.run(self._run_in_thread(running), loop_factory=new_event_loop)
-        except Exception as error:
-            if running.done():
-                logger.exception("publisher %s: its thread failed", self._settings.worker)
-            else:
-                running.set_exception(error)
+    def _end_thread(self, thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_THREAD_GRACE_S)
+        self._thread = self._thread_loop = None
 
-    async def _run_in_thread(self, running: Future[None]) -> None:
-        await self.start()
-        self._thread_loop = asyncio.get_running_loop()
-        running.set_result(None)
-        assert self._ended is not None
-        await self._ended.wait()
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # which tidies up when the loop was stopped
+        runner.get_loop().run_forever()
 
 
 def next_epoch() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kv_events.codec import encode_batch, encode_event
 from kv_events.digest import Digest, digest_bytes, empty_digest
@@ -20,8 +19,6 @@ from publisher.ledger import resync_changes
 from publisher.packing import BatchLimits, pack
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord
-
-_FIRST_REASON = "start"
 
 
 @dataclass(slots=True)
@@ -37,42 +34,6 @@ class _ActiveResync:
     @property
     def num_left(self) -> int:
         return len(self.changes.kinds) - self.position
-
-
-class _PendingResync(NamedTuple):
-    """A requested resync that has not begun yet."""
-
-    reason: str
-    delay_s: float
-    """Seconds to wait, counted from the first call that sees the request."""
-
-
-class Backlog:
-    """Up to which time the records state what the worker held, while changes wait for later records.
-
-    Changes are taken in the order of their arrival. Times are the caller's.
-    """
-
-    def __init__(self) -> None:
-        self._num_taken = 0
-        self._marks: deque[tuple[int, float]] = deque()  # total of changes by a time, and that time; both grow
-        self._as_of = 0.0
-
-    def look(self, num_queued: int, now: float) -> None:
-        """Note how many changes wait. The next ones come later."""
-        self._marks.append((self._num_taken + num_queued, now))
-
-    def take(self, number: int) -> float:
-        """Note that the oldest changes were taken. Returns a time before which all changes have been taken."""
-        self._num_taken += number
-        while self._marks and self._marks[0][0] <= self._num_taken:
-            self._as_of = self._marks.popleft()[1]
-        return self._as_of
-
-    def end(self, now: float) -> None:
-        """Note that no change from before this time waits."""
-        self._marks.clear()
-        self._as_of = now
 
 
 class RecordBuilder:
@@ -102,9 +63,12 @@ class RecordBuilder:
         self._tracker = tracker
         self._digest = empty_digest()  # state after the last record
         self._sent_degraded_reason = ""  # in the last record
-        self._backlog = Backlog()
+        self._as_of = 0.0  # all changes from before this time are in records
+        self._num_taken = 0
+        self._marks: deque[tuple[int, float]] = deque()  # total of changes by a time, and that time; both grow
         self._resync: _ActiveResync | None = None
-        self._pending: _PendingResync | None = _PendingResync(_FIRST_REASON, 0)
+        # reason, and the seconds to wait after the first call that sees the request
+        self._pending: tuple[str, float] | None = ("start", 0)
         # times of `_clock`, which never goes back
         self._clock = 0.0
         self._last_now = float("inf")  # the caller's time at the last call
@@ -120,7 +84,7 @@ class RecordBuilder:
         Another call confirms that the records of the previous call were delivered or dropped, and frees their space in
         the queue.
         """
-        self._tracker.absorb()
+        self._tracker.record_deferred()
         self._tracker.confirm()
         records: list[OutRecord] = []
         while max_records is None or len(records) < max_records:
@@ -137,13 +101,13 @@ class RecordBuilder:
             return False
         if self._tracker.is_broken:
             self._set_pending("overflow", 0)
-        if self._tracker.take_loss():
+        if self._tracker.pop_lost_events():
             self.request_resync("internal error")
         if self._pending is None:
             return False
         if self._resync_at is None:
             earliest = self._last_resync_at + self._settings.resync_min_interval_s
-            self._resync_at = max(self._clock + self._pending.delay_s, earliest)
+            self._resync_at = max(self._clock + self._pending[1], earliest)
         return force or self._clock >= self._resync_at
 
     def begin_resync(self) -> None:
@@ -153,12 +117,12 @@ class RecordBuilder:
         at the same time.
         """
         assert self._pending is not None
-        reason = self._pending.reason
+        reason, _ = self._pending
         self._pending = self._resync_at = None  # before the copy: a later request may concern changes after it
         self._last_resync_at = self._clock
         self.num_resyncs += 1
         self.is_resyncing = True
-        self._backlog.end(self._last_now)
+        self._nothing_waits(self._last_now)
         held = self._tracker.restart()
         self._resync = _ActiveResync(resync_changes(held), held.digest, reason, self._last_now)
 
@@ -189,7 +153,7 @@ class RecordBuilder:
     def _is_reason_new(self) -> bool:
         return self._reason != self._sent_degraded_reason
 
-    def goodbye(self, now: float) -> OutRecord:
+    def closing_record(self, now: float) -> OutRecord:
         """Return the last record of the epoch. Readers then leave the worker out of scores."""
         self.degraded_reason = CLOSED
         return self._heartbeat(now)
@@ -212,7 +176,7 @@ class RecordBuilder:
         """Return the number of unsent pages of requested and unfinished resyncs."""
         left = 0 if self._resync is None else self._resync.num_left
         if self._pending is not None or self._tracker.is_broken:
-            left += self._tracker.counts()["held"]
+            left += self._tracker.num_held
         return left
 
     def _advance(self, now: float) -> None:
@@ -221,7 +185,7 @@ class RecordBuilder:
 
     def _set_pending(self, reason: str, delay_s: float) -> None:
         if self._pending is None:
-            self._pending = _PendingResync(reason, delay_s)
+            self._pending = reason, delay_s
 
     def _next_record(self, now: float, force: bool) -> OutRecord | None:
         if self.is_resync_due(now, force=force):
@@ -264,16 +228,21 @@ class RecordBuilder:
 
     def _changes_record(self, now: float) -> OutRecord | None:
         """Return a batch of changes, or None if an overflow has just dropped all of them."""
-        self._backlog.look(self._tracker.num_queued, now)
+        self._marks.append((self._num_taken + self._tracker.num_queued, now))
         changes, tokens, digest = self._tracker.take()
         if not len(changes.kinds):
             return None
-        if digest is None:
-            advance_digest(self._digest, changes.kinds, changes.hashes)
-            as_of = min(now, self._backlog.take(len(changes.kinds)))
-        else:
-            self._digest, as_of = digest, now
-        return self._record(now, pack(changes, tokens), len(changes.kinds), as_of=as_of)
+        if digest is not None:
+            return self._record(now, pack(changes, tokens), len(changes.kinds), digest)
+        advance_digest(self._digest, changes.kinds, changes.hashes)
+        self._num_taken += len(changes.kinds)
+        while self._marks and self._marks[0][0] <= self._num_taken:
+            self._as_of = self._marks.popleft()[1]
+        return self._record(now, pack(changes, tokens), len(changes.kinds), as_of=min(now, self._as_of))
+
+    def _nothing_waits(self, now: float) -> None:
+        self._marks.clear()
+        self._as_of = now
 
     def _heartbeat(self, now: float) -> OutRecord:
         """Return a record without events. If no changes wait, it carries the ledger's digest.
@@ -290,10 +259,10 @@ class RecordBuilder:
         digest: Digest | None = None,
         as_of: float | None = None,
     ) -> OutRecord:
-        """as_of: time up to which the record tells what the worker held. None: now."""
-        digest = self._digest if digest is None else digest
+        """Return the next record. as_of: up to when it states what the worker held. None: now, as no changes wait."""
+        self._digest = self._digest if digest is None else digest
         if as_of is None or as_of == now:
-            self._backlog.end(now)
+            self._nothing_waits(now)
         if self._reason or not self._tracker.num_queued:  # a reason holds for all changes that came under it
             self._sent_degraded_reason = self._reason
         payload = encode_batch(
@@ -303,7 +272,7 @@ class RecordBuilder:
             self.seq,
             now if as_of is None else as_of,
             events,
-            digest_bytes(digest),
+            digest_bytes(self._digest),
             self._sent_degraded_reason,
         )
         self.seq += 1

@@ -90,7 +90,7 @@ class LiveFleet:
     def _is_seen(self, publisher: EventPublisher) -> bool:
         view = self.consumer.namespaces.view(publisher.stream)
         stats = publisher.stats()
-        if view is None or stats.queue.queued or stats.queue.in_flight or stats.is_resyncing:
+        if view is None or stats.queued or stats.in_flight or stats.is_resyncing:
             return False
         # a late one counts only with the next heartbeat
         is_newest = self._applied.get(publisher.stream) == (publisher.epoch, stats.next_seq - 1)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from indexer.views import FAULT_CLOSED, FAULT_NONE, STATES, ViewState
+from indexer.kernels.views import FAULT_CLOSED, FAULT_NONE
+from indexer.views import STATES, ViewState
 from kv_events.kernels.bundles import BoolVector, F64Vector, I32Vector, I64Vector, U8Vector
 from kv_events.kernels.declare import array_function, array_helper
 from kv_events.kernels.instructions import copy_sixteen, lowest_bit, put_eight
@@ -64,8 +65,8 @@ class StreamTable(NamedTuple):
     states: U8Vector
     """[streams] `ViewColumns.states`; the next three are those of `ViewColumns`, too."""
     faults: U8Vector
-    heard_at: F64Vector
-    heard_tick: F64Vector
+    last_batch_at: F64Vector
+    last_batch_tick: F64Vector
     workers: I32Vector
     """[streams] number of the worker, -1 if the stream number is not in use."""
     ranks: I32Vector
@@ -184,7 +185,7 @@ def _put_key(out, at, number, rank):
 @array_helper
 def _shown_state(table, stream, expired_before, syncing_before, late_before):
     """Return the state to show, as `Freshness.state` does."""
-    tick, fault, state = table.heard_tick[stream], table.faults[stream], table.states[stream]
+    tick, fault, state = table.last_batch_tick[stream], table.faults[stream], table.states[stream]
     if fault == FAULT_CLOSED or tick < expired_before:
         return _EXPIRED
     if state != _LIVE:
@@ -229,7 +230,7 @@ class _Holdings(NamedTuple):
     external: int
     state: int
     """Number of the least trusted state."""
-    heard_at: float
+    last_batch_at: float
     """The oldest."""
     ranks_differ: bool
     """Whether any rank holds more than what is on its device."""
@@ -242,16 +243,16 @@ def _holdings(table, pages, first, query):
     Streams are followed one by one: most workers have one rank, for which a vectorized loop would take twice as long.
     """
     num_ranks, gpu, cpu, disk, external = 0, np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0)
-    state, heard_at, ranks_differ = table.shown[first], table.heard_at[first], False
+    state, last_batch_at, ranks_differ = table.shown[first], table.last_batch_at[first], False
     stream = first
     while stream >= 0:
         num_ranks += 1
         gpu, cpu = max(gpu, pages[stream, GPU]), max(cpu, pages[stream, CPU])
         disk, external = max(disk, pages[stream, DISK]), max(external, pages[stream, EXTERNAL])
-        state, heard_at = max(state, table.shown[stream]), min(heard_at, table.heard_at[stream])
+        state, last_batch_at = max(state, table.shown[stream]), min(last_batch_at, table.last_batch_at[stream])
         ranks_differ |= pages[stream, GPU] != pages[stream, EXTERNAL]
         stream = _following(table, stream, query)
-    return _Holdings(first, num_ranks, gpu, cpu, disk, external, state, heard_at, ranks_differ)
+    return _Holdings(first, num_ranks, gpu, cpu, disk, external, state, last_batch_at, ranks_differ)
 
 
 @array_helper
@@ -315,7 +316,7 @@ def _are_alike(table, held, other):
 
 @array_helper
 def _put_age(out, at, held, now):
-    return put_number(out, at, max(np.int64(0), np.int64(np.rint((now - held.heard_at) * 1000.0))))
+    return put_number(out, at, max(np.int64(0), np.int64(np.rint((now - held.last_batch_at) * 1000.0))))
 
 
 @array_helper

@@ -1,4 +1,4 @@
-"""Answers to usual questions, written by a kernel. They equal the encoded structs byte for byte."""
+"""Answers written by a kernel. They equal the encoded structs byte for byte."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ class _KeptTable(NamedTuple):
 
     @classmethod
     def of(cls, namespace: Namespace) -> _KeptTable:
-        columns, size = namespace.columns, len(namespace.columns.states)
+        columns, size = namespace.columns, namespace.index.most_streams
         workers, ranks, following = (np.full(size, -1, np.int32) for _ in range(3))
         numbers: dict[str, int] = {}
         last: dict[str, int] = {}
@@ -285,8 +285,8 @@ class _KeptTable(NamedTuple):
         table = StreamTable(
             states=columns.states,
             faults=columns.faults,
-            heard_at=columns.heard_at,
-            heard_tick=columns.heard_tick,
+            last_batch_at=columns.last_batch_at,
+            last_batch_tick=columns.last_batch_tick,
             workers=workers,
             ranks=ranks,
             following=following,

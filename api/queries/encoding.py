@@ -1,4 +1,4 @@
-"""Answers to queries as structs that msgspec encodes: for questions that `api.fast.writer` does not take."""
+"""Answers to queries as structs that msgspec encodes: for queries that `api.fast.writer` does not take."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _fields(worker: WorkerScore, question: ParsedQuery, now: float) -> dict[str,
         "disk": tiers.external,  # as in Dynamo: disk or external
         "external": tiers.external,
         "state": worker.state.value,
-        "age_ms": age_ms(worker.heard_at, now),
+        "age_ms": age_ms(worker.last_batch_at, now),
     }
     if question.is_detailed and question.block_size is not None:
         fields["dp"] = _blocks_dp(worker, question.block_size)
@@ -52,9 +52,9 @@ def _fields(worker: WorkerScore, question: ParsedQuery, now: float) -> dict[str,
     return fields
 
 
-def age_ms(heard_at: float, now: float) -> int:
+def age_ms(last_batch_at: float, now: float) -> int:
     """Return the age of a view in whole milliseconds. It is never negative, even if the clock was set back."""
-    return max(0, round((now - heard_at) * 1000))
+    return max(0, round((now - last_batch_at) * 1000))
 
 
 def _device_tokens(worker: WorkerScore) -> dict[int, int]:

@@ -66,7 +66,7 @@ class _Figures:
     pages: list[int] = field(default_factory=lambda: [0] * len(MEDIA))
     states: dict[WorkerLabels, ViewState] = field(default_factory=dict)
     """The least trusted state of each worker's ranks."""
-    last_heard_at: float = float("inf")
+    last_batch_at: float = float("inf")
     """The earliest among the ranks."""
 
 
@@ -88,7 +88,7 @@ class WorkerMetrics:
             self._counters[labels] += grown
             figures = self._figures[labels]
             figures.pages = [sum(pair) for pair in zip(figures.pages, view.num_pages, strict=True)]
-            figures.last_heard_at = min(figures.last_heard_at, view.heard_at)
+            figures.last_batch_at = min(figures.last_batch_at, view.last_batch_at)
             state = freshness.state(view)
             figures.states[worker] = least_trusted((figures.states.get(worker, state), state))
 
@@ -117,7 +117,7 @@ class WorkerMetrics:
             for state in ViewState:
                 states.add_metric([*labels, state.value], found.count(state))
             if found:
-                ages.add_metric(labels, max(0.0, now - each.last_heard_at))
+                ages.add_metric(labels, max(0.0, now - each.last_batch_at))
         yield pages
         yield from (states, ages)
         for column, name in enumerate(WORKER_COUNTERS):

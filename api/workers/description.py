@@ -99,7 +99,7 @@ def _unheard_ranks(
                 endpoint=stream.key,
                 status="failed",
                 stale_reason=refused.reason,
-                age_ms=age_ms(refused.heard_at, now),
+                age_ms=age_ms(refused.last_batch_at, now),
                 epoch=refused.epoch,
                 seq=refused.seq,
             )
@@ -166,7 +166,7 @@ def _listener(served: ViewSource, view: View, readers: Engines, now: float) -> L
         status=_status(engine, state),
         state=state.value,
         stale_reason=served.reason(view),
-        age_ms=age_ms(view.heard_at, now),
+        age_ms=age_ms(view.last_batch_at, now),
         epoch=view.epoch,
         seq=view.next_seq - 1,
         pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},

@@ -174,7 +174,7 @@ async def _radix_view(served: ViewSource, view: View, limit: int, cursor: int) -
         block_size=block_size,
         dp_rank=view.stream.dp_rank,
         state=served.freshness.state(view).value,
-        age_ms=age_ms(view.heard_at, served.now()),
+        age_ms=age_ms(view.last_batch_at, served.now()),
         epoch=view.epoch,
         seq=view.next_seq - 1,
         num_pages=len(pages),

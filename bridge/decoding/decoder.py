@@ -15,25 +15,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bridge.decoding.events import (
-    UNKNOWN,
-    AttentionSpec,
-    ClearedRun,
-    InvalidEvent,
-    Medium,
-    PageEvents,
-    PageRun,
-    Run,
-    medium_of,
-)
+from bridge.decoding.events import AttentionSpec, ClearedRun, InvalidEvent, PageRun, Run, tier_of
 from bridge.decoding.kernels import columns, scan
-from bridge.decoding.kernels.runs import begin_run
 from bridge.decoding.mooncake import decode_any, decode_mooncake_event, may_remove
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
-from kv_events.hashing import U32Array, U64Array
+from kv_events.hashing import U64Array
 from kv_events.kernels.bundles import resident
 from kv_events.limits import MAX_ENGINE_EVENTS, MAX_PAGES_PER_BATCH
+from publisher.event_columns import PageEvents
 
 MAX_PAYLOAD_BYTES = 16 * 2**20
 """Larger payloads are not decoded."""
@@ -191,9 +181,8 @@ class Decoder(threading.local):
 
     def _single(self, data: memoryview, number: int) -> Run:
         """One event of a run that cannot be read as a whole."""
-        begin_run.py_func(self._events.rows, number)
-        self._events.kinds[number] &= columns.REMOVAL
         row = self._events.rows[number].tolist()
+        row[columns.STORE_ROW] = number if row[columns.KIND] == columns.STORED else -1
         try:
             return self._run(data, row, number, number + 1)
         except _UNREADABLE:
@@ -205,28 +194,38 @@ class Decoder(threading.local):
     def _pages(self, data: memoryview, row: _Row, start: int, stop: int) -> PageRun:
         scanned, here = self._events, slice(start, stop)
         last = row if stop == start + 1 else scanned.rows[stop - 1].tolist()
-        kinds = scanned.kinds[here]
-        events = PageEvents(
-            scanned.hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]],
-            scanned.lengths[here],
-            scanned.parents[here],
-            scanned.has_parent[here],
-            kinds,
-        )
-        store, attention_group = row[columns.STORE_ROW], None if row[columns.GROUP] < 0 else row[columns.GROUP]
-        num_media = row[columns.NUM_LOCATIONS]
-        media: list[Medium] = []
-        if num_media > 1 or (store >= 0 and stop > start + 1 and (kinds & columns.REMOVAL).any()):
-            location_rows = row[columns.LOCATION_ROWS : columns.LOCATION_ROWS + num_media]
-            media = [_medium(data, scanned.rows[number].tolist()) for number in location_rows]
-            tiers = [UNKNOWN + i if medium.tier is None else medium.tier for i, medium in enumerate(media)]
-            kinds = np.array(tiers, np.uint8)[kinds % columns.REMOVAL] + (kinds & columns.REMOVAL)
-            events = events._replace(kinds=kinds)
-        if store < 0:
-            return PageRun(events, _medium(data, row), attention_group, is_removal=True, media=media)
+        kinds, medium = scanned.kinds[here], ""
+        first_store, group = row[columns.STORE_ROW], None if row[columns.GROUP] < 0 else row[columns.GROUP]
+        store = scanned.rows[first_store].tolist() if first_store > start else row
+        tier = store[columns.TIER]
+        if tier == columns.UNKNOWN:
+            medium = _text(data, row, columns.MEDIUM)
+            tier = tier_of(medium, _text(data, row, columns.LOCALITY))
+            kinds = (kinds & np.uint8(columns.REMOVAL)) + np.uint8(tier)
+        hashes = scanned.hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]]
+        lengths, parents, has_parent = scanned.lengths[here], scanned.parents[here], scanned.has_parent[here]
+        events = PageEvents(hashes, hashes, lengths, parents, has_parent, kinds)
+        if first_store < 0:
+            return PageRun(events, tier, group, medium, is_removal=True)
         tokens = scanned.tokens[row[columns.TOKEN_FROM] : last[columns.TOKEN_TO]]
-        store_row = row if store == start else scanned.rows[store].tolist()
-        return _stored(data, store_row, events, tokens, attention_group)._replace(media=media)
+        extra = data[store[columns.EXTRA] : store[columns.EXTRA] + store[columns.EXTRA_LENGTH]]
+        if len(extra) > _MAX_EXTRA_BYTES or (extra and len(hashes) > MAX_PAGES_PER_BATCH):
+            raise msgspec.ValidationError(f"extra keys of {len(extra)} bytes, for {len(hashes)} pages")
+        return PageRun(
+            events,
+            tier,
+            group,
+            medium,
+            is_mixed=bool(row[columns.IS_MIXED]) and stop > start + 1,
+            tokens=tokens,
+            num_positions=len(tokens) - store[columns.PAIRS],
+            is_bigram=bool(store[columns.PAIRS]),
+            block_size=store[columns.BLOCK_SIZE],
+            spec=AttentionSpec(_text(data, store, columns.SPEC), store[columns.WINDOW]),
+            lora_name=_text(data, store, columns.LORA) or str(store[columns.LORA_ID] or ""),
+            cache_salt=_text(data, store, columns.SALT),
+            extra_keys=decode_any(extra) if extra else (),
+        )
 
 
 def _why_unreadable(num_bytes: int, num_events: int) -> str:
@@ -235,31 +234,6 @@ def _why_unreadable(num_bytes: int, num_events: int) -> str:
     if num_events > MAX_ENGINE_EVENTS:
         return f"{num_events} events, at most {MAX_ENGINE_EVENTS}"
     return f"{num_bytes} bytes that are not an event batch"
-
-
-def _stored(data: memoryview, row: _Row, events: PageEvents, tokens: U32Array, attention_group: int | None) -> PageRun:
-    """row: of the store that the run is described by."""
-    lora_name = _text(data, row, columns.LORA) or (str(row[columns.LORA_ID]) if row[columns.LORA_ID] else "")
-    extra = data[row[columns.EXTRA] : row[columns.EXTRA] + row[columns.EXTRA_LENGTH]]
-    if len(extra) > _MAX_EXTRA_BYTES or (extra and len(events.block_hashes) > MAX_PAGES_PER_BATCH):
-        raise msgspec.ValidationError(f"extra keys of {len(extra)} bytes, for {len(events.block_hashes)} pages")
-    return PageRun(
-        events,
-        _medium(data, row),
-        attention_group,
-        tokens=tokens,
-        num_positions=len(tokens) - row[columns.PAIRS],
-        is_bigram=bool(row[columns.PAIRS]),
-        block_size=row[columns.BLOCK_SIZE],
-        spec=AttentionSpec(_text(data, row, columns.SPEC), row[columns.WINDOW]),
-        lora_name=lora_name,
-        cache_salt=_text(data, row, columns.SALT),
-        extra_keys=decode_any(extra) if extra else (),
-    )
-
-
-def _medium(data: memoryview, row: _Row) -> Medium:
-    return medium_of(_text(data, row, columns.MEDIUM), _text(data, row, columns.LOCALITY))
 
 
 def _text(data: memoryview, row: _Row, column: int) -> str:

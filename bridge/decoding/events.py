@@ -11,97 +11,24 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from bridge.decoding.kernels.columns import REMOVAL
+from bridge.decoding.kernels.columns import EXTERNAL, REMOVAL, TIERS, UNKNOWN
 from bridge.decoding.mooncake import MooncakeEvent
 from kv_events.hashing import U32Array, U64Array
-from kv_events.kernels.bundles import I64Vector, U8Vector, U64Input, U64Vector
-from kv_events.schema import MEDIUM_INDEX, StorageMedium
+from publisher.event_columns import PageEvents
 
 MASK64 = 2**64 - 1
 _NO_TOKENS = np.empty(0, np.uint32)
-
-
-UNKNOWN = 128
-"""Added to the kinds of events on unknown media. The ledger skips them."""
-_GPU, _CPU, _DISK, _EXTERNAL = (MEDIUM_INDEX[medium.value] for medium in StorageMedium)
-_TIERS = {
-    "": _GPU,  # absent
-    "GPU": _GPU,
-    "CPU": _CPU,  # vLLM's offload, LMCache, Mooncake
-    "CPU_PINNED": _CPU,  # SGLang
-    "CPU_TIER1": _CPU,  # Dynamo's block manager; also the next two
-    "CPU_TIER2": _DISK,
-    "NVME": _DISK,
-    "DISK": _DISK,
-    "FS": _DISK,  # vLLM's offload; also the next two
-    "OBJ": _DISK,
-    "STORAGE": _DISK,
-    "EXTERNAL": _EXTERNAL,  # SGLang's third level
-    "REMOTE": _EXTERNAL,  # ATOM
-}
 _CUDA_DEVICE = "DEVICE(TYPE='CUDA'"  # one LMCache version writes this for GPU
 
 
-class Medium(NamedTuple):
-    """Where pages are."""
-
-    tier: int | None
-    """Index of the tier. None if the medium is unknown."""
-    name: str = ""
-    """The engine's name of an unknown medium."""
-
-    @property
-    def is_device(self) -> bool:
-        """Whether it is the accelerator's own memory."""
-        return self.tier == _GPU
-
-
-def medium_of(name: str, locality: str = "") -> Medium:
-    """The medium of this name, in any case.
+def tier_of(name: str, locality: str = "") -> int:
+    """Return the tier of a medium, in any case, or UNKNOWN.
 
     locality: vLLM's `LOCAL` or `REMOTE`. Pages on another machine are external, whatever their medium there.
     """
     upper = name.upper()
-    tier = _GPU if upper.startswith(_CUDA_DEVICE) else _TIERS.get(upper)
-    if tier is None:
-        return Medium(None, name)
-    return Medium(_EXTERNAL if locality.upper() == "REMOTE" else tier)
-
-
-class PageEvents(NamedTuple):
-    """Pages stored and removed by one or more events, as engine hashes."""
-
-    block_hashes: U64Input
-    """[n] pages of all events, one after the other."""
-    lengths: I64Vector
-    """[m] pages of each event."""
-    parents: U64Vector
-    """[m] block hash before each stored event's first page."""
-    has_parent: U8Vector
-    """[m] whether `parents` applies. If not, the event's first page begins a prompt."""
-    kinds: U8Vector
-    """[m] tier, plus REMOVAL for a removal; UNKNOWN and the medium's index in its run if the medium is unknown."""
-
-    def part(self, start: int, stop: int, first_page: int, end_page: int) -> PageEvents:
-        """Events start:stop, whose pages are first_page:end_page."""
-        here = slice(start, stop)
-        pages = self.block_hashes[first_page:end_page]
-        return PageEvents(pages, self.lengths[here], self.parents[here], self.has_parent[here], self.kinds[here])
-
-    def copy(self) -> PageEvents:
-        """A copy with memory of its own."""
-        return PageEvents._make(column.copy() for column in self)
-
-    @classmethod
-    def one(cls, block_hashes: U64Vector, parent: int | None = None) -> PageEvents:
-        """One event. parent: block hash of the page before the first."""
-        return cls(
-            block_hashes,
-            np.array([len(block_hashes)], np.int64),
-            np.array([parent or 0], np.uint64),
-            np.array([parent is not None], np.uint8),
-            np.zeros(1, np.uint8),
-        )
+    tier = TIERS[""] if upper.startswith(_CUDA_DEVICE) else TIERS.get(upper, UNKNOWN)
+    return EXTERNAL if tier != UNKNOWN and locality.upper() == "REMOTE" else tier
 
 
 class AttentionSpec(NamedTuple):
@@ -114,18 +41,20 @@ class AttentionSpec(NamedTuple):
 
 
 class PageRun(NamedTuple):
-    """Pages stored and removed by events of one attention group. The stores differ in their pages and media only."""
+    """Pages stored and removed by events of one attention group. The stores differ in their pages and tiers only."""
 
     events: PageEvents
-    """`kinds` are only those of the ledger if the run is mixed."""
-    medium: Medium
-    """That of the first store, or of all removals."""
+    """With the engine's hashes. Those of the events' pages are not known yet. All events of a run on an unknown medium
+    are of that medium."""
+    tier: int
+    """That of the first store, or of all removals of one tier; UNKNOWN for an unknown medium."""
     attention_group: int | None = None
+    medium: str = ""
+    """The engine's name of an unknown medium."""
     is_removal: bool = False
     """Whether it only removes pages."""
-    media: Sequence[Medium] = ()
-    """Not empty if the run is mixed: of stores and removals, or of several media. Its stores are whole and have tokens.
-    """
+    is_mixed: bool = False
+    """Whether it is of stores and removals, or of several tiers. Its stores are whole and have tokens."""
     tokens: U32Array = _NO_TOKENS
     """Tokens of all events, one after the other; may be absent. n overlapping pairs are n + 1 tokens, in one event."""
     num_positions: int = 0
@@ -140,33 +69,32 @@ class PageRun(NamedTuple):
     extra_keys: Sequence[Any] = ()
     """vLLM's `extra_keys` if one of the pages has any. Only in runs of one event."""
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its tier is the accelerator's own memory."""
+        return self.tier == TIERS[""]
+
     def copy(self) -> PageRun:
-        """A copy that stays valid when the decoder goes on."""
-        return self._replace(events=self.events.copy(), tokens=self.tokens.copy())
+        """Return a copy that stays valid when the decoder goes on."""
+        events = PageEvents._make(column.copy() for column in self.events)
+        return self._replace(events=events, tokens=self.tokens.copy())
 
     def parts(self) -> Iterator[PageRun]:
-        """Split into runs of stores on one medium, and of removals from one."""
-        if not self.media:
-            yield self
-            return
+        """Split into runs of stores on one tier, and of removals from one."""
         events = self.events
-        is_removal = events.kinds & REMOVAL > 0
-        pages = np.cumsum([0, *events.lengths])
-        stored_pages = np.cumsum([0, *np.where(is_removal, 0, events.lengths)])
-        borders = [0, *(np.flatnonzero(np.diff(events.kinds)) + 1).tolist(), len(events.kinds)]
-        for start, stop in pairwise(borders):
-            part = events.part(start, stop, pages[start], pages[stop])
-            medium = self.medium_at(start)
-            if is_removal[start]:
-                yield PageRun(part, medium, self.attention_group, is_removal=True)
+        if (events.kinds == events.kinds[0]).all():
+            yield self._replace(is_mixed=False) if self.is_mixed else self
+            return
+        kinds, borders = events.kinds.tolist(), np.flatnonzero(np.diff(events.kinds)) + 1
+        pages = np.cumsum([0, *events.lengths]).tolist()
+        stored_pages = np.cumsum([0, *np.where(events.kinds & REMOVAL, 0, events.lengths)]).tolist()
+        for start, stop in pairwise([0, *borders.tolist(), len(kinds)]):
+            part, kind = events.part(slice(start, stop), slice(pages[start], pages[stop])), kinds[start]
+            if kind & REMOVAL:
+                yield PageRun(part, kind - REMOVAL, self.attention_group, self.medium, is_removal=True)
             else:
                 tokens = self.tokens[stored_pages[start] * self.block_size : stored_pages[stop] * self.block_size]
-                yield self._replace(events=part, medium=medium, media=(), tokens=tokens, num_positions=len(tokens))
-
-    def medium_at(self, event: int) -> Medium:
-        """The medium of an event of a mixed run."""
-        kind = int(self.events.kinds[event])
-        return self.media[kind % REMOVAL] if kind >= UNKNOWN else Medium(kind % REMOVAL)
+                yield self._replace(events=part, tier=kind, is_mixed=False, tokens=tokens, num_positions=len(tokens))
 
 
 class ClearedRun(NamedTuple):

@@ -98,17 +98,17 @@ class AttentionGroups:
 
     def is_settled(self, run: PageRun) -> bool:
         """Whether a run can be applied before the rest of its batch: it concerns the worker's own stream alone."""
-        if run.is_removal and not run.media:
+        if run.is_removal:
             return all(self._stream_of[group] == OWN_STREAM for group in self.removed_from(run.attention_group))
         known = self._known.get(run.attention_group)
         if known is None or len(self._known) > 1:  # not the only group
             groups = self.stored_in(run.attention_group)
-            if len(groups) != 1 or (run.media and self.removed_from(run.attention_group) != groups):
+            if len(groups) != 1 or (run.is_mixed and self.removed_from(run.attention_group) != groups):
                 return False
             known = self._known[groups[0]]
         if known.spec.kind not in _FULL_KINDS:
             return False
-        has_size = run.block_size in (0, known.block_size) if known.block_size else not run.medium.is_device
+        has_size = run.block_size in (0, known.block_size) if known.block_size else not run.is_on_device
         return has_size and (run.spec == known.spec or not run.spec.kind)
 
     def stored_in(self, group: GroupIndex) -> list[GroupIndex]:
@@ -146,7 +146,7 @@ class AttentionGroups:
             return self._contradict(
                 f"attention group {group} became {shorten(run.spec.kind)}, window {run.spec.window}"
             )
-        is_size = run.medium.is_device and 1 <= run.block_size <= min(MAX_BLOCK_SIZE, run.num_positions)
+        is_size = run.is_on_device and 1 <= run.block_size <= min(MAX_BLOCK_SIZE, run.num_positions)
         size = run.block_size if is_size else 0
         learned = _Known(run.spec, size)
         if known is not None:  # a store may be of a part of a block, even the first one

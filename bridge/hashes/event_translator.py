@@ -11,32 +11,25 @@ end of the messages that are decoded together, as everything does that follows t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
 
 import numpy as np
 
-from bridge.counters import BridgeCounters
-from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageEvents, PageRun, Run, hashes_of, medium_of
+from bridge.context import EngineContext
+from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageRun, Run, hashes_of, tier_of
 from bridge.decoding.mooncake import MooncakeEvent
 from bridge.hashes.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
-from bridge.hashes.hash_memory import HashMemory, HashNamespace
-from bridge.hashes.page_namer import PageNamer, page_hashes, with_pages
+from bridge.hashes.hash_memory import HashMemory, HashNamespace, TranslatedPages
+from bridge.hashes.page_namer import PageNamer, with_pages
 from bridge.hashes.page_publisher import PagePublisher
-from bridge.settings import EngineDefaults
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.limits import MAX_BLOCK_SIZE
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId, group_model
-from publisher.kernels.blocks import BlockTable
+from publisher.event_columns import PageEvents
 from publisher.publisher import EventPublisher
 
 _MAX_WAITING = 16_384
 """Runs that wait for the end of a batch. Engines send up to some thousand in one."""
-
-
-NewPublisher: TypeAlias = Callable[[StreamId, int, BlockTable | None], EventPublisher]
-"""(stream or group stream, block size, table of blocks or None for one of its own) -> a publisher"""
 
 
 class EventTranslator:
@@ -45,33 +38,24 @@ class EventTranslator:
     def __init__(
         self,
         stream: StreamId,
-        defaults: EngineDefaults,
-        counters: BridgeCounters,
-        limited_logger: RateLimitedLogger,
-        new_publisher: NewPublisher,
+        context: EngineContext,
         drop_publisher: Callable[[EventPublisher], None],
-        *,
-        ledger_pages: int,
-        name_pages: int,
     ) -> None:
-        """stream: events of another model or tenant are left out. new_publisher: called again for each later
-        incarnation. drop_publisher: called with each publisher that is no longer used. ledger_pages: most pages that a
-        publisher holds. name_pages: most pages remembered beyond those held.
+        """stream: events of another model or tenant are left out. drop_publisher: called with each publisher that is no
+        longer used.
         """
         self._stream = stream
-        self._defaults = defaults
-        self._counters = counters
-        self._limited_logger = limited_logger
-        self._new_publisher = new_publisher
+        self._context = context
+        self._counters, self._limited_logger = context.counters, context.limited_logger
         self._drop_publisher = drop_publisher
-        self._hashes = HashMemory(ledger_pages, name_pages)
-        self._namer = PageNamer(defaults, counters, limited_logger, self._hashes)
-        self._groups = AttentionGroups(defaults)
-        self._outputs = {OWN_STREAM: self._new_output()}
-        self._size = BlockSizeRule(defaults.block_size)
+        self._hashes = HashMemory(context.ledger_pages, context.name_pages)
+        self._namer = PageNamer(context, self._hashes)
+        self._groups = AttentionGroups(context.defaults)
+        self._outputs = {OWN_STREAM: PagePublisher(context)}
+        self._size = BlockSizeRule(context.defaults.block_size)
         self._waiting: list[PageRun] = []
-        if defaults.block_size is not None:
-            self.open_publisher(defaults.block_size)
+        if context.defaults.block_size is not None:
+            self.open_publisher(context.defaults.block_size)
 
     @property
     def publisher(self) -> EventPublisher | None:
@@ -86,7 +70,7 @@ class EventTranslator:
     def open_publisher(self, block_size: int) -> EventPublisher:
         """Publish with new publishers from now on."""
         own = self._outputs[OWN_STREAM]
-        publisher = self._new_publisher(self._stream, block_size, self._hashes.blocks)
+        publisher = self._context.new_publisher(self._stream, block_size, self._hashes.blocks)
         for output in self._outputs.values():
             if output.publisher not in (None, publisher):
                 self._drop_publisher(output.publisher)
@@ -184,9 +168,6 @@ class EventTranslator:
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
-    def _new_output(self) -> PagePublisher:
-        return PagePublisher(self._counters, self._limited_logger, counts_copies=self._defaults.count_copies)
-
     def _open_streams(self) -> None:
         """Open the streams that the groups need, once the block size is known, and close all others."""
         needed = self._groups.streams
@@ -195,10 +176,10 @@ class EventTranslator:
             if unneeded is not None:
                 self._drop_publisher(unneeded)
         for name, num_groups in needed.items():
-            output = self._outputs.setdefault(name, self._new_output())
+            output = self._outputs.setdefault(name, PagePublisher(self._context))
             if output.publisher is None and self.publisher is not None:
                 stream = self._stream._replace(model=group_model(self._stream.model, name))
-                output.publisher = self._new_publisher(stream, self.publisher.block_size, None)
+                output.publisher = self._context.new_publisher(stream, self.publisher.block_size, None)
             if output.publisher is not None:
                 output.publisher.require_groups(num_groups)
 
@@ -206,14 +187,13 @@ class EventTranslator:
 
     def _apply_to_own_stream(self, run: PageRun) -> None:
         """Apply what a run says of full attention."""
-        if run.media:
+        if run.is_mixed:
             self._change(run)
         elif run.is_removal:
             for group in self._groups.removed_from(run.attention_group):
                 namespace = self._groups.namespace(group)
                 if namespace is not None and self._groups.stream_of(group) == OWN_STREAM:
-                    hashes = page_hashes(run.events.block_hashes, self._groups.scale(group))
-                    self._outputs[OWN_STREAM].remove(hashes, namespace, run.medium, names_group=group is not None)
+                    self._remove(run, self._outputs[OWN_STREAM], namespace, group, self._groups.scale(group))
         else:
             for group in self._groups.stored_in(run.attention_group):
                 if self._groups.stream_of(group) == OWN_STREAM:
@@ -225,12 +205,19 @@ class EventTranslator:
         if self._groups.stream_of(group) is None:
             group = self._groups.stored_in(group)[0]
         namespace = self._groups.namespace(group)
-        has_our_size = run.is_removal or self._size.admits(run.block_size, is_on_device=run.medium.is_device)
+        has_our_size = self._size.admits(run.block_size, is_on_device=run.is_on_device)
         if namespace is None or not has_our_size or self._groups.scale(group) != 1:
             for part in run.parts():
                 self._apply_to_own_stream(part)
         else:
-            self._outputs[OWN_STREAM].change(self._namer.by_tokens(run, namespace), run, namespace)
+            pages = self._namer.by_tokens(run, namespace)
+            self._outputs[OWN_STREAM].publish(pages, namespace, names_group=run.attention_group is not None)
+
+    def _remove(
+        self, run: PageRun, output: PagePublisher, namespace: HashNamespace, group: GroupIndex, scale: int
+    ) -> None:
+        pages = TranslatedPages(with_pages(run, scale).events)
+        output.publish(pages, namespace, names_group=group is not None, medium=run.medium)
 
     def _apply_to_groups(self, run: PageRun) -> None:
         """Apply what a run says of other groups than full attention."""
@@ -247,7 +234,7 @@ class EventTranslator:
             if output is None:
                 self._counters.other_groups += len(hashes)
             elif run.is_removal:
-                output.remove(hashes, namespace, run.medium, names_group=group is not None)
+                self._remove(run, output, namespace, group, 1)
             else:
                 self._store_in_group(run, output, namespace)
 
@@ -255,7 +242,7 @@ class EventTranslator:
         naming = self._groups.naming()
         if naming is not None and (run.num_positions == 0 or self._has_our_size(run)):
             scale = self._groups.scale(run.attention_group, run.block_size)
-            output.store(self._namer.of_group(run, scale, naming), namespace, run.medium)
+            output.publish(self._namer.of_group(run, scale, naming), namespace, medium=run.medium)
         elif run.num_positions:
             self._refuse_size(run.block_size, len(run.events.block_hashes))
 
@@ -271,7 +258,7 @@ class EventTranslator:
                 return
             scale = self._groups.scale(run.attention_group, run.block_size)
             pages = self._namer.by_tokens(with_pages(whole, scale), namespace)
-        self._outputs[OWN_STREAM].store(pages, namespace, run.medium)
+        self._outputs[OWN_STREAM].publish(pages, namespace, medium=run.medium)
 
     def _namespace(self, key: str | GroupIndex, num_pages: int) -> HashNamespace | None:
         """The namespace of a group or owner. None if there are too many: `num_pages` are then left out."""
@@ -296,14 +283,13 @@ class EventTranslator:
         self._counters.partial_pages += 1
         if num_full == 0:
             return None
-        events = run.events._replace(
-            block_hashes=run.events.block_hashes[:num_full], lengths=np.array([num_full], np.int64)
-        )
+        hashes = run.events.block_hashes[:num_full]
+        events = run.events._replace(block_hashes=hashes, hashes=hashes, lengths=np.array([num_full], np.int64))
         return run._replace(events=events, num_positions=num_full * run.block_size)
 
     def _has_our_size(self, run: PageRun) -> bool:
         size = run.block_size // self._groups.scale(run.attention_group, run.block_size)
-        is_on_device = run.medium.is_device
+        is_on_device = run.is_on_device
         if 1 <= size <= min(MAX_BLOCK_SIZE, run.num_positions) and self._size.is_changed_by(
             size, len(run.events.lengths), is_on_device=is_on_device
         ):
@@ -345,27 +331,31 @@ class EventTranslator:
                 self._store_mooncake_event(event, hashes, namespace)
         elif (known := self._groups.known_namespace(event.owner)) is not None:
             if event.event_type == "removed":
-                self._outputs[OWN_STREAM].remove_all(hashes, known, medium_of(event.medium or ""))
+                self._outputs[OWN_STREAM].remove_all(hashes, known, event.medium or "")
             else:
-                self._clear_namespace(known, event.medium)
+                self._counters.clears += 1
+                self._outputs[OWN_STREAM].remove_all(self._hashes.block_hashes_in(known), known, event.medium)
 
     def _store_mooncake_event(self, event: MooncakeEvent, hashes: U64Array, namespace: HashNamespace) -> None:
+        medium = event.medium or ""
+        tier = tier_of(medium)
         if not len(hashes):
             self._counters.unresolved_pages += 1  # a pooled object whose key is not a hash
         elif not event.token_ids:
             if event.block_size is not None and not self._size.admits(event.block_size, is_on_device=False):
                 self._refuse_size(event.block_size, len(hashes))
                 return
-            seed = self._namer.seed(event.lora_name, event.additional_salt)._replace(is_stated=True)
-            pages = self._hashes.remember(hashes, hashes, seed, namespace)
-            self._outputs[OWN_STREAM].store(pages, namespace, medium_of(event.medium or ""))
+            seed = self._namer.seed(event.lora_name, event.additional_salt).seed
+            pages = self._hashes.remember(hashes, hashes, tier, seed, namespace)
+            self._outputs[OWN_STREAM].publish(pages, namespace, medium=medium)
         elif event.parent_hash is None and event.base_block_idx:
             self._counters.unknown_parents += len(hashes)
         else:
             parent = None if event.parent_hash is None else event.parent_hash & MASK64
             run = PageRun(
-                PageEvents.one(hashes, parent),
-                medium_of(event.medium or ""),
+                PageEvents.one(hashes, tier, parent),
+                tier,
+                medium=medium,
                 tokens=np.array(event.token_ids, np.uint32),
                 num_positions=len(event.token_ids),
                 block_size=event.block_size or self.block_size or 0,
@@ -373,16 +363,6 @@ class EventTranslator:
                 cache_salt=event.additional_salt or "",
             )
             self._store(run, namespace)
-
-    def _clear_namespace(self, namespace: HashNamespace, medium: str | None) -> None:
-        """Remove one owner's pages from one medium, or from all."""
-        self._counters.clears += 1
-        hashes = self._hashes.block_hashes_in(namespace)
-        own = self._outputs[OWN_STREAM]
-        if medium is None:
-            own.remove_everywhere(hashes, namespace)
-        else:
-            own.remove_all(hashes, namespace, medium_of(medium))
 
 
 _MAX_REFUSED = 64

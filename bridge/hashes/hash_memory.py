@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from bridge.decoding.events import PageEvents
 from bridge.hashes.kernels import hashes as kernels
 from kv_events.errors import KvsightError
 from kv_events.hash_seed import process_seed
@@ -17,7 +16,7 @@ from kv_events.kernels import page_table
 from kv_events.kernels.arrays import zeros
 from kv_events.kernels.bundles import resident
 from kv_events.kernels.page_table import MAX_CAPACITY
-from publisher.event_columns import PageEvents as PublishedEvents
+from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import BlockTable
 
 
@@ -55,10 +54,10 @@ class AmbiguousPage(NamedTuple):
 class TranslatedPages(NamedTuple):
     """Pages of events, with sequence hashes."""
 
-    columns: PublishedEvents
+    columns: PageEvents
     """Stored pages whose hashes are known, and removed pages, for the publisher. As many events as came, some empty."""
-    ambiguous: list[AmbiguousPage]
-    num_unknown: int
+    ambiguous: Sequence[AmbiguousPage] = ()
+    num_unknown: int = 0
     """Pages left out because their parent is not known."""
     seed: int = 0
     """Seed of the last event's pages, if they were hashed."""
@@ -131,37 +130,42 @@ class HashMemory:
             first, num_pages = int(cursor[kernels.LOCAL_IN]), int(pages.lengths[event])
             local[first : first + num_pages] = local_of(first, num_pages, int(seeds[event]))
         end = int(cursor[kernels.PAGE_OUT])
-        columns = PublishedEvents(
+        columns = PageEvents(
             out.block_hashes[:end],
             out.sequence_hashes[:end],
             out.lengths[:num_events],
             out.parents[:num_events],
             out.has_parent[:num_events],
+            pages.kinds,
         )
         is_clear = cursor[kernels.NUM_AMBIGUOUS] == 0
         ambiguous = [] if is_clear else _ambiguous(out.engine_hashes[:end], columns.block_hashes, out.flags[:end])
         return TranslatedPages(columns, ambiguous, int(cursor[kernels.NUM_UNKNOWN]), int(seeds[-1]))
 
-    def look_up(self, block_hashes: U64Array, seed: NamespaceSeed, namespace: HashNamespace) -> TranslatedPages:
-        """Find pages by engine hash alone. Those that are not remembered are left out."""
+    def look_up(
+        self, block_hashes: U64Array, tier: int, seed: NamespaceSeed, namespace: HashNamespace
+    ) -> TranslatedPages:
+        """Find pages, stored on a tier, by engine hash alone. Those that are not remembered are left out."""
         found = np.empty((3, len(block_hashes)), np.uint64)
         num_known = kernels.look_up_pages(
             self._resident, block_hashes, found, np.uint64(seed.seed), seed.is_stated, namespace.salt
         )
         engine_hashes, known_as, sequence_hashes = found[:, :num_known]
         flags = np.where(engine_hashes == known_as, kernels.UNIQUE, kernels.COLLIDING)
-        return TranslatedPages(single_pages(known_as, sequence_hashes), _ambiguous(engine_hashes, known_as, flags), 0)
+        columns = single_pages(known_as, sequence_hashes, tier)
+        return TranslatedPages(columns, _ambiguous(engine_hashes, known_as, flags))
 
     def remember(
-        self, block_hashes: U64Array, sequence_hashes: U64Array, seed: NamespaceSeed, namespace: HashNamespace
+        self, block_hashes: U64Array, sequence_hashes: U64Array, tier: int, seed: int, namespace: HashNamespace
     ) -> TranslatedPages:
-        """Remember pages whose sequence hashes the engine itself sent."""
+        """Remember pages, stored on a tier, whose sequence hashes the engine itself sent."""
         known_as, flags = np.empty(len(block_hashes), np.uint64), np.empty(len(block_hashes), np.uint8)
         kernels.remember_pages(
-            self._resident, block_hashes, sequence_hashes, known_as, flags, np.uint64(seed.seed), namespace.salt,
+            self._resident, block_hashes, sequence_hashes, known_as, flags, np.uint64(seed), namespace.salt,
             namespace.number,
         )  # fmt: skip
-        return TranslatedPages(single_pages(known_as, sequence_hashes), _ambiguous(block_hashes, known_as, flags), 0)
+        columns = single_pages(known_as, sequence_hashes, tier)
+        return TranslatedPages(columns, _ambiguous(block_hashes, known_as, flags))
 
     def block_hashes_in(self, namespace: HashNamespace) -> U64Array:
         """The ledger's hashes of all pages remembered in a namespace."""
@@ -183,12 +187,14 @@ class HashMemory:
         return self._translated, self._seeds[:num_events]
 
 
-def single_pages(block_hashes: U64Array, sequence_hashes: U64Array) -> PublishedEvents:
-    """Columns of pages whose position in a prompt is not known: one event for each."""
+def single_pages(block_hashes: U64Array, sequence_hashes: U64Array, kinds: int | npt.NDArray[np.uint8]) -> PageEvents:
+    """Return columns of pages whose position in a prompt is not known: one event for each. kinds: of all, or of each"""
     num_pages = len(block_hashes)
-    zeros = np.zeros(num_pages, np.uint64)
-    ones, is_child = np.ones(num_pages, np.int64), np.zeros(num_pages, np.uint8)
-    return PublishedEvents(block_hashes, sequence_hashes, ones, zeros, is_child)
+    no_parents, has_parent = np.zeros(num_pages, np.uint64), np.zeros(num_pages, np.uint8)
+    lengths = np.ones(num_pages, np.int64)
+    return PageEvents(
+        block_hashes, sequence_hashes, lengths, no_parents, has_parent, np.full(num_pages, kinds, np.uint8)
+    )
 
 
 def _empty_columns(num_pages: int, num_events: int) -> kernels.TranslatedColumns:

@@ -16,12 +16,10 @@ import numpy as np
 import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
-from bridge.counters import BridgeCounters
+from bridge.context import EngineContext
 from bridge.decoding.events import PageRun
 from bridge.hashes.hash_memory import HashMemory, HashNamespace, NamespaceSeed, TranslatedPages, single_pages
-from bridge.settings import EngineDefaults
 from kv_events.hashing import U32Array, U64Array, local_hashes, namespace_seed
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 _seed_of = lru_cache(4096)(namespace_seed)
 
@@ -33,16 +31,8 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 class PageNamer:
     """Names the pages of one worker's stores, and remembers their names in its `HashMemory`."""
 
-    def __init__(
-        self,
-        defaults: EngineDefaults,
-        counters: BridgeCounters,
-        limited_logger: RateLimitedLogger,
-        hashes: HashMemory,
-    ) -> None:
-        self._defaults = defaults
-        self._counters = counters
-        self._limited_logger = limited_logger
+    def __init__(self, context: EngineContext, hashes: HashMemory) -> None:
+        self._defaults, self._counters, self._limited_logger, *_ = context
         self._hashes = hashes
 
     def seed(self, lora_name: str | None, cache_salt: str | None) -> NamespaceSeed:
@@ -52,7 +42,8 @@ class PageNamer:
 
     def look_up(self, run: PageRun, namespace: HashNamespace) -> TranslatedPages:
         """The pages of a run by their hashes alone. Those that are not remembered are left out and counted."""
-        pages = self._hashes.look_up(run.events.block_hashes, self.seed(run.lora_name, run.cache_salt), namespace)
+        seed = self.seed(run.lora_name, run.cache_salt)
+        pages = self._hashes.look_up(run.events.block_hashes, run.tier, seed, namespace)
         self._counters.unresolved_pages += len(run.events.block_hashes) - len(pages.columns.hashes)
         return pages
 
@@ -92,14 +83,15 @@ class PageNamer:
 
         scale: pages in a block. Usually the hashes are known from stores of full attention.
         """
-        known = self._hashes.look_up(run.events.block_hashes, self.seed(run.lora_name, run.cache_salt), namespace)
+        seed = self.seed(run.lora_name, run.cache_salt)
+        known = self._hashes.look_up(run.events.block_hashes, run.tier, seed, namespace)
         if len(known.columns.hashes) == len(run.events.block_hashes) or not run.num_positions:
             self._counters.unresolved_pages += len(run.events.block_hashes) - len(known.columns.hashes)
             return known
         if run.num_positions == len(run.events.block_hashes) * run.block_size:
-            named = self.by_tokens(with_pages(run, scale), namespace)
+            named = self.by_tokens(with_pages(run, scale), namespace).columns
             ends = slice(scale - 1, None, scale)
-            return TranslatedPages(single_pages(named.columns.block_hashes[ends], named.columns.hashes[ends]), [], 0)
+            return TranslatedPages(single_pages(named.block_hashes[ends], named.hashes[ends], run.tier))
         return self._with_gaps(run, scale, known, namespace)
 
     def _with_gaps(self, run: PageRun, scale: int, known: TranslatedPages, namespace: HashNamespace) -> TranslatedPages:
@@ -112,7 +104,7 @@ class PageNamer:
             self._counters.unresolved_pages += len(hashes) - len(known.columns.hashes)
             return known
         pages = hashes[-1:] ^ (np.arange(1, num_pages + 1, dtype=np.uint64) * _SPREAD)  # names that nothing else has
-        events = run.events._replace(block_hashes=pages, lengths=np.array([num_pages], np.int64))
+        events = run.events._replace(block_hashes=pages, hashes=pages, lengths=np.array([num_pages], np.int64))
         named = self.by_tokens(run._replace(events=events, block_size=run.block_size // scale), namespace)
         name_at = named.columns.hashes[scale - 1 :: scale].tolist()
         place_of = {name: place for place, name in enumerate(name_at)}
@@ -125,18 +117,17 @@ class PageNamer:
                 found[block_hash] = name_at[after]
         self._counters.unresolved_pages += len(hashes) - len(name_of) - len(found)
         new_hashes, new_names = (np.array(list(column), np.uint64) for column in (found, found.values()))
-        new = self._hashes.remember(new_hashes, new_names, NamespaceSeed(named.seed, is_stated=True), namespace)
-        columns = (np.concatenate(pair) for pair in zip(known.columns[:2], new.columns[:2], strict=True))
-        return TranslatedPages(single_pages(*columns), [], 0)
+        new = self._hashes.remember(new_hashes, new_names, run.tier, named.seed, namespace)
+        all_hashes, all_names = (np.concatenate(pair) for pair in zip(known.columns[:2], new.columns[:2], strict=True))
+        return TranslatedPages(single_pages(all_hashes, all_names, run.tier))
 
 
 def with_pages(run: PageRun, scale: int) -> PageRun:
     """The run with each block cut into `scale` pages."""
     if scale == 1:
         return run
-    events = run.events._replace(
-        block_hashes=page_hashes(run.events.block_hashes, scale), lengths=run.events.lengths * scale
-    )
+    hashes = page_hashes(run.events.block_hashes, scale)
+    events = run.events._replace(block_hashes=hashes, hashes=hashes, lengths=run.events.lengths * scale)
     extra_keys = [entry for entry in run.extra_keys for _ in range(scale)]
     return run._replace(events=events, block_size=run.block_size // scale, extra_keys=extra_keys)
 

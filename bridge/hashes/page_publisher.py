@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from bridge.counters import BridgeCounters
-from bridge.decoding.events import UNKNOWN, Medium, PageRun
+from bridge.context import EngineContext
+from bridge.decoding.events import tier_of
+from bridge.decoding.kernels.columns import UNKNOWN
 from bridge.hashes.hash_memory import AmbiguousPage, HashNamespace, TranslatedPages, single_pages
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import NUM_MEDIA, AllBlocksCleared
 from publisher.event_columns import PageEvents
 from publisher.kernels.changes import COPY_REMOVAL, REMOVAL
@@ -21,19 +22,18 @@ _MAX_MEDIA_NAMES = 64
 
 
 class PagePublisher:
-    """Publishes the stores and removals of one worker stream. Does nothing until `publisher` is set."""
+    """Publishes the stores and removals of one worker stream. Does nothing until `publisher` is set.
 
-    def __init__(self, counters: BridgeCounters, limited_logger: RateLimitedLogger, *, counts_copies: bool) -> None:
-        """counts_copies: whether a repeated store adds a copy, so that a removal takes only one away.
+    If the engine's copies count, a repeated store adds one, and a removal takes only one away. They count for events
+    that name an attention group, which vLLM sends for each of its blocks, and on the device. Elsewhere, engines keep
+    one copy and may repeat its store.
+    """
 
-        Copies are counted for events that name an attention group, which vLLM sends for each of its blocks, and on the
-        device. Elsewhere, engines keep one copy and may repeat its store.
-        """
+    def __init__(self, context: EngineContext) -> None:
         self.publisher: EventPublisher | None = None
         self._is_clear = False  # whether nothing was stored since the last clear
-        self._counts_copies = counts_copies
-        self._counters = counters
-        self._limited_logger = limited_logger
+        self._counts_copies = context.defaults.count_copies
+        self._counters, self._limited_logger = context.counters, context.limited_logger
         self._collisions = HashCollisions()
 
     def clear(self) -> None:
@@ -43,110 +43,99 @@ class PagePublisher:
             self._is_clear = True
             self.publisher.publish([AllBlocksCleared()])
 
-    def store(self, pages: TranslatedPages, namespace: HashNamespace, medium: Medium) -> None:
-        """Publish pages that were stored on a medium."""
-        tier = self._tier(medium, len(pages.columns.hashes))
-        reassigned = [page for page in pages.ambiguous if page.is_reassigned]
-        if tier is None and reassigned:  # the hashes' former pages are removed, wherever the new ones are
-            self._remove_everywhere(np.array([page.block_hash for page in reassigned], np.uint64), namespace.label)
-        if tier is None or self.publisher is None or not len(pages.columns.hashes):
+    def publish(
+        self, pages: TranslatedPages, namespace: HashNamespace, *, names_group: bool = False, medium: str = ""
+    ) -> None:
+        """Publish events of stores and removals in order. names_group: whether the engine's events name a group.
+
+        medium: the engine's name of the medium if it is unknown: `columns` then contain no other. The pages are left
+        out, but hashes that came to mean other pages are removed from all tiers.
+        """
+        columns = pages.columns
+        if not len(columns.hashes):
             return
-        for page in pages.ambiguous:
-            if page.engine_hash != page.block_hash:
-                dropped = self._collisions.add(page, namespace)
-                if dropped is not None:
-                    self._remove_everywhere(dropped[1], dropped[0])
-        self._counters.pages_stored += len(pages.columns.hashes)
-        self._is_clear = False
-        if reassigned:
-            self._store_reassigned(self.publisher, pages.columns, reassigned, namespace, tier)
-        else:
-            self.publisher.publish_columns(pages.columns.stored_on(tier), namespace.label)
-
-    def remove(self, block_hashes: U64Array, namespace: HashNamespace, medium: Medium, *, names_group: bool) -> None:
-        """Publish that the engine removed pages from a medium. names_group: whether its event names a group."""
-        is_copy = self._counts_copies and (names_group or medium.is_device)
-        self._remove(block_hashes, namespace, medium, is_copy)
-
-    def remove_all(self, block_hashes: U64Array, namespace: HashNamespace, medium: Medium) -> None:
-        """Publish that no copies of pages are left on a medium."""
-        self._remove(block_hashes, namespace, medium, is_copy=False)
-
-    def _remove(self, block_hashes: U64Array, namespace: HashNamespace, medium: Medium, is_copy: bool) -> None:
-        tier = self._tier(medium, len(block_hashes))
-        if tier is None or self.publisher is None:
-            return
-        self._counters.pages_removed += len(block_hashes)
-        hashes = self._collisions.all_of(block_hashes, namespace)
-        self.publisher.publish_columns(PageEvents.removed(hashes, tier, is_copy=is_copy), namespace.label)
-
-    def remove_everywhere(self, block_hashes: U64Array, namespace: HashNamespace) -> None:
-        """Publish pages that were removed from all media."""
-        self._remove_everywhere(block_hashes, namespace.label)
-
-    def change(self, pages: TranslatedPages, run: PageRun, namespace: HashNamespace) -> None:
-        """Publish the stores and removals of a mixed run. pages: those of the run, translated."""
-        if pages.ambiguous or self._collisions:
-            self._change_one_by_one(pages, run, namespace)
+        kind = int(columns.kinds[0])
+        if kind >= UNKNOWN:
+            self._count_unknown(medium, len(columns.hashes))
+            self._remove_everywhere(_hashes(page for page in pages.ambiguous if page.is_reassigned), namespace.label)
         elif self.publisher is not None:
-            columns, kinds = pages.columns, run.events.kinds
-            is_removal, lengths = kinds & REMOVAL > 0, columns.lengths
-            num_pages, num_removed = len(columns.hashes), int(lengths @ is_removal)
-            if any(medium.tier is None for medium in run.media):
-                for index, medium in enumerate(run.media):
-                    self._tier(medium, int(lengths @ (kinds & ~np.uint8(REMOVAL) == UNKNOWN + index)))
-                num_pages, num_removed = (int(lengths @ each) for each in (kinds < UNKNOWN, kinds // REMOVAL == 1))
-            if self._counts_copies:
-                is_copy = is_removal if run.attention_group is not None else kinds == REMOVAL
-                kinds = kinds + np.uint8(COPY_REMOVAL - REMOVAL) * is_copy
-            self._counters.pages_stored += num_pages - num_removed
+            kinds = columns.kinds
+            num_removed = len(columns.hashes) if kind & REMOVAL else 0
+            if len(kinds) > 1:  # one event is frequent, and operations of numpy are slow
+                num_removed = int(columns.lengths @ (kinds & REMOVAL > 0))
+            self._counters.pages_stored += len(columns.hashes) - num_removed
             self._counters.pages_removed += num_removed
-            self._is_clear = False
-            self.publisher.publish_columns(columns.with_kinds(kinds), namespace.label)
-
-    def _change_one_by_one(self, pages: TranslatedPages, run: PageRun, namespace: HashNamespace) -> None:
-        """Publish event by event, because the meaning of an ambiguous hash may depend on the events before."""
-        borders = np.cumsum([0, *pages.columns.lengths]).tolist()
-        for event, (first, end) in enumerate(pairwise(borders)):
-            part, medium = pages.columns.part(slice(event, event + 1), slice(first, end)), run.medium_at(event)
-            if run.events.kinds[event] & REMOVAL:
-                self.remove(part.block_hashes, namespace, medium, names_group=run.attention_group is not None)
+            self._is_clear = self._is_clear and num_removed == len(columns.hashes)
+            if self._counts_copies and num_removed:
+                is_copy = kinds & REMOVAL > 0 if names_group else kinds == REMOVAL
+                columns = columns.with_kinds(kinds + np.uint8(COPY_REMOVAL - REMOVAL) * is_copy)
+            if pages.ambiguous or self._collisions:
+                self._publish_ambiguous(self.publisher, columns, pages.ambiguous, namespace)
             else:
-                ambiguous = [
-                    page._replace(position=page.position - first)
-                    for page in pages.ambiguous
-                    if first <= page.position < end
-                ]
-                self.store(TranslatedPages(part, ambiguous, 0), namespace, medium)
+                self.publisher.publish_columns(columns, namespace.label)
 
-    def _store_reassigned(
+    def remove_all(self, block_hashes: U64Array, namespace: HashNamespace, medium: str | None) -> None:
+        """Publish that no copies of pages are left on a medium, or on any if it is None."""
+        tier = UNKNOWN if medium is None else tier_of(medium)
+        if medium is None:
+            self._remove_everywhere(block_hashes, namespace.label)
+        elif tier == UNKNOWN:
+            self._count_unknown(medium, len(block_hashes))
+        elif self.publisher is not None:
+            self._counters.pages_removed += len(block_hashes)
+            hashes = self._collisions.all_of(block_hashes, namespace)
+            self.publisher.publish_columns(PageEvents.removed(hashes, tier), namespace.label)
+
+    def _publish_ambiguous(
         self,
         publisher: EventPublisher,
         columns: PageEvents,
-        reassigned: list[AmbiguousPage],
+        ambiguous: Sequence[AmbiguousPage],
         namespace: HashNamespace,
-        tier: int,
     ) -> None:
-        """Publish in parts: a reassigned hash must be removed directly before its new page is stored."""
-        positions = {page.position for page in reassigned}
-        for start, stop in pairwise(sorted({0, *positions, len(columns.hashes)})):
-            if start in positions:
-                self._remove_everywhere(columns.block_hashes[start : start + 1], namespace.label)
-            part = single_pages(columns.block_hashes[start:stop], columns.hashes[start:stop])
-            publisher.publish_columns(part.stored_on(tier), namespace.label)
+        """Publish removals one by one and stores between them together.
+
+        The meaning of an ambiguous hash may depend on the events before. A reassigned hash must be removed directly
+        before its new page is stored.
+        """
+        ends = np.cumsum([0, *columns.lengths]).tolist()
+        is_removal = columns.kinds & REMOVAL > 0  # that of one copy has the bit, too
+        is_border = is_removal[1:] | is_removal[:-1]
+        for start, stop in pairwise([0, *(np.flatnonzero(is_border) + 1).tolist(), len(is_removal)]):
+            first, end = ends[start], ends[stop]
+            part = columns.part(slice(start, stop), slice(first, end))
+            if is_removal[start]:
+                hashes = self._collisions.all_of(part.block_hashes, namespace)
+                publisher.publish_columns(PageEvents.one(hashes, int(part.kinds[0])), namespace.label)
+                continue
+            here = [page for page in ambiguous if first <= page.position < end]
+            for page in here:
+                if page.engine_hash != page.block_hash:
+                    self._remove_everywhere(*self._collisions.add(page, namespace))
+            reassigned = {page.position - first for page in here if page.is_reassigned}
+            if not reassigned:
+                publisher.publish_columns(part, namespace.label)
+                continue
+            kinds = np.repeat(part.kinds, part.lengths)
+            for at, until in pairwise(sorted({0, *reassigned, end - first})):
+                if at in reassigned:
+                    self._remove_everywhere(part.block_hashes[at : at + 1], namespace.label)
+                pages = single_pages(part.block_hashes[at:until], part.hashes[at:until], kinds[at:until])
+                publisher.publish_columns(pages, namespace.label)
 
     def _remove_everywhere(self, block_hashes: U64Array, label: str | None) -> None:
-        if self.publisher is not None:
+        if self.publisher is not None and len(block_hashes):
             for tier in range(NUM_MEDIA):
                 self.publisher.publish_columns(PageEvents.removed(block_hashes, tier), label)
 
-    def _tier(self, medium: Medium, num_pages: int) -> int | None:
-        """The tier of a medium. None if it is unknown: `num_pages` are then left out."""
-        if medium.tier is None:
-            unknown, name = self._counters.unknown_media, medium.name
-            unknown[name if name in unknown or len(unknown) < _MAX_MEDIA_NAMES else "others"] += num_pages
-            self._limited_logger.warning("pages on medium %s left out: the medium is unknown", shorten(name))
-        return medium.tier
+    def _count_unknown(self, medium: str, num_pages: int) -> None:
+        unknown = self._counters.unknown_media
+        unknown[medium if medium in unknown or len(unknown) < _MAX_MEDIA_NAMES else "others"] += num_pages
+        self._limited_logger.warning("pages on medium %s left out: the medium is unknown", shorten(medium))
+
+
+def _hashes(pages: Iterable[AmbiguousPage]) -> U64Array:
+    return np.array([page.block_hash for page in pages], np.uint64)
 
 
 _MOST = 65_536
@@ -162,13 +151,13 @@ class HashCollisions:
     def __bool__(self) -> bool:
         return bool(self._hashes)
 
-    def add(self, page: AmbiguousPage, namespace: HashNamespace) -> tuple[str | None, U64Array] | None:
-        """Add a page. If another hash had to make room, returns the namespace and hashes to remove from all media."""
+    def add(self, page: AmbiguousPage, namespace: HashNamespace) -> tuple[U64Array, str | None]:
+        """Add a page. Returns hashes to remove from all tiers, because another hash made room, and their namespace."""
         self._hashes.setdefault((namespace.label, page.engine_hash), set()).add(page.block_hash)
         if len(self._hashes) <= _MOST:
-            return None
+            return np.empty(0, np.uint64), None
         oldest = next(iter(self._hashes))
-        return oldest[0], np.array(sorted(self._hashes.pop(oldest)), np.uint64)
+        return np.array(sorted(self._hashes.pop(oldest)), np.uint64), oldest[0]
 
     def all_of(self, block_hashes: U64Array, namespace: HashNamespace) -> U64Array:
         """Ledger hashes of all pages with these engine hashes.

@@ -41,11 +41,11 @@ class RankStreams:
     ) -> None:
         """registered: the stream of batches that name no rank. Nothing is published while it has another owner."""
         self._registered = registered
-        self._defaults = defaults
         self._registry = registry
         self._decoder = decoder
         self._counters = counters
         self._limited_logger = RateLimitedLogger(logger, f"engine {registered.key}")
+        self._context = registry.context(defaults, counters, self._limited_logger)
         self._waiting: list[tuple[int, Payload]] = []  # in order
         self.waiting_bytes = 0
         """Total size of the batches that wait."""
@@ -198,12 +198,7 @@ class RankStreams:
         """Open a rank's stream. None if it has another owner."""
         own = self._registered
         stream = self._registry.open(
-            own._replace(dp_rank=rank),
-            self._defaults,
-            self._counters,
-            self._limited_logger,
-            self._state,
-            is_registered=rank == own.dp_rank,
+            own._replace(dp_rank=rank), self._context, self._state, is_registered=rank == own.dp_rank
         )
         if stream is not None:
             self._streams[rank] = stream

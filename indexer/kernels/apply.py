@@ -21,6 +21,7 @@ from kv_events.kernels.bundles import (
     U32Input,
     U32Vector,
     U64Input,
+    U64Matrix,
     U64MatrixInput,
     U64Vector,
 )
@@ -40,6 +41,8 @@ class Pages(NamedTuple):
     holders: U32Vector
     """[capacity] holder set; 0 = the entry is free."""
     sets: HolderSets
+    digests: U64Matrix
+    """[streams, DIGEST_WORDS] digest of what each stream holds."""
 
 
 @array_helper
@@ -81,8 +84,9 @@ def _starts_chain(bitmap, i):
 
 
 @array_helper
-def store_pages(pages, digest, marks, hashes, chain_starts, parents, stream, tier, start, stop):
+def store_pages(pages, marks, hashes, chain_starts, parents, stream, tier, start, stop):
     """`store`, for other kernels."""
+    digest = pages.digests[stream]
     known = refused = 0
     is_cold = False  # whether pages are new, so that the entry of the previous page does not predict theirs
     chain = -1
@@ -131,22 +135,23 @@ def store_pages(pages, digest, marks, hashes, chain_starts, parents, stream, tie
 
 
 @array_kernel(
-    _TWO_COUNTS, Pages, U64Vector, U8Vector, U64Input, U8Input, U64Input,
+    _TWO_COUNTS, Pages, U8Vector, U64Input, U8Input, U64Input,
     types.int64, types.int64, types.int64, types.int64,
 )  # fmt: skip
-def store(pages, digest, marks, hashes, chain_starts, parents, stream, tier, start, stop):
-    """Store pages [start, stop) of an event for one stream on one tier.
+def store(pages, marks, hashes, chain_starts, parents, stream, tier, start, stop):
+    """Store pages [start, stop) of an event for one stream on one tier, and update its digest.
 
-    digest: uint64[8], updated. marks: uint8[capacity] or empty; bit `tier` of each stored page is set.
+    marks: uint8[capacity] or empty; bit `tier` of each stored page is set.
     hashes: uint64[n]; chain_starts: uint8[ceil(n / 8)] bitmap; parents: uint64[chains], as in `PackedStored`.
     Returns (pages that the stream held there already, pages refused because the table or the holder sets are full).
     """
-    return store_pages(pages, digest, marks, hashes, chain_starts, parents, stream, tier, start, stop)
+    return store_pages(pages, marks, hashes, chain_starts, parents, stream, tier, start, stop)
 
 
 @array_helper
-def remove_pages(pages, digest, marks, hashes, stream, tier, start, stop):
+def remove_pages(pages, marks, hashes, stream, tier, start, stop):
     """`remove`, for other kernels."""
+    digest = pages.digests[stream]
     unknown = refused = 0
     entry = np.int64(-1)
     last_from = last_to = np.int64(-1)
@@ -176,21 +181,22 @@ def remove_pages(pages, digest, marks, hashes, stream, tier, start, stop):
     return unknown, refused
 
 
-@array_kernel(_TWO_COUNTS, Pages, U64Vector, U8Vector, U64Input, types.int64, types.int64, types.int64, types.int64)
-def remove(pages, digest, marks, hashes, stream, tier, start, stop):
+@array_kernel(_TWO_COUNTS, Pages, U8Vector, U64Input, types.int64, types.int64, types.int64, types.int64)
+def remove(pages, marks, hashes, stream, tier, start, stop):
     """Remove pages [start, stop) of an event from one tier of a stream. Arguments as in `store`.
 
     Returns (pages that the stream did not hold there, pages that remain because the holder sets are full).
     """
-    return remove_pages(pages, digest, marks, hashes, stream, tier, start, stop)
+    return remove_pages(pages, marks, hashes, stream, tier, start, stop)
 
 
-@array_kernel(types.int64, Pages, U64Vector, U8Vector, types.int64, types.int64, types.int64)
-def sweep(pages, digest, marks, stream, start, stop):
+@array_kernel(types.int64, Pages, U8Vector, types.int64, types.int64, types.int64)
+def sweep(pages, marks, stream, start, stop):
     """Remove a stream from the entries [start, stop), except on tiers whose bit is set in `marks`.
 
     If marks is empty, nothing is kept. Other arguments as in `store`. Returns the number of removed (page, tier) pairs.
     """
+    digest = pages.digests[stream]
     removed = 0
     for entry in range(start, stop):
         old = np.int64(pages.holders[entry])

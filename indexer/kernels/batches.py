@@ -1,4 +1,4 @@
-"""The kernel that applies the plain batches of many records at once, in the same way as `indexer.applier`."""
+"""The kernel that applies the plain batches of many records at once, in the same way as `View.apply`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
+from indexer.kernels import views
 from indexer.kernels.apply import Pages, remove_pages, store_pages
+from indexer.kernels.views import ViewColumns, note_lateness
 from kv_events.digest import DIGEST_WORDS
-from kv_events.kernels.batches import (
-    DIGEST,
-    END_EVENT,
-    EPOCH,
-    FIRST_EVENT,
-    IS_REMOVAL,
-    MEDIUM,
-    NUM_CHAINS,
-    NUM_PAGES,
-    PAGES,
-    SEQ,
-    STARTS,
-    TIME,
-    BatchArrays,
-)
+from kv_events.kernels import batches
+from kv_events.kernels.batches import BatchArrays
 from kv_events.kernels.bundles import (
     BoolVector,
     F64Vector,
@@ -36,70 +25,67 @@ from kv_events.kernels.bundles import (
     spread,
 )
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
-from kv_events.kernels.log_records import OFFSET, PARTITION, TIMESTAMP_MS
 from kv_events.kernels.page_table import CAPACITY
 from kv_events.kernels.page_table_ops import num_entries
 
-NUM_STREAM_FIELDS = 14
-(
-    SPACE, NUMBER, LAST_EPOCH, NEXT_SEQ, HEARD_MS, LATEST_MS, AGREED_MS, MADE_AT,
-    BATCHES, STORED, REMOVED, KNOWN, UNKNOWN, REFUSED,
-) = range(NUM_STREAM_FIELDS)  # fmt: skip
-"""Columns of streams. SPACE: row of the index in `PlainStreams.spaces`, or -1 if no batch of the stream can be applied
-here. HEARD_MS: time of the last record applied; LATEST_MS: the latest time; AGREED_MS: HEARD_MS when the digests were
-equal for the last time. MADE_AT: the time in the last batch, the bits of a float64. BATCHES to REFUSED are counted from
-0."""
-
-NUM_CLOCK_FIELDS = 6
-NOW, LOG_READ_AT, RESUMED_AT, UNBROKEN_SINCE, LONGEST_PAUSE, LONGEST_UNBROKEN = range(NUM_CLOCK_FIELDS)
-"""Columns of the clock: see `Replay.now` and `Freshness`. The last two: `Freshness.longest_pauses_s`."""
+NO_SPACE = -1
+"""Space of a stream without a view: none of its batches can be applied here."""
 
 NOT_PLAIN, DIGEST_DIFFERS = range(2)
 """Why `apply_batches` ended early: the next record is not for it, or the view of the last one is not right after it."""
 
-_read_pages = reader(Pages)
+
+class Space(NamedTuple):
+    """The index and the views of a namespace."""
+
+    pages: Pages
+    columns: ViewColumns
 
 
-class PlainStreams(NamedTuple):
-    """What is known about streams, by a number of their own."""
+class Arrivals(NamedTuple):
+    """Records that arrived together."""
 
+    wanted: BoolVector
+    """[n] whether to apply it. Only records of events are."""
+    streams: I64Vector
+    """[n] row of `Streams.places`; -1: unknown."""
+    made_at: F64Vector
+    """[n] the time in a plain batch, seconds since 1970."""
+    at: F64Vector
+    """[n] when it was received, in seconds since 1970."""
+    ticks: F64Vector
+    """[n] the same on the clock of `Freshness`."""
+
+
+class Streams(NamedTuple):
+    """Where the streams are."""
+
+    places: I64Matrix
+    """[streams, 2] row of `spaces`, or NO_SPACE, and number in the index."""
     spaces: U64Matrix
-    """[indices, words] the resident `Pages` of each index."""
-    streams: I64Matrix
-    """[streams, NUM_STREAM_FIELDS]"""
-    digests: U64Matrix
-    """[streams, DIGEST_WORDS] digests of the views."""
-    touched: I64Vector
-    """[streams] written: the streams whose BATCHES are not 0."""
-    offsets: I64Vector
-    """[partitions] the offset after the highest one applied."""
-    clock: F64Vector
-    """[NUM_CLOCK_FIELDS] seconds."""
+    """[namespaces, words] the resident `Space` of each namespace."""
     no_marks: U8Vector
     """[0]"""
 
 
+_read_space = reader(Space)
+_note_lateness = array_helper(note_lateness)
+
+
 @array_function
-def _is_next(stream, arrays, i, most_pages):
-    """Return whether a batch is the next one of a stream and can be applied here."""
-    batch = arrays.batches[i]
-    if stream[SPACE] < 0 or batch[EPOCH] != stream[LAST_EPOCH] or batch[SEQ] != stream[NEXT_SEQ]:
+def _is_next(columns, stream, arrays, i, most_pages):
+    """Return whether a batch is the next one of a live view, of which it can leave only the digest wrong."""
+    batch, numbers = arrays.batches[i], columns.numbers[stream]
+    if batch[batches.EPOCH] != numbers[views.EPOCH] or batch[batches.SEQ] != numbers[views.LAST_SEQ] + 1:
+        return False
+    if columns.states[stream] != views.LIVE or columns.faults[stream] != views.FAULT_NONE:
+        return False
+    if abs(columns.times[stream, views.TRANSIT]) >= views.JITTER_S / 2:
         return False
     longest = np.int64(0)
-    for event in range(batch[FIRST_EVENT], batch[END_EVENT]):
-        longest = max(longest, arrays.events[event, NUM_PAGES])
+    for event in range(batch[batches.FIRST_EVENT], batch[batches.END_EVENT]):
+        longest = max(longest, arrays.events[event, batches.NUM_PAGES])
     return longest <= most_pages
-
-
-@array_helper
-def _pass_time(clock, timestamp_ms):
-    clock[NOW] = max(clock[NOW], timestamp_ms / 1000.0)
-    pause_s = clock[NOW] - clock[LOG_READ_AT]
-    if pause_s > clock[LONGEST_PAUSE]:
-        clock[RESUMED_AT] = clock[NOW]
-    if pause_s > clock[LONGEST_UNBROKEN]:
-        clock[UNBROKEN_SINCE] = clock[NOW]
-    clock[LOG_READ_AT] = max(clock[LOG_READ_AT], clock[NOW])
 
 
 @array_helper
@@ -110,22 +96,23 @@ def _has_sets(pages):
 
 
 @array_function
-def _apply_event(pages, stream, digest, marks, data, event, words):
-    """Apply a store or a removal. Returns the number of refused pages."""
-    num_pages, at, tier = event[NUM_PAGES], event[PAGES], event[MEDIUM]
+def _apply_event(pages, numbers, stream, marks, data, event, words):
+    """Apply a store or a removal."""
+    num_pages, at, tier = event[batches.NUM_PAGES], event[batches.PAGES], event[batches.MEDIUM]
     hashes = words[at : at + num_pages]
     refused = num_pages
-    if event[IS_REMOVAL] == 1:
-        unknown, refused = remove_pages(pages, digest, marks, hashes, stream[NUMBER], tier, 0, num_pages)
-        stream[UNKNOWN] += unknown
-        stream[REMOVED] += num_pages - unknown - refused
+    if event[batches.IS_REMOVAL] == 1:
+        unknown, refused = remove_pages(pages, marks, hashes, stream, tier, 0, num_pages)
+        numbers[views.UNKNOWN] += unknown
+        numbers[views.REMOVED] += num_pages - unknown - refused
     elif _has_sets(pages):
-        starts = data[event[STARTS] : event[STARTS] + (num_pages + 7) // 8]
-        parents = words[at + 2 * num_pages : at + 2 * num_pages + event[NUM_CHAINS]]
-        known, refused = store_pages(pages, digest, marks, hashes, starts, parents, stream[NUMBER], tier, 0, num_pages)
-        stream[KNOWN] += known
-        stream[STORED] += num_pages - known - refused
-    return refused
+        starts = data[event[batches.STARTS] : event[batches.STARTS] + (num_pages + 7) // 8]
+        parents = words[at + 2 * num_pages : at + 2 * num_pages + event[batches.NUM_CHAINS]]
+        known, refused = store_pages(pages, marks, hashes, starts, parents, stream, tier, 0, num_pages)
+        numbers[views.KNOWN] += known
+        numbers[views.STORED] += num_pages - known - refused
+    numbers[views.REFUSED] += refused
+    numbers[views.REFUSED_NOW] += refused
 
 
 @array_function
@@ -140,44 +127,37 @@ def _equals_stated(digest, data, at):
 
 
 @array_kernel(
-    types.UniTuple(types.int64, 3), U8Input, I64Matrix, spread(BatchArrays), BoolVector, I64Vector,
-    spread(PlainStreams), types.int64, types.int64, types.int64,
+    types.UniTuple(types.int64, 2), U8Input, spread(BatchArrays), spread(Arrivals), spread(Streams),
+    types.int64, types.int64,
 )  # fmt: skip
-def apply_batches(data, rows, arrays, wanted, numbers, tracked, start, stop, most_pages):
-    """Apply the wanted records of [start, stop), up to one that cannot be applied here.
+def apply_batches(data, arrays, arrivals, streams, start, most_pages):
+    """Apply wanted records from `start` on, up to one that cannot be applied here.
 
-    data, rows: as in `log_records.find_records`. arrays: from `decode_batches`. wanted: bool[n], records of events.
-    numbers: [n] the stream of each record; -1: unknown. tracked: updated. most_pages: the longest event to apply here.
+    data: that of the records. arrays: from `decode_batches`. most_pages: the longest event to apply here.
 
-    Returns (the first record that was not applied, number of streams touched, why it ended).
+    Returns (the first record that was not applied, why it ended).
     """
-    num_touched = np.int64(0)
-    for i in range(start, stop):
-        if not wanted[i]:
+    for i in range(start, arrivals.wanted.shape[0]):
+        if not arrivals.wanted[i]:
             continue
-        number, partition = numbers[i], rows[i, PARTITION]
-        if arrays.plain[i] == 0 or number < 0 or partition >= tracked.offsets.shape[0]:
-            return i, num_touched, NOT_PLAIN
-        stream = tracked.streams[number]
-        if not _is_next(stream, arrays, i, most_pages):
-            return i, num_touched, NOT_PLAIN
-        if stream[BATCHES] == 0:
-            tracked.touched[num_touched] = number
-            num_touched += 1
-        stream[BATCHES] += 1
-        stream[NEXT_SEQ] += 1
-        stream[HEARD_MS] = rows[i, TIMESTAMP_MS]
-        stream[LATEST_MS] = max(stream[LATEST_MS], rows[i, TIMESTAMP_MS])
-        stream[MADE_AT] = arrays.batches[i, TIME]
-        tracked.offsets[partition] = max(tracked.offsets[partition], rows[i, OFFSET] + 1)
-        _pass_time(tracked.clock, rows[i, TIMESTAMP_MS])
-        pages = _read_pages(tracked.spaces[stream[SPACE]])
-        digest = tracked.digests[number]
-        refused = np.int64(0)
-        for event in range(arrays.batches[i, FIRST_EVENT], arrays.batches[i, END_EVENT]):
-            refused += _apply_event(pages, stream, digest, tracked.no_marks, data, arrays.events[event], arrays.words)
-        stream[REFUSED] += refused
-        if refused > 0 or not _equals_stated(digest, data, arrays.batches[i, DIGEST]):
-            return i + 1, num_touched, DIGEST_DIFFERS
-        stream[AGREED_MS] = stream[HEARD_MS]
-    return stop, num_touched, NOT_PLAIN
+        row = arrivals.streams[i]
+        if arrays.plain[i] == 0 or row < 0 or streams.places[row, 0] == NO_SPACE:
+            return i, NOT_PLAIN
+        space, stream = _read_space(streams.spaces[streams.places[row, 0]]), streams.places[row, 1]
+        pages, columns = space.pages, space.columns
+        if not _is_next(columns, stream, arrays, i, most_pages):
+            return i, NOT_PLAIN
+        at, tick = arrivals.at[i], arrivals.ticks[i]
+        numbers, times = columns.numbers[stream], columns.times[stream]
+        numbers[views.LAST_SEQ] += 1
+        numbers[views.BATCHES] += 1
+        columns.last_batch_at[stream] = at
+        columns.last_batch_tick[stream] = max(columns.last_batch_tick[stream], tick)
+        times[views.SILENT_FROM] = max(times[views.SILENT_FROM], tick)
+        _note_lateness(times, arrivals.made_at[i], at, tick)
+        for event in range(arrays.batches[i, batches.FIRST_EVENT], arrays.batches[i, batches.END_EVENT]):
+            _apply_event(pages, numbers, stream, streams.no_marks, data, arrays.events[event], arrays.words)
+        if not _equals_stated(pages.digests[stream], data, arrays.batches[i, batches.DIGEST]):
+            return i + 1, DIGEST_DIFFERS
+        times[views.AGREED_AT] = at
+    return np.int64(arrivals.wanted.shape[0]), NOT_PLAIN

@@ -4,9 +4,17 @@ Start at `Timeline`, which opens any moment of a log in a folder, or at `Replay`
 `LogIndexer` keeps the key frames and the time index beside a log; `Timeline` works without them, but slowly.
 """
 
-from indexer.replay.frames import Beginning, KeyFrameError, open_beginning
+from indexer.replay.frames import KeyFrameError, open_beginning
 from indexer.replay.log_indexer import LogIndexer
-from indexer.replay.replay import Replay
+from indexer.replay.replay import ApplyObserver, Replay
 from indexer.replay.timeline import BatchAt, Timeline
 
-__all__ = ["BatchAt", "Beginning", "KeyFrameError", "LogIndexer", "Replay", "Timeline", "open_beginning"]
+__all__ = [
+    "ApplyObserver",
+    "BatchAt",
+    "KeyFrameError",
+    "LogIndexer",
+    "Replay",
+    "Timeline",
+    "open_beginning",
+]

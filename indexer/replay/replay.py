@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
-from indexer.applier import Applier, DeadLetters
+import numpy as np
+
+from indexer.applier import Applier, Batches, DeadLetters, Mask, PlainRun
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
+from kv_events.kernels.log_records import OFFSET, PARTITION
+from kv_events.log.batch_columns import BatchColumns
 from kv_events.log.moments import LogMoment
+from kv_events.log.reader import RecordChunk
 from kv_events.records import Channel, LogRecord
+
+_NEVER = np.iinfo(np.int64).min
 
 FORGET_EVERY_MS: Final = 10_000
 """Silent workers are dropped at multiples of it, wherever a replay began."""
+
+
+class ApplyObserver:
+    """Receives every record that is applied, in order. This one does nothing with them."""
+
+    def mark_not_plain(self, columns: BatchColumns) -> None:
+        """Clear `columns.arrays.plain` of records that are to be applied one by one, before any of them is applied."""
+
+    def take_plain(self, run: PlainRun) -> None:
+        """Note plain batches that were applied."""
+
+    def take_one(self, index: int, record: LogRecord, apply: Callable[[], None]) -> None:
+        """Apply a record by a call of `apply`, during which `Applier.on_applied` receives the batch."""
+        apply()
 
 
 @dataclass
@@ -32,8 +54,6 @@ class Replay:
         """Partition of the events -> offset after the highest one applied."""
         self.forgets = True
         """Whether workers that are silent for too long are dropped, as a service does."""
-        self.num_forgotten = 0
-        """Views that were dropped."""
         self.lacks_beginning = False
         """Whether the views were begun without what precedes the log, so that what workers held then is unknown."""
         self._clock: tuple[float, float, float, float] | None = None  # of the newest record, if time has passed since
@@ -64,6 +84,54 @@ class Replay:
         for _ in self.applier.apply(record, record.timestamp_ms / 1000):
             pass
 
+    def apply_chunk(
+        self,
+        chunk: RecordChunk,
+        start: int = 0,
+        wanted: Mask | None = None,
+        observer: ApplyObserver | None = None,
+    ) -> None:
+        """Apply records of a chunk from row `start` on. The result is that of `apply` for each of them.
+
+        wanted: bool[n] which of them; default: all.
+        """
+        observer = observer or ApplyObserver()
+        wanted = np.ones(len(chunk.rows) - start, np.bool_) if wanted is None else wanted
+        batches = self.applier.decode(chunk, start, wanted)
+        wanted, plain = batches.arrivals.wanted, batches.columns.arrays.plain
+        times_ms = np.where(wanted, chunk.timestamps_ms[start : start + len(wanted)], _NEVER)
+        now_ms = np.maximum.accumulate(np.concatenate(([round(self.now * 1000)], times_ms)))
+        plain[np.diff(now_ms) >= 1000 * min(self.freshness.longest_pauses_s)] = 0  # `apply` notes the pause
+        if self.forgets:
+            plain[np.diff(now_ms // FORGET_EVERY_MS) > 0] = 0
+        observer.mark_not_plain(batches.columns)
+        row = 0
+        while row < len(wanted):
+            run, row, is_open = self.applier.apply_plain(batches, row)
+            if len(run.rows):
+                self._advance(now_ms[run.rows[-1] + 1].item() / 1000)
+                observer.take_plain(run)
+            if row < len(wanted):
+                record = chunk.record(start + row)
+                apply = partial(self._finish, batches, row, record) if is_open else partial(self.apply, record)
+                observer.take_one(batches.first_index + row, record, apply)
+                self.applier.note_applied(batches, row)
+                row += 1
+        applied = batches.columns.rows[wanted]
+        for partition in np.unique(applied[:, PARTITION]).tolist():
+            newest = int(applied[applied[:, PARTITION] == partition, OFFSET].max())
+            self.positions[partition] = max(self.positions.get(partition, 0), newest + 1)
+
+    def _finish(self, batches: Batches, row: int, record: LogRecord) -> None:
+        """Do what remains to be done after the events of a batch have been applied."""
+        self._advance(record.timestamp_ms / 1000)
+        self.applier.finish_plain(batches, row, record.payload)
+
+    def _advance(self, now: float) -> None:
+        """Advance the clock without a pause, however long it was."""
+        self.now = max(self.now, now)
+        self.freshness.log_read_at = max(self.freshness.log_read_at, now)
+
     def apply_all(self, records: Iterable[LogRecord], moment: LogMoment | None = None) -> Replay:
         """Apply the records before a moment. Returns itself.
 
@@ -84,8 +152,7 @@ class Replay:
     def pass_time(self, now: float) -> None:
         """Advance the clock without records. The log could be read during this time, so silent workers expire."""
         self._clock = self._clock or self.clock
-        self.now = max(self.now, now)
-        self.freshness.log_read_at = max(self.freshness.log_read_at, now)  # without a pause, however long it was
+        self._advance(now)
 
     def take_time_back(self) -> None:
         """Set the clock back to the newest record applied."""
@@ -111,7 +178,6 @@ class Replay:
     def _forget_silent(self) -> None:
         for view in self.namespaces.views:
             if self.freshness.silence_s(view) > self.settings.forget_after_s:
-                self.num_forgotten += 1
                 for _ in self.namespaces.forget(view.stream):
                     pass
 

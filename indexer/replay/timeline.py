@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from indexer.replay.chunks import ChunkApplier
 from indexer.replay.frames import (
     FRAME_SUFFIX,
     Frame,
@@ -168,7 +167,7 @@ class Timeline:
 
     def _apply(self, views: Replay, moment: LogMoment) -> bool:
         """Apply what belongs to a moment and is not applied yet. Returns False if a partition is out of order."""
-        stop, applier = self.end_of(moment), ChunkApplier(views)
+        stop = self.end_of(moment)
         late, views.skipped = np.array(views.skipped, np.int64), []
         start = int(late[0]) if len(late) else views.next_index
         behind = {partition for partition, offset in (moment.offsets or {}).items() if offset}
@@ -185,7 +184,7 @@ class Timeline:
             rows = np.flatnonzero(belongs & is_late)
             if not _is_in_order(views, (chunk.record(first + row) for row in rows.tolist())):
                 return False
-            applier.apply(chunk, first, last, belongs)
+            views.apply_chunk(chunk, first, belongs)
             if belongs.any():
                 views.index = max(views.index, int(indices[belongs][-1]) + 1)
             if moment.offsets is not None:

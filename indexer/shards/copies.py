@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -44,10 +43,10 @@ def _copy(view: View, target: Namespaces) -> Generator[None, None, View]:
                 _, refused = copy.index.store(copy.number, event, start, stop)
                 copy.count_refused(refused)
                 yield
-    copy.position, copy.counters = view.position, replace(view.counters)
+    copy.position, copy.counters = view.position, view.counters
     copy.state, copy.stale_reason, copy.degraded_reason = view.state, view.stale_reason, view.degraded_reason
-    copy.heard_at, copy.heard_tick, copy.agreed_at = view.heard_at, view.heard_tick, view.agreed_at
-    copy.silent_from = view.silent_from
+    copy.last_batch_at, copy.last_batch_tick = view.last_batch_at, view.last_batch_tick
+    copy.agreed_at, copy.silent_from = view.agreed_at, view.silent_from
     return copy
 
 

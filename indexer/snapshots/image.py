@@ -9,8 +9,6 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from copy import copy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +20,7 @@ from indexer.namespaces import Namespace, Namespaces
 from indexer.position import Position
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import Piece, SnapshotDamagedError
-from indexer.views import RESYNC_CUT_OFF, Lateness, View, ViewCounters, ViewState
+from indexer.views import RESYNC_CUT_OFF, View, ViewCounters, ViewState
 from kv_events.digest import DIGEST_WORDS, digest_bytes
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.limits import MAX_NAME_BYTES
@@ -36,7 +34,7 @@ _HEADER_BYTES = len(_MAGIC) + 4
 class _ExactImage(msgspec.Struct, frozen=True, array_like=True):
     """What a replay needs in addition to continue exactly, in place of a consumer that meets the present."""
 
-    heard_tick: float
+    last_batch_tick: float
     first_missing: int | None
     refused_now: int
     resync_began: float
@@ -44,7 +42,8 @@ class _ExactImage(msgspec.Struct, frozen=True, array_like=True):
     """One byte for each page of the namespace, if a resync is in progress."""
     agreed_at: float
     missing_batches: int
-    lateness: Lateness
+    lateness: tuple[float, ...]
+    """See `Lateness.fields`."""
     silent_from: float
     is_delayed: bool
 
@@ -55,7 +54,7 @@ class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
     number: int
     epoch: int
     next_seq: int
-    heard_at: float
+    last_batch_at: float
     state: ViewState
     stale_reason: str
     counters: ViewCounters
@@ -192,10 +191,10 @@ def _view_image(view: View, is_exact: bool) -> _ViewImage:
         view.number,
         view.epoch,
         view.next_seq,
-        view.heard_at,
+        view.last_batch_at,
         state,
         reason,
-        replace(view.counters),
+        view.counters,
         digest_bytes(view.index.digest(view.number)),
         view.degraded_reason,
         _exact_image(view) if is_exact else None,
@@ -205,14 +204,14 @@ def _view_image(view: View, is_exact: bool) -> _ViewImage:
 def _exact_image(view: View) -> _ExactImage:
     marks = None if view.marks is None else view.marks[view.index.live_entries()].tobytes()
     return _ExactImage(
-        view.heard_tick,
+        view.last_batch_tick,
         view.position.first_missing,
         view.refused_now,
         view.resync_began,
         marks,
         view.agreed_at,
         view.missing_batches,
-        copy(view.lateness),
+        view.lateness.fields,
         view.silent_from,
         view.is_delayed,
     )
@@ -244,22 +243,26 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
             namespace.index,
             v.number,
             namespace.columns,
-            position=Position(v.epoch, v.next_seq),
             stale_reason=v.stale_reason,
-            counters=v.counters,
         )
-        view.state, view.heard_at, view.degraded_reason = v.state, v.heard_at, v.degraded_reason
-        view.agreed_at = v.heard_at if v.state is ViewState.LIVE else 0.0
+        view.position, view.counters = Position(v.epoch, v.next_seq), v.counters
+        view.state, view.last_batch_at, view.degraded_reason = v.state, v.last_batch_at, v.degraded_reason
+        view.agreed_at = v.last_batch_at if v.state is ViewState.LIVE else 0.0
         if v.exact is not None:
             _restore_exactly(view, v.exact)
         namespaces.adopt(namespace, view)
 
 
 def _restore_exactly(view: View, exact: _ExactImage) -> None:
-    view.heard_tick, view.refused_now, view.resync_began = exact.heard_tick, exact.refused_now, exact.resync_began
+    view.last_batch_tick, view.refused_now, view.resync_began = (
+        exact.last_batch_tick,
+        exact.refused_now,
+        exact.resync_began,
+    )
     view.agreed_at, view.missing_batches = exact.agreed_at, exact.missing_batches
     view.position = view.position._replace(first_missing=exact.first_missing)
-    view.lateness, view.silent_from, view.is_delayed = exact.lateness, exact.silent_from, exact.is_delayed
+    view.lateness.fields = exact.lateness
+    view.silent_from, view.is_delayed = exact.silent_from, exact.is_delayed
     if exact.marks is not None:
         view.marks = view.index.new_marks()
         view.marks[view.index.live_entries()] = np.frombuffer(exact.marks, np.uint8)

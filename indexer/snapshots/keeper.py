@@ -55,7 +55,7 @@ class SnapshotKeeper:
             logger.warning("no snapshot loaded, reading the log from its beginning: %s", error)
             return None
         for view in snapshot.namespaces.views:
-            view.heard_tick = tick - max(0.0, now - view.heard_at)
+            view.last_batch_tick = tick - max(0.0, now - view.last_batch_at)
         return snapshot
 
     async def save_when_due(self, now: float, copy: Callable[[], Awaitable[SnapshotParts]]) -> None:

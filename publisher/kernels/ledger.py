@@ -32,8 +32,7 @@ from kv_events.kernels.page_table_ops import AHEAD, fetch, find, find_or_insert,
 from kv_events.schema import NUM_MEDIA
 from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import COPIED, HELD, IS_SHARED, PAGE, STATE, Blocks, is_held
-from publisher.kernels.changes import CLEARED, COPY_REMOVAL, REMOVAL
-from publisher.kernels.queue import SPAN, QueueArrays, append
+from publisher.kernels.changes import CLEARED, COPY_REMOVAL, REMOVAL, SPAN, QueueArrays, append
 
 # columns of page_words
 PARENT, FIRST_BLOCK = range(2)
@@ -45,9 +44,19 @@ SLICE_PAGES = 1 << SLICE_BITS
 FOUND_BLOCKS = 64
 """Number of blocks that are looked up before the first is removed, so that the memory of their pages is prefetched."""
 
-COUNT_NAMES = ("stored", "removed", "stored_again", "removed_unknown", "ledger_full", "renamed", "parent_unknown")
+COUNT_NAMES = (
+    "stored",
+    "removed",
+    "stored_again",
+    "removed_unknown",
+    "ledger_full",
+    "kept_first_hash",
+    "parent_unknown",
+)
 """Names of the elements of `counts`: total pages by result."""
-_STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, NUM_LEFT_OUT, _RENAMED, _PARENT_UNKNOWN = range(len(COUNT_NAMES))
+_STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, NUM_LEFT_OUT, _KEPT_FIRST_HASH, _PARENT_UNKNOWN = range(
+    len(COUNT_NAMES)
+)
 
 _NO_HASH = np.uint64(0)
 _MEDIA_BITS = np.uint32(NUM_MEDIA)
@@ -272,7 +281,7 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium, num_gro
     """
     page = np.int64(ledger.blocks.columns[entry, PAGE])
     if ledger.pages.keys[page] != name:  # a block keeps its first sequence hash while it is held
-        ledger.counts[_RENAMED] += 1
+        ledger.counts[_KEPT_FIRST_HASH] += 1
         name = ledger.pages.keys[page]
     bit = np.uint32(1 << medium)
     if ledger.blocks.columns[entry, STATE] & bit:

@@ -89,14 +89,12 @@ class KafkaSink:
     async def start(self) -> None:
         """Create missing topics and connect the producer and the consumer. Raises SinkUnavailableError."""
         try:
-            await self._start_producer()
-            await self._start_consumer()
-        except KafkaUnreachableError as error:
+            with self._connection.guarded("read", SinkUnavailableError):
+                await self._start_producer()
+                await self._start_consumer()
+        except SinkUnavailableError:
             await self.stop()
-            raise SinkUnavailableError(str(error)) from error
-        except (KafkaError, OSError) as error:
-            await self.stop()
-            raise SinkUnavailableError(self._connection.failure(error, "read")) from error
+            raise
 
     async def send(self, records: Sequence[OutRecord]) -> None:
         """Send records concurrently and wait for all acknowledgements.

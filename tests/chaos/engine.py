@@ -334,8 +334,8 @@ def _run(options: EngineOptions, life: _Life, publisher: EventPublisher, sink: A
                     "epoch": publisher.epoch,
                     "resync_pages": stats.resync_pages,
                     "resyncs": stats.resyncs,
-                    "queued": stats.queue.queued + stats.queue.in_flight,
-                    "dropped": stats.queue.dropped,
+                    "queued": stats.queued + stats.in_flight,
+                    "dropped": stats.dropped,
                     "requests": life.num_requests,
                 }
             case order:

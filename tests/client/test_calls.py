@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from api.queries.body_formats import decode_as, format_of
-from api.workers.register import engine_of_rfc
+from api.workers.register import engine_of
 from kv_events.errors import InvalidValueError
 from kv_events.http.registrations import RfcRegistration
 from kvsight import Prompt, calls
@@ -66,7 +66,7 @@ def test_hashes_travel_as_eight_bytes_each() -> None:
 
 def test_the_adapter_and_the_salt_of_an_engine_are_registered_in_the_dialect_that_knows_them() -> None:
     call = calls.register(7, "tcp://e:5557", "m", 16, tenant="t", lora_name="ad", cache_salt="x")
-    engine = engine_of_rfc(decode_as(RfcRegistration, call.content or b"", format_of(JSON)))
+    engine = engine_of(decode_as(RfcRegistration, call.content or b"", format_of(JSON)))
     assert (engine.worker, engine.model, engine.tenant, engine.block_size) == ("7", "m", "t", 16)
     assert (call.path, engine.lora_name, engine.cache_salt) == ("/register", "ad", "x")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from bridge.context import EngineContext
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, UndecodableError
 from bridge.hashes.event_translator import EventTranslator
@@ -62,16 +63,9 @@ class BridgeTarget:
 
     def __init__(self) -> None:
         self._decoder = Decoder()
-        self._translator = EventTranslator(
-            StreamId("m", "default", "w", 0),
-            EngineDefaults(),
-            BridgeCounters(),
-            RateLimitedLogger(logging.getLogger("tests"), "engine w"),
-            _publisher,
-            lambda publisher: None,
-            ledger_pages=4096,
-            name_pages=4096,
-        )
+        limited_logger = RateLimitedLogger(logging.getLogger("tests"), "engine w")
+        context = EngineContext(EngineDefaults(), BridgeCounters(), limited_logger, _publisher, 4096, 4096)
+        self._translator = EventTranslator(StreamId("m", "default", "w", 0), context, lambda publisher: None)
 
     def __call__(self, data: bytes) -> None:
         try:

@@ -104,7 +104,7 @@ class ReplayTarget:
         replay: Any = _ScriptedReplay(messages[len(messages) // 2 :])
         engine_stream = EngineStream(
             StreamId("m", "default", "w", 0),
-            EngineDefaults(4),
+            EngineDefaults(block_size=4),
             registry,
             Decoder(),
             BridgeCounters(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from tests.support.servers.lines import QUERY, TOKENS, body_of, request
+from tests.rigs.raw_http import QUERY, TOKENS, body_of, request
 
 USUAL = request(QUERY)
 """The request that makes a connection direct."""

@@ -140,7 +140,7 @@ async def test_a_publisher_whose_place_another_one_takes_says_no_goodbye() -> No
         old = publisher_of(MemorySink(log))
         await old.start()
         insert(old)
-        await old.aclose(goodbye=False)
+        await old.aclose(ends_stream=False)
         await async_wait_until(lambda: consumer.positions.get(0) == log.next_offset, what="all records")
         view = consumer.namespaces.view(old.stream)
         assert view is not None

@@ -69,7 +69,7 @@ class Replayed:
     def _is_applied(self) -> bool:
         streams = [stream for engine in self._fleet.status() for stream in engine.streams]
         publishers = [stream.publisher for stream in streams if stream.publisher is not None]
-        waiting = [each.queue.queued + each.queue.in_flight or not each.next_seq for each in publishers]
+        waiting = [each.queued + each.in_flight or not each.next_seq for each in publishers]
         is_sent = self._counter("batches") == self._num_batches and not any(waiting)
         return is_sent and self._consumer.positions.get(0) == self._log.next_offset
 

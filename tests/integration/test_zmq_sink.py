@@ -84,7 +84,7 @@ def name(number: int) -> int:
 
 def delivered(publisher: EventPublisher) -> Callable[[], bool]:
     """Whether everything went out."""
-    return lambda: publisher.stats().next_seq > 0 and not any(publisher.stats().queue[:2])
+    return lambda: publisher.stats().next_seq > 0 and not any(publisher.stats()[:2])
 
 
 async def test_a_reader_that_binds_gets_topic_number_and_batch() -> None:

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.replay import Replay
-from indexer.replay.chunks import ApplyObserver, ChunkApplier, PlainRun
+from indexer.applier import PlainRun
+from indexer.replay import ApplyObserver, Replay
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
 from kv_events.codec import RemovedPages, Step, StoredPages, decode_batch
@@ -68,10 +68,11 @@ class Counting(ApplyObserver):
                 columns.arrays.plain[row] = 0
 
     def take_plain(self, run: PlainRun) -> None:
-        self.plain += (run.first_index + run.rows).tolist()
-        newest = {run.columns.names()[row]: row for row in run.rows.tolist()}
+        columns = run.batches.columns
+        self.plain += (run.batches.first_index + run.rows).tolist()
+        newest = {columns.names()[row]: row for row in run.rows.tolist()}
         assert {row: view.stream.worker for view, row in run.newest()} == {
-            row: decode_batch(run.columns.data[slice(*run.columns.rows[row, [PAYLOAD, END]])]).stream.worker
+            row: decode_batch(columns.data[slice(*columns.rows[row, [PAYLOAD, END]])]).stream.worker
             for row in newest.values()
         }
 
@@ -126,13 +127,12 @@ def test_chunks_equal_records_one_by_one(seed: int, length: int, bounds: dict[st
             records[number] = widened(record) if random.random() < 0.3 else damaged(random, record)
     wanted = [random.random() < 0.98 for _ in records]
     replay, witness = Replay(limits), Counting(random, random.choice((0.0, 0.3)))
-    applier = ChunkApplier(replay, witness)
     with TemporaryDirectory() as name:
         for chunk in written(Path(name), records):
             borders = sorted({0, len(chunk.rows), random.randrange(len(chunk.rows) + 1)})
             for start, stop in pairwise(borders):
                 first = chunk.first_index
-                applier.apply(chunk, start, stop, np.array(wanted[first + start : first + stop], np.bool_))
+                replay.apply_chunk(chunk, start, np.array(wanted[first + start : first + stop], np.bool_), witness)
     applied = [record for record, is_wanted in zip(records, wanted, strict=True) if is_wanted]
     expected = one_by_one(applied, limits)
     assert facts(replay) == facts(expected)
@@ -214,9 +214,9 @@ def test_most_batches_of_a_sound_log_are_applied_as_chunks(tmp_path: Path) -> No
         streams[i % 3].batch(stored((0, [100 * i + k for k in range(1, 9)]), tier=i % 4), *last_removed(i), now=i / 100)
         for i in range(300)
     ]
-    witness = Counting(Random(0), 0.0)
+    replay, witness = Replay(), Counting(Random(0), 0.0)
     for chunk in written(tmp_path, records):
-        ChunkApplier(Replay(), witness).apply(chunk, 0, len(chunk.rows))
+        replay.apply_chunk(chunk, observer=witness)
     assert witness.single == [0, 1, 2]
 
 
@@ -228,12 +228,11 @@ def test_batches_that_waited_for_the_end_of_an_outage_are_as_late_in_chunks(tmp_
         record = stream.batch(stored((0, [i + 1])), now=made_at)
         records.append(record._replace(timestamp_ms=int(arrived_at * 1000)))
     replay, states = Replay(), list[tuple[ViewState, str]]()
-    applier = ChunkApplier(replay)
     one_after_another, expected = Replay(), list[tuple[ViewState, str]]()
     for chunk in written(tmp_path, records):
         for start in range(0, len(chunk.rows), 5):
             stop = min(start + 5, len(chunk.rows))
-            applier.apply(chunk, start, stop)
+            replay.apply_chunk(chunk, start, np.ones(stop - start, np.bool_))
             for number in range(start, stop):
                 one_after_another.apply(chunk.record(number))
             for shown, each in ((states, replay), (expected, one_after_another)):
@@ -253,10 +252,9 @@ def test_an_index_that_grows_between_chunks_and_in_them_is_followed(tmp_path: Pa
             records.append(streams[-1].resync(now=i / 10) if i % 8 else streams[-1].batch(SnapshotBegin(), now=i / 10))
         records.append(streams[i % 7 % len(streams)].batch(stored((0, [i + 1, i + 2, 7])), now=i / 10))
     replay = Replay()
-    applier = ChunkApplier(replay)
     for chunk in written(tmp_path, records):
         for start in range(0, len(chunk.rows), 333):
-            applier.apply(chunk, start, min(start + 333, len(chunk.rows)))
+            replay.apply_chunk(chunk, start, np.ones(min(333, len(chunk.rows) - start), np.bool_))
     assert facts(replay) == facts(one_by_one(records, IndexerSettings()))
     assert [namespace.index.most_streams for namespace in replay.namespaces] == [256]
 
@@ -272,9 +270,8 @@ def test_an_index_without_room_for_holder_sets_refuses_the_same_pages(tmp_path: 
             streams[i % 8].resync(now=now) if random.random() < 0.02 else streams[i % 8].batch(event, now=now)
         )
     replay, witness = Replay(limits), Counting(random, 0.0)
-    applier = ChunkApplier(replay, witness)
     for chunk in written(tmp_path, records):
-        applier.apply(chunk, 0, len(chunk.rows))
+        replay.apply_chunk(chunk, observer=witness)
     assert facts(replay) == facts(one_by_one(records, limits))
     assert sum(view.counters.refused_pages for view in replay.namespaces.views) > 1000
     assert len(witness.plain) > 100

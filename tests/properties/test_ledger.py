@@ -20,7 +20,7 @@ from kv_events.schema import (
     SnapshotEnd,
 )
 from publisher import EventPublisher, PublisherSettings
-from publisher.kernels.queue import SPAN
+from publisher.kernels.changes import SPAN
 from publisher.sinks import MemorySink, OutRecord
 from tests.support.log.records import words
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.hashes.hash_memory import HashMemory, HashNamespace, NamespaceSeed
+from bridge.hashes.hash_memory import HashMemory, HashNamespace
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.schema import AllBlocksCleared
 from kv_events.streams import StreamId
@@ -107,7 +107,7 @@ def test_any_events_in_one_call_are_taken_in_their_order(is_shared: bool, calls:
         else:
             blocks = np.array([block for each in events if each.kind < REMOVAL for block in each.blocks], np.uint64)
             named = np.array([name_of(int(block)) for block in blocks], np.uint64)
-            names.remember(blocks, named, NamespaceSeed(0, is_stated=True), SPACE)
+            names.remember(blocks, named, 0, 0, SPACE)
             ledger.change(columns(events), None)
             for each in events:
                 model.take(each)

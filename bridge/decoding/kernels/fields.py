@@ -39,6 +39,14 @@ _TEXT, _BORDERS, _MEANINGS = msgpack.dictionary(
 _TAG_TEXT, _TAG_BORDERS, _TAG_MEANINGS = msgpack.dictionary(
     {"BlockStored": columns.STORED, "BlockRemoved": columns.REMOVED, "AllBlocksCleared": columns.CLEARED}
 )
+_MEDIA_TEXT, _MEDIA_BORDERS, _MEDIA_TIERS = msgpack.dictionary(
+    {word: tier for name, tier in columns.TIERS.items() if name for word in (name, name.lower())}
+)
+_NO_MEDIUM = columns.TIERS[""]
+_LOCAL, _REMOTE = range(2)
+_LOCALITY_TEXT, _LOCALITY_BORDERS, _LOCALITIES = msgpack.dictionary(
+    {"LOCAL": _LOCAL, "REMOTE": _REMOTE, "local": _LOCAL, "remote": _REMOTE}
+)
 
 # fields of the array form, in the order in which the engines added them; index 0 is the tag
 STORED_FIELDS = np.array(
@@ -217,3 +225,21 @@ def read_field(data, at, stop, field, row, hashes, tokens):
         row[columns.KIND] = columns.MOONCAKE_EVENT
     at = msgpack.skip(data, at, stop)
     return at if at >= 0 else columns.reject(row, columns.TRUNCATED)
+
+
+@array_function
+def tier_of(data, row):
+    """Return the tier that the medium and the locality of an event name, or UNKNOWN if one of them is not known here.
+
+    Pages on another machine are external, whatever their medium there.
+    """
+    tier, locality = np.int64(_NO_MEDIUM), np.int64(_LOCAL)
+    if row[columns.MEDIUM_LENGTH]:
+        at, length = row[columns.MEDIUM], row[columns.MEDIUM_LENGTH]
+        tier = msgpack.look_up(data, at, length, _MEDIA_TEXT, _MEDIA_BORDERS, _MEDIA_TIERS, columns.UNKNOWN)
+    if row[columns.LOCALITY_LENGTH]:
+        at, length = row[columns.LOCALITY], row[columns.LOCALITY_LENGTH]
+        locality = msgpack.look_up(data, at, length, _LOCALITY_TEXT, _LOCALITY_BORDERS, _LOCALITIES, columns.UNKNOWN)
+    if tier == columns.UNKNOWN or locality == columns.UNKNOWN:
+        return np.int64(columns.UNKNOWN)
+    return tier if locality == _LOCAL else np.int64(columns.EXTERNAL)

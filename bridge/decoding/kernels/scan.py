@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 
 from bridge.decoding.kernels import columns, fields
-from bridge.decoding.kernels.runs import begin_run, join_run, leave_run, shape
+from bridge.decoding.kernels.runs import joins_run, shape
 from kv_events.kernels.bundles import I64Vector, U8Input
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
 from kv_events.kernels.msgpack import ARRAY, BAD, MAP, NIL, POSITIVE, dictionary, read_head, read_key, skip
@@ -182,13 +182,11 @@ def _read_row(data, stop, header, rows, hashes, tokens):
     elif row[columns.KIND] == columns.REMOVED:
         row[columns.TOKEN_TO] = row[columns.TOKEN_FROM]
     if row[columns.KIND] <= columns.REMOVED:
+        row[columns.TIER] = fields.tier_of(data, row)
         header[NUM_HASHES], header[NUM_TOKENS] = row[columns.HASH_TO], row[columns.TOKEN_TO]
     header[LEFT] -= 1
     if end < 0:
-        row[columns.KIND], row[columns.REASON] = (
-            columns.UNREADABLE,
-            columns.TRUNCATED,
-        )  # all events after it are unreadable, too
+        row[columns.KIND], row[columns.REASON] = columns.UNREADABLE, columns.TRUNCATED  # and so are all after it
         header[LEFT], end = 0, stop
     row[columns.STOP] = header[AT] = end
 
@@ -197,13 +195,17 @@ def _read_row(data, stop, header, rows, hashes, tokens):
 def _put_in_run(data, header, rows, kinds):
     """Add the newest row to the current run, or begin a new run with it. Returns whether it begins one."""
     number = header[NUM_ROWS]
-    index = join_run(data, rows, header[RUN], number) if number > 0 else -1
-    rows[number][columns.CONTINUES] = index >= 0
-    if index < 0:
-        begin_run(rows, number)
-        header[RUN], index = number, 0
-    kinds[number] = index + columns.REMOVAL * (rows[number][columns.KIND] == columns.REMOVED)
-    return rows[number][columns.CONTINUES] == 0
+    row, is_store = rows[number], rows[number][columns.KIND] == columns.STORED
+    row[columns.CONTINUES] = number > 0 and joins_run(data, rows, header[RUN], number)
+    if row[columns.CONTINUES] == 0:
+        header[RUN], row[columns.STORE_ROW] = number, -1
+    kinds[number] = row[columns.TIER] + columns.REMOVAL * (row[columns.KIND] == columns.REMOVED)
+    first = rows[header[RUN]]
+    if is_store and first[columns.STORE_ROW] < 0:
+        first[columns.STORE_ROW] = number
+    if kinds[number] != kinds[header[RUN]]:
+        first[columns.IS_MIXED] = 1
+    return row[columns.CONTINUES] == 0
 
 
 # --- entry point ----------------------------------------------------------------------------------------------------
@@ -237,7 +239,8 @@ def scan_batches(data, borders, header, out):
         if is_first:
             header[RANK] = header[BATCH_RANK]
         elif header[RANK] != header[BATCH_RANK]:  # another rank: the next call reads the batch again
-            leave_run(rows, run, mark)
+            if rows[run, columns.STORE_ROW] >= mark:
+                rows[run, columns.STORE_ROW] = -1
             header[NUM_ROWS], header[IS_OPEN] = mark, 0
             return True
         header[NUM_BAD_RANKS] += header[IS_RANK_BAD]

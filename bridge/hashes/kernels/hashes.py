@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from bridge.decoding.events import PageEvents
 from bridge.decoding.kernels.columns import REMOVAL
 from kv_events.digest import mix
 from kv_events.kernels.bundles import I64Vector, U8Vector, U16Vector, U64Input, U64Matrix, U64Vector, spread
@@ -34,6 +33,7 @@ from kv_events.kernels.page_table_ops import (
     was_used,
 )
 from kv_events.kernels.xxh3 import hash_pair
+from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import HELD, MOST_HELD, RECENTLY_USED, REMEMBERED, STATE, Blocks, is_held
 
 # elements of the cursor: next event, positions in input and output, and counts of unknown and ambiguous pages

@@ -215,7 +215,7 @@ def _rows(replayed: Replay) -> Iterator[StreamRow]:
             group or "",
             replayed.freshness.state(view).value,
             view.reason,
-            age_ms(view.heard_at, replayed.now),
+            age_ms(view.last_batch_at, replayed.now),
             dict(zip(MEDIA, view.num_pages, strict=True)),
         )
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from bridge.decoding.decoder import Decoder
-from bridge.decoding.events import ClearedRun, InvalidEvent, PageRun, medium_of
+from bridge.decoding.events import ClearedRun, InvalidEvent, PageRun, tier_of
+from bridge.decoding.kernels.columns import UNKNOWN
 from bridge.decoding.mooncake import MooncakeEvent
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS
 
@@ -78,6 +79,12 @@ def fields_of(event: Any) -> dict[str, Any]:
     return fields
 
 
+def place(medium: str, locality: str) -> tuple[int, str]:
+    """Return the tier, and the name of an unknown medium."""
+    tier = tier_of(medium, locality)
+    return tier, medium if tier == UNKNOWN else ""
+
+
 def reference(event: Any) -> Any:
     """Decode one event."""
     if isinstance(event, dict) and "event_type" in event:
@@ -104,10 +111,10 @@ def reference(event: Any) -> Any:
         case "BlockStored":
             signed = lora_id and (lora_id & MASK64) - (2**64 if lora_id & MASK64 >= 2**63 else 0)
             lora = lora or (str(signed) if signed else "")
-            where = medium_of(medium, locality)
+            where = place(medium, locality)
             return ("stored", hashes, parent, tokens, is_bigram, size, where, group, spec, lora, salt, extra)
         case "BlockRemoved":
-            return ("removed", hashes, medium_of(medium, locality), group)
+            return ("removed", hashes, place(medium, locality), group)
         case "AllBlocksCleared":
             return "cleared"
     return "bad"
@@ -117,7 +124,7 @@ def reference(event: Any) -> Any:
 
 
 def flat(run: Any) -> Iterator[Any]:
-    """Split a stored run into events. The removals of a run stay one event."""
+    """Split a run into events. Adjacent removals from one medium stay one event."""
     match run:
         case InvalidEvent():
             yield from ["bad"] * run.num_events
@@ -125,13 +132,16 @@ def flat(run: Any) -> Iterator[Any]:
             yield from ["cleared"] * run.num_events
         case MooncakeEvent():
             yield "envelope"
-        case PageRun(media=[_, *_]):
-            for part in run.parts():
-                yield from flat(part)
-        case PageRun(is_removal=True):
-            yield ("removed", run.events.block_hashes.tolist(), run.medium, run.attention_group)
         case PageRun():
-            yield from flat_stores(run)
+            for part in run.parts():
+                if part.is_removal:
+                    yield ("removed", part.events.block_hashes.tolist(), where(part), part.attention_group)
+                else:
+                    yield from flat_stores(part)
+
+
+def where(run: PageRun) -> tuple[int, str]:
+    return run.tier, run.medium if run.tier == UNKNOWN else ""
 
 
 def flat_stores(run: PageRun) -> Iterator[Any]:
@@ -141,7 +151,7 @@ def flat_stores(run: PageRun) -> Iterator[Any]:
         hashes, tokens = stores.block_hashes[page : page + length], run.tokens[token : token + num_tokens]
         parent = int(stores.parents[event]) if stores.has_parent[event] else None
         yield (
-            "stored", hashes.tolist(), parent, tokens.tolist(), run.is_bigram, run.block_size, run.medium,
+            "stored", hashes.tolist(), parent, tokens.tolist(), run.is_bigram, run.block_size, where(run),
             run.attention_group, run.spec, run.lora_name, run.cache_salt, list(run.extra_keys),
         )  # fmt: skip
         page, token = page + length, token + num_tokens

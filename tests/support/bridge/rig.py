@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any, Literal, Self
 
 from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
+from bridge.context import EngineContext
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
 from bridge.hashes.event_translator import EventTranslator
@@ -248,16 +249,11 @@ class Rig:
         self.counters = BridgeCounters()
         self._views: defaultdict[str, View] = defaultdict(View)
         self._decoder = Decoder()
-        self.translator = EventTranslator(
-            StreamId("m", "default", "w", 0),
-            EngineDefaults(**defaults),
-            self.counters,
-            RateLimitedLogger(logging.getLogger("tests"), "engine w"),
-            self._publisher,
-            lambda publisher: None,
-            ledger_pages=ledger_pages,
-            name_pages=name_pages,
+        limited_logger = RateLimitedLogger(logging.getLogger("tests"), "engine w")
+        context = EngineContext(
+            EngineDefaults(**defaults), self.counters, limited_logger, self._publisher, ledger_pages, name_pages
         )
+        self.translator = EventTranslator(StreamId("m", "default", "w", 0), context, lambda publisher: None)
 
     def take(self, *events: Any, **shape: Any) -> Self:
         """Pass one batch of events to the bridge, see `event_payloads.payload`."""

@@ -33,7 +33,7 @@ def _view_facts(replay: Replay, view: View) -> dict[str, Any]:
         "block_size": view.block_size,
         "state": (view.state, replay.freshness.state(view), view.reason, replay.freshness.reason(view)),
         "position": view.position,
-        "heard": (view.heard_at, view.heard_tick, view.silent_from),
+        "heard": (view.last_batch_at, view.last_batch_tick, view.silent_from),
         "agreed": (view.agreed_at, view.missing_batches),
         "counters": asdict(view.counters),
         "pages": held_pages(view),

@@ -96,10 +96,10 @@ def test_a_view_ages_while_the_engine_is_not_heard_and_does_not_expire(reader: R
     stream = Stream()
     reader.read(stream.batch(stored((0, [1])), now=100.0))
     reader.read(*(stream.batch(now=100.0 + 5 * beat, degraded_reason=ENGINE_UNHEARD) for beat in range(1, 8)))
-    assert reader.view(stream).heard_at == 100.0
+    assert reader.view(stream).last_batch_at == 100.0
     assert reader.shown(stream) == (ViewState.STALE, ENGINE_UNHEARD)
     reader.read(stream.batch(now=136.0, degraded_reason=BATCHES_LOST))
-    assert reader.view(stream).heard_at == 136.0
+    assert reader.view(stream).last_batch_at == 136.0
 
 
 def test_a_view_whose_engine_was_never_heard_is_as_old_as_its_stream(reader: Reader) -> None:
@@ -107,7 +107,7 @@ def test_a_view_whose_engine_was_never_heard_is_as_old_as_its_stream(reader: Rea
     reader.read(
         stream.batch(now=100.0, degraded_reason=ENGINE_UNHEARD), stream.batch(now=105.0, degraded_reason=ENGINE_UNHEARD)
     )
-    assert reader.view(stream).heard_at == 100.0
+    assert reader.view(stream).last_batch_at == 100.0
 
 
 def test_a_publisher_that_is_silent_expires_whatever_its_degraded_reason(reader: Reader) -> None:

@@ -98,7 +98,7 @@ def test_among_equals_those_asked_least_come_first(router: Router) -> None:
     asked: Counter[str] = Counter()
     for _ in range(3):
         for view in router.applier.namespaces.views:
-            view.heard_tick = router.now  # every stranger goes on sending
+            view.last_batch_tick = router.now  # every stranger goes on sending
         asked.update(router.plan_for(9.0))
     assert max(asked.values()) <= 2
     assert len(asked) == 100

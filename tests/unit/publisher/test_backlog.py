@@ -10,30 +10,38 @@ from kv_events.codec import decode_batch
 from kv_events.schema import BlockStored
 from publisher import PublisherSettings
 from publisher.change_tracker import ChangeTracker
-from publisher.record_builder import Backlog, RecordBuilder
+from publisher.record_builder import RecordBuilder
 
 NOW = 1_700_000_000.0
 _PAGES = 10
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 8)), max_size=60))
-def test_everything_before_the_time_has_been_taken_and_the_time_never_goes_back(steps: list[tuple[int, int]]) -> None:
-    """steps: changes that arrive in a second, and changes that are taken after it."""
-    backlog, waiting, last = Backlog(), list[float](), 0.0
-    for second, (arriving, taken) in enumerate(steps):
+def make_builder(**settings: float) -> tuple[ChangeTracker, RecordBuilder]:
+    own = PublisherSettings(
+        **{"model": "m", "worker": "w", "block_size": 4, "ledger_pages": 1000, "batch_pages": _PAGES, **settings}  # type: ignore[arg-type]
+    )
+    tracker = ChangeTracker(own)
+    return tracker, RecordBuilder(own, tracker, epoch=1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=60))
+def test_all_changes_before_a_records_time_are_in_records_and_the_time_never_goes_back(
+    steps: list[tuple[int, int]],
+) -> None:
+    """steps: changes that arrive in a second, and most records that are taken after it."""
+    tracker, builder = make_builder(batch_pages=2)
+    builder.take_records(0, force=True)
+    waiting, last, page = list[float](), 0.0, 1
+    for second, (arriving, most) in enumerate(steps):
         waiting += [second + 0.5] * arriving
-        now = second + 1.0
-        backlog.look(len(waiting), now)
-        number = min(taken, len(waiting))
-        del waiting[:number]
-        if waiting:
-            as_of = backlog.take(number)
-            assert last <= as_of <= now
-            assert as_of <= waiting[0]
-        else:
-            backlog.end(now)
-            as_of = now
-        last = as_of
+        store(tracker, page, arriving)
+        page += arriving
+        for record in builder.take_records(second + 1.0, force=True, max_records=most):
+            as_of = decode_batch(record.payload).timestamp
+            del waiting[: record.num_pages]
+            assert last <= as_of <= second + 1.0
+            assert not waiting or as_of <= waiting[0]
+            last = as_of
 
 
 def store(tracker: ChangeTracker, start: int, number: int) -> None:
@@ -43,11 +51,7 @@ def store(tracker: ChangeTracker, start: int, number: int) -> None:
 
 
 def test_records_that_follow_an_outage_tell_of_the_past_until_the_last_one() -> None:
-    settings = PublisherSettings(
-        model="m", worker="w", block_size=4, ledger_pages=1000, batch_pages=_PAGES, heartbeat_s=1000
-    )
-    tracker = ChangeTracker(settings)
-    builder = RecordBuilder(settings, tracker, epoch=1)
+    tracker, builder = make_builder(heartbeat_s=1000)
 
     def times(now: float, most: int | None = None) -> list[float]:
         records = builder.take_records(now, force=True, max_records=most)
@@ -61,11 +65,7 @@ def test_records_that_follow_an_outage_tell_of_the_past_until_the_last_one() -> 
 
 
 def test_a_resync_tells_of_its_beginning_and_the_changes_behind_it_of_theirs() -> None:
-    settings = PublisherSettings(
-        model="m", worker="w", block_size=4, ledger_pages=1000, batch_pages=_PAGES, heartbeat_s=1000
-    )
-    tracker = ChangeTracker(settings)
-    builder = RecordBuilder(settings, tracker, epoch=1)
+    tracker, builder = make_builder(heartbeat_s=1000)
     builder.take_records(NOW, force=True)
     store(tracker, 1, 3 * _PAGES)
     builder.take_records(NOW + 1, force=True)
@@ -77,11 +77,7 @@ def test_a_resync_tells_of_its_beginning_and_the_changes_behind_it_of_theirs() -
 
 
 def test_a_degraded_reason_holds_for_all_changes_that_came_under_it() -> None:
-    settings = PublisherSettings(
-        model="m", worker="w", block_size=4, ledger_pages=1000, batch_pages=_PAGES, linger_ms=1000
-    )
-    tracker = ChangeTracker(settings)
-    builder = RecordBuilder(settings, tracker, epoch=1)
+    tracker, builder = make_builder(linger_ms=1000)
 
     def reasons(now: float) -> list[tuple[int, str]]:
         batches = [decode_batch(record.payload) for record in builder.take_records(now)]

@@ -215,7 +215,7 @@ async def test_a_sink_that_is_away_costs_the_engine_nothing_and_the_view_is_righ
     for i in range(2, 500):
         publisher.publish([stored(i)])
     publisher.publish([BlockRemoved([1])])
-    assert publisher.stats().queue.is_broken
+    assert publisher.stats().is_broken
     sink.error = None
     await async_wait_until(lambda: view_of(log) == set(range(102, 600)))
     assert reasons_of(log) == ["start", "overflow"]
@@ -346,7 +346,7 @@ async def test_closing_ends_in_time_and_reports_what_was_not_sent(
     await async_wait_until(lambda: log.next_offset == 1)
     sink.error = SinkUnavailableError("away")
     publisher.publish([stored(1, 2, 3)])
-    await async_wait_until(lambda: publisher.stats().queue.in_flight == 2)
+    await async_wait_until(lambda: publisher.stats().in_flight == 2)
     began = time.monotonic()
     report = await publisher.aclose(deadline_s=0.1)
     assert time.monotonic() - began < 5

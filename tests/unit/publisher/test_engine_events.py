@@ -163,7 +163,7 @@ def test_what_is_resent_leads_to_removals_only() -> None:
     other = [list(range(start, start + 4)) for start in range(100, 124, 4)]
     changes: list[EngineEvent] = [BlockRemoved([7, 8, 9]), store([7], TOKENS[:4]), *(store([t[0]], t) for t in other)]
     events = stream.events(*changes)  # too much for the queue
-    assert stream.publisher.stats().queue.dropped > 0
+    assert stream.publisher.stats().dropped > 0
     assert events == [["BlockRemoved", sorted(names_of(TOKENS)[1:]), "GPU"]]
     assert stream.told.num_omitted == len(other)
     assert stream.events(BlockRemoved([7, 100])) == [["BlockRemoved", names_of(TOKENS[:4]), "GPU"]]

@@ -14,7 +14,7 @@ from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 from publisher.event_columns import (
     MAX_PAGES_PER_EVENT,
-    BadEventError,
+    InvalidEventError,
     PageEvents,
     check_extra_key,
     derived_columns,
@@ -80,20 +80,20 @@ def test_signed_and_unsigned_block_hashes_are_the_same_name(names: list[int]) ->
     ],
 )
 def test_a_bad_store_is_refused_by_reason(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BadEventError) as error:
+    with pytest.raises(InvalidEventError) as error:
         stored_columns([stored(**fields)], 4)
     assert error.value.reason == reason or (reason == "hash_count" and error.value.reason == "token_count")
 
 
 def test_an_event_of_too_many_pages_is_refused() -> None:
     names = [0] * (MAX_PAGES_PER_EVENT + 1)
-    with pytest.raises(BadEventError, match="262145 pages, at most 262144"):
+    with pytest.raises(InvalidEventError, match="262145 pages, at most 262144"):
         removed_words([BlockRemoved(names)])
 
 
 @pytest.mark.parametrize("medium", ["gpu", "TAPE", 3, ["GPU"], b"GPU"])
 def test_an_unknown_medium_is_refused(medium: Any) -> None:
-    with pytest.raises(BadEventError) as error:
+    with pytest.raises(InvalidEventError) as error:
         medium_index(medium)
     assert error.value.reason == "medium"
 
@@ -105,7 +105,7 @@ def test_media_are_tiers_and_none_is_the_fastest() -> None:
 
 @pytest.mark.parametrize(("key", "reason"), [(7, "type"), ("\ud800", "extra_key"), ("x" * 1025, "extra_key")])
 def test_a_bad_extra_key_is_refused(key: Any, reason: str) -> None:
-    with pytest.raises(BadEventError) as error:
+    with pytest.raises(InvalidEventError) as error:
         check_extra_key(key)
     assert error.value.reason == reason
 
@@ -135,7 +135,7 @@ def test_hashes_are_derived_from_pairs() -> None:
     ],
 )
 def test_pages_that_cannot_be_named_are_refused(tokens: Any, reason: str) -> None:
-    with pytest.raises(BadEventError) as error:
+    with pytest.raises(InvalidEventError) as error:
         derived_columns(stored(token_ids=tokens, sequence_hashes=b""), 4, None)
     assert error.value.reason == reason
 

@@ -237,21 +237,21 @@ def test_an_overflow_leads_to_a_resync() -> None:
     publisher.publish([stored(*range(1, 9))])
     publisher.publish([stored(*range(20, 25))])
     publisher.publish([BlockRemoved([1])])
-    stats = publisher.stats().queue
+    stats = publisher.stats()
     assert (stats.queued, stats.dropped, stats.is_broken) == (0, 14, True)
     begin, pages, end = drain(publisher)
     assert (begin, end) == (SnapshotBegin("overflow"), SnapshotEnd())
     assert sorted(pages.hashes.tolist()) == [*range(102, 109), *range(120, 125)]
-    assert not publisher.stats().queue.is_broken
+    assert not publisher.stats().is_broken
 
 
 def test_the_bound_counts_what_was_taken_and_not_confirmed() -> None:
     publisher = make(queue_pages=10)
     publisher.publish([stored(*range(1, 9))])
     publisher.take_records(NOW, force=True)
-    assert publisher.stats().queue.in_flight == 8
+    assert publisher.stats().in_flight == 8
     publisher.publish([stored(11, 12, 13)])
-    assert publisher.stats().queue.is_broken
+    assert publisher.stats().is_broken
 
 
 def test_resyncs_after_overflows_are_rate_limited() -> None:
@@ -343,7 +343,7 @@ def test_resyncs_that_are_made_while_the_engine_publishes_equal_the_ledger() -> 
             assert batch.digest.tolist()[:4] == [len(pages), 0, 0, 0]
     is_over.set()
     thread.join()
-    assert publisher.stats().queue.dropped == 0
+    assert publisher.stats().dropped == 0
 
 
 def test_a_million_pages_that_come_at_once_do_not_keep_the_drain_waiting() -> None:

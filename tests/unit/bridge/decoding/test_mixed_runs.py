@@ -30,7 +30,7 @@ def runs_of(*events: Any, **shape: Any) -> list[Any]:
 
 def kinds_of(*events: Any, **shape: Any) -> list[str]:
     runs: list[PageRun] = runs_of(*events, **shape)
-    return ["mixed" if run.media else "removed" if run.is_removal else "stored" for run in runs]
+    return ["mixed" if run.is_mixed else "removed" if run.is_removal else "stored" for run in runs]
 
 
 # --- events that form one run ---------------------------------------------------------------------------------------
@@ -46,9 +46,12 @@ def test_so_do_several_media() -> None:
     assert kinds_of(*events, removed([1], "GPU")) == ["mixed"]
 
 
-def test_a_fifth_medium_begins_another_run() -> None:
-    media = ["GPU", "CPU", "DISK", None, "FS", "OBJ"]
-    assert kinds_of(*(removed([1], medium) for medium in media)) == ["mixed", "mixed"]
+def test_an_unknown_medium_forms_runs_of_its_own() -> None:
+    media = ["GPU", "floppy", "floppy", "SSD", "Cpu", "Cpu", "GPU", "cpu", "FS"]
+    runs = runs_of(*(removed([1], medium) for medium in media))
+    assert [(len(run.events.lengths), run.events.kinds[0]) for run in runs] == [
+        (1, 4), (2, 132), (1, 132), (2, 5), (3, 4)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.decoding.events import Medium, medium_of
+from bridge.decoding.events import tier_of
+from bridge.decoding.kernels.columns import UNKNOWN
 
 GPU, CPU, DISK, EXTERNAL = range(4)
 SEEN = {
@@ -17,10 +18,10 @@ SEEN = {
 
 @pytest.mark.parametrize(("medium", "tier"), [(medium, tier) for tier, media in SEEN.items() for medium in media])
 def test_a_medium_is_its_tier(medium: str, tier: int) -> None:
-    assert medium_of(medium) == medium_of(medium, "LOCAL") == Medium(tier)
-    assert medium_of(medium, "REMOTE") == Medium(EXTERNAL)
+    assert tier_of(medium) == tier_of(medium, "LOCAL") == tier
+    assert tier_of(medium, "REMOTE") == EXTERNAL
 
 
 @pytest.mark.parametrize("medium", ["SSD", "NPU", "GPU2", " GPU", "device(type='cpu')"])
 def test_an_unknown_medium_is_no_tier(medium: str) -> None:
-    assert medium_of(medium) == medium_of(medium, "REMOTE") == Medium(None, medium)
+    assert tier_of(medium) == tier_of(medium, "REMOTE") == UNKNOWN

@@ -28,7 +28,7 @@ async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_
     registry = StreamRegistry(BridgeSettings(), template, SharedSink(MemorySink(log)))
     stream = StreamId("m", "default", "w", 0)
     engine_stream = EngineStream(
-        stream, EngineDefaults(4), registry, Decoder(), BridgeCounters(), None, DecodeThreads()
+        stream, EngineDefaults(block_size=4), registry, Decoder(), BridgeCounters(), None, DecodeThreads()
     )
 
     def shown() -> tuple[object, ...]:
