@@ -116,7 +116,7 @@ def _columns(workers: Sequence[WorkerExplanation]) -> Iterator[Column]:
         yield Column("gpu", [worker.held["gpu"] for worker in workers], rank=2)
     yield Column("state", [worker.state or "" for worker in workers], rank=3)
     yield Column("cause", [worker.cause.replace("_", " ") for worker in workers])
-    yield Column("page", ["" if each.page is None else str(each.page) for each in main], is_number=True)
+    yield Column("page", [each.page for each in main])
     if not any(each.evidence for each in main):
         return
     yield Column("at", [_time(each) for each in main], rank=1)

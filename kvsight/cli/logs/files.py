@@ -97,7 +97,7 @@ def info(
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a log has: its span, size, channels, worker streams, pages and damage.
+    """Show the span, size, streams, pages and damage of a log.
 
     --verify checks every byte: checksums, missing segments, a torn tail, key frames and the time index. Damage is
     listed on stderr with segment, byte and record, and the exit code is 1.
@@ -323,7 +323,7 @@ def export(
     at: Annotated[str | None, typer.Option(help="The moment of the views. Default: the end of the log.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the events of a log, and its views at a moment, as Parquet files.
+    """Write the events and the views of a log as Parquet files.
 
     events.parquet has a row for each page that a batch stores or removes, views.parquet one for each page that a worker
     holds. --at accepts what `kvsight replay --at` does.
