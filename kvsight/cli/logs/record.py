@@ -12,7 +12,7 @@ import typer
 from kv_events.log.event_log import EventLogReader
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel
-from kv_events.runtime.quantities import BYTES, SECONDS, parse_quantity
+from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity
 from kvsight.cli.logs.reading import write_key_frames
 from kvsight.cli.logs.records import OF_EVENTS, OfChannel, channels_of
 from kvsight.cli.shared.console import UsageError, err
