@@ -110,9 +110,10 @@ class MooncakeMaster(MooncakeAccess, RestartableServer):
 
 def lend_memory(address: str, ready: Path) -> None:
     """Lend memory to a master until the process is killed. The file `ready` is created when it is available."""
-    MooncakeAccess(address).connect(mooncake_segment_bytes=LENT_BYTES)
+    lender = MooncakeAccess(address).connect(mooncake_segment_bytes=LENT_BYTES)
     ready.touch()
     signal.pause()
+    lender.close()
 
 
 if __name__ == "__main__":
