@@ -5,13 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_cache import (
-    CacheStateError,
-    EvictParams,
-    PoolExhaustedError,
-    RadixCache,
-    Request,
-)
+from engine_cache import CacheStateError, EvictParams, PoolExhaustedError, RadixCache, Request
 from engine_cache.components.component import num_accepted
 from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, ABC, NOTHING, A, rigs

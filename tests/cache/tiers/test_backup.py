@@ -5,24 +5,8 @@ import pytest
 
 from engine_cache import EvictParams, InsertParams, Lane, RadixKey
 from engine_cache.storage.base import PoolName
-from engine_cache.tree.node import iter_nodes
 from tests.models.cache_checks import check_cache
-from tests.rigs.cache import (
-    AB,
-    ABC,
-    CPU,
-    EVERYTHING,
-    FAILED,
-    GPU,
-    POOLS,
-    A,
-    CacheRig,
-    is_pending,
-    refuse,
-    removed,
-    rigs,
-    stored,
-)
+from tests.rigs.cache import AB, ABC, CPU, EVERYTHING, FAILED, GPU, POOLS, A, CacheRig, refuse, removed, rigs, stored
 from tests.rigs.cache_steps import evict_on_host, is_free, on_host
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
 
@@ -266,56 +250,3 @@ def test_a_backup_that_the_engine_refuses_leaves_the_node_as_it_was_and_heals(ri
     rig.insert(A)
     rig.settle()
     assert rig.events() == stored(GPU, [1, 1]) + stored(CPU, [1, 1])
-
-
-# --- failures while acknowledgements are processed ---
-
-
-@pytest.fixture
-def fail_at(rig, monkeypatch):
-    """Makes some calls of the engine fail before they have an effect, while `call` runs."""
-
-    def run(call, *turns):
-        calls, submit = [], rig.engine.submit
-
-        def failing(*args):
-            calls.append(args)
-            if len(calls) in turns:
-                raise RuntimeError(f"turn {len(calls)}")
-            return submit(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(rig.engine, "submit", failing)
-            with pytest.raises(RuntimeError, match=f"turn {turns[0]}"):
-                call()
-
-    return run
-
-
-@pytest.mark.parametrize("turns", [(1,), (2,), (3,), (1, 3)])
-@rigs("hiradix", "himamba", "unified+mamba+swa")
-def test_an_archive_that_cannot_begin_costs_no_other_backup_its_acknowledgement(rig, fail_at, turns, caplog):
-    rig.attach(MemoryStorage())
-    for token in (1, 3, 5):
-        rig.insert([token, token, token + 1, token + 1])
-    rig.run(Lane.WRITE)
-    fail_at(rig.cache.check_hicache_events, *turns)
-    assert tuple(turn for turn in (1, 2, 3) if f"turn {turn}" in caplog.text) == turns
-    assert (rig.cache.ongoing_write_through, rig.cache.protected_size()) == ({}, 0)
-    assert len(rig.cache.ongoing_backup) == 3 - len(turns)
-    assert len(rig.held(CPU)) == 6, "all are on the host and reported"
-    rig.settle()
-    rig.cache.evict(EvictParams(100))
-    assert rig.cache.evict_host(100) == 12, "no page is locked"
-
-
-@rigs("hiradix", "himamba", "unified+mamba+swa")
-def test_one_part_of_a_backup_that_fails_costs_the_others_nothing(rig, fail_at):
-    rig.attach(MemoryStorage())
-    rig.insert(AB)
-    rig.match(A)  # splits the node that is being copied
-    rig.engine.step(Lane.WRITE)
-    fail_at(rig.cache.writing_check, 1)
-    assert [node for node in iter_nodes(rig.cache.root_node) if is_pending(node)] == []
-    assert (len(rig.cache.ongoing_backup), rig.cache.protected_size()) == (1, 0)
-    rig.settle()

@@ -14,15 +14,7 @@ from engine_cache import (
 )
 from kv_events.errors import InvalidValueError
 from tests.models.cache_checks import check_cache
-from tests.rigs.cache import (
-    AB,
-    ABC,
-    FAILED,
-    NOTHING,
-    A,
-    refuse,
-    rigs,
-)
+from tests.rigs.cache import AB, ABC, FAILED, NOTHING, A, refuse, rigs
 from tests.rigs.cache_steps import init_load_back, request_of
 
 STATES = ("himamba", "unified+mamba")

@@ -5,15 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from engine_cache import (
-    EvictParams,
-    InsertParams,
-    Lane,
-    MatchPrefixParams,
-    RadixCache,
-    RadixKey,
-    ThreadCopyEngine,
-)
+from engine_cache import EvictParams, InsertParams, Lane, MatchPrefixParams, RadixCache, RadixKey, ThreadCopyEngine
 from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, ABC, ABCD, CLEARED, CPU, GPU, NOTHING, A, CacheRig, rigs, stored
 

@@ -4,18 +4,7 @@ import pytest
 
 from engine_cache import EvictParams, Lane
 from engine_cache.storage.base import PoolName
-from tests.rigs.cache import (
-    AB,
-    ABC,
-    CPU,
-    GPU,
-    A,
-    CacheRig,
-    is_pending,
-    removed,
-    rigs,
-    stored,
-)
+from tests.rigs.cache import AB, ABC, CPU, GPU, A, is_pending, removed, rigs, stored
 from tests.rigs.cache_steps import evict_on_host, is_free, on_host
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
 
@@ -229,20 +218,3 @@ def test_swa_rows_that_come_back_follow_even_if_their_node_is_split_concurrently
     rig.check()
     rig.settle()
     assert rig.data(rig.node_of(A), "swa").pending_id is None
-
-
-@rigs(*STATES)
-def test_another_cache_continues_from_a_late_state_in_the_store(rig):
-    store = MemoryStorage()
-    rig.attach(store)
-    rig.insert(AB)
-    rig.match(A)
-    rig.settle()
-    rig.insert(A)
-    rig.settle()
-    assert rig.cache.detach_storage_backend()[0]
-    reader = CacheRig(rig.name).attach(store)
-    reader.prefetch(A)
-    assert reader.fetched() == 2
-    assert reader.match(A).mamba_host_hit_length == 1
-    reader.check()

@@ -15,11 +15,11 @@ from engine_cache import (
     StoragePolicy,
 )
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
-from engine_cache.storage.directory import DirectoryStorage
 from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation
 from engine_cache.tiers.storage_io import StorageIO
 from tests.rigs.cache import AB, ABC, ABCD, CacheRig, rigs
 from tests.rigs.cache_pools import NumberPools
+from tests.rigs.cache_steps import archived
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
 
 pytestmark = pytest.mark.torch
@@ -168,16 +168,6 @@ NSA = "hiradix+indexer"
 LONG = [token for token in range(1, 6) for _ in range(2)]
 
 
-def archived(rig):
-    """Return a store to which another cache has archived a prompt of five pages. The rig is attached to it."""
-    store = MemoryStorage()
-    writer = CacheRig(NSA).attach(store, batch_pages=2)
-    writer.turns(LONG)
-    assert writer.cache.detach_storage_backend()[0]
-    rig.attach(store, batch_pages=2)
-    return store
-
-
 @rigs(NSA)
 def test_the_index_uses_the_rows_of_kv_and_none_of_its_own(rig):
     rig.demoted(ABC)
@@ -201,21 +191,9 @@ def test_the_index_rides_with_kv_and_other_models_have_nothing_that_does():
     assert [[entry.name for entry in entries] for entries in sharing] == [[INDEXER], [], []]
 
 
-def test_what_one_cache_archives_another_prefetches_bit_for_bit(tmp_path):
-    writer, reader = CacheRig(NSA), CacheRig(NSA)
-    for rig in (writer, reader):
-        rig.attach(DirectoryStorage(tmp_path, rig.identity, capacity_bytes=2**20), stop="wait_complete")
-    writer.turns(LONG)
-    reader.prefetch(LONG)
-    assert reader.fetched() == len(LONG)
-    reader.load(LONG)
-    reader.settle()
-    reader.check()
-
-
 @rigs(NSA)
 def test_a_hit_ends_where_the_index_of_a_page_is_missing(rig):
-    store = archived(rig)
+    store = archived(rig, LONG)
     del store.pages[INDEXER, page_hashes(LONG)[2]]
     rig.prefetch(LONG)
     assert rig.fetched() == 4
@@ -224,14 +202,14 @@ def test_a_hit_ends_where_the_index_of_a_page_is_missing(rig):
 
 @rigs(NSA)
 def test_kv_whose_index_cannot_be_read_is_not_put_into_the_tree(rig):
-    archived(rig).unreadable = {(INDEXER, 1)}
+    archived(rig, LONG).unreadable = {(INDEXER, 1)}
     rig.prefetch(LONG)
     assert (rig.fetched(), rig.used()) == (2, {"kv": 2})
 
 
 @rigs(NSA)
 def test_a_prefetch_that_is_cut_short_has_the_index_of_every_page_it_brought(rig):
-    store = archived(rig)
+    store = archived(rig, LONG)
     rig.prefetch(LONG)
     while ("get", INDEXER, 2) not in store.batches:
         assert rig.engine.step(Lane.PREFETCH)
@@ -255,7 +233,7 @@ def test_kv_whose_index_the_store_refused_is_neither_archived_nor_announced(rig)
 
 @rigs(NSA)
 def test_the_store_is_asked_once_a_pool_and_batch(rig):
-    store = archived(rig)
+    store = archived(rig, LONG)
     assert store.calls("set") == [(INDEXER, 2), (KV, 2)] * 2 + [(INDEXER, 1), (KV, 1)]
     rig.prefetch(LONG)
     assert rig.fetched() == len(LONG)

@@ -1,14 +1,13 @@
-"""Prefetches of states and sliding windows with their KV, when a request stops waiting, and exceptions."""
+"""Prefetches of states and sliding windows with their KV, and when a request stops waiting."""
 
 import pytest
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
-from engine_cache.tree.node import iter_nodes
 from kv_events.errors import InvalidValueError
-from tests.models.cache_checks import check_cache
-from tests.rigs.cache import AB, ABC, ABCD, CPU, FAILED, NOTHING, A, CacheRig, refuse, removed, rigs
-from tests.rigs.cache_stores import MemoryStorage, is_idle, page_hashes, set_policy
+from tests.rigs.cache import AB, ABC, ABCD, CPU, A, removed, rigs
+from tests.rigs.cache_steps import archived
+from tests.rigs.cache_stores import is_idle, page_hashes, set_policy
 
 pytestmark = pytest.mark.torch
 
@@ -17,28 +16,7 @@ STATES = ("himamba", "unified+mamba")
 SIZES = {"swa_pages": 8, "host_pages": 16}
 
 
-def archived(rig, *prompts):
-    """Return a store to which another cache of this kind has archived the prompts. The rig is attached to it."""
-    store = MemoryStorage()
-    writer = CacheRig(rig.name, window=rig.window, **SIZES).attach(store)
-    writer.turns(*prompts)
-    assert writer.cache.detach_storage_backend()[0]
-    store.batches.clear()
-    rig.attach(store, batch_pages=2)
-    return store
-
-
 # --- states ---
-
-
-@rigs(*STATES, **SIZES)
-def test_a_hit_ends_at_the_last_page_with_a_state(rig):
-    store = archived(rig, AB, ABCD)
-    assert store.keys_of(MAMBA) == page_hashes(ABCD)[1::2]
-    store.lose(page_hashes(ABCD)[3], MAMBA)
-    rig.prefetch(ABCD)
-    assert rig.fetched() == 4
-    assert rig.match(ABCD).best_match_node is rig.node_of(AB)
 
 
 @rigs("himamba")
@@ -278,111 +256,3 @@ def test_notes_that_no_caller_asks_for_go_oldest_first(rig, monkeypatch):
         assert rig.cache.check_prefetch_progress(req_id)
         rig.cache.evict_host(100)
     assert rig.cache.prefetch_loaded_tokens_by_reqid == {"a": 8, "c": 8}
-
-
-# --- exceptions leave nothing behind, and the next prefetch works ---
-
-KINDS: list[tuple[str, dict[str, int]]] = [("hiradix", {}), ("himamba", {}), ("unified+mamba+swa", {})]
-
-
-@pytest.fixture
-def half(rig):
-    """AB on the host, ABCD in the store. Returns the free rows of the host pools."""
-    archived(rig, AB, ABCD)
-    rig.cache.store.io.policy = StoragePolicy(1, stop="wait_complete")
-    rig.demoted(AB)
-    return rig.used()
-
-
-def fails(call, *args):
-    with pytest.raises(RuntimeError, match=FAILED):
-        call(*args)
-
-
-def assert_nothing_is_held(rig, used):
-    cache = rig.cache
-    assert rig.used() == used
-    assert (cache.ongoing_prefetch, cache.prefetch_tokens_occupied, cache.store.io.prefetches) == ({}, 0, [])
-    assert [node for node in iter_nodes(cache.root_node) if node.host_ref_counter] == []
-    cache.release_aborted_request("r")
-    assert cache.check_prefetch_progress("r")
-    check_cache(cache)
-
-
-def assert_the_next_one_works(rig):
-    rig.prefetch(ABCD)
-    assert rig.fetched() == 4
-    assert len(rig.held(CPU)) == 4
-
-
-@pytest.mark.parametrize("where", ["submit", "alloc", "evict_host", "extras"])
-@rigs(*KINDS)
-def test_a_prefetch_that_cannot_begin_leaves_nothing_behind(rig, half, monkeypatch, where):
-    hogged = rig.host.alloc(rig.host.available_size()) if where == "evict_host" else NOTHING
-    target = {
-        "submit": (rig.engine, "submit"),
-        "alloc": (rig.host, "alloc"),
-        "evict_host": (rig.cache.host.leaves, "evict"),
-        "extras": (rig.cache.store, "_prefetch_extras"),
-    }[where]
-    with monkeypatch.context() as patch:
-        patch.setattr(*target, refuse)
-        fails(rig.prefetch, ABCD)
-    rig.host.free(hogged)
-    assert_nothing_is_held(rig, half)
-    assert_the_next_one_works(rig)
-
-
-@pytest.mark.parametrize(("rig", "pool"), [(KINDS[1], MAMBA), (KINDS[2], MAMBA), (KINDS[2], SWA)], indirect=["rig"])
-def test_a_sidecar_whose_room_cannot_be_made_costs_the_others_nothing(rig, half, monkeypatch, pool):
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.host_pools[pool], "alloc", refuse)
-        fails(rig.prefetch, ABCD)
-    assert_nothing_is_held(rig, half)
-    assert_the_next_one_works(rig)
-
-
-@pytest.mark.parametrize("where", ["_wait_for_backup", "_add_leaf", "store"])
-@rigs(*KINDS)
-def test_what_has_arrived_and_cannot_be_put_into_the_tree_is_freed(rig, half, monkeypatch, where):
-    rig.prefetch(ABCD)
-    rig.run(Lane.PREFETCH)
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.cache.events if where == "store" else rig.cache.store, where, refuse)
-        fails(rig.cache.check_prefetch_progress, "r")
-    rig.cache.check_hicache_events()
-    assert_nothing_is_held(rig, half)
-    assert rig.events() == []
-    assert_the_next_one_works(rig)
-
-
-@rigs(*KINDS)
-def test_what_the_tree_has_taken_before_it_failed_is_the_trees(rig, half, monkeypatch):
-    rig.prefetch(ABCD)
-    rig.turns(ABC)  # now on the device and on the host
-    before = rig.used()["kv"]
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.cache.store, "_add_leaf", refuse)
-        fails(rig.cache.check_prefetch_progress, "r")
-    rig.cache.check_hicache_events()
-    assert (rig.used()["kv"], rig.cache.prefetch_tokens_occupied) == (before - 4, 0)
-
-
-@pytest.mark.parametrize("lane", [Lane.PREFETCH, Lane.ARCHIVE])
-@rigs(*KINDS)
-def test_an_operation_that_the_engine_takes_no_further_ends(rig, half, monkeypatch, lane):
-    rig.cache.store.io.policy = StoragePolicy(1, batch_pages=1, stop="wait_complete")
-    if lane is Lane.PREFETCH:
-        rig.prefetch(ABCD)
-    else:
-        rig.insert([7, 7, 8, 8])
-        rig.engine.step(Lane.WRITE)
-        rig.cache.writing_check()
-        half = rig.used()
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.engine, "submit", refuse)
-        rig.engine.step(lane)
-    assert rig.cache.store.io.num_errors == 1
-    rig.fetched()
-    assert rig.cache.ongoing_backup == {}
-    assert_nothing_is_held(rig, half)

@@ -6,6 +6,7 @@ from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
 from tests.rigs.cache import AB, ABCD, CPU, A, CacheRig, rigs, stored
+from tests.rigs.cache_steps import archived
 from tests.rigs.cache_stores import MemoryStorage, is_idle, page_hashes, set_policy
 
 pytestmark = pytest.mark.torch
@@ -18,13 +19,9 @@ PAGES = [[token, token] for token in (1, 2, 3, 4)]
 
 @pytest.fixture
 def store(rig):
-    """A store to which another cache of this kind has archived AB and ABCD. The rig is attached to it."""
-    store = MemoryStorage()
-    writer = CacheRig(rig.name, window=rig.window, **SIZES).attach(store)
-    writer.turns(AB, ABCD)
-    assert writer.cache.detach_storage_backend()[0]
+    """A store with AB and ABCD, to which the rig is attached."""
+    store = archived(rig, AB, ABCD)
     store.batches.clear()
-    rig.attach(store, batch_pages=2)
     return store
 
 

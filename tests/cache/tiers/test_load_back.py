@@ -2,29 +2,10 @@
 
 import pytest
 
-from engine_cache import (
-    EvictParams,
-    InitLoadBackParams,
-    Lane,
-    Request,
-    TransferError,
-)
+from engine_cache import EvictParams, InitLoadBackParams, Lane, Request, TransferError
 from tests.models.cache_checks import check_cache
 from tests.models.cache_oracle import num_usable, pages_along
-from tests.rigs.cache import (
-    AB,
-    ABC,
-    ABCD,
-    CPU,
-    EVERYTHING,
-    GPU,
-    NOTHING,
-    A,
-    CacheRig,
-    removed,
-    rigs,
-    stored,
-)
+from tests.rigs.cache import AB, ABC, ABCD, CPU, EVERYTHING, GPU, NOTHING, A, CacheRig, removed, rigs, stored
 from tests.rigs.cache_steps import holdings, init_load_back, rows_of
 
 KV = ("hiradix", "unified")

@@ -2,13 +2,7 @@
 
 import pytest
 
-from engine_cache import (
-    CacheStateError,
-    DecLockRefParams,
-    EvictParams,
-    EvictResult,
-    IncLockRefResult,
-)
+from engine_cache import CacheStateError, DecLockRefParams, EvictParams, EvictResult, IncLockRefResult
 from kv_events.errors import InvalidValueError
 from tests.rigs.cache import AB, ABC, ABCD, EVERYTHING, A, CacheRig, rigs
 
