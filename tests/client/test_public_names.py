@@ -17,7 +17,7 @@ import kvsight
 from kv_events.http.events import FeedEvent
 from kvsight import AsyncClient, Client, PeerAnswer, PublisherSettings, WorkerChoice, calls
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 METHODS = [name for name, member in vars(Client).items() if name == getattr(member, "__name__", "")]
 CALLS = [name for name in METHODS if name not in ("send", "events", "close") and not name.startswith("_")]
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from kv_events.log.event_log import EventLogWriter
+from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight
 from tests.support.log.records import Stream, stored
 from tests.support.servers.service_process import ServiceProcess
-from tests.support.terminal import COLUMNS, ENVIRONMENT, Screen, Shown, command, on_terminal, piped
+from tests.support.terminal import COLUMNS, Screen, on_terminal
 from tests.support.waiting import wait_until
 
 WORKERS = ["engine-2", "engine-10"]
@@ -38,15 +39,15 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
         yield running
 
 
-@pytest.mark.parametrize("screen", [on_terminal, piped])
+@pytest.mark.parametrize("screen", [on_terminal, kvsight])
 def test_one_table_shows_the_verdict_the_sums_and_each_worker(
-    screen: Callable[..., Shown], service: ServiceProcess
+    screen: Callable[..., subprocess.CompletedProcess[str]], service: ServiceProcess
 ) -> None:
     shown = screen("top", "--once", "--url", service.url)
-    assert (shown.code, "\x1b" in shown.output) == (0, False), shown.output
-    lines = shown.output.splitlines()
+    assert (shown.returncode, "\x1b" in shown.stdout) == (0, False), shown.stdout
+    lines = shown.stdout.splitlines()
     assert max(map(len, lines)) <= COLUMNS
-    text = " ".join(shown.output.split())
+    text = " ".join(shown.stdout.split())
     assert re.search(r"live\.|stale since", text.partition("pages:")[0])  # the verdict
     assert "pages: 1,237 gpu, 1 cpu;" in text
     titles = next(line for line in lines if line.startswith("worker "))
@@ -58,8 +59,8 @@ def test_one_table_shows_the_verdict_the_sums_and_each_worker(
 
 
 def test_workers_are_selected_by_their_names(service: ServiceProcess) -> None:
-    shown = piped("top", "--once", "--json", "--contains", "E-10", "--url", service.url)
-    fleet = json.loads(shown.output)
+    shown = kvsight("top", "--once", "--json", "--contains", "E-10", "--url", service.url)
+    fleet = json.loads(shown.stdout)
     assert [worker["worker"] for worker in fleet["workers"]] == ["engine-10"]
     assert fleet["num_workers"] == 3
     assert fleet["workers"][0]["pages"]["GPU"] == 2
@@ -67,9 +68,9 @@ def test_workers_are_selected_by_their_names(service: ServiceProcess) -> None:
 
 @pytest.mark.parametrize("ranks", [[], ["--ranks"]])
 def test_piped_tables_follow_each_other_until_ctrl_c(ranks: list[str], service: ServiceProcess) -> None:
-    options = ("top", *ranks, "--json", "--interval", 0.1, "--url", service.url)
+    options = ["top", *ranks, "--json", "--interval", "0.1", "--url", service.url]
     process = subprocess.Popen(
-        command(*options), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*KVSIGHT, *options], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     shown = [json.loads(process.stdout.readline()) for _ in range(2)]
@@ -104,12 +105,12 @@ def test_ctrl_c_ends_a_screen_without_a_word(service: ServiceProcess) -> None:
 def test_a_service_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
     url = "http://127.0.0.1:9"  # the port of a service that nothing runs
     shown = on_terminal("top", "--once", "--url", url)
-    assert shown.code == 2
-    assert shown.output.startswith(f"kvsight: {url}/fleet: ")
-    assert shown.output.count("\n") == 1
+    assert shown.returncode == 2
+    assert shown.stdout.startswith(f"kvsight: {url}/fleet: ")
+    assert shown.stdout.count("\n") == 1
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         waiting = subprocess.Popen(
-            command("top", "--interval", 0.1, "--url", url), env=ENVIRONMENT, stdout=out, stderr=err
+            [*KVSIGHT, "top", "--interval", "0.1", "--url", url], env=ENVIRONMENT, stdout=out, stderr=err
         )
         wait_until(lambda: (tmp_path / "err").read_text(), 60, "the outage on stderr")
         waiting.send_signal(signal.SIGINT)
@@ -120,5 +121,5 @@ def test_a_service_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
 
 def test_a_refusal_ends_the_command(service: ServiceProcess) -> None:
     shown = on_terminal("top", "--url", f"{service.url}/elsewhere")
-    assert (shown.code, shown.output.count("\n")) == (2, 1)
-    assert "status 404" in shown.output
+    assert (shown.returncode, shown.stdout.count("\n")) == (2, 1)
+    assert "status 404" in shown.stdout

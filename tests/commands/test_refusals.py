@@ -6,12 +6,15 @@ import io
 import json
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from kv_events.log.event_log import EventLogWriter
 from kvsight.cli.main import run
+from kvsight.extras import SERVE
 from tests.support.log.records import Stream, stored
 
 PAIRS = "give either {} or {}, not both".format
@@ -23,6 +26,10 @@ OPTIONS = [
     ("serve --log-level loud", f"--log-level: got 'loud', {LEVELS}"),
     ("serve --port 0 --dead-letter-dir /proc/nope", "/proc/nope"),
     ("bridge --kafka a:1 --event-log-dir b", PAIRS("--kafka", "--event-log-dir")),
+    ("bridge", "no engine to read"),
+    ("bridge --engine worker=w,model=m", "endpoint"),
+    ("bridge --engine worker=w,model=m,endpoint=nowhere", "endpoint: got 'nowhere'"),
+    ("bridge --engine worker=w,model=m,endpoint=tcp://h:1", "exactly one of them"),
     ("demo --cache best", "himamba"),
     ("simulate --cache best", "himamba"),
     ("simulate --trace a --requests 3", PAIRS("--trace", "--requests")),
@@ -63,6 +70,10 @@ OPTIONS = [
     ("tail --log LOG --block-hash abc", "--block-hash: got 'abc', expected a 64-bit integer"),
     ("tail --log LOG --medium tape", "expected one of gpu, cpu, disk, external"),
     ("tail --log LOG --channel news", "expected one of events, control, decisions, dead_letters"),
+    ("tail --log LOG --from 0:0 --channel control", "--from 0:0 names offsets of the events' topic: give times for"),
+    ("log slice LOG LOG", "there is a log already"),
+    ("log merge LOG LOG LOG", "there is a log already"),
+    ("log merge LOG", "give at least two logs"),
     ("replay DIR/nowhere", "nowhere"),
     ("replay LOG --query DIR/no.json", "no.json"),
     *((f"replay LOG --at={moment}", moment[:40]) for moment in ("soon", "-1", "@x", "1.5.2", "@nan", "9" * 5000)),
@@ -137,6 +148,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Ended(NamedTuple):
+    """A command that ended."""
+
+    code: object
+    out: str
+    errors: str
+
+
+@pytest.fixture
+def kvsight(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
+    """Runs a command in this process as its entry point does."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def ended(words: str, stdin: str = "") -> Ended:
+        monkeypatch.setattr(sys, "argv", ["kvsight", *words.split(" ")])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        with pytest.raises(SystemExit) as end:
+            run()
+        return Ended(end.value.code, *capsys.readouterr())
+
+    yield ended
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("words", "stdin", "variable", "said"),
     [(words, "", "", said) for words, said in OPTIONS]
@@ -150,27 +185,43 @@ def test_what_is_wrong_is_one_line(
     variable: str,
     said: str,
     folder: Path,
+    kvsight: Callable[..., Ended],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    paths = {"LOG": "run.log", "PROMPT": "prompt.json", "DIR": "", "EMPTY": "empty"}
-    for name, path in paths.items():
+    for name, path in {"LOG": "run.log", "PROMPT": "prompt.json", "DIR": "", "EMPTY": "empty"}.items():
         words = words.replace(name, str(folder / path))
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["kvsight", *words.split(" ")])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
     if variable:
         monkeypatch.setenv(*variable.split("=", 1))
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            run()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    shown = capsys.readouterr()
-    *context, line = shown.err.splitlines(keepends=True)
-    assert (ended.value.code, shown.out, line[:9]) == (2, "", "kvsight: "), shown
+    shown = kvsight(words, stdin)
+    *context, line = shown.errors.splitlines(keepends=True)
+    assert (shown.code, shown.out, line[:9]) == (2, "", "kvsight: "), shown
     assert all(each.startswith("recording topic ") or ": views as of " in each for each in context), shown
     assert said in line
     assert "secret" not in line
     assert not (folder / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("lacking", "words", "needed_by"),
+    [
+        (SERVE, "serve", "serve"),
+        (SERVE[-2:-1], "serve", "serve"),
+        (SERVE, "demo", "demo"),
+        (SERVE, "bridge --metrics-port 9", "bridge --metrics-port"),
+        (SERVE, "replay folder --query prompt.json", "replay --query"),
+        (("bokeh",), "audit . --html report.html", "audit --html"),
+    ],
+)
+def test_a_missing_extra_is_one_line_that_names_what_to_install(
+    lacking: tuple[str, ...],
+    words: str,
+    needed_by: str,
+    kvsight: Callable[..., Ended],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in lacking:
+        monkeypatch.setitem(sys.modules, module, None)
+    extra = "analysis" if lacking == ("bokeh",) else "serve"
+    line = f"kvsight {needed_by} needs {', '.join(lacking)}: pip install 'kvsight[{extra}]'\n"
+    assert kvsight(words) == (2, "", line)

@@ -7,25 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from kvsight.cli.main import app
+from tests.support.commands import invoke
 
 LOCAL = [0xCB38E4D7FB2DCA5C, 0xE8D3EC39B907B74C, 0x06B748F1777D599C, 0x01E03482F18B34E9]
 ROLLING = [0xCB38E4D7FB2DCA5C, 0x44A2B2379D6D3C3D, 0xAEA1E67A6C80CF84, 0x1AAA5EB6E2524A3B]
 TOKENS = ["--tokens", ",".join(map(str, range(1, 19)))]
-EIGHT, NINE = ["--tokens", "1,2,3,4,5,6,7,8"], ["--tokens", "1 2 3 4 5 6 7 8 9"]
 
 
-def invoke(*arguments: str, stdin: str = "") -> str:
-    done = CliRunner().invoke(app, ["query", "--show-hashes", *arguments], input=stdin)
-    if done.exception is not None:
-        raise done.exception
+def printed(*arguments: str, stdin: str = "") -> str:
+    done = invoke("query", "--show-hashes", *arguments, stdin=stdin)
+    assert done.exit_code == 0, done.exception
     return done.stdout
 
 
 def hashes(*arguments: str, stdin: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(invoke(*arguments, "--json", stdin=stdin))
+    found: dict[str, Any] = json.loads(printed(*arguments, "--json", stdin=stdin))
     return found
 
 
@@ -57,21 +54,21 @@ def test_the_seed_the_adapter_and_the_salt_enter_the_hashes(options: str, page: 
 
 
 @pytest.mark.parametrize(
-    ("options", "default", "dynamo"),
+    ("salt", "default", "dynamo"),
     [
-        ([], [-3488128144981237669, 5674439469042975057], [-3488128144981237669, 5674439469042975057]),
-        (["--salt", "salt"], [2420881443615746796, -3357511578400053793], [-5831485738128826871, 8146906705291831314]),
+        ("", [-3488128144981237669, 5674439469042975057], [-3488128144981237669, 5674439469042975057]),
+        ("salt", [2420881443615746796, -3357511578400053793], [-5831485738128826871, 8146906705291831314]),
     ],
 )
 def test_sglangs_hashes_are_those_that_its_release_0_5_23_publishes(
-    options: list[str], default: list[int], dynamo: list[int]
+    salt: str, default: list[int], dynamo: list[int]
 ) -> None:
-    found = hashes(*EIGHT, "--block-size", "4", *options)
+    found = hashes("--tokens", "1,2,3,4,5,6,7,8", "--block-size", "4", "--salt", salt)
     assert (found["sglang"], found["sglang_dynamo"]) == (default, dynamo)
 
 
 def test_pages_of_pairs_overlap_by_a_token() -> None:
-    found = hashes(*NINE, "--block-size", "4", "--eagle")
+    found = hashes("--tokens", "1 2 3 4 5 6 7 8 9", "--block-size", "4", "--eagle")
     assert found["local_hashes"] == [1914873892905420881, 1929047464662796003]
 
 
@@ -91,7 +88,7 @@ def test_the_body_of_a_query_names_its_adapter_and_salt() -> None:
 
 
 def test_the_table_shows_decimals_and_hex() -> None:
-    table = invoke(*TOKENS, "--block-size", "4")
+    table = printed(*TOKENS, "--block-size", "4")
     assert "44a2b2379d6d3c3d" in table
     assert str(0x44A2B2379D6D3C3D) in table
-    assert "3 tokens: less than one page of 4" in invoke("--tokens", "1,2,3", "--block-size", "4")
+    assert "3 tokens: less than one page of 4" in printed("--tokens", "1,2,3", "--block-size", "4")
