@@ -1,6 +1,6 @@
-"""HeadCache of query requests, recognised by their bytes.
+"""Heads of query requests, recognised by their bytes.
 
-Clients send the same few heads again and again. httptools parses a head once; what it says is then kept by its bytes.
+Clients send the same few heads again and again. httptools parses a head once, and the result is kept by its bytes.
 """
 
 from __future__ import annotations

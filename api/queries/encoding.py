@@ -1,4 +1,4 @@
-"""Answers to queries as structs that msgspec encodes: for questions that `api.fast.writer` does not take."""
+"""Answers to queries as structs that msgspec encodes: for queries that `api.fast.writer` does not take."""
 
 from __future__ import annotations
 

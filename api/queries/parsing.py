@@ -12,8 +12,8 @@ import numpy as np
 from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import ITEMS, BodyFormat, Data, Query, decode_query
-from api.queries.large_bodies import JSON, Format, is_large, number_slices, slimmed
+from api.queries.body_formats import ITEMS, Query, decode_query
+from api.queries.large_bodies import JSON, BodyFormat, Data, is_large, number_slices, slimmed
 from api.queries.number_kernels import read_u32
 from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray, Weights
@@ -52,11 +52,11 @@ def decode_question(data: Data, body_format: BodyFormat, fields: Collection[str]
     """Decode one query in either dialect. See `question_of`. Raises ProblemError."""
     if not is_large(data):
         return question_of(decode_query(data, body_format), fields)
-    rest, lists = slimmed(data, body_format.form)
+    rest, lists = slimmed(data, body_format)
     question, numbers = question_of(decode_query(rest, body_format), fields)
     if question.field in lists:
         try:
-            numbers = _long_numbers(question.field, lists[question.field], body_format.form)
+            numbers = _long_numbers(question.field, lists[question.field], body_format)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
     return question, numbers
@@ -152,7 +152,7 @@ def _packed(field: str, numbers: list[int], first: int = 0) -> array[int]:
         raise InvalidValueError(f"{field}[{first + position}]", numbers[position], ITEMS[field]) from None
 
 
-def _long_numbers(field: str, value: memoryview, form: Format) -> PromptArray:
+def _long_numbers(field: str, value: memoryview, form: BodyFormat) -> PromptArray:
     """Decode a long list, which is not decoded at all yet. Most tokens are read without the interpreter."""
     if field == "token_ids" and form is JSON and value[0] == ord("["):
         tokens = np.empty(MAX_TOKENS_PER_QUERY, np.uint32)

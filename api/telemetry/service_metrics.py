@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from api.access.tenants import TenantRates
+from api.access.rate_limits import TenantRates
 from api.telemetry.families import Collected, counter, counter_by, gauge, gauge_by
 from api.telemetry.view_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
 from api.view_source import ViewSource
@@ -72,21 +72,14 @@ async def metrics_text(registry: Collector) -> bytes:
         for start in range(0, len(family.samples) or 1, _SLICE_SAMPLES):
             part = Metric(family.name, family.documentation, family.type)
             part.samples = family.samples[start : start + _SLICE_SAMPLES]
-            text = generate_latest(_One(part))
+            text = _text_of(part)
             parts.append(text if start == 0 else text.split(b"\n", 2)[2])  # one header for each family
             await asyncio.sleep(0)
     return b"".join(parts)
 
 
-class _One(CollectorRegistry):
-    """One metric that has been collected before."""
-
-    def __init__(self, metric: Metric) -> None:
-        super().__init__()
-        self._metric = metric
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._metric
+def _text_of(family: Metric) -> bytes:
+    return generate_latest(Collected(lambda: [family]))
 
 
 class QueryMetrics(Collector):

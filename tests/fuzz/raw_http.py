@@ -27,9 +27,9 @@ from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.settings import IndexerSettings
 from tests.fuzz.raw_requests import USUAL, stream
+from tests.rigs.raw_http import TOKENS
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
-from tests.support.servers.lines import TOKENS
 
 NAME = "raw HTTP"
 _AT_ONCE = 40
