@@ -110,7 +110,8 @@ def test_lines_become_requests_in_order_of_arrival_the_same_in_every_pass(tmp_pa
     for _ in range(2):
         one, other = trace
         assert (one.arrival_s, other.arrival_s) == (1.5, 2.0)
-        assert (one.token_ids.dtype, len(one.token_ids), len(other.token_ids)) == (np.uint32, 600, 900)
+        assert one.token_ids.dtype == np.uint32
+        assert (len(one.token_ids), len(other.token_ids)) == (600, 900)
         assert len(one.output_tokens) == 0
         np.testing.assert_array_equal(one.token_ids[:512], other.token_ids[:512])  # equal ids, equal tokens
     first, second = (next(iter(trace)) for _ in range(2))
