@@ -22,7 +22,6 @@ from indexer.views import ViewCounters
 from kv_events.http.decisions import DecisionRequest, DecisionsAccepted, OutcomeRequest
 from kv_events.http.explanations import ExplainRequest, Explanation
 from kv_events.http.fleet import Tokenized, TokenizeRequest
-from kv_events.http.problems import ProblemDocument
 from kv_events.http.queries import IntList, PeerAnswer, PeerQuery, RfcAnswer, RfcQuery
 from kv_events.http.registrations import (
     PeerRegistered,
@@ -33,6 +32,7 @@ from kv_events.http.registrations import (
     RfcUnregistered,
     RfcUnregistration,
 )
+from kv_events.http.service import ProblemDocument
 from kv_events.http.workers import Listener
 
 Json = dict[str, Any]

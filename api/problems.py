@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kv_events.errors import InvalidValueError, KvsightError, shorten
-from kv_events.http.problems import ProblemDocument
+from kv_events.http.service import ProblemDocument
 
 MEDIA_TYPE = "application/problem+json"
 _LONGEST_VALUE = 80

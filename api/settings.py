@@ -11,10 +11,9 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from api.workers.allowed_addresses import AllowedAddresses
 from kv_events.errors import InvalidValueError
-from kv_events.runtime.quantities import BYTES, SECONDS, parse_quantity
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.tls import TlsFiles
-from kv_events.runtime.variables import variable
+from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity, variable
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d+)?")
 _LEAST_RECORDED = 16 * 2**20

@@ -17,8 +17,7 @@ from hypothesis import settings
 
 from tests.support.effort import SOAK, register_profiles
 from tests.support.servers.child_process import PartMissingError
-from tests.support.servers.kafka_broker import KafkaBroker
-from tests.support.servers.linked_kafka import LinkedKafka
+from tests.support.servers.kafka_broker import KafkaBroker, LinkedKafka
 from tests.support.servers.mooncake_master import MooncakeAccess, MooncakeMaster
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.secure_kafka import SecureKafka

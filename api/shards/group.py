@@ -31,7 +31,7 @@ from indexer.consumer import Consumer
 from indexer.shards.membership import Membership
 from indexer.shards.settings import GroupSettings
 from kv_events.errors import InvalidValueError
-from kv_events.http.shards import Shards
+from kv_events.http.service import Shards
 from kv_events.runtime.settings import read_secret
 from kv_events.runtime.tls import TlsFiles
 from kv_events.runtime.variables import variable

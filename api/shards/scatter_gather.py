@@ -26,7 +26,7 @@ from indexer.shards.membership import Membership
 from indexer.views import STATES, ViewState
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
-from kv_events.http.shards import ShardMember, Shards
+from kv_events.http.service import ShardMember, Shards
 from kv_events.runtime.supervised import keep_running
 
 logger = logging.getLogger(__name__)

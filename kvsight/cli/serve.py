@@ -85,7 +85,8 @@ def serve(*, flags: dict[str, Any]) -> None:
     keep_freed_memory()
     engines = registration.max_registrations if indexer.is_embedded else 0
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
-    compile_kernels("api.app", *(["indexer.replay"] if settings.record is not None else []))
+    reads_log = settings.record is not None or indexer.event_log_dir is not None
+    compile_kernels("api.app", *(["indexer.replay"] if reads_log else []))
     from api.app import create_app
     from api.server import listen, run_server, url_of
 

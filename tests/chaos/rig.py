@@ -24,7 +24,7 @@ from tests.chaos.asker import Asked, AskerOptions
 from tests.chaos.bridge import Bridge
 from tests.chaos.engine import Engine, pinned_prompt
 from tests.support.prepared_python import PreparedProcess
-from tests.support.servers.linked_kafka import LinkedKafka
+from tests.support.servers.kafka_broker import LinkedKafka
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.servers.tcp_proxy import TcpProxy

@@ -16,8 +16,8 @@ import typer
 from rich.progress import Progress
 
 from kv_events.errors import RecordRejectedError
-from kv_events.log.event_log import LOCK_NAME, EventLogWriter
-from kv_events.log.format import list_segments
+from kv_events.log.event_log import EventLogWriter
+from kv_events.log.format import LOCK_NAME, list_segments
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.words import count, local_time, natural_order

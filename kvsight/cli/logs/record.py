@@ -13,7 +13,7 @@ import typer
 from kv_events.log.event_log import EventLogReader
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel
-from kv_events.runtime.quantities import BYTES, SECONDS, parse_quantity
+from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity
 from kvsight.cli.logs.reading import write_key_frames
 from kvsight.cli.shared.console import UsageError, err
 from kvsight.cli.shared.flags import BROKER, KAFKA, METRICS_PORT, with_flags

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from indexer.sources.base import SourceUnavailableError
 from indexer.sources.kafka import KafkaSource
-from indexer.views import View, ViewState
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
 from kv_events.kafka.settings import KafkaSettings
@@ -37,6 +36,12 @@ from tests.support.waiting import async_wait_until
 pytestmark = pytest.mark.timing("a broker must refuse within the deadline of a connection")
 
 NO_LOGIN = {"kafka_username": None, "kafka_password_file": None}
+NO_TLS: dict[str, Any] = {"kafka_tls": False, "kafka_ca_file": None}
+
+
+def login(password: Path, mechanism: str = "SCRAM-SHA-512") -> dict[str, Any]:
+    """Settings of a login."""
+    return {"kafka_sasl_mechanism": mechanism, "kafka_username": USER, "kafka_password_file": password}
 
 
 @pytest.fixture
@@ -65,11 +70,6 @@ def files(tmp_path: Path) -> Path:
 def tls(kafka: SecureKafka, listener: str = "LOGIN", **more: Any) -> dict[str, Any]:
     """Settings of a connection with TLS."""
     return {"kafka": kafka.address(listener), "kafka_tls": True, "kafka_ca_file": kafka.certificates.ca, **more}
-
-
-def login(password: Path, mechanism: str = "SCRAM-SHA-512") -> dict[str, Any]:
-    """Settings of a login."""
-    return {"kafka_sasl_mechanism": mechanism, "kafka_username": USER, "kafka_password_file": password}
 
 
 async def refusal(**settings: Any) -> str:
@@ -119,27 +119,29 @@ async def test_a_client_certificate_is_accepted(kafka: SecureKafka, files: Path,
     assert "it refuses the client certificate" in await refusal(**tls(kafka, "MUTUAL", kafka_cert_file=strange.store))
 
 
-async def test_a_certificate_of_the_broker_that_is_not_right_is_refused(kafka: SecureKafka, tmp_path: Path) -> None:
-    other = Certificates(tmp_path / "other").ca
-    said = await refusal(**{**tls(kafka), "kafka_ca_file": other})
-    assert said.endswith("its certificate is refused: it is signed by a CA that is not trusted")
-    assert (await refusal(**tls(kafka, "EXPIRED"))).endswith("its certificate is refused: it has expired")
-    assert (await refusal(**tls(kafka, "ELSEWHERE"))).endswith(
-        "its certificate is refused: it is for another IP address"
-    )
-
-
-async def test_a_port_of_another_kind_is_named(kafka: SecureKafka, files: Path) -> None:
-    secure, plain = kafka.address("LOGIN"), kafka.address("PLAINTEXT")
-    assert (await refusal(kafka=secure)).endswith("may require TLS: set KVSIGHT_KAFKA_TLS")
-    assert (await refusal(**tls(kafka))).endswith("may require a login: set KVSIGHT_KAFKA_SASL_MECHANISM")
-    assert (await refusal(**{**tls(kafka), "kafka": plain})).endswith("may not use TLS: unset KVSIGHT_KAFKA_TLS")
-    assert (await refusal(kafka=plain, **login(files / "right"))).endswith("unset KVSIGHT_KAFKA_SASL_MECHANISM")
-
-
-async def test_a_broker_that_is_not_there_is_named() -> None:
-    assert (await refusal(kafka="127.0.0.1:1")).endswith("connection refused")
-    assert (await refusal(kafka="kafka.invalid:9092")).endswith("the host name is unknown")
+@pytest.mark.parametrize(
+    ("listener", "changes", "reason"),
+    [
+        ("LOGIN", {"kafka_ca_file": "other"}, "its certificate is refused: it is signed by a CA that is not trusted"),
+        ("EXPIRED", {}, "its certificate is refused: it has expired"),
+        ("ELSEWHERE", {}, "its certificate is refused: it is for another IP address"),
+        ("LOGIN", NO_TLS, "may require TLS: set KVSIGHT_KAFKA_TLS"),
+        ("LOGIN", {}, "may require a login: set KVSIGHT_KAFKA_SASL_MECHANISM"),
+        ("PLAINTEXT", {}, "may not use TLS: unset KVSIGHT_KAFKA_TLS"),
+        ("PLAINTEXT", {**NO_TLS, **login(Path("right"))}, "unset KVSIGHT_KAFKA_SASL_MECHANISM"),
+        ("LOGIN", {**NO_TLS, "kafka": "127.0.0.1:1"}, "connection refused"),
+        ("LOGIN", {**NO_TLS, "kafka": "kafka.invalid:9092"}, "the host name is unknown"),
+    ],
+)
+async def test_a_broker_that_is_not_as_the_settings_say_is_refused_with_the_reason(
+    kafka: SecureKafka, files: Path, listener: str, changes: dict[str, Any], reason: str
+) -> None:
+    settings = {**tls(kafka, listener), **changes}
+    if "kafka_password_file" in changes:
+        settings["kafka_password_file"] = files / "right"
+    if settings["kafka_ca_file"] == "other":
+        settings["kafka_ca_file"] = Certificates(files / "other").ca
+    assert (await refusal(**settings)).endswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -208,24 +210,6 @@ def test_secrets_are_not_shown_by_settings() -> None:
     assert "hidden" not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
 
 
-async def test_a_page_goes_from_a_publisher_to_an_index_over_tls_with_a_login(kafka: SecureKafka, files: Path) -> None:
-    name = uuid.uuid4().hex
-    secure = tls(kafka, **login(files / "right"), events_topic=f"e-{name}", control_topic=f"c-{name}")
-    settings = PublisherSettings(model="m", worker="w", block_size=4, **secure)
-    consumer = create_consumer(IndexerSettings(**secure))
-    async with EventPublisher(settings, create_sink(settings)) as publisher, consumer.running():
-        publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4, None, StorageMedium.GPU, None)])
-
-        def live_view() -> View | None:
-            view = consumer.namespaces.view(publisher.stream)
-            return view if view is not None and view.state is ViewState.LIVE and view.num_pages[0] == 1 else None
-
-        await async_wait_until(live_view, deadline_s=30, what="the page in the index")
-        resyncs = publisher.stats().resyncs
-        consumer.resyncs.demand(consumer.namespaces.views[0])
-        await async_wait_until(lambda: publisher.stats().resyncs > resyncs, deadline_s=30, what="a resync")
-
-
 async def test_a_password_that_is_rotated_needs_no_restart(
     kafka: SecureKafka, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,43 +263,34 @@ async def test_a_missing_right_on_a_topic_is_one_line_that_names_user_topic_and_
         KafkaSource(KafkaSettings(**own)),
         create_sink(PublisherSettings(model="m", worker="w", block_size=4, **own)),
     )
-    record = OutRecord(b"k", b"v", time.time_ns() // 10**6, 1)
 
-    async def reads() -> str:
+    async def said(work: Callable[[], Awaitable[object]], end: Callable[[], Awaitable[None]]) -> str:
+        try:
+            await work()
+        except (SourceUnavailableError, SinkUnavailableError) as error:
+            return str(error)
+        finally:
+            await end()
+        return ""
+
+    async def read() -> None:
         await source.start({})
-        try:
-            return str(await source.fetch()) and ""
-        except SourceUnavailableError as error:
-            return str(error)
-        finally:
-            await source.stop()
+        await source.fetch()
 
-    async def requests() -> str:
-        try:
-            await source.request(ResyncRequest("default/m/w/0", 1, "test"))
-        except SourceUnavailableError as error:
-            return str(error)
-        finally:
-            await source.stop()
-        return ""
+    async def request() -> None:
+        await source.request(ResyncRequest("default/m/w/0", 1, "test"))
 
-    async def writes() -> str:
+    async def write() -> None:
         await sink.start()
-        try:
-            await sink.send([record])
-        except SinkUnavailableError as error:
-            return str(error)
-        finally:
-            await sink.stop()
-        return ""
+        await sink.send([OutRecord(b"k", b"v", time.time_ns() // 10**6, 1)])
 
     def refused(operation: str, topic: str) -> str:
         who = f"Kafka at {own['kafka']}: user '{USER}'"
         return "" if operation == right else f"{who} may not {operation} topic {topic}: an ACL must allow it"
 
-    assert await reads() == refused("read", own["events_topic"])
-    assert await requests() == refused("write", own["control_topic"])
-    assert await writes() == refused("write", own["events_topic"])
+    assert await said(read, source.stop) == refused("read", own["events_topic"])
+    assert await said(request, source.stop) == refused("write", own["control_topic"])
+    assert await said(write, sink.stop) == refused("write", own["events_topic"])
 
 
 def test_commands_log_in_with_the_same_flags(kafka: SecureKafka, files: Path, tmp_path: Path) -> None:

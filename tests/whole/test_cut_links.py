@@ -1,14 +1,18 @@
-"""The network between engine, Kafka, Redis and service fails and heals: views become right again, no answer fails.
+"""The network between engine, Kafka, Redis and service fails and heals, disks are full and have room again.
 
-A real broker, redis-server, `kvsight serve` and publisher process, with a proxy on each link.
+Views become right again, and no answer fails. A real broker, redis-server, `kvsight serve` and publisher process, with
+a proxy on each link. A limit on the size of files stands in for a full disk: writes are cut in the middle, as there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -18,12 +22,12 @@ from indexer.sources.base import SourceUnavailableError
 from indexer.sources.kafka import KafkaSource
 from kv_events.kafka.settings import KafkaSettings
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
-from tests.support.servers.linked_kafka import LinkedKafka
+from tests.support.servers.kafka_broker import LinkedKafka
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.waiting import async_wait_until, wait_until
 
-pytestmark = pytest.mark.timing("views must be right within seconds after a cut heals")
+pytestmark = pytest.mark.timing("views must be right within seconds after a fault ends")
 
 CUT, BLACKHOLE = TcpProxy.cut, TcpProxy.blackhole
 
@@ -52,10 +56,6 @@ def site(linked_kafka: LinkedKafka, redis_url: str, tmp_path_factory: pytest.Tem
             yield Site({**links, "REDIS": redis}, service, topics)
 
 
-def metric(service: ServiceProcess, name: str) -> float:
-    return next(float(line.split()[1]) for line in service.get("/metrics").text.splitlines() if line.startswith(name))
-
-
 def view_is_stale(service: ServiceProcess) -> bool:
     return bool(service.listener("w")["state"] == "stale")
 
@@ -65,7 +65,12 @@ def log_is_unreadable(service: ServiceProcess) -> bool:
 
 
 def snapshots_fail(service: ServiceProcess) -> bool:
-    return metric(service, "kvsight_snapshot_failures_total") > 0
+    return service.metric("kvsight_snapshot_failures_total") > 0
+
+
+def wait_for_a_snapshot(service: ServiceProcess) -> None:
+    written = service.metric("kvsight_snapshots_written_total")
+    wait_until(lambda: service.metric("kvsight_snapshots_written_total") > written, 60, "a snapshot")
 
 
 @pytest.mark.parametrize(
@@ -83,15 +88,8 @@ def test_a_link_that_fails_and_heals_costs_freshness_alone(
 ) -> None:
     service = site.service
     with PublishingProcess("w", **site.topics) as engine:
-
-        def is_right() -> bool:
-            listener = service.listener("w")
-            return (listener.get("state"), listener.get("epoch")) == ("live", engine.epoch) and (
-                service.pages("w") == engine.held
-            )
-
         engine.store(1, 2, 3)
-        wait_until(is_right, 60, "the view before")
+        wait_until(lambda: service.is_right(engine), 60, "the view before")
         fails(site.links[link])
         try:
             engine.store(4)
@@ -101,10 +99,9 @@ def test_a_link_that_fails_and_heals_costs_freshness_alone(
         finally:
             site.links[link].heal()
         engine.store(5)
-        wait_until(is_right, 60, "the view to be right")
+        wait_until(lambda: service.is_right(engine), 60, "the view to be right")
         service.wait_until_ready()
-        written = metric(service, "kvsight_snapshots_written_total")
-        wait_until(lambda: metric(service, "kvsight_snapshots_written_total") > written, 60, "a snapshot")
+        wait_for_a_snapshot(service)
     assert "Traceback" not in service.log.read_text()
 
 
@@ -114,7 +111,7 @@ def test_a_slow_link_loses_nothing(site: Site) -> None:
         link.slow(50_000)
         try:
             engine.store(*range(1, 9001))
-            wait_until(lambda: site.service.listener("slow").get("pages", {}).get("GPU") == 9000, 60, "the pages")
+            wait_until(lambda: site.service.is_right(engine), 60, "the pages")
         finally:
             link.heal()
 
@@ -140,3 +137,64 @@ async def test_a_topic_without_records_is_read_again_after_its_connection_was_lo
     await source.stop()
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+# --- full disks -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_disk(pid: int, room_bytes: int) -> Iterator[None]:
+    """No file of a process grows beyond a size."""
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (room_bytes, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # it was killed meanwhile
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> dict[str, Any]:
+    """The setting of an event log, for engine and service."""
+    return {"KVSIGHT_EVENT_LOG_DIR": tmp_path / "log"}
+
+
+def test_a_full_disk_under_an_event_log_costs_freshness_alone(log: dict[str, Any], tmp_path: Path) -> None:
+    with (
+        PublishingProcess("w", **log) as engine,
+        ServiceProcess(tmp_path, **log, KVSIGHT_WORKER_TTL_S=300) as service,
+    ):
+        engine.store(1, 2, 3)
+        wait_until(lambda: service.is_right(engine), 60, "the view before")
+        size = sum(path.stat().st_size for path in (tmp_path / "log").glob("*.kvlog"))
+        with full_disk(engine.pid, size + 1000):
+            engine.store(*range(10, 3000))
+            engine.remove(3)
+            wait_until(lambda: view_is_stale(service), 60, "the view to be stale")
+            assert service.query(MODEL, [1, 2]).json()["instances"]["w"]["longest_matched"] == 8
+        engine.store(4)
+        wait_until(lambda: service.is_right(engine), 60, f"the view to be right: {service.log.read_text()}")
+
+
+def test_a_full_disk_under_snapshots_costs_snapshots_alone(log: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**log, "KVSIGHT_SNAPSHOT_DIR": tmp_path / "s", "KVSIGHT_SNAPSHOT_INTERVAL_S": 0.2}
+    with PublishingProcess("w", **log) as engine, ServiceProcess(tmp_path, **settings) as service:
+
+        def wait_for_failures() -> None:
+            failures = service.metric("kvsight_snapshot_failures_total")
+            wait_until(lambda: service.metric("kvsight_snapshot_failures_total") > failures, 60, "snapshots to fail")
+
+        engine.store(*range(1, 2000))
+        wait_for_a_snapshot(service)
+        with full_disk(service.pid, 1000):
+            wait_for_failures()
+            engine.store(3000)
+            wait_until(lambda: service.is_right(engine), 60, "the view while the disk is full")
+        wait_for_a_snapshot(service)
+        with full_disk(service.pid, 1000):
+            wait_for_failures()
+            service.kill()
+            service.start()
+        service.wait_until_ready()
+        wait_until(lambda: service.is_right(engine), 60, "the view after the restart")
+        assert "Traceback" not in service.log.read_text()

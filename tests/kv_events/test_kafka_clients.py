@@ -14,7 +14,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest
 
-from kv_events.kafka.connection import KafkaConnection, check_fetching, stop_consumer, stop_producer
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.private_parts import check_fetching, stop_consumer, stop_producer
 from kv_events.kafka.settings import KafkaSettings
 from tests.support.servers.kafka_broker import KafkaBroker
 
@@ -35,13 +36,13 @@ async def test_aiokafka_has_the_private_parts_that_are_used(client: Any, path: s
         part = getattr(part, name, None)
     await made.stop()
     where = f"aiokafka {version('aiokafka')} has no coroutine {client.__name__}.{path}"
-    assert inspect.iscoroutinefunction(part), f"{where}: adapt kv_events/kafka/connection.py"
+    assert inspect.iscoroutinefunction(part), f"{where}: adapt kv_events/kafka/private_parts.py"
 
 
 async def test_aiokafka_has_the_private_fields_that_are_refreshed() -> None:
     consumer = AIOKafkaConsumer(bootstrap_servers=_NOWHERE)
     fields = {"_conns", "_get_conn", "_ssl_context", "_sasl_plain_password"}
-    assert fields <= set(dir(consumer._client)), "adapt KafkaConnection._refresh in kv_events/kafka/connection.py"
+    assert fields <= set(dir(consumer._client)), "adapt kv_events/kafka/private_parts.py"
     await consumer.stop()
 
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator
-from typing import NamedTuple
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
 
 import pytest
 from aiokafka import AIOKafkaProducer
@@ -19,7 +20,6 @@ from indexer.views import ViewState
 from kv_events.codec import encode_resync
 from kv_events.schema import BlockStored, ResyncRequest, StorageMedium
 from publisher import EventPublisher, PublisherSettings
-from publisher.sinks import create_sink
 from publisher.sinks.kafka import KafkaSink
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
@@ -45,23 +45,17 @@ async def topics(kafka_bootstrap: str) -> AsyncIterator[Topics]:
     await producer.stop()
 
 
-def settings_of(topics: Topics) -> PublisherSettings:
-    return PublisherSettings(
-        model="m",
-        worker="w",
-        block_size=4,
-        kafka=topics.bootstrap,
-        events_topic=topics.events,
-        control_topic=topics.control,
-        resync_jitter_s=0,
-        resync_min_interval_s=0,
-        ledger_pages=10_000,
-    )
-
-
-def publisher_of(topics: Topics) -> EventPublisher:
-    settings = settings_of(topics)
-    return EventPublisher(settings, create_sink(settings))
+@asynccontextmanager
+async def publishing(topics: Topics) -> AsyncIterator[tuple[EventPublisher, KafkaSink]]:
+    """Run a publisher that holds a page and has written a record."""
+    own: dict[str, Any] = {"kafka": topics.bootstrap, "events_topic": topics.events, "control_topic": topics.control}
+    paces: dict[str, Any] = {"resync_jitter_s": 0, "resync_min_interval_s": 0, "ledger_pages": 10_000}
+    settings = PublisherSettings(model="m", worker="w", block_size=4, **own, **paces)
+    sink = KafkaSink(settings)
+    async with EventPublisher(settings, sink) as publisher:
+        publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4, None, StorageMedium.GPU, None)])
+        await async_wait_until(lambda: publisher.stats().next_seq, 30, "the first record")
+        yield publisher, sink
 
 
 NOT_REQUESTS = {
@@ -76,9 +70,7 @@ NOT_REQUESTS = {
 
 
 async def test_a_publisher_answers_requests_after_anything_else_on_the_control_topic(topics: Topics) -> None:
-    async with publisher_of(topics) as publisher:
-        publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4, None, StorageMedium.GPU, None)])
-        await async_wait_until(lambda: publisher.stats().next_seq, 30, "the first record")
+    async with publishing(topics) as (publisher, _):
         for value in NOT_REQUESTS.values():
             await topics.producer.send_and_wait(topics.control, value, b"\xff")
         await topics.producer.send_and_wait(topics.control, b"no key")
@@ -92,10 +84,7 @@ async def test_a_publisher_answers_requests_after_anything_else_on_the_control_t
 async def test_a_publisher_that_aiokafka_has_stopped_reading_for_listens_again_by_a_failure_put_in(
     topics: Topics,
 ) -> None:
-    settings = settings_of(topics)
-    sink = KafkaSink(settings)
-    async with EventPublisher(settings, sink) as publisher:
-        await async_wait_until(lambda: publisher.stats().next_seq, 30, "the first record")
+    async with publishing(topics) as (publisher, sink):
         given_up = sink._consumer
         given_up._fetcher.error_future.cancel()
 
@@ -107,25 +96,6 @@ async def test_a_publisher_that_aiokafka_has_stopped_reading_for_listens_again_b
         await async_wait_until(resync, 30, "the resync")
         assert sink._consumer is not given_up
         assert given_up._closed
-
-
-async def test_an_indexer_skips_and_counts_records_that_are_no_batches(topics: Topics) -> None:
-    settings = IndexerSettings(kafka=topics.bootstrap, events_topic=topics.events, control_topic=topics.control)
-    consumer = create_consumer(settings)
-    async with publisher_of(topics) as publisher, consumer.running():
-        await async_wait_until(lambda: consumer.namespaces.view(publisher.stream), 30, "the view")
-        others = {name: value for name, value in NOT_REQUESTS.items() if name != "batch"}
-        for value in others.values():
-            await topics.producer.send_and_wait(topics.events, value, b"\xff")
-        await topics.producer.send_and_wait(topics.events, b"no key")
-        publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4, None, StorageMedium.GPU, None)])
-        view = consumer.namespaces.view(publisher.stream)
-        assert view is not None
-        await async_wait_until(lambda: view.num_pages[0] == 1 and view.state is ViewState.LIVE, 30, "the page")
-        counts = consumer.applier.dead_letters.counts
-        await async_wait_until(lambda: counts.total() == len(others) + 1, 30, "all of them")
-        assert counts["empty"] == 2
-        assert consumer.failure is None
 
 
 UNREADABLE = """
@@ -155,22 +125,29 @@ def send_unreadable(topics: Topics, topic: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-async def test_records_that_the_client_library_cannot_read_are_skipped_and_counted(topics: Topics) -> None:
+async def test_an_indexer_and_a_publisher_skip_and_count_what_is_no_batch_and_what_the_client_library_cannot_read(
+    topics: Topics,
+) -> None:
     settings = IndexerSettings(kafka=topics.bootstrap, events_topic=topics.events, control_topic=topics.control)
-    async with publisher_of(topics) as publisher:
-        await async_wait_until(lambda: publisher.stats().next_seq, 30, "the first record")
+    others = {name: value for name, value in NOT_REQUESTS.items() if name != "batch"}
+    consumer = create_consumer(settings)
+    counts = consumer.applier.dead_letters.counts
+    async with publishing(topics) as (publisher, _):
         for _ in range(2):
             await asyncio.to_thread(send_unreadable, topics, topics.events)
         await asyncio.to_thread(send_unreadable, topics, topics.control)
-        consumer = create_consumer(settings)
         async with consumer.running():
             await async_wait_until(lambda: consumer.ready, 60, "the consumer to be ready")
-            publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4, None, StorageMedium.GPU, None)])
+            for value in others.values():
+                await topics.producer.send_and_wait(topics.events, value, b"\xff")
+            await topics.producer.send_and_wait(topics.events, b"no key")
+            publisher.publish([BlockStored([2], None, [1, 2, 3, 5], 4, None, StorageMedium.GPU, None)])
             await async_wait_until(lambda: consumer.namespaces.view(publisher.stream), 60, "the view")
             view = consumer.namespaces.view(publisher.stream)
             assert view is not None
-            await async_wait_until(lambda: view.num_pages[0] == 1 and view.state is ViewState.LIVE, 60, "the page")
-            assert consumer.applier.dead_letters.counts["empty"] == 2
+            await async_wait_until(lambda: view.num_pages[0] == 2 and view.state is ViewState.LIVE, 60, "the pages")
+            await async_wait_until(lambda: counts.total() == len(others) + 3, 30, "all of them")
+            assert counts["empty"] == 4
             assert consumer.failure is None
             resyncs = publisher.stats().resyncs
             consumer.resyncs.demand(view)

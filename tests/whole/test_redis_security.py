@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +97,24 @@ async def test_registrations_are_kept_over_tls(redis: SecureRedis) -> None:
             await async_wait_until(is_registered, 60, "the registration")
 
 
-async def test_a_client_that_is_refused_is_told_why_in_one_line(redis: SecureRedis, tmp_path: Path) -> None:
-    where = f"Redis at {redis.server.address}: "
-    wrong = redis.settings(redis_password=SecretStr("wrong"))
-    assert await refusal(**wrong) == f"{where}wrong user or password (user 'kvsight')"
-    anonymous = redis.settings("", redis_password=None)
-    assert await refusal(**anonymous) == f"{where}it requires a login; set --redis-password-file"
-    weak = await refusal(**redis.settings("weak@"))
-    assert weak.startswith(f"{where}a right is missing: ")
-    assert "'set'" in weak
-    stranger = redis.settings(redis_ca_file=Certificates(tmp_path / "other").ca)
-    assert await refusal(**stranger) == f"{where}its certificate is refused: it is signed by a CA that is not trusted"
-    elsewhere = redis.settings(redis=f"rediss://kvsight@localhost:{redis.server.address.rpartition(':')[2]}/0")
-    assert (await refusal(**elsewhere)).endswith("its certificate is refused: it is for another host name")
-    away = {"redis": "redis://127.0.0.1:1/0"}
-    assert await refusal(**away) == "Redis at 127.0.0.1:1: connection refused"
+@pytest.mark.parametrize(
+    ("user", "changes", "reason"),
+    [
+        ("kvsight@", {"redis_password": SecretStr("wrong")}, "wrong user or password (user 'kvsight')"),
+        ("", {"redis_password": None}, "it requires a login; set --redis-password-file"),
+        ("weak@", {}, "a right is missing: *'set'*"),
+        ("kvsight@", {"redis_ca_file": None}, "its certificate is refused: it is signed by a CA that is not trusted"),
+        ("kvsight@", {"redis": "rediss://kvsight@localhost:{}/0"}, "its certificate is refused: * another host name"),
+        ("", {"redis": "redis://127.0.0.1:1/0", "redis_ca_file": None}, "connection refused"),
+    ],
+)
+async def test_a_client_that_is_refused_is_told_why_in_one_line(
+    redis: SecureRedis, user: str, changes: dict[str, Any], reason: str
+) -> None:
+    settings = redis.settings(user, **changes)
+    settings["redis"] = settings["redis"].format(redis.server.address.rpartition(":")[2])
+    where = settings["redis"].rpartition("@")[2].removeprefix("redis://").removeprefix("rediss://").removesuffix("/0")
+    assert fnmatchcase(await refusal(**settings), f"Redis at {where}: {reason}")
 
 
 @pytest.mark.parametrize(
