@@ -25,7 +25,7 @@ class Collected(Collector):
 
 
 def counter(name: str, text: str, values: Values, *labels: str) -> Metric:
-    """Return a counter. values: a number; with labels, their values -> number, where the value of one label is a str."""
+    """Return a counter. values: a number; with labels, their values -> number, the value of one label as str."""
     return _family(CounterMetricFamily, name, text, values, labels)
 
 
