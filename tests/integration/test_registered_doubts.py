@@ -3,64 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
 
-from bridge import BridgeSettings
-from indexer.assembly import create_consumer
-from indexer.settings import IndexerSettings
-from kv_events.log.memory import MemoryLog
-from tests.rigs.api import asking, embedding
+from tests.rigs.api import samples
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
+from tests.support.servers.embedded_service import TOKENS, Service, service
 from tests.support.waiting import async_wait_until
 
-TOKENS = list(range(1, 17))
+
+async def listener(served: Service, rank: int = 0) -> dict[str, Any]:
+    """The stream of a rank, or nothing."""
+    (worker,) = (await served.client.get("/workers")).json()
+    return worker["listeners"].get(str(rank), {})  # type: ignore[no-any-return]
 
 
-class Service:
-    """A service that reads engines itself, without a server."""
+async def shows(served: Service, state: str, reason: str, rank: int = 0) -> None:
+    async def so() -> bool:
+        found = await listener(served, rank)
+        return (found.get("state"), found.get("stale_reason")) == (state, reason)
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
-
-    async def register(self, engine: ZmqEngine, **fields: Any) -> None:
-        body = {"instance_id": 1, "endpoint": engine.endpoint, "model_name": "m", "block_size": 4, **fields}
-        assert (await self._client.post("/register", json=body)).status_code == 201
-        await asyncio.to_thread(engine.wait_for_readers)
-
-    async def instance(self) -> dict[str, Any]:
-        answer = await self._client.post("/query", json={"model_name": "m", "token_ids": TOKENS})
-        return answer.json().get("instances", {}).get("1", {})  # type: ignore[no-any-return]
-
-    async def listener(self, rank: int = 0) -> dict[str, Any]:
-        (worker,) = (await self._client.get("/workers")).json()
-        return worker["listeners"].get(str(rank), {})  # type: ignore[no-any-return]
-
-    async def shows(self, state: str, reason: str, rank: int = 0) -> None:
-        async def so() -> bool:
-            listener = await self.listener(rank)
-            return (listener.get("state"), listener.get("stale_reason")) == (state, reason)
-
-        await async_wait_until(so, 60, f"{state}: {reason}")
-
-    async def num_in_state(self, state: str) -> float:
-        lines = (await self._client.get("/metrics")).text.splitlines()
-        name = f'kvsight_workers{{state="{state}"}} '
-        return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+    await async_wait_until(so, 60, f"{state}: {reason}")
 
 
-@asynccontextmanager
-async def service() -> AsyncIterator[Service]:
-    log, indexer = MemoryLog(), IndexerSettings(max_pages=2**16)
-    consumer = create_consumer(indexer, log)
-    async with asking(embedding(consumer, log, BridgeSettings(bridge_name_pages=10_000))) as client:
-        yield Service(client)
+async def instance(served: Service) -> dict[str, Any]:
+    answer = await served.client.post("/query", json={"model_name": "m", "token_ids": TOKENS})
+    return answer.json().get("instances", {}).get("1", {})  # type: ignore[no-any-return]
 
 
 async def test_lost_batches_without_a_replay_socket_make_the_worker_stale() -> None:
@@ -68,18 +39,18 @@ async def test_lost_batches_without_a_replay_socket_make_the_worker_stale() -> N
         async with service() as served:
             await served.register(engine)
             engine.send(payload(stored([1, 2], TOKENS[:8])))
-            await served.shows("live", "")
+            await shows(served, "live", "")
             engine.send(payload(stored([3], TOKENS[8:12], parent=2)), "lost")
             engine.send(payload(stored([1, 2], TOKENS[:8])))
-            await served.shows("stale", "batches lost")
+            await shows(served, "stale", "batches lost")
 
             async def is_stale_in_answers() -> bool:
-                instance = await served.instance()
-                return (instance.get("gpu"), instance.get("state")) == (8, "stale")
+                found = await instance(served)
+                return (found.get("gpu"), found.get("state")) == (8, "stale")
 
             await async_wait_until(is_stale_in_answers)
-            assert (await served.num_in_state("stale"), await served.num_in_state("live")) == (1, 0)
-            assert (await served.listener())["counters"]["resyncs"] == 1  # the initial one; more would not help
+            assert [(await samples(served.client))["kvsight_workers", state] for state in ("stale", "live")] == [1, 0]
+            assert (await listener(served))["counters"]["resyncs"] == 1  # the initial one; more would not help
 
 
 async def test_a_dead_engine_is_stale_in_answers_with_growing_age_and_a_reason() -> None:
@@ -89,21 +60,21 @@ async def test_a_dead_engine_is_stale_in_answers_with_growing_age_and_a_reason()
             engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
 
             async def is_live() -> bool:
-                return (await served.instance()).get("state") == "live"
+                return (await instance(served)).get("state") == "live"
 
             await async_wait_until(is_live)
             await asyncio.to_thread(engine.stop)
-            await served.shows("stale", "engine not heard")
-            first = await served.instance()
+            await shows(served, "stale", "engine not heard")
+            first = await instance(served)
             assert (first["state"], first["gpu"]) == ("stale", 16)
-            listener = await served.listener()
-            assert (listener["status"], listener["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
+            found = await listener(served)
+            assert (found["status"], found["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
 
             async def is_heartbeat_in() -> bool:
-                return bool((await served.listener())["seq"] >= listener["seq"] + 2)
+                return bool((await listener(served))["seq"] >= found["seq"] + 2)
 
             await async_wait_until(is_heartbeat_in)
-            assert (await served.instance())["age_ms"] >= first["age_ms"] + 2000  # no heartbeat refreshed it
+            assert (await instance(served))["age_ms"] >= first["age_ms"] + 2000  # no heartbeat refreshed it
 
 
 async def test_a_rank_that_only_batches_name_has_its_engines_link() -> None:
@@ -111,13 +82,13 @@ async def test_a_rank_that_only_batches_name_has_its_engines_link() -> None:
         async with service() as served:
             await served.register(engine)
             engine.send(payload(stored([1, 2], TOKENS[:8]), rank=3))
-            await served.shows("live", "", rank=3)
-            listener = await served.listener(3)
-            assert (listener["status"], listener["endpoint"]) == ("active", engine.endpoint)
+            await shows(served, "live", "", rank=3)
+            found = await listener(served, 3)
+            assert (found["status"], found["endpoint"]) == ("active", engine.endpoint)
             await asyncio.to_thread(engine.stop)
-            await served.shows("stale", "engine not heard", rank=3)
-            listener = await served.listener(3)
-            assert (listener["status"], listener["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
+            await shows(served, "stale", "engine not heard", rank=3)
+            found = await listener(served, 3)
+            assert (found["status"], found["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
 
 
 async def test_an_engine_of_another_block_size_than_registered_is_stale_and_reports_it() -> None:
@@ -125,8 +96,8 @@ async def test_an_engine_of_another_block_size_than_registered_is_stale_and_repo
         async with service() as served:
             await served.register(engine, block_size=16, replay_endpoint=engine.replay_endpoint)
             engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
-            await served.shows("stale", "block size 4, registered with 16")
-            assert (await served.listener())["status"] == "active"
+            await shows(served, "stale", "block size 4, registered with 16")
+            assert (await listener(served))["status"] == "active"
 
 
 async def test_a_replay_socket_that_refuses_is_a_warning_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +108,9 @@ async def test_a_replay_socket_that_refuses_is_a_warning_until_it_answers(monkey
         async with service() as served:
 
             async def shown(num_pages: int) -> str | None:
-                listener = await served.listener()
-                assert (listener["status"], listener["failure"]) == ("active", None)
-                return listener["warning"] if sum(listener["pages"].values()) == num_pages else "other pages"
+                found = await listener(served)
+                assert (found["status"], found["failure"]) == ("active", None)
+                return found["warning"] if sum(found["pages"].values()) == num_pages else "other pages"
 
             async def is_refused() -> bool:
                 return await shown(1) == (
@@ -155,7 +126,7 @@ async def test_a_replay_socket_that_refuses_is_a_warning_until_it_answers(monkey
             store = payload(stored([1], TOKENS[:4]))
             engine.send(store)
             await async_wait_until(is_refused, 60, "the warning")
-            await served.shows("live", "")
+            await shows(served, "live", "")
             engine.open_replay(port)
             await async_wait_until(is_answered, 60, "no warning")
-            await served.shows("live", "")
+            await shows(served, "live", "")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from inspect import isfunction, signature
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -372,14 +374,6 @@ def not_known_yet(scene: Scene) -> Truth:
     return Truth("not_known_yet", record=at)
 
 
-def other_model(scene: Scene) -> Truth:
-    return _in_other_stream(scene, model="model-b")
-
-
-def other_tenant(scene: Scene) -> Truth:
-    return _in_other_stream(scene, tenant="tenant-b")
-
-
 def _in_other_stream(scene: Scene, **names: Any) -> Truth:
     other = scene.stream(VICTIM, **names)
     if scene.random.random() < 0.5:  # it serves the model that was asked for, too
@@ -406,26 +400,6 @@ def pages_of_another_size(scene: Scene) -> Truth:
     scene.send(twice)
     at = scene.store(scene.victim, range(scene.num_pages // 2), scene.hashes_under(block_size=2 * scene.block_size))
     return Truth("other_namespace", 1, since=at, namespace={"block_size": 2 * scene.block_size})
-
-
-def without_lora(scene: Scene) -> Truth:
-    return _under(scene, {"lora_name": "sql"}, {"lora_name": None})
-
-
-def without_salt(scene: Scene) -> Truth:
-    return _under(scene, {"cache_salt": "s3cret"}, {"cache_salt": None})
-
-
-def lora_as_salt(scene: Scene) -> Truth:
-    return _under(scene, {"lora_name": "sql"}, {"lora_name": None, "cache_salt": "sql"}, salt="sql")
-
-
-def other_seed(scene: Scene) -> Truth:
-    return _under(scene, {}, {"seed": 0}, seed=0)
-
-
-def token_pairs(scene: Scene) -> Truth:
-    return _under(scene, {}, {"is_bigram": True}, is_bigram=True)
 
 
 def _under(scene: Scene, asked: dict[str, str], namespace: dict[str, Any], **rule: Any) -> Truth:
@@ -522,45 +496,20 @@ def held(scene: Scene) -> Truth:
 
 
 PLANTS: dict[str, Plant] = {
-    plant.__name__: plant
-    for plant in (
-        never_stored,
-        evicted,
-        evicted_from_a_slower_tier,
-        moved,
-        stored_on_a_slower_tier,
-        cleared,
-        restarted,
-        lost_batch,
-        batches_before_the_log,
-        wrong_digest,
-        degraded,
-        no_state_further_on,
-        incomplete_window,
-        last_token,
-        expired,
-        closed,
-        not_known_yet,
-        other_model,
-        other_tenant,
-        other_block_size,
-        pages_of_another_size,
-        without_lora,
-        without_salt,
-        lora_as_salt,
-        other_seed,
-        token_pairs,
-        unusual_seed,
-        unknown_salt,
-        salt_in_the_record,
-        hidden,
-        hidden_from_the_start,
-        partial_page,
-        shorter_than_a_page,
-        not_resent,
-        index_full,
-        held,
-    )
+    name: plant
+    for name, plant in list(globals().items())
+    if isfunction(plant) and signature(plant) == signature(held) and not name.startswith("_")
+}
+PLANTS |= {
+    "other_model": partial(_in_other_stream, model="model-b"),
+    "other_tenant": partial(_in_other_stream, tenant="tenant-b"),
+    "without_lora": partial(_under, asked={"lora_name": "sql"}, namespace={"lora_name": None}),
+    "without_salt": partial(_under, asked={"cache_salt": "s3cret"}, namespace={"cache_salt": None}),
+    "lora_as_salt": partial(
+        _under, asked={"lora_name": "sql"}, namespace={"lora_name": None, "cache_salt": "sql"}, salt="sql"
+    ),
+    "other_seed": partial(_under, asked={}, namespace={"seed": 0}, seed=0),
+    "token_pairs": partial(_under, asked={}, namespace={"is_bigram": True}, is_bigram=True),
 }
 """Name -> the function that plants the cause."""
 

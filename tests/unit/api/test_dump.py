@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_events.kernels.prefix_order import prefix_order
+from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 
 TOKENS = list(range(1, 17))
 
 
-async def test_nothing_held_is_an_empty_dump(serving: Any) -> None:
-    async with serving() as (client, _):
-        assert (await client.get("/dump")).json() == {}
+async def test_nothing_held_is_an_empty_dump(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/dump")).json() == {}
 
 
-async def test_a_dump_has_the_peers_shape(serving: Any) -> None:
-    async with serving() as (client, fed):
-        await fed.feed(Stream("1", dp_rank=3).batch(stored((0, [101]))))
-        answer = (await client.get("/dump")).json()
+async def test_a_dump_has_the_peers_shape(client: httpx.AsyncClient, fed: HandFed) -> None:
+    await fed.feed(Stream("1", dp_rank=3).batch(stored((0, [101]))))
+    answer = (await client.get("/dump")).json()
     block = {"block_hash": 101, "tokens_hash": None, "mm_extra_info": None}
     stored_event = {"parent_hash": None, "start_position": None, "blocks": [block]}
     assert answer == {
@@ -41,12 +39,11 @@ async def test_a_dump_has_the_peers_shape(serving: Any) -> None:
     }
 
 
-async def test_a_dump_rebuilds_every_view_parents_first(serving: Any) -> None:
-    async with serving() as (client, fed):
-        first, second = Stream("1"), Stream("2", block_size=8)
-        hashes = await fed.hold(first, list(range(4 * 700)), {1: range(600, 700), 0: range(700)})
-        await fed.hold(second, TOKENS)
-        answer = (await client.get("/dump")).json()
+async def test_a_dump_rebuilds_every_view_parents_first(client: httpx.AsyncClient, fed: HandFed) -> None:
+    first, second = Stream("1"), Stream("2", block_size=8)
+    hashes = await fed.hold(first, list(range(4 * 700)), {1: range(600, 700), 0: range(700)})
+    await fed.hold(second, TOKENS)
+    answer = (await client.get("/dump")).json()
     assert {name: part["block_size"] for name, part in answer.items()} == {"m:default:4": 4, "m:default:8": 8}
     held, known = set(), {None}
     for event in answer["m:default:4"]["events"]:

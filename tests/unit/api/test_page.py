@@ -6,6 +6,7 @@ import re
 from typing import Any
 from urllib.parse import urljoin
 
+import httpx
 import msgspec
 import pytest
 
@@ -13,7 +14,9 @@ from api.page.worker_history import WorkerHistory
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.http.fleet import Fleet, Funnel, Residency
+from tests.rigs.api import Serving
 from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, removed
 from tests.support.servers.scripted_server import HANG_UP, Reply, scripted
 from tests.support.waiting import async_wait_until
@@ -44,9 +47,8 @@ async def test_the_page_needs_no_token_and_its_data_does(settings: dict[str, Any
             assert (await client.get(path)).status_code == (401 if settings else 200), path
 
 
-async def test_the_page_runs_no_script_but_its_own(serving: Any) -> None:
-    async with serving() as (client, _):
-        page = await client.get("/")
+async def test_the_page_runs_no_script_but_its_own(client: httpx.AsyncClient) -> None:
+    page = await client.get("/")
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "script-src 'self';" in policy
@@ -55,18 +57,16 @@ async def test_the_page_runs_no_script_but_its_own(serving: Any) -> None:
     assert not re.findall(r'(?:src|href)="(?:/|\w+:)', page.text)  # relative, so that a proxy may add a prefix
 
 
-async def test_a_fleet_without_workers_is_empty(serving: Any) -> None:
-    async with serving() as (client, fed):
-        await fed.feed()
-        fleet = await fleet_of(client)
+async def test_a_fleet_without_workers_is_empty(client: httpx.AsyncClient, fed: HandFed) -> None:
+    await fed.feed()
+    fleet = await fleet_of(client)
     assert (fleet.level, sentence(fleet), fleet.workers) == ("empty", "No worker yet.", [])
 
 
-async def test_live_workers_are_counted_with_the_age_of_their_digests(serving: Any) -> None:
-    async with serving() as (client, fed):
-        await fed.hold(Stream("one"), TOKENS)
-        await fed.hold(Stream("two"), TOKENS)
-        fleet = await fleet_of(client)
+async def test_live_workers_are_counted_with_the_age_of_their_digests(client: httpx.AsyncClient, fed: HandFed) -> None:
+    await fed.hold(Stream("one"), TOKENS)
+    await fed.hold(Stream("two"), TOKENS)
+    fleet = await fleet_of(client)
     assert fleet.level == "ok"
     assert re.fullmatch(
         r"2 of 2 workers live. Views equal the engines' caches as of [\d.]+ s ago \(digests\).", sentence(fleet)
@@ -76,21 +76,22 @@ async def test_live_workers_are_counted_with_the_age_of_their_digests(serving: A
     assert fleet.workers[0].agreed_at == pytest.approx(fleet.time, abs=30)
 
 
-async def test_a_worker_that_lost_batches_comes_first_and_is_named(serving: Any) -> None:
+async def test_a_worker_that_lost_batches_comes_first_and_is_named(client: httpx.AsyncClient, fed: HandFed) -> None:
     good, broken = Stream("a"), Stream("b")
-    async with serving() as (client, fed):
-        await fed.hold(good, TOKENS)
-        hashes = await fed.hold(broken, TOKENS)
-        broken.batch(removed(hashes[:1]))
-        broken.batch(removed(hashes[1:2]))
-        await fed.feed(broken.batch(removed(hashes[2:3])))
-        await async_wait_until(lambda: fed.consumer.resyncs.is_requested(fed.consumer.namespaces.view(broken.id)))
+    await fed.hold(good, TOKENS)
+    hashes = await fed.hold(broken, TOKENS)
+    broken.batch(removed(hashes[:1]))
+    broken.batch(removed(hashes[1:2]))
+    await fed.feed(broken.batch(removed(hashes[2:3])))
+    view = fed.consumer.namespaces.view(broken.id)
+    assert view is not None
+    await async_wait_until(lambda: fed.consumer.resyncs.is_requested(view))
 
-        async def is_shown() -> bool:
-            return "resync asked for" in sentence(await fleet_of(client))
+    async def is_shown() -> bool:
+        return "resync asked for" in sentence(await fleet_of(client))
 
-        await async_wait_until(is_shown, what="the resync in the verdict")
-        fleet = await fleet_of(client)
+    await async_wait_until(is_shown, what="the resync in the verdict")
+    fleet = await fleet_of(client)
     assert fleet.level == "trouble"
     assert sentence(fleet) == (
         "b stale since TIME: 2 batches lost, resync asked for. Answers still use 3 of its pages. "
@@ -115,24 +116,24 @@ async def test_pages_of_a_stream_that_is_new_are_no_rate(serving: Any) -> None:
     assert watch.rates(stream.id).tolist()[2:] == [[2.0, 0.0], [0.0, 1.0]]
 
 
-async def test_viewers_select_workers_by_a_part_of_their_name(serving: Any) -> None:
-    async with serving() as (client, fed):
-        for name in ("Worker-2", "worker-10", "other"):
-            await fed.hold(Stream(name), TOKENS)
-        await async_wait_until(lambda: len(fed.consumer.namespaces.views) == 3)
-        fleet = await fleet_of(client, contains="WORKER", limit=1)
-        assert (fleet.num_workers, fleet.num_selected) == (3, 2)
-        assert [worker.worker for worker in fleet.workers] == ["Worker-2"]
-        check_problem(await client.get("/fleet", params={"limit": 0}), 422)
+async def test_viewers_select_workers_by_a_part_of_their_name(client: httpx.AsyncClient, fed: HandFed) -> None:
+    for name in ("Worker-2", "worker-10", "other"):
+        await fed.hold(Stream(name), TOKENS)
+    await async_wait_until(lambda: len(fed.consumer.namespaces.views) == 3)
+    fleet = await fleet_of(client, contains="WORKER", limit=1)
+    assert (fleet.num_workers, fleet.num_selected) == (3, 2)
+    assert [worker.worker for worker in fleet.workers] == ["Worker-2"]
+    check_problem(await client.get("/fleet", params={"limit": 0}), 422)
 
 
-async def test_the_map_shows_shared_prefixes_and_how_much_each_worker_holds(serving: Any) -> None:
-    async with serving() as (client, fed):
-        hashes = await fed.hold(Stream("one"), TOKENS)
-        await fed.hold(Stream("two"), TOKENS[:8], tiers={0: range(1), 1: range(1, 2)})
-        others = await fed.hold(Stream("three"), OTHER)
-        await fed.feed()
-        found = msgspec.json.decode((await client.get("/residency")).content, type=Residency)
+async def test_the_map_shows_shared_prefixes_and_how_much_each_worker_holds(
+    client: httpx.AsyncClient, fed: HandFed
+) -> None:
+    hashes = await fed.hold(Stream("one"), TOKENS)
+    await fed.hold(Stream("two"), TOKENS[:8], tiers={0: range(1), 1: range(1, 2)})
+    others = await fed.hold(Stream("three"), OTHER)
+    await fed.feed()
+    found = msgspec.json.decode((await client.get("/residency")).content, type=Residency)
     assert (found.model, found.block_size, found.num_columns) == ("m", 4, 3)
     assert [column.worker for column in found.columns] == ["one", "three", "two"]
     rows = {row.hash: row for row in found.rows}
@@ -146,37 +147,36 @@ async def test_the_map_shows_shared_prefixes_and_how_much_each_worker_holds(serv
 
 
 @pytest.mark.parametrize("num_others", [1, 200])
-async def test_the_map_of_a_worker_shows_the_prefixes_that_it_holds(serving: Any, num_others: int) -> None:
-    async with serving() as (client, fed):
-        for number in range(num_others):
-            await fed.hold(Stream(f"other-{number}"), TOKENS)
-        hashes = await fed.hold(Stream("one"), range(200, 208))
-        await fed.feed()
-        found, none = [
-            msgspec.json.decode((await client.get("/residency", params={"worker": worker})).content, type=Residency)
-            for worker in ("one", "nobody")
-        ]
+async def test_the_map_of_a_worker_shows_the_prefixes_that_it_holds(
+    client: httpx.AsyncClient, fed: HandFed, num_others: int
+) -> None:
+    for number in range(num_others):
+        await fed.hold(Stream(f"other-{number}"), TOKENS)
+    hashes = await fed.hold(Stream("one"), range(200, 208))
+    await fed.feed()
+    found, none = [
+        msgspec.json.decode((await client.get("/residency", params={"worker": worker})).content, type=Residency)
+        for worker in ("one", "nobody")
+    ]
     assert found.num_columns == num_others + 1
     assert "one" in [column.worker for column in found.columns]
     assert [row.hash for row in found.rows] == [f"{hashes[-1]:016x}"]
     assert none.rows == []
 
 
-async def test_the_map_of_an_unknown_model_is_a_problem(serving: Any) -> None:
-    async with serving() as (client, _):
-        document = check_problem(await client.get("/residency", params={"model": "none"}), 404)
-        assert document["type"] == "urn:kvsight:problem:unknown-model"
-        empty = msgspec.json.decode((await client.get("/residency")).content, type=Residency)
+async def test_the_map_of_an_unknown_model_is_a_problem(client: httpx.AsyncClient) -> None:
+    document = check_problem(await client.get("/residency", params={"model": "none"}), 404)
+    assert document["type"] == "urn:kvsight:problem:unknown-model"
+    empty = msgspec.json.decode((await client.get("/residency")).content, type=Residency)
     assert (empty.namespaces, empty.rows) == ([], [])
 
 
-async def test_the_present_has_no_moments(serving: Any) -> None:
-    async with serving() as (client, _):
-        for path in ("/fleet", "/residency", "/funnel"):
-            assert "kvsight replay" in check_problem(await client.get(path, params={"at": "12:00"}), 422)["detail"]
+async def test_the_present_has_no_moments(client: httpx.AsyncClient) -> None:
+    for path in ("/fleet", "/residency", "/funnel"):
+        assert "kvsight replay" in check_problem(await client.get(path, params={"at": "12:00"}), 422)["detail"]
 
 
-async def test_the_funnel_sums_decisions_and_their_outcomes(serving: Any) -> None:
+async def test_the_funnel_sums_decisions_and_their_outcomes(client: httpx.AsyncClient) -> None:
     decision = {
         "model_name": "m",
         "token_ids": TOKENS,
@@ -184,39 +184,31 @@ async def test_the_funnel_sums_decisions_and_their_outcomes(serving: Any) -> Non
         "predicted_tokens": 8,
         "candidates": [{"worker": "one", "tokens": 8}, {"worker": "two", "tokens": 12}],
     }
-    async with serving() as (client, _):
-        await client.post("/decisions", json={**decision, "request_id": "first"})
-        await client.post("/decisions", json={"request_id": "second", "cached_tokens": 4})  # before its decision
-        await client.post("/decisions", json={**decision, "request_id": "second"})
-        funnel = msgspec.json.decode((await client.get("/funnel")).content, type=Funnel)
+    await client.post("/decisions", json={**decision, "request_id": "first"})
+    await client.post("/decisions", json={"request_id": "second", "cached_tokens": 4})  # before its decision
+    await client.post("/decisions", json={**decision, "request_id": "second"})
+    funnel = msgspec.json.decode((await client.get("/funnel")).content, type=Funnel)
     assert (funnel.all.requests, funnel.all.prompt_tokens, funnel.all.best_tokens) == (2, 32, 24)
     done = funnel.finished
     assert (done.requests, done.prompt_tokens, done.predicted_tokens, done.cached_tokens) == (1, 16, 8, 4)
     assert {each.request_id: each.cached_tokens for each in funnel.decisions} == {"first": None, "second": 4}
 
 
-async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(serving: Any) -> None:
+async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(
+    client: httpx.AsyncClient, serving: Serving
+) -> None:
     question = {"model_name": "m", "text": "Hello"}
-    async with serving() as (client, _):
-        document = check_problem(await client.post("/tokenize", json=question), 404)
-        assert "--tokenize-url" in document["detail"]
+    document = check_problem(await client.post("/tokenize", json=question), 404)
+    assert "--tokenize-url" in document["detail"]
     answers = [Reply(body=b'{"tokens": [1, 2], "count": 2}'), Reply(body=b'{"tokens": [-1]}'), Reply(500), HANG_UP]
-    async with scripted(*answers) as engine, serving(tokenize_url=engine.url) as (client, _):
-        assert (await client.post("/tokenize", json=question)).json() == {"token_ids": [1, 2]}
+    async with scripted(*answers) as engine, serving(tokenize_url=engine.url) as (other, _):
+        assert (await other.post("/tokenize", json=question)).json() == {"token_ids": [1, 2]}
         for fault in ("cannot be read", "status 500", "the tokenizer"):
-            assert fault in check_problem(await client.post("/tokenize", json=question), 503)["detail"]
-        check_problem(await client.post("/tokenize", json={"model_name": "m", "text": ""}), 422)
+            assert fault in check_problem(await other.post("/tokenize", json=question), 503)["detail"]
+        check_problem(await other.post("/tokenize", json={"model_name": "m", "text": ""}), 422)
     assert msgspec.json.decode(engine.requests[0].body) == {"model": "m", "prompt": "Hello"}
 
 
 def test_the_address_of_the_tokenizer_is_checked_at_the_start() -> None:
     with pytest.raises(InvalidValueError, match="--tokenize-url"):
         ApiSettings(tokenize_url="localhost:8000")
-
-
-async def test_a_client_loses_nothing_of_an_answer(serving: Any) -> None:
-    async with serving() as (client, fed):
-        await fed.hold(Stream("one"), TOKENS)
-        for path, kind in (("/fleet", Fleet), ("/residency", Residency), ("/funnel", Funnel)):
-            received = (await client.get(path)).content
-            assert msgspec.json.encode(msgspec.json.decode(received, type=kind)) == received, path

@@ -58,6 +58,12 @@ async def serving(log: Path, default: LogMoment | None = None, **settings: Any) 
         yield client
 
 
+@pytest.fixture
+async def client(log: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(log) as client:
+        yield client
+
+
 def replayed(*arguments: object) -> Any:
     """What `kvsight replay --json` prints."""
     result = CliRunner().invoke(cli, ["replay", *map(str, arguments), "--json"])
@@ -82,36 +88,34 @@ def random_moments(log: Path, number: int) -> list[str]:
     return moments
 
 
-async def test_random_moments_are_those_of_the_command(log: Path, tmp_path: Path) -> None:
+async def test_random_moments_are_those_of_the_command(client: httpx.AsyncClient, log: Path, tmp_path: Path) -> None:
     query = {"model_name": "m", "seq_hashes": list(range(1, 40))}
     (tmp_path / "query.json").write_text(json.dumps(query))
-    async with serving(log) as client:
-        for at in random_moments(log, 20):
-            expected = {(view["model"], view["worker"], view["dp_rank"]): view for view in replayed(log, "--at", at)}
-            workers = (await client.get("/workers", params={"at": at})).json()
-            shown = {
-                (worker["model_name"], worker["instance_id"], int(rank)): {
-                    "model": worker["model_name"],
-                    "worker": worker["instance_id"],
-                    "dp_rank": int(rank),
-                    "state": listener["state"],
-                    "epoch": listener["epoch"],
-                    "next_seq": listener["seq"] + 1,
-                    **listener["pages"],
-                }
-                for worker in workers
-                for rank, listener in worker["listeners"].items()
+    for at in random_moments(log, 20):
+        expected = {(view["model"], view["worker"], view["dp_rank"]): view for view in replayed(log, "--at", at)}
+        workers = (await client.get("/workers", params={"at": at})).json()
+        shown = {
+            (worker["model_name"], worker["instance_id"], int(rank)): {
+                "model": worker["model_name"],
+                "worker": worker["instance_id"],
+                "dp_rank": int(rank),
+                "state": listener["state"],
+                "epoch": listener["epoch"],
+                "next_seq": listener["seq"] + 1,
+                **listener["pages"],
             }
-            assert shown == expected, at
-            if any(model == "m" for model, *_ in expected):
-                answer = await client.post("/query_by_hash", params={"at": at}, json=query)
-                assert answer.json() == replayed(log, "--at", at, "--query", tmp_path / "query.json"), at
+            for worker in workers
+            for rank, listener in worker["listeners"].items()
+        }
+        assert shown == expected, at
+        if any(model == "m" for model, *_ in expected):
+            answer = await client.post("/query_by_hash", params={"at": at}, json=query)
+            assert answer.json() == replayed(log, "--at", at, "--query", tmp_path / "query.json"), at
 
 
-async def test_dumps_are_those_of_the_moments(log: Path) -> None:
+async def test_dumps_are_those_of_the_moments(client: httpx.AsyncClient, log: Path) -> None:
     timeline = Timeline(log)
-    async with serving(log) as client:
-        dumps = await asyncio.gather(*(client.get("/dump", params={"at": at}) for at in range(30, 390, 40)))
+    dumps = await asyncio.gather(*(client.get("/dump", params={"at": at}) for at in range(30, 390, 40)))
     for at, dump in zip(range(30, 390, 40), dumps, strict=True):
         held = holdings_of(timeline.at(LogMoment(index=at)))
         found = diff(held, holdings_of_dump(dump.json()))
@@ -119,38 +123,37 @@ async def test_dumps_are_those_of_the_moments(log: Path) -> None:
         assert any(len(each.hashes) for each in held.values())
 
 
-async def test_a_request_without_a_moment_gets_that_of_the_command_or_the_end(log: Path) -> None:
-    async with serving(log, LogMoment(index=120)) as client:
-        assert (await client.get("/moment")).json()["index"] == 120
-        assert (await client.get("/workers")).json() == (await client.get("/workers?at=120")).json()
-        assert (await client.get("/span")).json()["at"] == "120"
-    async with serving(log) as client:
-        assert (await client.get("/moment")).json()["index"] == Timeline(log).next_index
-        assert (await client.get("/span")).json()["at"] == ""
+async def test_a_request_without_a_moment_gets_that_of_the_command_or_the_end(
+    client: httpx.AsyncClient, log: Path
+) -> None:
+    async with serving(log, LogMoment(index=120)) as other:
+        assert (await other.get("/moment")).json()["index"] == 120
+        assert (await other.get("/workers")).json() == (await other.get("/workers?at=120")).json()
+        assert (await other.get("/span")).json()["at"] == "120"
+    assert (await client.get("/moment")).json()["index"] == Timeline(log).next_index
+    assert (await client.get("/span")).json()["at"] == ""
 
 
-async def test_steps_lead_from_batch_to_batch(log: Path) -> None:
-    async with serving(log) as client:
-        forward = [(await client.get("/moment?at=50")).json()]
-        for _ in range(20):
-            at = forward[-1]["at"]
-            forward.append((await client.get("/moment", params={"at": at, "step": "next"})).json())
-        back = [forward[-1]]
-        for _ in range(20):
-            back.append((await client.get("/moment", params={"at": back[-1]["at"], "step": "previous"})).json())
-        assert [each["records"] for each in forward] == list(range(forward[0]["records"], forward[0]["records"] + 21))
-        assert [each["records"] for each in back] == [each["records"] for each in reversed(forward)]
-        assert [each["batch"] for each in back[1:-1]] == [each["batch"] for each in reversed(forward[1:-1])]
-        at_end = await client.get("/moment?step=next")
-        check_problem(at_end, 422, "outside-the-log", "step")
-        check_problem(await client.get("/moment?at=1&step=previous"), 422, "outside-the-log", "step")
+async def test_steps_lead_from_batch_to_batch(client: httpx.AsyncClient, log: Path) -> None:
+    forward = [(await client.get("/moment?at=50")).json()]
+    for _ in range(20):
+        at = forward[-1]["at"]
+        forward.append((await client.get("/moment", params={"at": at, "step": "next"})).json())
+    back = [forward[-1]]
+    for _ in range(20):
+        back.append((await client.get("/moment", params={"at": back[-1]["at"], "step": "previous"})).json())
+    assert [each["records"] for each in forward] == list(range(forward[0]["records"], forward[0]["records"] + 21))
+    assert [each["records"] for each in back] == [each["records"] for each in reversed(forward)]
+    assert [each["batch"] for each in back[1:-1]] == [each["batch"] for each in reversed(forward[1:-1])]
+    at_end = await client.get("/moment?step=next")
+    check_problem(at_end, 422, "outside-the-log", "step")
+    check_problem(await client.get("/moment?at=1&step=previous"), 422, "outside-the-log", "step")
 
 
-async def test_differences_are_those_of_the_command(log: Path) -> None:
+async def test_differences_are_those_of_the_command(client: httpx.AsyncClient, log: Path) -> None:
     expected = CliRunner().invoke(cli, ["replay", str(log), "--at", "80", "--diff", str(log), "--to", "300", "--json"])
     assert expected.exit_code == 0, expected.stderr
-    async with serving(log) as client:
-        assert (await client.get("/diff?from=80&at=300")).json() == json.loads(expected.stdout)
+    assert (await client.get("/diff?from=80&at=300")).json() == json.loads(expected.stdout)
 
 
 @pytest.mark.parametrize(
@@ -167,34 +170,32 @@ async def test_differences_are_those_of_the_command(log: Path) -> None:
         ("9" * 5000, "invalid-value", "expected a time"),
     ],
 )
-async def test_a_moment_outside_the_log_is_a_clear_problem(log: Path, at: str, kind: str, words: str) -> None:
-    async with serving(log) as client:
-        for path in ("/workers", "/dump", "/metrics", "/moment"):
-            problem = await client.get(path, params={"at": at})
-            assert words in check_problem(problem, 422, kind, "at")["detail"]
-        check_problem(await client.get("/workers?at=1&at=2"), 422, "invalid-value", "at")
+async def test_a_moment_outside_the_log_is_a_clear_problem(
+    client: httpx.AsyncClient, log: Path, at: str, kind: str, words: str
+) -> None:
+    for path in ("/workers", "/dump", "/metrics", "/moment"):
+        problem = await client.get(path, params={"at": at})
+        assert words in check_problem(problem, 422, kind, "at")["detail"]
+    check_problem(await client.get("/workers?at=1&at=2"), 422, "invalid-value", "at")
 
 
-async def test_the_past_does_not_change(log: Path) -> None:
-    async with serving(log) as client:
-        for path in ("/register", "/unregister", "/decisions", "/workers/w-0/resync"):
-            check_problem(await client.post(path, json={}), 409, "read-only")
+async def test_the_past_does_not_change(client: httpx.AsyncClient, log: Path) -> None:
+    for path in ("/register", "/unregister", "/decisions", "/workers/w-0/resync"):
+        check_problem(await client.post(path, json={}), 409, "read-only")
 
 
-async def test_metrics_are_those_of_the_moment(log: Path) -> None:
-    async with serving(log) as client:
-        for at in (300, 50, 300):
-            lines = (await client.get(f"/metrics?at={at}")).text.splitlines()
-            records = (await client.get(f"/moment?at={at}")).json()["records"]
-            assert f"kvsight_records_total {records:.1f}" in lines
-            views = Timeline(log).at(LogMoment(index=at)).namespaces.views
-            assert f"kvsight_pages_stored_total {sum(v.counters.pages_stored for v in views):.1f}" in lines
+async def test_metrics_are_those_of_the_moment(client: httpx.AsyncClient, log: Path) -> None:
+    for at in (300, 50, 300):
+        lines = (await client.get(f"/metrics?at={at}")).text.splitlines()
+        records = (await client.get(f"/moment?at={at}")).json()["records"]
+        assert f"kvsight_records_total {records:.1f}" in lines
+        views = Timeline(log).at(LogMoment(index=at)).namespaces.views
+        assert f"kvsight_pages_stored_total {sum(v.counters.pages_stored for v in views):.1f}" in lines
 
 
-async def test_marks_are_what_the_views_counted(log: Path) -> None:
+async def test_marks_are_what_the_views_counted(client: httpx.AsyncClient, log: Path) -> None:
     views = Timeline(log).at()
-    async with serving(log) as client:
-        span = await all_marks(client)
+    span = await all_marks(client)
     marks = span["marks"]
     assert span["num_marks"] == {kind: sum(mark["kind"] == kind for mark in marks) for kind in span["num_marks"]}
     assert span["num_marks"]["rejected"] == views.applier.dead_letters.counts.total()
@@ -372,12 +373,11 @@ async def test_a_log_that_grows_is_followed(tmp_path: Path) -> None:
             assert (await client.get("/moment")).json()["index"] == 2
 
 
-async def test_many_requests_for_many_moments_are_all_answered(log: Path) -> None:
+async def test_many_requests_for_many_moments_are_all_answered(client: httpx.AsyncClient, log: Path) -> None:
     moments = [1 + 37 * i % 399 for i in range(40)]
     expected = [Timeline(log).at(LogMoment(index=at)).applier.records for at in moments]
-    async with serving(log) as client:
-        answers = await asyncio.gather(*(client.get(f"/moment?at={at}") for at in moments))
-        assert [answer.json()["records"] for answer in answers] == expected
+    answers = await asyncio.gather(*(client.get(f"/moment?at={at}") for at in moments))
+    assert [answer.json()["records"] for answer in answers] == expected
 
 
 async def test_the_token_is_asked_for(log: Path) -> None:

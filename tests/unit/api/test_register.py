@@ -43,43 +43,46 @@ async def embedded(indexer: IndexerSettings | None = None, **settings: Any) -> A
         yield client
 
 
-async def test_the_running_peers_dialect_is_answered_as_the_peer_does() -> None:
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
     async with embedded() as client:
-        answer = await client.post("/register", json=PEER)
-        assert (answer.status_code, answer.json()) == (201, {"status": "ok"})
-        (worker,) = (await client.get("/workers")).json()
-        assert (worker["instance_id"], worker["source"], worker["status"]) == ("1", "zmq", "pending")
-        assert (worker["model_name"], worker["routing_group"], worker["block_size"]) == ("m", "default", 4)
-        assert worker["endpoints"] == {"0": ENDPOINT}
-        assert worker["listeners"]["0"]["endpoint"] == ENDPOINT
-        empty: dict[str, Any] = {"scores": {}, "frequencies": [], "instances": {}}
-        assert (await client.post("/query", json={"model_name": "m", "token_ids": [1, 2, 3, 4]})).json() == empty
-        answer = await client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
-        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
-        assert (await client.get("/workers")).json() == []
+        yield client
 
 
-async def test_an_engine_that_is_not_heard_yet_is_part_of_the_fleet() -> None:
-    async with embedded() as client:
-        await client.post("/register", json=PEER)
+async def test_the_running_peers_dialect_is_answered_as_the_peer_does(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/register", json=PEER)
+    assert (answer.status_code, answer.json()) == (201, {"status": "ok"})
+    (worker,) = (await client.get("/workers")).json()
+    assert (worker["instance_id"], worker["source"], worker["status"]) == ("1", "zmq", "pending")
+    assert (worker["model_name"], worker["routing_group"], worker["block_size"]) == ("m", "default", 4)
+    assert worker["endpoints"] == {"0": ENDPOINT}
+    assert worker["listeners"]["0"]["endpoint"] == ENDPOINT
+    empty: dict[str, Any] = {"scores": {}, "frequencies": [], "instances": {}}
+    assert (await client.post("/query", json={"model_name": "m", "token_ids": [1, 2, 3, 4]})).json() == empty
+    answer = await client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert (await client.get("/workers")).json() == []
 
-        async def is_shown() -> bool:
-            fleet = (await client.get("/fleet")).json()
-            rows = [(each["worker"], each["state"]) for each in fleet["workers"]]
-            return rows == [("1", "stale")] and str(fleet["verdict"][0]).startswith("1 stale")
 
-        await async_wait_until(is_shown, 60, "the engine in the fleet")
+async def test_an_engine_that_is_not_heard_yet_is_part_of_the_fleet(client: httpx.AsyncClient) -> None:
+    await client.post("/register", json=PEER)
+
+    async def is_shown() -> bool:
+        fleet = (await client.get("/fleet")).json()
+        rows = [(each["worker"], each["state"]) for each in fleet["workers"]]
+        return rows == [("1", "stale")] and str(fleet["verdict"][0]).startswith("1 stale")
+
+    await async_wait_until(is_shown, 60, "the engine in the fleet")
 
 
-async def test_the_rfcs_dialect_is_answered_as_the_rfc_requires() -> None:
-    async with embedded() as client:
-        answer = await client.post("/register", json=RFC)
-        assert answer.json() == {"status": "registered successfully", "instance_id": "pod-1"}
-        assert answer.status_code == 200
-        (worker,) = (await client.get("/workers", params={"routing_group": "t"})).json()
-        assert worker["instance_id"] == "pod-1"
-        answer = await client.post("/unregister", json=RFC)
-        assert answer.json() == {"status": "unregistered successfully", "removed_instances": ["pod-1|t|0"]}
+async def test_the_rfcs_dialect_is_answered_as_the_rfc_requires(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/register", json=RFC)
+    assert answer.json() == {"status": "registered successfully", "instance_id": "pod-1"}
+    assert answer.status_code == 200
+    (worker,) = (await client.get("/workers", params={"routing_group": "t"})).json()
+    assert worker["instance_id"] == "pod-1"
+    answer = await client.post("/unregister", json=RFC)
+    assert answer.json() == {"status": "unregistered successfully", "removed_instances": ["pod-1|t|0"]}
 
 
 @asynccontextmanager
@@ -116,20 +119,16 @@ async def test_a_registration_is_told_to_come_back_while_kernels_load(monkeypatc
     assert int(answer.headers["retry-after"]) > 0
 
 
-async def test_msgpack_is_taken_too() -> None:
-    async with embedded() as client:
-        headers = {"content-type": "application/msgpack"}
-        assert (
-            await client.post("/register", content=msgspec.msgpack.encode(PEER), headers=headers)
-        ).status_code == 201
+async def test_msgpack_is_taken_too(client: httpx.AsyncClient) -> None:
+    headers = {"content-type": "application/msgpack"}
+    assert (await client.post("/register", content=msgspec.msgpack.encode(PEER), headers=headers)).status_code == 201
 
 
 @pytest.mark.parametrize("request_body", [PEER, RFC, {**PEER, "instance_id": "1"}, {**PEER, "unknown_field": [1]}])
-async def test_an_equal_registration_changes_nothing(request_body: dict[str, Any]) -> None:
-    async with embedded() as client:
-        assert (await client.post("/register", json=request_body)).is_success
-        assert (await client.post("/register", json=request_body)).status_code == 200
-        assert len((await client.get("/workers")).json()) == 1
+async def test_an_equal_registration_changes_nothing(client: httpx.AsyncClient, request_body: dict[str, Any]) -> None:
+    assert (await client.post("/register", json=request_body)).is_success
+    assert (await client.post("/register", json=request_body)).status_code == 200
+    assert len((await client.get("/workers")).json()) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,19 +144,19 @@ async def test_an_equal_registration_changes_nothing(request_body: dict[str, Any
         ),
     ],
 )
-async def test_another_registration_of_the_same_is_a_conflict(change: dict[str, Any], said: str) -> None:
-    async with embedded() as client:
-        await client.post("/register", json=PEER)
-        problem = check_problem(await client.post("/register", json={**PEER, **change}), 409)
-        assert problem["error"] == said
+async def test_another_registration_of_the_same_is_a_conflict(
+    client: httpx.AsyncClient, change: dict[str, Any], said: str
+) -> None:
+    await client.post("/register", json=PEER)
+    problem = check_problem(await client.post("/register", json={**PEER, **change}), 409)
+    assert problem["error"] == said
 
 
-async def test_workers_of_several_block_sizes_may_be_registered_in_the_rfcs_dialect() -> None:
-    async with embedded() as client:
-        await client.post("/register", json=RFC)
-        assert (await client.post("/register", json={**RFC, "instance_id": "2", "block_size": 8})).is_success
-        problem = check_problem(await client.post("/register", json={**RFC, "modelname": "other"}), 409)
-        assert problem["error"] == "instance pod-1 is already registered for model=m routing_group=t"
+async def test_workers_of_several_block_sizes_may_be_registered_in_the_rfcs_dialect(client: httpx.AsyncClient) -> None:
+    await client.post("/register", json=RFC)
+    assert (await client.post("/register", json={**RFC, "instance_id": "2", "block_size": 8})).is_success
+    problem = check_problem(await client.post("/register", json={**RFC, "modelname": "other"}), 409)
+    assert problem["error"] == "instance pod-1 is already registered for model=m routing_group=t"
 
 
 @pytest.mark.parametrize(
@@ -195,24 +194,23 @@ async def test_workers_of_several_block_sizes_may_be_registered_in_the_rfcs_dial
         ({"replay_endpoint": "ipc:///run/x"}, 403, "replay_endpoint"),
     ],
 )
-async def test_what_is_not_acceptable_is_refused_by_name(change: dict[str, Any], status: int, field: str) -> None:
-    async with embedded() as client:
-        problem = check_problem(await client.post("/register", json={**PEER, **change}), status)
-        assert problem["field"] == field
-        assert (await client.get("/workers")).json() == []
+async def test_what_is_not_acceptable_is_refused_by_name(
+    client: httpx.AsyncClient, change: dict[str, Any], status: int, field: str
+) -> None:
+    problem = check_problem(await client.post("/register", json={**PEER, **change}), status)
+    assert problem["field"] == field
+    assert (await client.get("/workers")).json() == []
 
 
-async def test_an_address_without_a_scheme_gets_the_peers_words() -> None:
-    async with embedded() as client:
-        problem = check_problem(await client.post("/register", json={**PEER, "endpoint": "bad"}), 400)
-        assert problem["error"] == "invalid ZMQ endpoint `bad`: missing scheme"
+async def test_an_address_without_a_scheme_gets_the_peers_words(client: httpx.AsyncClient) -> None:
+    problem = check_problem(await client.post("/register", json={**PEER, "endpoint": "bad"}), 400)
+    assert problem["error"] == "invalid ZMQ endpoint `bad`: missing scheme"
 
 
 @pytest.mark.parametrize("field", ["instance_id", "endpoint", "model_name", "block_size"])
-async def test_a_missing_field_is_named(field: str) -> None:
-    async with embedded() as client:
-        body = {name: value for name, value in PEER.items() if name != field}
-        assert check_problem(await client.post("/register", json=body), 422)["field"] == field
+async def test_a_missing_field_is_named(client: httpx.AsyncClient, field: str) -> None:
+    body = {name: value for name, value in PEER.items() if name != field}
+    assert check_problem(await client.post("/register", json=body), 422)["field"] == field
 
 
 @pytest.mark.parametrize(
@@ -224,23 +222,21 @@ async def test_a_missing_field_is_named(field: str) -> None:
         ({"instance_id": 1, "model_name": "m", "routing_group": "x"}, "instance 1 not found"),
     ],
 )
-async def test_what_is_not_registered_cannot_be_unregistered(body: dict[str, Any], said: str) -> None:
-    async with embedded() as client:
-        await client.post("/register", json=PEER)
-        assert check_problem(await client.post("/unregister", json=body), 404)["error"] == said
+async def test_what_is_not_registered_cannot_be_unregistered(
+    client: httpx.AsyncClient, body: dict[str, Any], said: str
+) -> None:
+    await client.post("/register", json=PEER)
+    assert check_problem(await client.post("/unregister", json=body), 404)["error"] == said
 
 
-async def test_one_rank_may_go_alone() -> None:
-    async with embedded() as client:
-        for rank in range(3):
-            await client.post(
-                "/register", json={**PEER, "dp_rank": rank, "endpoint": f"tcp://127.0.0.1:{18001 + rank}"}
-            )
-        await client.post("/unregister", json={"instance_id": 1, "model_name": "m", "dp_rank": 1})
-        (worker,) = (await client.get("/workers")).json()
-        assert sorted(worker["listeners"]) == ["0", "2"]
-        await client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
-        assert (await client.get("/workers")).json() == []
+async def test_one_rank_may_go_alone(client: httpx.AsyncClient) -> None:
+    for rank in range(3):
+        await client.post("/register", json={**PEER, "dp_rank": rank, "endpoint": f"tcp://127.0.0.1:{18001 + rank}"})
+    await client.post("/unregister", json={"instance_id": 1, "model_name": "m", "dp_rank": 1})
+    (worker,) = (await client.get("/workers")).json()
+    assert sorted(worker["listeners"]) == ["0", "2"]
+    await client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
+    assert (await client.get("/workers")).json() == []
 
 
 async def test_there_is_a_bound_on_registrations() -> None:
@@ -295,14 +291,15 @@ async def test_an_engine_that_the_index_does_not_take_shows_why(caplog: pytest.L
         ({**RFC, "tenant_id": "default"}, {"tenant_id": ""}),
     ],
 )
-async def test_what_is_empty_is_as_good_as_absent(request_body: dict[str, Any], empty: dict[str, Any]) -> None:
-    async with embedded() as client:
-        assert (await client.post("/register", json=request_body)).is_success
-        assert (await client.post("/register", json={**request_body, **empty})).status_code == 200
-        (worker,) = (await client.get("/workers")).json()
-        assert list(worker["listeners"]) == ["0"]
-        assert (await client.post("/unregister", json={**request_body, **empty})).status_code == 200
-        assert (await client.get("/workers")).json() == []
+async def test_what_is_empty_is_as_good_as_absent(
+    client: httpx.AsyncClient, request_body: dict[str, Any], empty: dict[str, Any]
+) -> None:
+    assert (await client.post("/register", json=request_body)).is_success
+    assert (await client.post("/register", json={**request_body, **empty})).status_code == 200
+    (worker,) = (await client.get("/workers")).json()
+    assert list(worker["listeners"]) == ["0"]
+    assert (await client.post("/unregister", json={**request_body, **empty})).status_code == 200
+    assert (await client.get("/workers")).json() == []
 
 
 async def test_the_operator_states_where_the_service_may_connect_to() -> None:
@@ -325,10 +322,9 @@ async def test_a_service_that_reads_a_log_reports_it(serving: Any) -> None:
             assert "kvsight bridge" in problem["detail"]
 
 
-async def test_engines_have_metrics() -> None:
-    async with embedded() as client:
-        await client.post("/register", json=PEER)
-        text = (await client.get("/metrics")).text
+async def test_engines_have_metrics(client: httpx.AsyncClient) -> None:
+    await client.post("/register", json=PEER)
+    text = (await client.get("/metrics")).text
     series = 'kvsight_bridge_link{dp_rank="0",model="m",state="connecting",tenant="default",worker="1"} 1.0'
     assert series in text
     assert "kvsight_registrations 1.0" in text

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
+from kv_events.http.fleet import Fleet, Funnel, Residency
 from kv_events.http.queries import PeerAnswer, RfcAnswer
 from kv_events.http.service import Status
 from kv_events.http.workers import RadixView, ResyncAccepted, Worker
+from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 
 TOKENS = list(range(1, 17))
@@ -21,6 +24,9 @@ TOKENS = list(range(1, 17))
         ("GET", "/workers", None, list[Worker]),
         ("GET", "/workers/one/view", None, RadixView),
         ("POST", "/workers/one/resync", None, ResyncAccepted),
+        ("GET", "/fleet", None, Fleet),
+        ("GET", "/residency", None, Residency),
+        ("GET", "/funnel", None, Funnel),
         ("GET", "/health", None, Status),
         ("GET", "/ready", None, Status),
         ("POST", "/query", {"model_name": "m", "token_ids": TOKENS, "tier_weights": [1, 1, 1, 1]}, PeerAnswer),
@@ -28,18 +34,16 @@ TOKENS = list(range(1, 17))
     ],
 )
 async def test_a_client_loses_nothing_of_an_answer(
-    serving: Any, method: str, path: str, body: Any, kind: type[Any]
+    client: httpx.AsyncClient, fed: HandFed, method: str, path: str, body: Any, kind: type[Any]
 ) -> None:
-    async with serving() as (client, fed):
-        hashes = await fed.hold(Stream("one"), TOKENS)
-        await fed.feed(Stream("one", model="m#mamba").batch(stored((0, hashes))))
-        received = (await client.request(method, path, json=body)).content
+    hashes = await fed.hold(Stream("one"), TOKENS)
+    await fed.feed(Stream("one", model="m#mamba").batch(stored((0, hashes))))
+    received = (await client.request(method, path, json=body)).content
     assert msgspec.json.encode(msgspec.json.decode(received, type=kind)) == received
 
 
-async def test_the_documentation_describes_the_structs(serving: Any) -> None:
-    async with serving() as (client, _):
-        document = (await client.get("/openapi.json")).json()
+async def test_the_documentation_describes_the_structs(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
     schemas, paths = document["components"]["schemas"], document["paths"]
     for path, name in (("/workers/{worker}/view", "RadixView"), ("/health", "Status"), ("/ready", "Status")):
         (operation,) = paths[path].values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -12,6 +13,7 @@ from api.view_source import stream_pages
 from api.workers.routes import _radix_view
 from kv_events.schema import ResyncRequest
 from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, digest_of, stored
 from tests.support.loop_watch import check_turns
 from tests.support.waiting import async_wait_until
@@ -19,12 +21,11 @@ from tests.support.waiting import async_wait_until
 TOKENS = list(range(1, 17))
 
 
-async def test_workers_have_the_peers_shape_and_more(serving: Any) -> None:
-    async with serving() as (client, fed):
-        stream = Stream("1")
-        await fed.hold(stream, TOKENS, {0: range(4), 2: range(1)})
-        await fed.hold(Stream("1", dp_rank=1), TOKENS[:4])
-        (worker,) = (await client.get("/workers")).json()
+async def test_workers_have_the_peers_shape_and_more(client: httpx.AsyncClient, fed: HandFed) -> None:
+    stream = Stream("1")
+    await fed.hold(stream, TOKENS, {0: range(4), 2: range(1)})
+    await fed.hold(Stream("1", dp_rank=1), TOKENS[:4])
+    (worker,) = (await client.get("/workers")).json()
     listeners = worker.pop("listeners")
     assert worker.pop("age_ms") >= 0
     assert worker == {
@@ -44,12 +45,11 @@ async def test_workers_have_the_peers_shape_and_more(serving: Any) -> None:
     assert listeners["0"]["counters"]["pages_stored"] == 5
 
 
-async def test_a_stale_rank_shows_why_and_makes_the_worker_stale(serving: Any) -> None:
-    async with serving() as (client, fed):
-        await fed.hold(Stream("1"), TOKENS)
-        broken = Stream("1", dp_rank=1)
-        await fed.feed(broken.batch(stored((0, [5])), digest=bytes(64)))
-        (worker,) = (await client.get("/workers")).json()
+async def test_a_stale_rank_shows_why_and_makes_the_worker_stale(client: httpx.AsyncClient, fed: HandFed) -> None:
+    await fed.hold(Stream("1"), TOKENS)
+    broken = Stream("1", dp_rank=1)
+    await fed.feed(broken.batch(stored((0, [5])), digest=bytes(64)))
+    (worker,) = (await client.get("/workers")).json()
     assert worker["state"] == "stale"
     assert {rank: each["stale_reason"] for rank, each in worker["listeners"].items()} == {"0": "", "1": "new"}
 
@@ -64,24 +64,24 @@ async def test_a_stale_rank_shows_why_and_makes_the_worker_stale(serving: Any) -
         ({"model_name": "nope"}, []),
     ],
 )
-async def test_workers_are_filtered(serving: Any, params: dict[str, str], expected: list[str]) -> None:
-    async with serving() as (client, fed):
-        await fed.hold(Stream("a"), TOKENS)
-        await fed.hold(Stream("b", model="m2", tenant="t"), TOKENS)
-        answer = (await client.get("/workers", params=params)).json()
+async def test_workers_are_filtered(
+    client: httpx.AsyncClient, fed: HandFed, params: dict[str, str], expected: list[str]
+) -> None:
+    await fed.hold(Stream("a"), TOKENS)
+    await fed.hold(Stream("b", model="m2", tenant="t"), TOKENS)
+    answer = (await client.get("/workers", params=params)).json()
     assert [each["instance_id"] for each in answer] == expected
 
 
-async def test_a_radix_view_names_every_page_once(serving: Any) -> None:
-    async with serving() as (client, fed):
-        hashes = await fed.hold(Stream("pod/1"), list(range(400)), {0: range(100), 3: range(50)})
-        await fed.hold(Stream("other"), list(range(4000, 4100)))
-        pages, cursor, calls = [], 0, 0
-        while cursor is not None:
-            answer = (await client.get("/workers/pod/1/view", params={"limit": 30, "cursor": cursor})).json()
-            assert answer["num_pages"] == len(answer["pages"]) <= 30
-            pages += answer["pages"]
-            cursor, calls = answer["next_cursor"], calls + 1
+async def test_a_radix_view_names_every_page_once(client: httpx.AsyncClient, fed: HandFed) -> None:
+    hashes = await fed.hold(Stream("pod/1"), list(range(400)), {0: range(100), 3: range(50)})
+    await fed.hold(Stream("other"), list(range(4000, 4100)))
+    pages, cursor, calls = [], 0, 0
+    while cursor is not None:
+        answer = (await client.get("/workers/pod/1/view", params={"limit": 30, "cursor": cursor})).json()
+        assert answer["num_pages"] == len(answer["pages"]) <= 30
+        pages += answer["pages"]
+        cursor, calls = answer["next_cursor"], calls + 1
     assert calls == 4
     assert (answer["epoch"], answer["seq"], answer["state"], answer["block_size"]) == (1, 0, "live", 4)
     media = {hashes[i]: ["GPU", "EXTERNAL"] if i < 50 else ["GPU"] for i in range(100)}
@@ -90,61 +90,57 @@ async def test_a_radix_view_names_every_page_once(serving: Any) -> None:
     assert parents == dict(zip(hashes, [None, *hashes], strict=False))
 
 
-async def test_a_stream_that_is_forgotten_while_it_is_read_is_a_404(serving: Any) -> None:
-    async with serving() as (client, fed):
-        stream = Stream("1")
-        await fed.hold(stream, TOKENS)
-        await fed.hold(Stream("2"), TOKENS)
-        views = fed.consumer.namespaces
-        view = views.view(stream.id)
-        reading = _radix_view(fed.consumer, view, limit=1000, cursor=0)
-        reading.send(None)  # run until the pause after the first slice
-        for _ in views.forget(stream.id):
-            pass
-        with pytest.raises(ProblemError, match=stream.id.key) as caught:
-            reading.send(None)
-        assert caught.value.status == 404
-        assert [held async for held in stream_pages(fed.consumer, view)] == []
-        assert [each["instance_id"] for each in (await client.get("/workers")).json()] == ["2"]
+async def test_a_stream_that_is_forgotten_while_it_is_read_is_a_404(client: httpx.AsyncClient, fed: HandFed) -> None:
+    stream = Stream("1")
+    await fed.hold(stream, TOKENS)
+    await fed.hold(Stream("2"), TOKENS)
+    views = fed.consumer.namespaces
+    view = views.view(stream.id)
+    assert view is not None
+    reading = _radix_view(fed.consumer, view, limit=1000, cursor=0)
+    reading.send(None)  # run until the pause after the first slice
+    for _ in views.forget(stream.id):
+        pass
+    with pytest.raises(ProblemError, match=stream.id.key) as caught:
+        reading.send(None)
+    assert caught.value.status == 404
+    assert [held async for held in stream_pages(fed.consumer, view)] == []
+    assert [each["instance_id"] for each in (await client.get("/workers")).json()] == ["2"]
 
 
-async def test_many_workers_never_hold_up_the_loop(serving: Any) -> None:
-    async with serving() as (client, fed):
-        await fed.feed(*(Stream(f"w{number}").batch() for number in range(3000)))
+async def test_many_workers_never_hold_up_the_loop(client: httpx.AsyncClient, fed: HandFed) -> None:
+    await fed.feed(*(Stream(f"w{number}").batch() for number in range(3000)))
 
-        answers = []
+    answers = []
 
-        async def ask() -> None:
-            answers.append(await client.get("/workers"))
+    async def ask() -> None:
+        answers.append(await client.get("/workers"))
 
-        # a slice takes one millisecond, the whole answer about a hundred
-        await check_turns(ask, lambda turns: max(turns) < sum(turns) / 3)
+    # a slice takes one millisecond, the whole answer about a hundred
+    await check_turns(ask, lambda turns: max(turns) < sum(turns) / 3)
     names = [each["instance_id"] for each in msgspec.json.decode(answers[-1].content)]
     assert sorted(names) == sorted(f"w{number}" for number in range(3000))
 
 
-async def test_a_last_page_that_is_full_has_no_next_cursor(serving: Any) -> None:
-    async with serving() as (client, fed):
-        await fed.hold(Stream("1"), TOKENS)
-        answer = (await client.get("/workers/1/view", params={"limit": 4})).json()
+async def test_a_last_page_that_is_full_has_no_next_cursor(client: httpx.AsyncClient, fed: HandFed) -> None:
+    await fed.hold(Stream("1"), TOKENS)
+    answer = (await client.get("/workers/1/view", params={"limit": 4})).json()
     assert (answer["num_pages"], answer["next_cursor"]) == (4, None)
 
 
-async def test_an_unknown_worker_is_a_404_that_names_the_known(serving: Any) -> None:
-    async with serving() as (client, fed):
-        await fed.hold(Stream("1"), TOKENS)
-        for response in (await client.get("/workers/9/view"), await client.post("/workers/9/resync")):
-            problem = check_problem(response, 404)
-            assert "default/m/1/0" in problem["detail"]
-            assert (problem["field"], problem["value"]) == ("worker", "9")
+async def test_an_unknown_worker_is_a_404_that_names_the_known(client: httpx.AsyncClient, fed: HandFed) -> None:
+    await fed.hold(Stream("1"), TOKENS)
+    for response in (await client.get("/workers/9/view"), await client.post("/workers/9/resync")):
+        problem = check_problem(response, 404)
+        assert "default/m/1/0" in problem["detail"]
+        assert (problem["field"], problem["value"]) == ("worker", "9")
 
 
-async def test_a_worker_with_several_streams_needs_a_rank(serving: Any) -> None:
-    async with serving() as (client, fed):
-        await fed.hold(Stream("1"), TOKENS)
-        await fed.hold(Stream("1", dp_rank=1), TOKENS[:4])
-        assert "default/m/1/1" in check_problem(await client.get("/workers/1/view"), 400)["detail"]
-        answer = (await client.get("/workers/1/view", params={"dp_rank": 1})).json()
+async def test_a_worker_with_several_streams_needs_a_rank(client: httpx.AsyncClient, fed: HandFed) -> None:
+    await fed.hold(Stream("1"), TOKENS)
+    await fed.hold(Stream("1", dp_rank=1), TOKENS[:4])
+    assert "default/m/1/1" in check_problem(await client.get("/workers/1/view"), 400)["detail"]
+    answer = (await client.get("/workers/1/view", params={"dp_rank": 1})).json()
     assert (answer["dp_rank"], answer["num_pages"]) == (1, 1)
 
 
@@ -157,20 +153,20 @@ async def test_a_worker_with_several_streams_needs_a_rank(serving: Any) -> None:
         ({"cursor": 10**30}, "cursor"),
     ],
 )
-async def test_a_bad_parameter_is_named(serving: Any, params: dict[str, Any], field: str) -> None:
-    async with serving() as (client, fed):
-        await fed.hold(Stream("1"), TOKENS)
-        problem = check_problem(await client.get("/workers/1/view", params=params), 422)
+async def test_a_bad_parameter_is_named(
+    client: httpx.AsyncClient, fed: HandFed, params: dict[str, Any], field: str
+) -> None:
+    await fed.hold(Stream("1"), TOKENS)
+    problem = check_problem(await client.get("/workers/1/view", params=params), 422)
     assert problem["field"] == field
     assert f"{field}: got '{params[field]}', expected" in problem["detail"]
 
 
-async def test_a_resync_on_demand_reaches_the_publisher(serving: Any) -> None:
+async def test_a_resync_on_demand_reaches_the_publisher(client: httpx.AsyncClient, fed: HandFed) -> None:
     requests: list[ResyncRequest] = []
-    async with serving() as (client, fed):
-        fed.log.listen(requests.append)
-        await fed.hold(Stream("1"), TOKENS)
-        response = await client.post("/workers/1/resync")
-        await async_wait_until(lambda: requests, what="a resync request")
+    fed.log.listen(requests.append)
+    await fed.hold(Stream("1"), TOKENS)
+    response = await client.post("/workers/1/resync")
+    await async_wait_until(lambda: requests, what="a resync request")
     assert (response.status_code, response.json()) == (202, {"status": "requested", "streams": ["default/m/1/0"]})
     assert (requests[0].stream, requests[0].reason) == ("default/m/1/0", "operator")
