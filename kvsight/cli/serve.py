@@ -166,7 +166,7 @@ def _embedded(
     recording = _recording(indexer, settings)
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
-    store = create_store(indexer, "registrations")
+    store = create_store(indexer, "registrations", "registrations.json")
     parts = consumer, log, registration, bridge, store, lambda: report_compilation(load)
     registrations = Registrations(*parts, own_port=port, max_files=max_files)
     return LiveService(consumer, settings, registrations, create_decision_log(indexer, recording), recording)

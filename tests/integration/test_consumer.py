@@ -15,7 +15,7 @@ from indexer.consumer import Consumer
 from indexer.freshness import NO_HEARTBEAT
 from indexer.namespaces import Namespaces
 from indexer.replay import Replay
-from indexer.scores import score
+from indexer.scores import stream_scores
 from indexer.settings import IndexerSettings
 from indexer.snapshots.folder import FolderStore
 from indexer.snapshots.image import take, unpack
@@ -245,7 +245,7 @@ async def test_a_silent_worker_expires_then_is_forgotten() -> None:
 
         await async_wait_until(expired, what="expiry")
         (namespace,) = consumer.namespaces
-        found = score(namespace, np.array([1], np.uint64), consumer.freshness)
+        found = stream_scores(namespace, np.array([1], np.uint64), consumer.freshness)
         assert [s.worker for s in found] == ["alive"]
 
         def forgotten() -> bool:

@@ -9,7 +9,7 @@ from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.resync import ResyncPlanner
-from indexer.scores import score
+from indexer.scores import stream_scores
 from indexer.settings import IndexerSettings
 from indexer.snapshots.image import take, unpack
 from indexer.views import View, ViewState
@@ -82,13 +82,13 @@ def test_a_degraded_worker_stays_in_the_scores_as_stale(reader: Reader) -> None:
     second_rank = Stream("sound", dp_rank=1)
     reader.read(second_rank.batch(page, now=100.0, degraded_reason=BATCHES_LOST))
     (namespace,) = reader.applier.namespaces
-    scores = score(namespace, PAGE_1, reader.freshness)
+    scores = stream_scores(namespace, PAGE_1, reader.freshness)
     assert {each.worker: (each.tiers.gpu, each.state) for each in scores} == {
         "degraded": (4, ViewState.STALE),
         "sound": (4, ViewState.STALE),
     }
     reader.read(second_rank.batch(now=101.0))
-    scores = score(namespace, PAGE_1, reader.freshness)
+    scores = stream_scores(namespace, PAGE_1, reader.freshness)
     assert {each.worker: each.state for each in scores} == {"degraded": ViewState.STALE, "sound": ViewState.LIVE}
 
 

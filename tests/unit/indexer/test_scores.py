@@ -8,7 +8,7 @@ import pytest
 from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
-from indexer.scores import TierTokens, WorkerScore, score
+from indexer.scores import TierTokens, WorkerScore, stream_scores, worker_scores
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
 from tests.support.log.records import Stream, stored
@@ -25,7 +25,7 @@ def scored(*batches: tuple[Stream, list[object]], now: float = 100.0) -> dict[st
     for moment in np.arange(91.0, now + 1):
         freshness.note_log_read(moment)
     (namespace,) = applier.namespaces
-    return {found.worker: found for found in score(namespace, PROMPT, freshness)}
+    return {found.worker: found for found in worker_scores(stream_scores(namespace, PROMPT, freshness))}
 
 
 def pages(*numbers: int, tier: int) -> object:
@@ -80,7 +80,7 @@ def test_expired_workers_are_left_out() -> None:
     for moment in np.arange(100.0, 121.0):
         freshness.note_log_read(moment)
     (namespace,) = applier.namespaces
-    assert [found.worker for found in score(namespace, PROMPT, freshness)] == ["new"]
+    assert [found.worker for found in worker_scores(stream_scores(namespace, PROMPT, freshness))] == ["new"]
 
 
 def test_weights_give_one_number() -> None:
