@@ -38,10 +38,8 @@ def holdings_of(views: Replay) -> Holdings:
     """Return what the views of a replay hold."""
     found = {}
     for view in views.namespaces.views:
-        parts = list(view.index.stream_pages(view.number))
-        hashes = np.concatenate([NOTHING.hashes, *(part.hashes for part in parts)])
-        tiers = np.concatenate([NOTHING.tiers, *(part.tiers for part in parts)])
-        found[view.stream] = _sorted(hashes, tiers)
+        held = view.all_pages()
+        found[view.stream] = _sorted(held.hashes, held.tiers)
     return found
 
 

@@ -21,10 +21,12 @@ from indexer.views import View
 from indexer.worker_log import WorkerChange, WorkerLog
 from kv_events.codec import DecodedBatch
 from kv_events.errors import KvsightError
+from kv_events.http.fleet import StateChange
 from kv_events.http.log import Mark
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.helper_process import become_helper, write_result
+from kv_events.streams import StreamId
 
 _REPORT_RECORDS = 2000
 _LOOK_S = 5.0
@@ -35,13 +37,8 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
     index: int
     """Of the record in the log."""
-    time: float
-    model: str
-    tenant: str
-    worker: str
-    dp_rank: int
-    verb: str
-    reason: str
+    stream: StreamId
+    change: StateChange
 
 
 class MarkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -94,7 +91,9 @@ class MarkerFinder:
 
     def _note(self, change: WorkerChange) -> None:
         index, time = self._where
-        self._changes.append(Change(index, time, *change.stream, change.verb, change.reason))
+        if change.verb:
+            event = StateChange(time=time, dp_rank=change.stream.dp_rank, event=change.verb, reason=change.reason)
+            self._changes.append(Change(index, change.stream, event))
 
     def _compare(self, view: View, batch: DecodedBatch) -> None:
         self._worker_log.note(view)

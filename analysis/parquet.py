@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -106,60 +107,49 @@ class _EventRows:
 
     def __init__(self) -> None:
         self.num_rows = 0
-        self._facts: list[tuple[Any, ...]] = []  # one row for each event, in the order of EVENTS; then its length
-        self._pages: list[tuple[U64Array, U64Array, U64Array]] = []  # sequence hashes, block hashes, parents
+        self._facts: list[tuple[Any, ...]] = []  # one row for each event, in the order of EVENTS
+        self._pages: list[npt.NDArray[np.uint64]] = []  # [3, pages] sequence hashes, block hashes, parents
 
     def add(self, index: int, record: LogRecord, batch: DecodedBatch, step: Step) -> None:
         """Add the rows of one event."""
         match step:
             case StoredPages():
-                event, medium, pages = (
-                    "stored",
-                    MEDIA[step.medium].value,
-                    (step.hashes, step.block_hashes, _parents(step)),
-                )
+                event, medium = "stored", MEDIA[step.medium].value
+                pages = np.stack((step.hashes, step.block_hashes, _parents(step)))
             case RemovedPages():
-                event, medium, pages = (
-                    "removed",
-                    MEDIA[step.medium].value,
-                    (step.hashes, step.block_hashes, step.hashes),
-                )
+                event, medium = "removed", MEDIA[step.medium].value
+                pages = np.stack((step.hashes, step.block_hashes, step.hashes))
             case _:
-                event, medium, pages = _OTHER_EVENTS[type(step)], "", (_NO_PAGE,) * 3
+                event, medium, pages = _OTHER_EVENTS[type(step)], "", _NO_PAGE
         place = (index, record.partition, record.offset, record.timestamp_ms)
-        self._facts.append((*place, *batch.stream, batch.epoch, batch.seq, event, medium, len(pages[0])))
+        self._facts.append((*place, *batch.stream, batch.epoch, batch.seq, event, medium))
         self._pages.append(pages)
-        self.num_rows += len(pages[0])
+        self.num_rows += pages.shape[1]
 
     def table(self) -> Any:
         """Return all rows."""
-        columns = list(zip(*self._facts, strict=True)) if self._facts else [()] * (len(EVENTS) - 2)
-        *facts, lengths = columns
-        events = np.repeat(np.array(facts[10], "U12"), lengths)
-        hashes, blocks, parents = (np.concatenate([_NO_PAGE[:0], *each]) for each in _transposed(self._pages))
+        lengths = [pages.shape[1] for pages in self._pages]
+        events = np.repeat(np.array([facts[_EVENT] for facts in self._facts], "U12"), lengths)
+        hashes, blocks, parents = np.concatenate([_NO_PAGE[:, :0], *self._pages], axis=1)
         has_no_page = (events != "stored") & (events != "removed")
-        arrays = [_repeated(values, lengths, field) for values, field in zip(facts, EVENTS, strict=False)]
+        arrays = _repeated(self._facts, EVENTS, lengths)
         arrays += [pa.array(column, mask=has_no_page) for column in (hashes, blocks)]
         return pa.table([*arrays, pa.array(parents, mask=events != "stored")], schema=EVENTS)
 
 
-_NO_PAGE = np.zeros(1, np.uint64)
+_NO_PAGE = np.zeros((3, 1), np.uint64)
+_EVENT = EVENTS.get_field_index("event")
 _OTHER_EVENTS = {AllBlocksCleared: "cleared", SnapshotBegin: "resync_begin", SnapshotEnd: "resync_end"}
 
 
-def _transposed(pages: list[tuple[U64Array, U64Array, U64Array]]) -> list[tuple[U64Array, ...]]:
-    return list(zip(*pages, strict=True)) if pages else [(), (), ()]
-
-
-def _repeated(values: Sequence[Any], lengths: Sequence[int], field: Any) -> Any:
-    """Return a column in which each value is repeated. Empty names become null."""
-    if not pa.types.is_dictionary(field.type):
-        return pa.array(np.repeat(np.array(values, np.int64), lengths)).cast(field.type)
-    names, codes = np.unique(np.array(values, np.str_), return_inverse=True)
-    codes = np.repeat(codes.astype(np.int32), lengths)
-    return pa.DictionaryArray.from_arrays(
-        pa.array(codes, mask=names[codes] == ""), pa.array(names.tolist(), pa.string())
-    )
+def _repeated(rows: Sequence[tuple[Any, ...]], schema: Any, times: Sequence[int]) -> list[Any]:
+    """Return the first columns of a schema, in which each row is repeated some times. Empty names become null."""
+    columns = zip(*rows, strict=True) if rows else [()] * (_EVENT + 2)
+    found = []
+    for values, field in zip(columns, schema, strict=False):
+        column = pa.array([None if value == "" else value for value in values], field.type)
+        found.append(column.take(np.repeat(np.arange(len(rows)), times)))
+    return found
 
 
 def _parents(step: StoredPages) -> U64Array:
@@ -173,9 +163,8 @@ def _parents(step: StoredPages) -> U64Array:
 
 def _view_tables(views: Replay) -> Iterator[Any]:
     for view in views.namespaces.views:
-        stream = view.stream
-        facts = (*stream, view.block_size, views.freshness.state(view).value)
+        facts = (*view.stream, view.block_size, views.freshness.state(view).value)
         for part in view.index.stream_pages(view.number):
-            arrays = [_repeated([fact], [len(part.hashes)], field) for fact, field in zip(facts, VIEWS, strict=False)]
             held = [pa.array((part.tiers >> tier & 1).astype(np.bool_)) for tier in range(len(MEDIA))]
-            yield pa.table([*arrays, pa.array(part.hashes), pa.array(part.parents), *held], schema=VIEWS)
+            pages = [pa.array(part.hashes), pa.array(part.parents), *held]
+            yield pa.table([*_repeated([facts], VIEWS, [len(part.hashes)]), *pages], schema=VIEWS)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from indexer.views import View
 from kv_events.codec import DecodedBatch
+from kv_events.http.explanations import BatchPosition
+from kv_events.records import LogRecord
 
 
 class StreamChange(NamedTuple):
@@ -47,6 +49,21 @@ class StreamHistory:
         is_restart = is_restart or (is_new_view and self._view is not None)
         self._view, self._epoch, self.seq, self._counts = view, batch.epoch, batch.seq, now
         return StreamChange(gap, begins_epoch, is_restart, is_resynced, is_wrong)
+
+
+def batch_position(index: int | None, record: LogRecord, batch: DecodedBatch, time_s: float) -> BatchPosition:
+    """Return where a batch is in its log. index: None in a topic. time_s: seconds since 1970."""
+    pages = batch.pages()
+    return BatchPosition(
+        index=index,
+        partition=record.partition,
+        offset=record.offset,
+        time=time_s,
+        epoch=batch.epoch,
+        seq=batch.seq,
+        pages_stored=pages.stored.total(),
+        pages_removed=pages.removed.total(),
+    )
 
 
 def _counts(view: View | None) -> tuple[int, int, int, int]:

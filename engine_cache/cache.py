@@ -121,7 +121,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """None if the model has no recurrent layers."""
         self.prefetch_loaded_tokens_by_reqid: dict[str, int] = {}
         self._evictor: DeviceTier | HostTier = self.device  # decides what happens to an evicted device leaf
-        self._num_skipped_archives = 0  # of detached storage backends
         self._requests = Requests(self, self.device, self.states)
         self._walks = Walks(self.device, self.states, self._requests)
         self.events.all_cleared()
@@ -287,19 +286,21 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return 0 if self.host is None else self.host.leaves.evict(num_tokens)
 
     def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
-        """Allocate device rows for an evicted node and its evicted ancestors, root side first.
+        """Allocate device rows for an evicted node, its evicted ancestors and the states that a match at the node
+        needs.
 
-        `ready_to_load_host_cache` fills them. None: too small a load, more than `mem_quota` units, or no room.
+        `ready_to_load_host_cache` fills them. Returns the KV rows, root side first. Returns None, and loads nothing, if
+        the load is too small, exceeds `mem_quota` units, or the device has no room.
         """
         return None if self.host is None else self.host.loads.load(node, mem_quota, req)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
         """Load back a match if it is large enough.
 
-        Returns the rows that KV received, and the deepest node from which the request can continue now, in what remains
-        of the match. With recurrent states, `device_indices` may extend beyond that node; the request keeps the rows up
-        to it. Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there
-        is no slot for the state that the request starts from.
+        Returns the rows that KV received in this load, and the deepest node from which the request can continue now, in
+        what remains of the match. With recurrent states, `device_indices` may extend beyond that node; the request
+        keeps the rows up to it. Raises CacheStateError for a node of another tree or from before a reset, and
+        PoolExhaustedError if there is no slot for the state that the request starts from.
         """
         node, states = params.best_match_node, self.states
         lacking = node if states is None else states.data(node)
@@ -345,7 +346,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     @property
     def num_skipped_archives(self) -> int:
         """Number of nodes, since the cache was created, not archived because too many host rows were waiting."""
-        return self._num_skipped_archives + (0 if self.store is None else self.store.num_skipped_archives)
+        return 0 if self.host is None else self.host.num_skipped_archives
 
     def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
         """Attach a storage backend to an idle cache, or update the policy of an attached one.
@@ -382,7 +383,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         failure = self.store.detach()
         if failure is not None:
             return False, failure
-        self._num_skipped_archives += self.store.num_skipped_archives
         self.store = None
         return True, "detached"
 
@@ -408,9 +408,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         last_host_node: from the result of a match. extra_key: the namespace, if the node is the root. last_hash: the
         node's last block hash, computed by default.
 
-        Does nothing without a backend, for too few units, above the rate limit, without room on the host, or if the
-        node has lost its host copy. Raises InvalidValueError for a second prefetch of a request, and if extra_key or
-        last_hash does not fit the node.
+        Does nothing without a backend, for too few units, above the rate limit, without room on the host, if the node
+        has lost its host copy, or if no match could use the pages. Raises InvalidValueError for a second prefetch of a
+        request, and if extra_key or last_hash does not fit the node.
         """
         if req_id in self.ongoing_prefetch:
             raise InvalidValueError("req_id", req_id, "a request without a prefetch in flight")

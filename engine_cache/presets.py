@@ -215,7 +215,8 @@ class UnifiedRadixCache(TreeCache):
         """Load back the missing part of a match.
 
         Returns the rows by which the request's prefix grows, and the node from which it continues. `req.last_node` must
-        be the device node of the match, and locked. If nothing was loaded, the request continues there.
+        be the device node of the match, and locked. If nothing was loaded, the request continues there, and may own a
+        state slot already.
 
         Raises InvalidValueError without a request or if that node is not above the match, and PoolExhaustedError if
         there is no slot for the state that the request starts from.

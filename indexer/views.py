@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from indexer.index import SLICE_PAGES, Marks, OverlapIndex
+from indexer.index import SLICE_PAGES, Marks, OverlapIndex, StreamPages
 from indexer.kernels import views as column
 from indexer.kernels.views import FAULT_CLOSED, FAULT_DEGRADED, FAULT_NONE, JITTER_S, ViewColumns, note_lateness
 from indexer.position import START, Admission, Position
@@ -287,6 +287,11 @@ class View:
     def num_pages(self) -> list[int]:
         """Pages held per medium, in the order of `schema.MEDIA`."""
         return page_counts(self.index.digest(self.number))
+
+    def all_pages(self) -> StreamPages:
+        """Return all pages, in no particular order."""
+        none = StreamPages(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.uint8))
+        return StreamPages(*map(np.concatenate, zip(none, *self.index.stream_pages(self.number), strict=True)))
 
     def admit(self, batch: DecodedBatch, *, is_silent: bool) -> bool:
         """Return whether a batch is to be applied, see `Position`. is_silent: see `Freshness`."""

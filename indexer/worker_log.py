@@ -1,4 +1,4 @@
-"""The life of workers as log lines: they join, restart, leave, expire, come back, turn stale and live again."""
+"""Changes of worker streams, and log lines about them: they join, restart, leave, expire, turn stale and live again."""
 
 from __future__ import annotations
 
@@ -22,71 +22,88 @@ _WARNINGS = frozenset({"is stale", "expired"})
 
 
 class _Known(NamedTuple):
-    """What was logged last about a stream."""
+    """What is known about a stream."""
 
     epoch: int
     state: ViewState
+    shown: ViewState
+    """The state at the last change with a verb."""
 
 
 class WorkerChange(NamedTuple):
-    """A change in the life of a worker stream."""
+    """A change of a worker stream."""
 
     stream: StreamId
+    epoch: int
+    before: ViewState | None
+    """None: the stream is new."""
+    after: ViewState | None
+    """None: its view was dropped."""
     verb: str
+    """What happened in the life of the worker, in words. Empty: nothing, such as at the beginning of a resync."""
     reason: str
-    facts: dict[str, object]
 
     def log(self) -> None:
         """Write the log line."""
         level = logging.WARNING if self.verb in _WARNINGS else logging.INFO
         text = f"{self.stream.key} {self.verb}" + (f": {self.reason}" if self.reason else "")
-        logger.log(level, "%s", text, extra=self.facts)
+        state = self.after or self.before
+        facts = {"event": self.verb, "reason": self.reason, "epoch": self.epoch, "state": state}
+        logger.log(level, "%s", text, extra=self.stream._asdict() | facts)
 
 
 class WorkerLog:
-    """Compares each view with what was logged about it. Silent while the records of the past are read."""
+    """Compares each view with what it was before. No log lines and no verbs while the records of the past are read."""
 
     def __init__(self, freshness: Freshness) -> None:
         self._freshness = freshness
         self._interval = Interval(_LOOK_S)
-        self._known: dict[StreamId, _Known] | None = None  # None until the service has caught up
+        self._known: dict[StreamId, _Known] = {}
+        self._is_reading_past = True
         self._changes: list[WorkerChange] = []
         self._counts: Counter[str] = Counter()
         self.on_change: list[Callable[[WorkerChange], None]] = []
         """Called for each change, also for those that are not logged one by one; must not raise."""
 
     def note(self, view: View) -> None:
-        """Compare one view, after a batch or after some time. A resync in progress is no news."""
-        if self._known is None:
+        """Compare one view, after a batch or after some time."""
+        before, epoch, state = self._known.get(view.stream), view.epoch, self._freshness.state(view)
+        if before is None or before.epoch != epoch:
+            is_news = True
+        elif before.state is state:
             return
-        before, now = self._known.get(view.stream), _Known(view.epoch, self._freshness.state(view))
-        if before == now or (before is not None and before.epoch == now.epoch and now.state is ViewState.SYNCING):
-            return
+        else:  # a resync in progress is none
+            is_news = state is not ViewState.SYNCING and state is not before.shown
+        now = _Known(epoch, state, state if is_news or before is None else before.shown)
         self._known[view.stream] = now
-        self._add(view.stream, _verb(before, now, is_closed=view.is_closed), self._reason(view, now.state), now)
+        verb = _verb(before, now, is_closed=view.is_closed) if is_news and not self._is_reading_past else ""
+        last = None if before is None else before.state
+        self._add(WorkerChange(view.stream, epoch, last, state, verb, self._reason(view, state) if verb else ""))
 
     def look(self, views: Iterable[View], now: float) -> None:
         """Compare all views twice a second, and log what has changed. now: monotonic seconds."""
-        if self._freshness.is_catching_up or not self._interval.is_due(now):
+        has_caught_up = self._is_reading_past and not self._freshness.is_catching_up
+        if not self._interval.is_due(now) and not has_caught_up:
             return
         views = list(views)
-        if self._known is None:
-            self._known = {view.stream: _Known(view.epoch, self._freshness.state(view)) for view in views}
-            states = Counter(known.state.value for known in self._known.values())
-            logger.info("%d worker streams are known%s", len(views), _numbers(states))
         for view in views:
             self.note(view)
         streams = {view.stream for view in views}
         for stream in [stream for stream in self._known if stream not in streams]:
-            self._add(stream, "was forgotten", "", self._known.pop(stream))
+            known = self._known.pop(stream)
+            verb = "" if self._is_reading_past else "was forgotten"
+            self._add(WorkerChange(stream, known.epoch, known.state, None, verb, ""))
         self._flush()
+        if has_caught_up:
+            self._is_reading_past = False
+            states = Counter(known.state.value for known in self._known.values())
+            logger.info("%d worker streams are known%s", len(views), _numbers(states))
 
-    def _add(self, stream: StreamId, verb: str, reason: str, known: _Known) -> None:
-        self._counts[verb] += 1
-        facts = {**stream._asdict(), "event": verb, "reason": reason, "epoch": known.epoch, "state": known.state}
-        change = WorkerChange(stream, verb, reason, facts)
-        if len(self._changes) < _MAX_LINES:
-            self._changes.append(change)
+    def _add(self, change: WorkerChange) -> None:
+        if change.verb:
+            self._counts[change.verb] += 1
+            if len(self._changes) < _MAX_LINES:
+                self._changes.append(change)
         for notify in self.on_change:
             notify(change)
 
@@ -113,7 +130,7 @@ def _verb(before: _Known | None, now: _Known, *, is_closed: bool) -> str:
         return "left" if is_closed else "expired"
     if before is None:
         return "joined"
-    if before.state is ViewState.EXPIRED:
+    if before.shown is ViewState.EXPIRED:
         return "came back"
     if before.epoch != now.epoch:
         return "restarted"

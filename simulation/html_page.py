@@ -12,7 +12,7 @@ import numpy.typing as npt
 from analysis.curves import Groups
 from analysis.html.page import write_page
 from analysis.html.plots import MOST_GROUPS, WORKER_COLOURS, Chart, Curve, elapsed_axis, lines, shares_of
-from analysis.html.words import duration
+from analysis.words import duration
 from simulation.report import PolicyReport
 from simulation.settings import SimulationSettings
 

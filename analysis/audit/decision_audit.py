@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from heapq import heappush, heappushpop
 from typing import NamedTuple
 
 import numpy as np
@@ -67,8 +66,8 @@ class DecisionAudit:
         self._series = series
         self._funnel = Funnel()
         self._waiting: OrderedDict[str, _Chosen] = OrderedDict()
-        self._losses: dict[tuple[str, str], _Tally] = {}
-        self._gains: dict[tuple[str, str], _Tally] = {}
+        self._losses: dict[tuple[str, str], Loss] = {}
+        self._gains: dict[tuple[str, str], Loss] = {}
         self._waiting_bytes = 0
         self._done: OrderedDict[int, None] = OrderedDict()
         """Hashes of the ids that have an outcome, the newest last."""
@@ -110,13 +109,13 @@ class DecisionAudit:
         funnel.held_in_fleet += best
         funnel.held_by_chosen += held
         funnel.predicted += decision.predicted_tokens or 0
-        self._lose(chosen, CHOSEN, _why_not_the_best(decision, scores, best), best - held)
+        _add(self._losses, chosen, CHOSEN, _why_not_the_best(decision, scores, best), best - held)
         predicted = decision.predicted_tokens
         if predicted is None:
-            self._lose(chosen, PREDICTED, NOT_ASKED, held)
+            _add(self._losses, chosen, PREDICTED, NOT_ASKED, held)
         else:
-            self._lose(chosen, PREDICTED, STALE, held - predicted)
-            self._gain(chosen, PREDICTED, STALE, predicted - held)
+            _add(self._losses, chosen, PREDICTED, STALE, held - predicted)
+            _add(self._gains, chosen, PREDICTED, STALE, predicted - held)
         if self._series is not None:
             held_by = {worker: each.longest_matched for worker, each in scores.items()}
             offered = [held_by.get(each.worker, 0) for each in decision.candidates]
@@ -161,8 +160,8 @@ class DecisionAudit:
             (NO_PAGE, max(known, in_pages), prompt),
         ):
             inside = max(0, min(stop, misnamed.stop) - max(start, misnamed.start))
-            self._lose(chosen, HELD, cause, stop - start - inside)
-            self._lose(chosen, HELD, MISMATCH, inside)
+            _add(self._losses, chosen, HELD, cause, stop - start - inside)
+            _add(self._losses, chosen, HELD, MISMATCH, inside)
 
     # --- the outcome ------------------------------------------------------------------------------------------------
 
@@ -199,15 +198,15 @@ class DecisionAudit:
         page that was evicted since are lost by the engine, and those from that page on by eviction.
         """
         held = max(delivered, min(predicted, chosen.held))
-        self._lose(chosen, DELIVERED, STALE, predicted - held)
+        _add(self._losses, chosen, DELIVERED, STALE, predicted - held)
         lost_at = held
         size = chosen.decision.block_size
         if chosen.stream is not None and size:
             first, last = delivered // size, min(-(-held // size), len(chosen.hashes))
             page = self._events.book.first_lost(chosen.stream, chosen.hashes, first, last, chosen.since)
             lost_at = held if page == last else min(held, max(delivered, page * size))
-        self._lose(chosen, DELIVERED, EVICTED, held - lost_at)
-        self._lose(chosen, DELIVERED, ENGINE, lost_at - delivered)
+        _add(self._losses, chosen, DELIVERED, EVICTED, held - lost_at)
+        _add(self._losses, chosen, DELIVERED, ENGINE, lost_at - delivered)
 
     def _explain_gain(self, chosen: _Chosen, predicted: int, delivered: int) -> int:
         """Account for tokens that the engine had and the router did not expect.
@@ -215,16 +214,15 @@ class DecisionAudit:
         Returns the tokens up to which the log names the pages as the router does.
         """
         held = max(predicted, min(chosen.held, delivered))
-        self._gain(
-            chosen, DELIVERED, STALE if chosen.decision.predicted_tokens is not None else NOT_ASKED, held - predicted
-        )
+        cause = NOT_ASKED if chosen.decision.predicted_tokens is None else STALE
+        _add(self._gains, chosen, DELIVERED, cause, held - predicted)
         named, size = held, chosen.decision.block_size
         if chosen.stream is not None and size:
             first, last = held // size, min(-(-delivered // size), len(chosen.hashes))
             page = self._events.book.first_lost(chosen.stream, chosen.hashes, first, last)
             named = delivered if page == last else max(held, page * size)
-        self._gain(chosen, DELIVERED, STORED_SINCE, named - held)
-        self._gain(chosen, DELIVERED, MISMATCH, delivered - named)
+        _add(self._gains, chosen, DELIVERED, STORED_SINCE, named - held)
+        _add(self._gains, chosen, DELIVERED, MISMATCH, delivered - named)
         return named
 
     def _give_up(self) -> None:
@@ -232,43 +230,7 @@ class DecisionAudit:
         _, chosen = self._waiting.popitem(last=False)
         self._waiting_bytes -= _memory(chosen.decision)
         self._lose_in_the_fleet(chosen)
-        self._lose(chosen, DELIVERED, NO_OUTCOME, chosen.decision.predicted_tokens or 0)
-
-    def _lose(self, chosen: _Chosen, step: str, cause: str, tokens: int) -> None:
-        _add(self._losses, chosen, step, cause, tokens)
-
-    def _gain(self, chosen: _Chosen, step: str, cause: str, tokens: int) -> None:
-        _add(self._gains, chosen, step, cause, tokens)
-
-
-class _Tally:
-    """The tokens of one cause."""
-
-    def __init__(self, step: str, cause: str) -> None:
-        self.step, self.cause = step, cause
-        self.tokens = self.requests = 0
-        self._largest: list[tuple[int, int, _Chosen]] = []
-
-    def add(self, chosen: _Chosen, tokens: int) -> None:
-        """Add the tokens of one request."""
-        self.tokens += tokens
-        self.requests += 1
-        push = heappush if len(self._largest) < _EXAMPLES else heappushpop
-        push(self._largest, (tokens, -self.requests, chosen))
-
-    def loss(self, prompt_tokens: int) -> Loss:
-        """Return the result."""
-        return Loss(
-            step=self.step,
-            cause=self.cause,
-            tokens=self.tokens,
-            requests=self.requests,
-            share=self.tokens / max(1, prompt_tokens),
-            examples=[
-                _example(chosen.decision, chosen.hashes, tokens)
-                for tokens, _, chosen in sorted(self._largest, key=lambda each: (-each[0], -each[1]))
-            ],
-        )
+        _add(self._losses, chosen, DELIVERED, NO_OUTCOME, chosen.decision.predicted_tokens or 0)
 
 
 def _memory(decision: Decision) -> int:
@@ -276,20 +238,29 @@ def _memory(decision: Decision) -> int:
     return _DECISION_BYTES + len(decision.sequence_hashes) + _CANDIDATE_BYTES * len(decision.candidates)
 
 
-def _example(decision: Decision, hashes: U64Array, tokens: int) -> Example:
-    query = ExampleQuery(model_name=decision.model, routing_group=decision.tenant, seq_hashes=hashes.tolist())
+def _add(losses: dict[tuple[str, str], Loss], chosen: _Chosen, step: str, cause: str, tokens: int) -> None:
+    """Count tokens of a request for one cause. Its examples are the requests with most tokens."""
+    if tokens <= 0:
+        return
+    loss = losses.setdefault((step, cause), Loss(step=step, cause=cause))
+    loss.tokens += tokens
+    loss.requests += 1
+    if len(loss.examples) < _EXAMPLES or tokens > loss.examples[-1].tokens:
+        loss.examples = sorted([*loss.examples, _example(chosen, tokens)], key=lambda each: -each.tokens)[:_EXAMPLES]
+
+
+def _example(chosen: _Chosen, tokens: int) -> Example:
+    decision = chosen.decision
+    query = ExampleQuery(model_name=decision.model, routing_group=decision.tenant, seq_hashes=chosen.hashes.tolist())
     return Example(
         request_id=decision.request_id, time=decision.timestamp, worker=decision.worker, tokens=tokens, query=query
     )
 
 
-def _add(tallies: dict[tuple[str, str], _Tally], chosen: _Chosen, step: str, cause: str, tokens: int) -> None:
-    if tokens > 0:
-        tallies.setdefault((step, cause), _Tally(step, cause)).add(chosen, tokens)
-
-
-def _sorted(tallies: Mapping[tuple[str, str], _Tally], prompt_tokens: int) -> list[Loss]:
-    return sorted((each.loss(prompt_tokens) for each in tallies.values()), key=lambda loss: -loss.tokens)
+def _sorted(losses: Mapping[tuple[str, str], Loss], prompt_tokens: int) -> list[Loss]:
+    for loss in losses.values():
+        loss.share = loss.tokens / max(1, prompt_tokens)
+    return sorted(losses.values(), key=lambda loss: -loss.tokens)
 
 
 def _of_choice(decision: Decision, held: WorkerScore | None) -> int:

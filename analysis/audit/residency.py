@@ -15,14 +15,12 @@ from kv_events.hashing import U64Array
 from kv_events.kernels import page_table
 from kv_events.kernels.bundles import resident
 from kv_events.kernels.page_table import make_table
+from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import NUM_MEDIA
 
 CAPACITY = 2**25
-_LONGEST_PROMPT_BITS = 32
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK64 = 2**64 - 1
-
-
 _LATEST_S = 2.0**38
 """Times beyond it come from a broken clock or a forged record, and count as this one."""
 
@@ -109,7 +107,7 @@ class ResidencyIndex:
 
     def begin_with(self, stream: int, namespace: int, pages: HeldBefore, at: BatchTime) -> None:
         """Note what a stream held before the log, which is counted nowhere. at: a time long before the log."""
-        order = _parents_first(pages.hashes, pages.parents)
+        order = prefix_order(pages.hashes, pages.parents)
         hashes, parents, tiers, resent = (column[order] for column in pages)
         for medium in range(NUM_MEDIA):
             for mark, of_mark in ((0, tiers & ~resent), (1, tiers & resent)):
@@ -140,7 +138,7 @@ class ResidencyIndex:
 
     def holds(self, stream: int, page: int) -> bool:
         """Return whether a stream holds a page now."""
-        return bool(residency_kernels.holds(self._resident, _key(stream, 1), np.uint64(page)))
+        return self.first_lost(stream, np.array([page], np.uint64), 0, 1) == 1
 
     def counts(self) -> dict[str, list[int]]:
         """Return name -> pages for each medium."""
@@ -171,9 +169,9 @@ class ResidencyIndex:
         num_known = page_table.high_water(known.table)
         requests, stores = known.requests[:num_known], known.stores[:num_known]
         weights = requests if requests.any() else stores
-        inner = np.zeros(num_known, np.uint8)
-        residency_kernels.mark_inner(resident(known), weights, inner)
-        ends = np.flatnonzero((weights > 1) & (inner == 0))
+        parents = known.parents[:num_known].astype(np.int64) - 1
+        inside = parents[(parents >= 0) & (weights[parents] == weights)]  # followed by a page of equal weight
+        ends = np.setdiff1d(np.flatnonzero(weights > 1), inside)
         worth = (weights[ends].astype(np.int64) - 1) * known.depths[ends]
         best = ends[np.argsort(-worth, kind="stable")[:most]]
         columns: tuple[npt.NDArray[np.integer], ...] = (known.hashes, known.depths, known.stores, known.requests)
@@ -183,19 +181,6 @@ class ResidencyIndex:
         facts = self._facts
         facts[0], facts[1] = _signed_key(stream, 1), _signed_key(namespace, 2)
         facts[2], facts[3], facts[4], facts[5] = stream, medium, at.ms & 0xFFFFFFFF, at.batch & 0xFFFFFFFF
-
-
-def _parents_first(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
-    """Return an order of pages in which each one comes after its parent."""
-    by_hash = np.argsort(hashes)
-    places = by_hash[np.minimum(np.searchsorted(hashes, parents, sorter=by_hash), len(hashes) - 1)]
-    above = np.where(hashes[places] == parents, places, -1)
-    depths = (above >= 0).astype(np.int64)  # pages between one and `above`, which is twice as far after each round
-    for _ in range(_LONGEST_PROMPT_BITS):
-        below = np.flatnonzero(above >= 0)
-        depths[below] += depths[above[below]]
-        above[below] = above[above[below]]
-    return np.argsort(depths, kind="stable")
 
 
 @lru_cache(maxsize=2**17)

@@ -91,14 +91,7 @@ def _know(known, key, page_hash, parent):
     return entry
 
 
-@array_kernel(
-    types.void,
-    PageArrays,
-    U64Input,
-    U8Input,
-    U64Input,
-    I64Vector,
-)
+@array_kernel(types.void, PageArrays, U64Input, U8Input, U64Input, I64Vector)
 def store(book, hashes, chain_starts, parents, facts):
     """Note pages that were stored. hashes, chain_starts and parents: as in `PackedStored`.
 
@@ -238,21 +231,3 @@ def count_orphans(book, stream_keys):
             if page_table_ops.find(held.table, key) < 0:
                 found += 1
     return found
-
-
-@array_kernel(types.int64, PageArrays, types.uint64, types.uint64)
-def holds(book, stream_key, page):
-    """Return whether a stream holds a page now."""
-    return np.int64(page_table_ops.find(book.held.table, page ^ stream_key) >= 0)
-
-
-@array_kernel(types.void, KnownPages, U32Vector, U8Vector)
-def mark_inner(known, weights, inner):
-    """Mark the pages that are followed by a page of equal weight: they are inside a prefix, not at its end.
-
-    weights: uint32[n], by entry. inner: uint8[n], written.
-    """
-    for entry in range(weights.shape[0]):
-        parent = np.int64(known.parents[entry]) - 1
-        if parent >= 0 and weights[parent] == weights[entry]:
-            inner[parent] = 1

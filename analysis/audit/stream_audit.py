@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from heapq import heappush, heappushpop
 
 import numpy as np
 
 from analysis.audit.curves import AuditCurves
 from analysis.audit.report import AuditReport, HotPrefix, Rates, Resync, StreamReport
 from analysis.audit.residency import BatchTime, HeldBefore, ResidencyIndex, bounded, milliseconds
-from analysis.stream_history import StreamHistory
+from analysis.stream_history import StreamHistory, batch_position
 from indexer.replay import Replay
 from indexer.settings import IndexerSettings
 from indexer.views import View, ViewCounters, ViewState
@@ -57,9 +56,7 @@ class StreamAudit:
         self.replay.forgets = False  # a stream that was silent for long is part of the report
         self.book = ResidencyIndex(churn_s)
         self.num_batches = 0
-        self.num_resyncs = self.resync_pages = 0
         self._series = series
-        self._largest: list[tuple[int, int, Resync]] = []  # a heap of the resyncs that sent most pages
         self._streams: dict[StreamId, _Stream] = {}
         self._namespaces: dict[tuple[str, str, int], int] = {}
         self._num_pages = 0
@@ -125,8 +122,6 @@ class StreamAudit:
         report.pages = self.book.counts()
         report.untracked = self.book.num_untracked
         report.orphans = self.book.num_orphans(len(self._streams))
-        report.num_resyncs, report.resync_pages = self.num_resyncs, self.resync_pages
-        report.resyncs = [each for _, _, each in sorted(self._largest, key=lambda item: (-item[0], -item[1]))]
         report.rates = self._rates()
         report.hottest = [
             HotPrefix(
@@ -223,17 +218,7 @@ class StreamAudit:
             stream.report.first_gap = self._place(batch)
 
     def _place(self, batch: DecodedBatch) -> BatchPosition:
-        (index, record), pages = self._record, batch.pages()
-        return BatchPosition(
-            index=index,
-            partition=record.partition,
-            offset=record.offset,
-            time=bounded(batch.timestamp),
-            epoch=batch.epoch,
-            seq=batch.seq,
-            pages_stored=pages.stored.total(),
-            pages_removed=pages.removed.total(),
-        )
+        return batch_position(*self._record, batch, bounded(batch.timestamp))
 
     def _note_steps(self, stream: _Stream, batch: DecodedBatch, *, was_swept: bool) -> None:
         at = BatchTime(milliseconds(batch.timestamp), self.num_batches)
@@ -281,10 +266,10 @@ class StreamAudit:
         resync, stream.resync = stream.resync, None
         if resync is not None:
             resync.seconds, resync.is_complete = max(0.0, at - resync.time), is_complete
-            self.num_resyncs += 1
-            self.resync_pages += resync.pages
-            push = heappush if len(self._largest) < _MOST_RESYNCS else heappushpop
-            push(self._largest, (resync.pages, -self.num_resyncs, resync))
+            report = self._report
+            report.num_resyncs += 1
+            report.resync_pages += resync.pages
+            report.resyncs = sorted([*report.resyncs, resync], key=lambda each: -each.pages)[:_MOST_RESYNCS]
 
     def _note_state(self, stream: _Stream, at: float) -> None:
         """Sum up the time during which a view is not live, from batch to batch."""
@@ -303,9 +288,6 @@ def settings_of_audits() -> IndexerSettings:
 
 
 def _held_before(view: View) -> HeldBefore:
-    parts = list(view.index.stream_pages(view.number))
-    columns = list(zip(*parts, strict=True)) if parts else [(), (), ()]
-    empty = (np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.uint8))
-    hashes, parents, tiers = (np.concatenate([first, *column]) for first, column in zip(empty, columns, strict=True))
-    resent = np.zeros_like(tiers) if view.marks is None else view.index.tiers_marked(hashes, view.marks)
-    return HeldBefore(hashes, parents, tiers, resent)
+    held = view.all_pages()
+    resent = np.zeros_like(held.tiers) if view.marks is None else view.index.tiers_marked(held.hashes, view.marks)
+    return HeldBefore(*held, resent)

@@ -1,7 +1,7 @@
-"""A process that explains one prompt: `python -m analysis.explain`, with a `Job` in msgpack on stdin.
+"""A process that explains one prompt: `python -m analysis.explain`, with an `ExplainJob` in msgpack on stdin.
 
-It writes the explanation as JSON to stdout and ends with 0. If there is none, it writes a `Refusal` and ends with 2. A
-service explains in a process of its own, because a replay in a thread would delay its answers.
+It writes the explanation as JSON to stdout and ends with 0. If there is none, it writes an `ExplainError` and ends with
+2. A service explains in a process of its own, because a replay in a thread would delay its answers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from analysis.explain.asked_prompt import AskedPrompt
+from analysis.explain.asked_prompt import EXIT_REFUSED, ExplainError, ExplainJob
 from analysis.explain.explanation import NothingToExplainError, explain
-from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
 from indexer.replay import Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from kv_events.errors import KvsightError
@@ -34,22 +33,21 @@ class _OutsideTheLogError(KvsightError):
 def main() -> int:
     """Do one job. Returns the exit code."""
     become_helper(ends_with_stdin=False)
-    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ExplainJob)
     signal.alarm(int(job.timeout_s) + 1)  # if the service has died
-    prompt = job.prompt()
     try:
-        answer: Explanation | Refusal = _explain(job, prompt)
+        answer: Explanation | ExplainError = _explain(job)
     except _OutsideTheLogError as error:
-        answer = Refusal(field="at", detail=str(error))
+        answer = ExplainError(field="at", detail=str(error))
     except NothingToExplainError as error:
-        answer = Refusal(field="model_name" if prompt.worker is None else "worker", detail=str(error))
+        answer = ExplainError(field="model_name" if job.prompt.worker is None else "worker", detail=str(error))
     except (KvsightError, OSError) as error:
-        answer = Refusal(field=None, detail=str(error))
+        answer = ExplainError(field=None, detail=str(error))
     write_result(answer)
-    return EXIT_REFUSED if isinstance(answer, Refusal) else 0
+    return EXIT_REFUSED if isinstance(answer, ExplainError) else 0
 
 
-def _explain(job: Job, prompt: AskedPrompt) -> Explanation:
+def _explain(job: ExplainJob) -> Explanation:
     log = Timeline(Path(job.folder))
     beginning = open_beginning(Path(job.folder), IndexerSettings())
     extent = LogExtent()  # of the events
@@ -65,21 +63,21 @@ def _explain(job: Job, prompt: AskedPrompt) -> Explanation:
             yield chunk
 
     try:
-        found = explain(prompt, chunks(), job.moment(), beginning.views)
-    except NothingToExplainError as error:
-        _check_moment(job.at, extent, error)
+        found = explain(job.prompt, chunks(), job.moment, beginning.views)
+    except NothingToExplainError:
+        _check_moment(job.moment.time_s, extent)
         raise
-    _check_moment(job.at, extent)
+    _check_moment(job.moment.time_s, extent)
     tail = torn_tail(Path(job.folder), last, log.damage)
     damage = [*log.damage, *filter(None, [beginning.fault, tail])]
     return msgspec.structs.replace(found, damage=list(map(str, damage)))
 
 
-def _check_moment(at: float | None, extent: LogExtent, cause: Exception | None = None) -> None:
+def _check_moment(at: float | None, extent: LogExtent) -> None:
     if not extent.num_records:
-        raise _OutsideTheLogError("the log has no record of events yet") from cause
+        raise _OutsideTheLogError("the log has no record of events yet")
     if outside := extent.fault(LogMoment(time_s=at)):
-        raise _OutsideTheLogError(f"at: {at} is {outside}") from cause
+        raise _OutsideTheLogError(f"at: {at} is {outside}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
-"""The prompt that a question is about. This module loads no kernels of its own."""
+"""The prompt to explain, as a service sends it to its explaining process. This module loads no kernels of its own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
+
 from kv_events.hashing import U32Array, U64Array, num_whole_pages
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
+from kv_events.log.moments import LogMoment
+
+EXIT_REFUSED = 2
+"""Exit code of a process that wrote an `ExplainError`."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +51,32 @@ class AskedPrompt:
         if self.query.field != "token_ids":
             return 0
         return max(0, len(self.numbers) - self.query.is_bigram - self.num_pages(block_size) * block_size)
+
+
+class ExplainJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to explain."""
+
+    folder: str
+    """Of the event log."""
+    query: ParsedQuery
+    numbers: bytes
+    """Of the prompt, little-endian: u32 tokens or u64 hashes."""
+    named: str | None
+    """See `AskedPrompt`."""
+    moment: LogMoment
+    timeout_s: float
+    """Time after which the process ends."""
+
+    @property
+    def prompt(self) -> AskedPrompt:
+        """The prompt to explain."""
+        kind = "<u4" if self.query.field == "token_ids" else "<u8"
+        return AskedPrompt(self.query, np.frombuffer(self.numbers, kind), self.named)
+
+
+class ExplainError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why there is no explanation."""
+
+    field: str | None
+    """The field of the request that does not fit the log. None: the log cannot be read."""
+    detail: str

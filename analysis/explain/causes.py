@@ -92,7 +92,8 @@ class Causes:
         if not self.num_pages or (tail and self.prefixes.longest == self.num_pages):
             text = messages.partial_page(tail, self._history.block_size, self.num_pages)
             found.append(Finding(cause="partial_page", page=self.num_pages + 1, text=text))
-        return found or [Finding(cause="held", text=messages.held(self.num_pages))]
+        text = f"The whole prompt, {messages.pages(self.num_pages)}, is held on the device."
+        return found or [Finding(cause="held", text=text)]
 
     # --- the whole worker ---
 
@@ -104,12 +105,10 @@ class Causes:
             )
             yield Finding(cause="expired", evidence=_evidence("last_batch", history.last), text=text)
         if block_size is not None and block_size != history.block_size:
-            yield Finding(
-                cause="other_namespace",
-                pages=self.prefixes.longest,
-                namespace={"block_size": history.block_size},
-                text=messages.other_block_size(block_size, history.block_size, self.prefixes.longest, self.num_pages),
-            )
+            longest, own = self.prefixes.longest, history.block_size
+            text = f"The query asks for pages of {block_size} tokens, and this worker uses pages of {own}, "
+            text += f"of which it holds {longest} of {self.num_pages}."
+            yield Finding(cause="other_namespace", pages=longest, namespace={"block_size": own}, text=text)
 
     # --- groups ---
 
@@ -128,7 +127,8 @@ class Causes:
         ends = self.reuse.ends
         name = min(ends, key=lambda each: ends[each], default=None)
         if name is None or ends[name] >= self.prefixes.longest:
-            text = messages.last_token(self.prefixes.longest, reused)
+            text = f"Full attention holds {messages.pages(self.prefixes.longest)}. "
+            text += f"The engine computes the last token anyway, so it reuses {reused}."
             yield Finding(cause="last_token", page=reused + 1, text=text)
             return
         held = self.prefixes.longest if self.reuse.has_full else None
@@ -142,7 +142,10 @@ class Causes:
         if page == self.num_pages:
             return
         if self._past is not None and self._past.held[page]:
-            yield self._refused(self._past, page)
+            stored = self._batch(self._past.stored[page])
+            text = f"Page {page + 1} was stored {messages.when(stored)}, "
+            text += "but the index had no room for it (KVSIGHT_MAX_PAGES)."
+            yield Finding(cause="index_full", page=page + 1, evidence=_evidence("stored", stored), text=text)
         elif self._past is not None and self._past.stored[page] != NEVER:
             yield self._left(self._past, page)
             yield from self._why_view_may_lack(page, self._batch(self._past.left[page]))
@@ -150,11 +153,6 @@ class Causes:
             yield found_elsewhere(elsewhere, page)
         else:
             yield next(self._why_view_may_lack(page, None), None) or self._never_stored(page)
-
-    def _refused(self, past: PageHistory, page: int) -> Finding:
-        stored = self._batch(past.stored[page])
-        evidence = _evidence("stored", stored)
-        return Finding(cause="index_full", page=page + 1, evidence=evidence, text=messages.refused(page, stored))
 
     def _left(self, past: PageHistory, page: int) -> Finding:
         stored, left = self._batch(past.stored[page]), self._batch(past.left[page])
@@ -219,8 +217,10 @@ class Causes:
                 yield Finding(cause="slower_tier", page=page + 1, tier=TIERS[tier], evidence=evidence, text=text)
                 continue
             left = self._batch(past.left_on[page, left_tier])
-            evidence += _evidence("removed", left, MEDIA[left_tier].value)
-            text = messages.moved(page, MEDIA[left_tier].value, MEDIA[now_on].value, stored, left)
+            source, target = MEDIA[left_tier].value, MEDIA[now_on].value
+            text = f"Page {page + 1} was moved from {source} to {target}: stored there {messages.when(stored)}, "
+            text += f"removed from {source} {messages.at(left)}."
+            evidence += _evidence("removed", left, source)
             evidence.sort(key=lambda each: (each.batch.time, each.batch.seq))
             yield Finding(cause="moved", page=page + 1, tier=TIERS[tier], evidence=evidence, text=text)
 
@@ -229,7 +229,9 @@ class Causes:
         hidden = np.flatnonzero(self.prefixes.held[end:])
         if len(hidden):
             first = end + int(hidden[0])
-            text = messages.hidden(first, len(hidden), end)
+            verb = "is" if len(hidden) == 1 else "are"
+            text = f"{messages.pages(len(hidden))} from page {first + 1} on {verb} held, "
+            text += f"but hidden by the hole at page {end + 1}."
             yield Finding(cause="hidden", page=first + 1, pages=len(hidden), text=text)
 
     # --- other namespaces ---

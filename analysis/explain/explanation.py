@@ -74,7 +74,8 @@ def _later_workers(tracer: PromptTracer) -> Iterator[WorkerExplanation]:
     for stream, (first, block_size) in tracer.later_streams().items():
         if _is_asked(tracer.prompt, stream):
             evidence = [Evidence(what="first_batch", batch=first)]
-            finding = Finding(cause="not_known_yet", evidence=evidence, text=messages.not_known_yet(first))
+            text = f"The worker is not known yet: its first batch comes {messages.at(first)}."
+            finding = Finding(cause="not_known_yet", evidence=evidence, text=text)
             yield _worker(stream, block_size, [finding], num_pages=tracer.prompt.num_pages(block_size))
 
 

@@ -43,11 +43,6 @@ def pages(number: int) -> str:
     return f"{number} page" if number == 1 else f"{number} pages"
 
 
-def held(num_pages: int) -> str:
-    """The whole prompt is on the device."""
-    return f"The whole prompt, {pages(num_pages)}, is held on the device."
-
-
 def partial_page(tail: int, block_size: int, num_pages: int) -> str:
     """The prompt does not end with a page."""
     if not num_pages:
@@ -61,19 +56,6 @@ def expired(last: BatchPosition, now: float, is_closed: bool, longest: int, num_
     if is_closed:
         return f"Its publisher was closed {at(last)}. {held}"
     return f"It was last heard {at(last)}, {now - last.time:.1f} s before this moment. {held}"
-
-
-def other_block_size(asked: int, block_size: int, longest: int, num_pages: int) -> str:
-    """The query names another block size."""
-    return (
-        f"The query asks for pages of {asked} tokens, and this worker uses pages of {block_size}, "
-        f"of which it holds {longest} of {num_pages}."
-    )
-
-
-def refused(page: int, stored: BatchPosition) -> str:
-    """The index was full."""
-    return f"Page {page + 1} was stored {when(stored)}, but the index had no room for it (KVSIGHT_MAX_PAGES)."
 
 
 def left(
@@ -137,12 +119,6 @@ def not_continued(page: int, num_pages: int, last: BatchPosition, first: BatchPo
     return f"Page {page + 1} of {num_pages} {never}; page {page}, the last one held, was stored {when(last)}."
 
 
-def moved(page: int, source: str, target: str, stored: BatchPosition, left: BatchPosition) -> str:
-    """The page is on a slower tier now."""
-    steps = f"stored there {when(stored)}, removed from {source} {at(left)}"
-    return f"Page {page + 1} was moved from {source} to {target}: {steps}."
-
-
 def slower_tier(page: int, medium: str, tier: str, stored: BatchPosition) -> str:
     """The page was never on the faster tier."""
     if isinstance(stored, BeforeLog):
@@ -168,17 +144,6 @@ def group(held: int | None, group: Group, end: int, reused: int, *, is_expired: 
     return f"{has}, {why}. The engine can reuse {pages(reused)}."
 
 
-def last_token(held: int, reused: int) -> str:
-    """The prompt ends with a page."""
-    return f"Full attention holds {pages(held)}. The engine computes the last token anyway, so it reuses {reused}."
-
-
-def hidden(first: int, number: int, hole: int) -> str:
-    """Pages behind a hole."""
-    verb = "is" if number == 1 else "are"
-    return f"{pages(number)} from page {first + 1} on {verb} held, but hidden by the hole at page {hole + 1}."
-
-
 def other_namespace(namespace: Mapping[str, str | int | bool | None], number: int, first: BatchPosition) -> str:
     """The worker holds the prompt under another namespace."""
     held = f"The worker holds {pages(number)} of this prompt"
@@ -186,11 +151,6 @@ def other_namespace(namespace: Mapping[str, str | int | bool | None], number: in
     if not namespace:
         return f"{held} under another LoRA adapter, cache salt or hash seed, which the log does not show; {stored}."
     return f"{held} under {', '.join(_difference(*each) for each in namespace.items())}; {stored}."
-
-
-def not_known_yet(first: BatchPosition) -> str:
-    """The worker comes later."""
-    return f"The worker is not known yet: its first batch comes {at(first)}."
 
 
 def _difference(field: str, value: str | int | bool | None) -> str:

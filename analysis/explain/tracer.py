@@ -12,6 +12,7 @@ import numpy as np
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.hash_rules import Column, HashRule, PromptHashes, RuleFinder, Variant
 from analysis.explain.page_history import PageHistory
+from analysis.stream_history import StreamHistory, batch_position
 from indexer.applier import PlainRun
 from indexer.replay import ApplyObserver, Replay
 from indexer.views import View, ViewState
@@ -55,6 +56,7 @@ class StreamTrace:
     view: View
     first: BatchPosition
     last: BatchPosition
+    history: StreamHistory
     page_histories: dict[int, PageHistory] = field(default_factory=dict)
     """Variant number -> what happened to its pages, if any was stored."""
     gaps: list[Gap] = field(default_factory=list)
@@ -137,9 +139,10 @@ class PromptTracer(ApplyObserver):
     def take_plain(self, run: PlainRun) -> None:
         """Note batches without pages of the prompt, after which their views are live, as before."""
         for view, row in run.newest():
-            history = self.streams.get(view.stream)
-            if history is not None:
-                history.last = _batch_of(run, row)
+            trace = self.streams.get(view.stream)
+            if trace is not None:
+                trace.last = _batch_of(run, row)
+                trace.history.seq = trace.last.seq
 
     def take_one(self, index: int | None, record: LogRecord, apply: Callable[[], None]) -> None:
         """Note a record and apply it."""
@@ -169,36 +172,32 @@ class PromptTracer(ApplyObserver):
         if split_group(batch.stream.model)[1] is not None:
             return
         at = self._batch(batch)
-        history = self.streams.get(batch.stream)
-        if history is None or history.view is not view:
-            history = self._begin_view(history, view, batch, at)
-        else:
-            _note_position(history, batch, at)
-        self._note_steps(history, batch, at)
+        trace = self.streams.get(batch.stream)
+        before = None if trace is None else trace.last
+        if trace is None or trace.view is not view:
+            trace = self._begin_view(trace, view, batch, at)
+        change = trace.history.note(view, batch)
+        if change.begins_epoch:
+            trace.gaps.clear()
+        if change.gap is not None or change.is_restart:
+            _abandon_resync(trace)
+        if change.gap:
+            trace.gaps.append(Gap(change.gap.start, change.gap.stop - 1, before, at))
+        self._note_steps(trace, batch, at)
         if view.state is ViewState.LIVE:
-            history.gaps.clear()
-            history.degraded_since = None
-        elif history.degraded_since is None:
-            history.degraded_since = at
-        if history.resync is not None and view.state is not ViewState.SYNCING:
-            _abandon_resync(history)  # it took too long
-        history.last = at
+            trace.gaps.clear()
+            trace.degraded_since = None
+        elif trace.degraded_since is None:
+            trace.degraded_since = at
+        if trace.resync is not None and view.state is not ViewState.SYNCING:
+            _abandon_resync(trace)  # it took too long
+        trace.last = at
 
     def _batch(self, batch: DecodedBatch) -> BatchPosition:
-        record, pages = self._record, batch.pages()
-        return BatchPosition(
-            index=self._index,
-            partition=record.partition,
-            offset=record.offset,
-            time=record.timestamp_ms / 1000,
-            epoch=batch.epoch,
-            seq=batch.seq,
-            pages_stored=pages.stored.total(),
-            pages_removed=pages.removed.total(),
-        )
+        return batch_position(self._index, self._record, batch, self._record.timestamp_ms / 1000)
 
     def _begin_before_log(self, view: View) -> None:
-        """Begin the history of a stream with what it held before the log."""
+        """Begin the trace of a stream with what it held before the log."""
         block_size = view.block_size
         self.hashes.add_block_size(block_size)
         before = BeforeLog(
@@ -210,80 +209,78 @@ class PromptTracer(ApplyObserver):
             pages_stored=0,
             pages_removed=0,
         )
-        history = StreamTrace(view.stream, block_size, view, before, before)
-        history.degraded_since = None if view.state is ViewState.LIVE else before
-        history.resync = None if view.marks is None else before
+        trace = StreamTrace(view.stream, block_size, view, before, before, StreamHistory(view))
+        trace.degraded_since = None if view.state is ViewState.LIVE else before
+        trace.resync = None if view.marks is None else before
         for variant in self.hashes.variants:
             held = view.index.tiers_held(variant.hashes, view.number)
             if variant.column is Column.SEQUENCE and held.any():
                 resent = None if view.marks is None else view.index.tiers_marked(variant.hashes, view.marks)
-                self._past(history, variant).begin_with(held, self._number(before), resent)
-        self._register(history)
+                self._past(trace, variant).begin_with(held, self._number(before), resent)
+        self._register(trace)
 
-    def _register(self, history: StreamTrace) -> None:
-        self.streams[history.stream] = history
-        self.by_worker.setdefault(history.stream.worker, {})[history.stream] = history
+    def _register(self, trace: StreamTrace) -> None:
+        self.streams[trace.stream] = trace
+        self.by_worker.setdefault(trace.stream.worker, {})[trace.stream] = trace
 
     def _begin_view(
         self, before: StreamTrace | None, view: View, batch: DecodedBatch, at: BatchPosition
     ) -> StreamTrace:
-        """Begin a history, or continue one with a new view: the worker has started again with other pages."""
+        """Begin a trace, or continue one with a new view: the worker has started again with other pages."""
         self.hashes.add_block_size(batch.block_size)
-        history = StreamTrace(batch.stream, batch.block_size, view, at, at)
+        trace = StreamTrace(batch.stream, batch.block_size, view, at, at, StreamHistory())
         if before is not None:
-            history.first, history.page_histories = before.first, before.page_histories
+            trace.history, trace.first, trace.page_histories = before.history, before.first, before.page_histories
             number = self._number(at)
-            for past in history.page_histories.values():
+            for past in trace.page_histories.values():
                 past.clear(number)
-        if batch.seq:
-            history.gaps.append(Gap(0, batch.seq - 1, None if before is None else before.last, at))
-        self._register(history)
-        return history
+        self._register(trace)
+        return trace
 
-    def _note_steps(self, history: StreamTrace, batch: DecodedBatch, at: BatchPosition) -> None:
+    def _note_steps(self, trace: StreamTrace, batch: DecodedBatch, at: BatchPosition) -> None:
         for step in batch.steps:
             match step:
                 case StoredPages():
-                    for past, pages in self._found(history, batch, step):
+                    for past, pages in self._found(trace, batch, step):
                         past.store(pages, step.medium, self._number(at))
                 case RemovedPages():
-                    for past, pages in self._found(history, batch, step):
+                    for past, pages in self._found(trace, batch, step):
                         past.remove(pages, step.medium, self._number(at))
                 case AllBlocksCleared():
-                    for past in history.page_histories.values():
+                    for past in trace.page_histories.values():
                         past.clear(self._number(at))
                 case SnapshotBegin():
-                    history.resync = at
-                    for past in history.page_histories.values():
+                    trace.resync = at
+                    for past in trace.page_histories.values():
                         past.begin_resync()
                 case SnapshotEnd():
-                    history.resync = None
-                    for past in history.page_histories.values():
+                    trace.resync = None
+                    for past in trace.page_histories.values():
                         past.end_resync(self._number(at))
 
     def _found(
-        self, history: StreamTrace, batch: DecodedBatch, step: StoredPages | RemovedPages
+        self, trace: StreamTrace, batch: DecodedBatch, step: StoredPages | RemovedPages
     ) -> Iterator[tuple[PageHistory, np.ndarray]]:
         """Yield the page_histories that an event touches, with the pages of the prompt in it."""
         for variant, _, pages in self.hashes.find(Column.SEQUENCE, step.hashes):
-            yield self._past(history, variant), pages
+            yield self._past(trace, variant), pages
         for variant, positions, pages in self.hashes.find(Column.BLOCK, step.block_hashes):
-            if isinstance(step, StoredPages) and history.rules.get(variant.number) is None:
-                self._recognise(history, variant, step.hashes[positions], pages)
-            if variant.number in history.rules:
-                yield self._past(history, variant), pages
+            if isinstance(step, StoredPages) and trace.rules.get(variant.number) is None:
+                self._recognise(trace, variant, step.hashes[positions], pages)
+            if variant.number in trace.rules:
+                yield self._past(trace, variant), pages
 
-    def _recognise(self, history: StreamTrace, variant: Variant, hashes: U64Array, pages: np.ndarray) -> None:
+    def _recognise(self, trace: StreamTrace, variant: Variant, hashes: U64Array, pages: np.ndarray) -> None:
         """Find out how the worker hashes pages that it stores under the engine's names of the prompt's pages."""
         if not self.hashes.is_known(hashes):
             asked = self.hashes.asked_rule(variant.rule.block_size)._replace(is_bigram=variant.rule.is_bigram)
-            history.rules[variant.number] = self._rule_finder.find(self._record, asked, hashes, pages)
+            trace.rules[variant.number] = self._rule_finder.find(self._record, asked, hashes, pages)
 
-    def _past(self, history: StreamTrace, variant: Variant) -> PageHistory:
-        past = history.page_histories.get(variant.number)
+    def _past(self, trace: StreamTrace, variant: Variant) -> PageHistory:
+        past = trace.page_histories.get(variant.number)
         if past is None:
-            past = history.page_histories[variant.number] = PageHistory(len(variant.hashes))
-            if history.resync is not None:
+            past = trace.page_histories[variant.number] = PageHistory(len(variant.hashes))
+            if trace.resync is not None:
                 past.begin_resync()
         return past
 
@@ -312,21 +309,7 @@ def _batch_of(run: PlainRun, row: int) -> BatchPosition:
     )
 
 
-def _note_position(history: StreamTrace, batch: DecodedBatch, at: BatchPosition) -> None:
-    """Note what the epoch and the number of a batch show."""
-    last = history.last
-    expected = last.seq + 1
-    if batch.epoch != last.epoch:
-        expected = 0
-        history.gaps.clear()
-    if batch.epoch == last.epoch and batch.seq == expected:
-        return
-    _abandon_resync(history)
-    if batch.seq > expected:
-        history.gaps.append(Gap(expected, batch.seq - 1, last, at))
-
-
-def _abandon_resync(history: StreamTrace) -> None:
-    history.resync = None
-    for past in history.page_histories.values():
+def _abandon_resync(trace: StreamTrace) -> None:
+    trace.resync = None
+    for past in trace.page_histories.values():
         past.abandon_resync()

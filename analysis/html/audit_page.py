@@ -36,12 +36,13 @@ from analysis.html.plots import (
     lines,
     shares_of,
 )
-from analysis.html.words import duration
+from analysis.words import duration
 from kv_events.schema import NUM_MEDIA
 
 TIERS = ("GPU", "CPU", "disk", "external")
 BEST, CHOSEN, AVERAGE = "always the candidate that holds most", "the routers' choice", "a candidate at random"
 """Policies: two that are thought of, and what happened."""
+_CHARTS = ("shares", "policies", "tiers", "workers", "rates", "batches", "churn", "faults")
 _MOST_ROWS = 20
 _LANE_STYLES = {
     "stale": RowStyle(ORANGE, "band"),
@@ -55,21 +56,12 @@ _LANE_STYLES = {
 
 def write_audit_page(path: Path, report: AuditReport, series: AuditCurves) -> int:
     """Write a report. Returns the size in bytes. Raises OSError."""
-    curves, requests = _Curves(report, series), series.requests.values.sum(axis=0)
-    charts = {
-        "shares": curves.shares(),
-        "policies": curves.policies(),
-        "tiers": curves.tiers(),
-        "workers": curves.workers(),
-        "rates": curves.rates(),
-        "batches": curves.batches(),
-        "churn": curves.churn(),
-        "faults": curves.faults(),
-    }
+    requests = series.requests.values.sum(axis=0)
+    is_span = len(series.bins.middles_ms) > 1
     return write_page(
         path,
         "audit.html",
-        charts,
+        _Curves(report, series).charts() if is_span else dict.fromkeys(_CHARTS),
         report=report,
         policies=_policies(requests),
         offered=requests[facts.OFFERED],
@@ -93,16 +85,13 @@ def _page_rows(report: AuditReport) -> list[tuple[str, list[int]]]:
 
 
 class _Curves:
-    """The charts of a report. Each is None if there is nothing to draw."""
+    """The charts of a report over a span of time. Each is None if there is nothing to draw."""
 
     def __init__(self, report: AuditReport, series: AuditCurves) -> None:
         self._report, self._series = report, series
         bins = series.bins
         self._shown = bins.shown
         at_ms = bins.middles_ms
-        self._is_span = len(at_ms) > 1
-        if not self._is_span:
-            return
         self._groups = Groups(bins, MOST_GROUPS)
         """What happens in a time is drawn by groups, what is held at a time by bins."""
         self._axis = calendar_axis(at_ms, bins.first_ms, bins.last_ms)
@@ -110,9 +99,13 @@ class _Curves:
         self._width = f"Each point covers {duration(bins.width_ms / 1000)}."
         self._group_width = f"Each point covers {duration(self._groups.width_s)}."
 
+    def charts(self) -> dict[str, Chart | None]:
+        """Return the chart of each name."""
+        return {name: getattr(self, name)() for name in _CHARTS}
+
     def shares(self) -> Chart | None:
         """The steps of the funnel over time."""
-        if not self._is_span or self._report.funnel is None or not self._report.funnel.requests:
+        if self._report.funnel is None or not self._report.funnel.requests:
             return None
         tokens = self._groups.sums(self._series.requests)
         prompts = tokens[:, facts.PROMPT]
@@ -133,7 +126,7 @@ class _Curves:
 
     def policies(self) -> Chart | None:
         """What the chosen worker held against the best and the average one."""
-        if not self._is_span or not self._series.requests.values[:, facts.OFFERED].any():
+        if not self._series.requests.values[:, facts.OFFERED].any():
             return None
         tokens = self._groups.sums(self._series.requests)
         offered = tokens[:, facts.OFFERED]
@@ -154,7 +147,7 @@ class _Curves:
     def tiers(self) -> Chart | None:
         """Pages by tier."""
         levels = self._series.tiers.values[self._shown]
-        if not self._is_span or not levels.any():
+        if not levels.any():
             return None
         used = [tier for tier in range(NUM_MEDIA) if levels[:, tier].any()]
         curves = [Curve(TIERS[tier], levels[:, tier], TIER_COLOURS[tier]) for tier in used]
@@ -164,7 +157,7 @@ class _Curves:
     def workers(self) -> Chart | None:
         """Pages by worker: those that held most, and all others."""
         whole = self._series.tiers.values[self._shown].sum(axis=1)
-        if not self._is_span or not whole.any():
+        if not whole.any():
             return None
         held = {worker: levels.values[self._shown, 0] for worker, levels in self._series.workers.items()}
         largest = sorted(held, key=lambda worker: -int(held[worker].sum()))[: len(WORKER_COLOURS)]
@@ -178,8 +171,6 @@ class _Curves:
 
     def rates(self) -> Chart | None:
         """Pages stored and removed a second."""
-        if not self._is_span:
-            return None
         curves = [
             Curve("stored", self._rate("stored"), BLUE),
             Curve("removed", self._rate("removed"), ORANGE),
@@ -191,8 +182,6 @@ class _Curves:
 
     def batches(self) -> Chart | None:
         """Batches a second."""
-        if not self._is_span:
-            return None
         rate = self._groups.sums(self._series.batches)[:, 0] / self._groups.seconds
         note = f"Batches a second of all workers, heartbeats included. At 0, no worker was heard. {self._group_width}"
         return lines("Batches", note, "batches/s", self._group_axis, [Curve("batches", rate, BLUE)])
@@ -200,8 +189,6 @@ class _Curves:
     def churn(self) -> Chart | None:
         """Pages that left too soon, and pages that came back soon."""
         within = f"within {self._report.churn_s:g} s"
-        if not self._is_span:
-            return None
         curves = [
             Curve(f"evicted {within} after they were stored", self._rate("churned"), RED),
             Curve(f"back {within} after they were evicted", self._rate("bounced"), GREEN),
@@ -212,7 +199,7 @@ class _Curves:
 
     def faults(self) -> Chart | None:
         """Gaps, restarts, wrong digests and resyncs of the worst streams."""
-        if not self._is_span or not self._series.marks:
+        if not self._series.marks:
             return None
         marked = {mark.stream for mark in self._series.marks}
         streams = _worst([each for each in self._report.streams if each.stream in marked])

@@ -14,7 +14,7 @@ from bokeh.embed import components
 from bokeh.resources import Resources
 from markupsafe import Markup
 
-from analysis.html import words
+from analysis import words
 from analysis.html.plots import Chart
 
 _FILTERS = (words.name, words.number, words.size, words.count, words.utc, words.duration)

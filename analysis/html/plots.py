@@ -21,7 +21,7 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from analysis.html.words import name, short_name, utc
+from analysis.words import name, short_name, utc
 
 BLUE, ORANGE, GREEN, PINK, RED = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00"
 SKY, YELLOW, GREY = "#56b4e9", "#f0e442", "#8b949e"

@@ -127,11 +127,7 @@ def _rates(watch: WorkerHistory, views: list[View]) -> tuple[list[float], list[f
 
 
 def _changes(watch: WorkerHistory, views: list[View]) -> list[StateChange]:
-    changes = [
-        StateChange(time=at, dp_rank=view.stream.dp_rank, event=change.verb, reason=change.reason)
-        for view in views
-        for at, change in watch.changes(view.stream)
-    ]
+    changes = [change for view in views for change in watch.changes(view.stream)]
     return sorted(changes, key=lambda each: -each.time)[:_MAX_CHANGES]
 
 
@@ -143,7 +139,7 @@ def _rank(scene: PageState, view: View, group: str) -> FleetRank:
         stream=view.stream.key,
         state=scene.views.freshness.state(view).value,
         reason=scene.views.reason(view),
-        since=changes[0][0] if changes else None,
+        since=changes[0].time if changes else None,
         age_s=round(max(0.0, scene.views.now() - view.last_batch_at), 3),
         agreed_at=view.agreed_at or None,
         missing_batches=view.missing_batches,

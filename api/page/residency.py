@@ -10,7 +10,7 @@ import numpy as np
 
 from api.page.state import PageState
 from api.problems import ProblemError, ProblemKind
-from indexer.namespaces import Namespace
+from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View
 from kv_events.hashing import U64Array
 from kv_events.http.fleet import Residency, ResidencyColumn, ResidencyNamespace, ResidencyRow
@@ -18,6 +18,7 @@ from kv_events.http.fleet import Residency, ResidencyColumn, ResidencyNamespace,
 MAX_ROWS = 300
 _MAX_COLUMNS = 128
 _MAX_NAMESPACES = 256
+_NO_NAMESPACE = NamespaceKey("", "", 0)
 
 _encoder = msgspec.json.Encoder()
 
@@ -60,46 +61,32 @@ def describe_residency(scene: PageState, wanted: Wanted) -> Generator[None, None
     yield
     shown = [
         ResidencyNamespace(
-            model=each.key.model,
-            tenant=each.key.tenant,
-            block_size=each.key.block_size,
+            **each.key._asdict(),
             workers=len({view.stream.worker for view in each.views.values()}),
             pages=each.index.num_pages,
         )
         for each in namespaces[:_MAX_NAMESPACES]
     ]
     yield
-    namespace = next((each for each in namespaces if _matches(each, wanted)), None)
-    if namespace is None:
-        if wanted.model is not None:
-            raise ProblemError(404, ProblemKind.UNKNOWN_MODEL, f"no worker serves model {wanted.model[:80]!r}", "model")
-        nothing = Residency(
-            time=scene.views.now(),
-            namespaces=shown,
-            model="",
-            tenant="",
-            block_size=0,
-            num_columns=0,
-            columns=[],
-            rows=[],
-        )
-        return ResidencyAnswer(nothing, [])
-    views = _columns(namespace, wanted.worker)
+    namespace = next((each for each in namespaces if _matches(each.key, wanted)), None)
+    if namespace is None and wanted.model is not None:
+        raise ProblemError(404, ProblemKind.UNKNOWN_MODEL, f"no worker serves model {wanted.model[:80]!r}", "model")
+    views = [] if namespace is None else _columns(namespace, wanted.worker)
     yield
-    columns = {view.number: number for number, view in enumerate(views)}
     rows = []
-    for prefix in (yield from namespace.index.shared_prefixes(MAX_ROWS)):
-        row = _row(namespace, columns, prefix)
-        if row.cells:
-            rows.append((msgspec.Raw(_encoder.encode(row)), _holders(row, views)))
-        yield
+    if namespace is not None:
+        columns = {view.number: number for number, view in enumerate(views)}
+        for prefix in (yield from namespace.index.shared_prefixes(MAX_ROWS)):
+            row = _row(namespace, columns, prefix)
+            if row.cells:
+                rows.append((msgspec.Raw(_encoder.encode(row)), _holders(row, views)))
+            yield
+    key = _NO_NAMESPACE if namespace is None else namespace.key
     found = Residency(
+        **key._asdict(),
         time=scene.views.now(),
         namespaces=shown,
-        model=namespace.key.model,
-        tenant=namespace.key.tenant,
-        block_size=namespace.key.block_size,
-        num_columns=len(namespace.views),
+        num_columns=0 if namespace is None else len(namespace.views),
         columns=[
             ResidencyColumn(
                 worker=view.stream.worker, dp_rank=view.stream.dp_rank, state=scene.views.freshness.state(view).value
@@ -111,13 +98,9 @@ def describe_residency(scene: PageState, wanted: Wanted) -> Generator[None, None
     return ResidencyAnswer(found, rows)
 
 
-def _matches(namespace: Namespace, wanted: Wanted) -> bool:
-    key = namespace.key
-    return (
-        wanted.model in (None, key.model)
-        and wanted.tenant in (None, key.tenant)
-        and wanted.block_size in (None, key.block_size)
-    )
+def _matches(key: NamespaceKey, wanted: Wanted) -> bool:
+    asked = (wanted.model, wanted.tenant, wanted.block_size)
+    return all(each in (None, given) for each, given in zip(asked, key, strict=True))
 
 
 def _columns(namespace: Namespace, worker: str | None) -> list[View]:

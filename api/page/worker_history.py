@@ -17,6 +17,7 @@ from indexer.consumer import Consumer
 from indexer.slices import Slices
 from indexer.views import View
 from indexer.worker_log import WorkerChange
+from kv_events.http.fleet import StateChange
 from kv_events.streams import StreamId
 
 INTERVAL_S: Final = 5.0
@@ -46,7 +47,7 @@ class _History:
     counts: tuple[int, int] | None = None
     """Pages stored and removed up to the last sample. None: not sampled yet."""
     peak_pages: int = 0
-    changes: deque[tuple[float, WorkerChange]] = field(default_factory=lambda: deque(maxlen=_MAX_CHANGES))
+    changes: deque[StateChange] = field(default_factory=lambda: deque(maxlen=_MAX_CHANGES))
 
 
 class WorkerHistory:
@@ -58,17 +59,14 @@ class WorkerHistory:
         self._sampled_at = 0.0
 
     @classmethod
-    def of_past(
-        cls, rates: CountedRates, changes: Mapping[StreamId, Iterable[tuple[float, WorkerChange]]]
-    ) -> WorkerHistory:
-        """Return the history as of a moment of the past. changes: oldest first, each with its time."""
+    def of_past(cls, rates: CountedRates, changes: Mapping[StreamId, Iterable[StateChange]]) -> WorkerHistory:
+        """Return the history as of a moment of the past. changes: oldest first."""
         watch = cls()
         watch._num_samples = rates.num_intervals
         for stream, each in rates.by_stream.items():
             watch._history(stream).rates = each
         for stream, several in changes.items():
-            for at, change in several:
-                watch._history(stream).changes.appendleft((at, change))
+            watch._history(stream).changes.extendleft(several)
         return watch
 
     @asynccontextmanager
@@ -76,7 +74,11 @@ class WorkerHistory:
         """Follow the views of a consumer in the background of a block."""
 
         def note(change: WorkerChange) -> None:
-            self.note_change(change, time.time())
+            if change.verb:
+                event = StateChange(
+                    time=time.time(), dp_rank=change.stream.dp_rank, event=change.verb, reason=change.reason
+                )
+                self.note_change(change.stream, event)
 
         consumer.worker_log.on_change.append(note)
         task = asyncio.create_task(self._sample_forever(consumer), name="fleet-watch")
@@ -87,9 +89,9 @@ class WorkerHistory:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def note_change(self, change: WorkerChange, at: float) -> None:
-        """Remember a change. at: seconds since 1970."""
-        self._history(change.stream).changes.appendleft((at, change))
+    def note_change(self, stream: StreamId, change: StateChange) -> None:
+        """Remember a change."""
+        self._history(stream).changes.appendleft(change)
 
     def sample(self, views: list[View], now: float) -> Iterator[None]:
         """Take the rates since the last sample, in slices. Call it every `INTERVAL_S`. now: seconds of any clock.
@@ -123,8 +125,8 @@ class WorkerHistory:
         """Return the most pages that the stream held at any sample."""
         return self._known(stream).peak_pages
 
-    def changes(self, stream: StreamId) -> list[tuple[float, WorkerChange]]:
-        """Return the newest changes of a stream, newest first, each with its time."""
+    def changes(self, stream: StreamId) -> list[StateChange]:
+        """Return the newest changes of a stream, newest first."""
         return list(self._known(stream).changes)
 
     def _known(self, stream: StreamId) -> _History:

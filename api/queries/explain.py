@@ -13,8 +13,7 @@ from subprocess import PIPE, Popen, TimeoutExpired
 import msgspec
 from starlette.responses import Response
 
-from analysis.explain.asked_prompt import AskedPrompt
-from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
+from analysis.explain.asked_prompt import EXIT_REFUSED, ExplainError, ExplainJob
 from api.daemon_threads import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import BodyFormat, decode_as
@@ -71,7 +70,7 @@ class ExplainRoute:
         finally:
             self._is_busy = False
 
-    async def _run(self, job: Job) -> Response:
+    async def _run(self, job: ExplainJob) -> Response:
         answers: list[bytes] = []
         try:
             await run_in_daemon_thread(lambda: answers.append(self._explained(job)))
@@ -80,7 +79,7 @@ class ExplainRoute:
                 self._process.kill()  # harmless if it has ended; it has not if the service stops
         return json_response(answers[0])
 
-    def _explained(self, job: Job) -> bytes:
+    def _explained(self, job: ExplainJob) -> bytes:
         """Return the explanation as JSON. Raises ProblemError."""
         with Popen(  # noqa: S603  our own module
             _COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
@@ -93,7 +92,7 @@ class ExplainRoute:
                 raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, detail) from None
         exit_code = self._process.returncode
         if exit_code == EXIT_REFUSED:
-            raise _refused(msgspec.json.decode(answer, type=Refusal), job)
+            raise _refused(msgspec.json.decode(answer, type=ExplainError), job)
         if exit_code:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
             logger.error("an explanation failed with exit code %s: %s", exit_code, last)
@@ -104,7 +103,7 @@ class ExplainRoute:
 
 async def _job(
     body: bytes | bytearray, body_format: BodyFormat, folder: Path, timeout_s: float, present: LogMoment
-) -> Job:
+) -> ExplainJob:
     """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
     if is_large(body):
         request, question, numbers = await asyncio.to_thread(_decoded, body, body_format)
@@ -114,7 +113,14 @@ async def _job(
         fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
         raise ProblemError.of_value(fault)
     moment = present if request.at is None else LogMoment(time_s=request.at)
-    return Job.of(AskedPrompt(question, numbers, request.worker), folder, moment, timeout_s)
+    return ExplainJob(
+        folder=str(folder),
+        query=question,
+        numbers=numbers.tobytes(),
+        named=request.worker,
+        moment=moment,
+        timeout_s=timeout_s,
+    )
 
 
 def _decoded(body: bytes | bytearray, body_format: BodyFormat) -> tuple[ExplainRequest, ParsedQuery, PromptArray]:
@@ -122,7 +128,7 @@ def _decoded(body: bytes | bytearray, body_format: BodyFormat) -> tuple[ExplainR
     return request, *decode_question(body, body_format, BY_ANY)
 
 
-def _refused(refusal: Refusal, job: Job) -> ProblemError:
+def _refused(refusal: ExplainError, job: ExplainJob) -> ProblemError:
     match refusal.field:
         case "model_name":
             return ProblemError(
@@ -130,11 +136,11 @@ def _refused(refusal: Refusal, job: Job) -> ProblemError:
             )
         case "worker":
             return ProblemError(
-                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_WORKER, refusal.detail, "worker", job.prompt().worker
+                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_WORKER, refusal.detail, "worker", job.prompt.worker
             )
         case "at":
             return ProblemError(
-                HTTPStatus.UNPROCESSABLE_ENTITY, ProblemKind.INVALID_VALUE, refusal.detail, "at", job.at
+                HTTPStatus.UNPROCESSABLE_ENTITY, ProblemKind.INVALID_VALUE, refusal.detail, "at", job.moment.time_s
             )
         case _:
             return ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, refusal.detail)

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from analysis.markers import Change, MarkerReport
-from indexer.worker_log import WorkerChange
+from kv_events.http.fleet import StateChange
 from kv_events.http.log import Mark
 from kv_events.runtime.helper_process import HelperEndedError, helper_results
 from kv_events.streams import StreamId
@@ -52,13 +52,12 @@ class MarkerSearch:
         """The marks in the order of the log, at most 2000 of each kind."""
         return sorted((mark for marks in self._by_kind.values() for mark in marks), key=lambda mark: mark.index)
 
-    def changes_before(self, index: int) -> dict[StreamId, list[tuple[float, WorkerChange]]]:
-        """Return the newest changes of each stream by the records before an index, oldest first, with their times."""
+    def changes_before(self, index: int) -> dict[StreamId, list[StateChange]]:
+        """Return the newest changes of each stream by the records before an index, oldest first."""
         found = {}
         for stream, changes in self._changes.items():
             stop = bisect_left(changes, index, key=lambda change: change.index)
-            newest = changes[max(0, stop - _MOST_SHOWN) : stop]
-            found[stream] = [(each.time, WorkerChange(stream, each.verb, each.reason, {})) for each in newest]
+            found[stream] = [each.change for each in changes[max(0, stop - _MOST_SHOWN) : stop]]
         return found
 
     def follow(self, end: int) -> None:
@@ -94,8 +93,7 @@ class MarkerSearch:
             if len(kept) < _MOST_OF_A_KIND:
                 kept.append(mark)
         for change in found.changes[: max(0, _MOST_CHANGES - self._num_changes)]:
-            stream = StreamId(change.model, change.tenant, change.worker, change.dp_rank)
-            self._changes.setdefault(stream, []).append(change)
+            self._changes.setdefault(change.stream, []).append(change)
             self._num_changes += 1
         self.damage = found.damage or self.damage
         self.failure = found.failure

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -19,7 +21,7 @@ from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.records import LogRecord
 
 _MOST_KEPT: Final = 4
-"""OpenMoments in memory, including those that are being opened."""
+"""Moments in memory, including those that are being opened."""
 _MOST_WAITING: Final = 64
 """Requests that wait for a moment."""
 _LONGEST_WAIT_S: Final = 30.0
@@ -40,18 +42,18 @@ class History(NamedTuple):
     funnel: Funnel
 
 
+@dataclass(slots=True)
 class OpenMoment:
     """A moment that requests are answered from. Its views do not change while it is in use."""
 
-    def __init__(self, moment: LogMoment, views: Replay, newest: tuple[int, LogRecord] | None) -> None:
-        self.moment = moment
-        self.views = views
-        self.newest = newest
-        """The newest record of events in the log before the end of the moment, with its index."""
-        self.history: History | None = None
-        """None: not asked for yet."""
-        self.users = 0
-        """Requests that read it."""
+    moment: LogMoment
+    views: Replay
+    newest: tuple[int, LogRecord] | None
+    """The newest record of events in the log before the end of the moment, with its index."""
+    history: History | None = None
+    """None: not asked for yet."""
+    users: int = 0
+    """Requests that read it."""
 
 
 class OpenMoments:
@@ -72,10 +74,10 @@ class OpenMoments:
             self.extent.offsets = self._timeline.offsets()
         if default != LogMoment() and (outside := self.extent.fault(default)):
             raise OutsideTheLogError(f"{default.text} is {outside}")
-        self._kept: list[OpenMoment] = []  # the most recently used one last
+        self._kept: OrderedDict[str, OpenMoment] = OrderedDict()  # by their text, the most recently used one last
+        self._places = asyncio.Semaphore(_MOST_KEPT)  # one for each moment that is read
         self._working = asyncio.Lock()
         self._num_waiting = 0
-        self._released = asyncio.Event()
         self._refreshed_at = 0.0
 
     async def parse(self, at: str | None, field: str = "at") -> LogMoment:
@@ -95,15 +97,17 @@ class OpenMoments:
     @asynccontextmanager
     async def opened(self, moment: LogMoment) -> AsyncIterator[OpenMoment]:
         """Hold a moment open for a block. moment: of `parse`. Raises ProblemError."""
-        found = self._find(moment) or await self._opened(moment)
+        found = self._kept.get(moment.text)
+        if found is None or not found.users:
+            found = await self._placed(moment)
         found.users += 1
-        self._kept.remove(found)
-        self._kept.append(found)
+        self._kept.move_to_end(moment.text)
         try:
             yield found
         finally:
             found.users -= 1
-            self._released.set()
+            if not found.users:
+                self._places.release()
 
     async def work(self, do: Callable[[Timeline], _T]) -> _T:
         """Call `do` with the log in a thread, and return its result. Raises ProblemError if the log cannot be read."""
@@ -119,27 +123,28 @@ class OpenMoments:
         extent = await self.work(_refreshed)
         if extent != self.extent:  # a time or offsets may include more now
             self.extent = extent
-            self._kept = [each for each in self._kept if each.users or each.moment.index is not None]
+            for text in [text for text, each in self._kept.items() if not each.users and each.moment.index is None]:
+                del self._kept[text]
 
-    def _find(self, moment: LogMoment) -> OpenMoment | None:
-        return next((each for each in self._kept if each.moment == moment), None)
-
-    async def _opened(self, moment: LogMoment) -> OpenMoment:
+    async def _placed(self, moment: LogMoment) -> OpenMoment:
+        """Return a moment that has a place among those that are read. It may have to be opened."""
         try:
-            async with asyncio.timeout(_LONGEST_WAIT_S) as limit:
-                while True:
-                    async with self._turn():
-                        found = self._find(moment)
-                        if found is None and self._has_room():
-                            limit.reschedule(None)
-                            found = await self._open(moment)
-                        if found is not None:
-                            return found
-                        self._released.clear()
-                    await self._released.wait()
+            async with asyncio.timeout(_LONGEST_WAIT_S):
+                await self._places.acquire()
         except TimeoutError:
             detail = f"{_MOST_KEPT} moments of the log are being read, and no more are kept in memory"
             raise ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1) from None
+        found = self._kept.get(moment.text)
+        try:
+            if found is None:
+                async with self._turn():
+                    found = self._kept.get(moment.text) or await self._open(moment)
+        except BaseException:
+            self._places.release()
+            raise
+        if found.users:  # another request has opened it
+            self._places.release()
+        return found
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -154,32 +159,23 @@ class OpenMoments:
         finally:
             self._num_waiting -= 1
 
-    def _has_room(self) -> bool:
-        """Return whether a moment can be opened. It may take the place of one that nobody reads."""
-        return len(self._kept) < _MOST_KEPT or any(not each.users for each in self._kept)
-
     async def _open(self, moment: LogMoment) -> OpenMoment:
-        """Open a moment. The log's turn and the room are the caller's."""
-        base = self._take_base(moment)
-        if base is None and len(self._kept) >= _MOST_KEPT:
-            self._kept.remove(next(each for each in self._kept if not each.users))  # the least recently used one
+        """Open a moment. The turn is the caller's, and a place: another moment can leave if there are too many."""
+        idle = [(text, each) for text, each in self._kept.items() if not each.users]
+        near = [(text, each) for text, each in idle if self._timeline.can_move(each.views, moment)]
+        base = None
+        if near:  # the latest moment that can move to this one
+            text, base = max(near, key=lambda each: each[1].views.index)
+            del self._kept[text]
+        elif len(self._kept) >= _MOST_KEPT:
+            del self._kept[idle[0][0]]  # the least recently used one
 
         def open_or_move() -> tuple[Replay, tuple[int, LogRecord] | None]:
-            views = self._timeline.at(moment, base)
+            views = self._timeline.at(moment, None if base is None else base.views)
             return views, self._timeline.event_before(views.index)
 
-        found = OpenMoment(moment, *await self._in_thread(open_or_move))
-        self._kept.append(found)
+        found = self._kept[moment.text] = OpenMoment(moment, *await self._in_thread(open_or_move))
         return found
-
-    def _take_base(self, moment: LogMoment) -> Replay | None:
-        """Take the latest moment that nobody reads and that can move to another one out of those in memory."""
-        idle = [each for each in self._kept if not each.users and self._timeline.can_move(each.views, moment)]
-        if not idle:
-            return None
-        base = max(idle, key=lambda each: each.views.index)
-        self._kept.remove(base)
-        return base.views
 
     async def _in_thread(self, do: Callable[[], _T]) -> _T:
         results: list[_T] = []

@@ -7,10 +7,9 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
 from prometheus_client import CollectorRegistry
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,7 +38,6 @@ from indexer.views import View
 from kv_events.log.moments import LogMoment
 
 _present: ContextVar[OpenMoment] = ContextVar("moment")
-_MAX_FIELDS = 100
 _PATHS = frozenset(
     {
         *("/query", "/query_by_hash", "/query/batch", "/explain"),
@@ -102,13 +100,7 @@ async def _received(scope: Scope, receive: Receive, limit: int) -> Receive:
 
 def asked_moment(scope: Scope) -> str | None:
     """Return the parameter `at` of a request. Raises ProblemError if there are several."""
-    try:
-        fields = parse_qsl(scope["query_string"].decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
-    except ValueError:
-        raise ProblemError(
-            422, ProblemKind.INVALID_VALUE, f"more than {_MAX_FIELDS} parameters, or not UTF-8"
-        ) from None
-    found = [value for name, value in fields if name == "at"]
+    found = QueryParams(scope["query_string"]).getlist("at")
     if len(found) > 1:
         raise ProblemError(422, ProblemKind.INVALID_VALUE, "at: given more than once", "at")
     return found[0] if found else None

@@ -22,35 +22,12 @@ STORAGE_TIERS = ("device", "host_pinned", "disk", "external")
 
 _EVENTS_PER_CHUNK = 500
 
-_EXAMPLE = {
-    "m:default": {
-        "block_size": 16,
-        "events": [
-            {
-                "worker_id": "worker-0",
-                "storage_tier": "device",
-                "residency_domain": "worker",
-                "event": {
-                    "event_id": 0,
-                    "data": {
-                        "stored": {
-                            "parent_hash": None,
-                            "start_position": None,
-                            "blocks": [{"block_hash": 101, "tokens_hash": None, "mm_extra_info": None}],
-                        }
-                    },
-                    "dp_rank": 0,
-                },
-            }
-        ],
-    }
-}
-
 
 def dump_routes(served: ViewSource) -> APIRouter:
     """Return the route of this module."""
     router = APIRouter(tags=["workers"])
-    example = {"content": {"application/json": {"schema": {"type": "object"}, "example": _EXAMPLE}}}
+    shown = {"m:default": {"block_size": 16, "events": [_event("worker-0", 0, "device", 101, 0)]}}
+    example = {"content": {"application/json": {"schema": {"type": "object"}, "example": shown}}}
 
     @router.get("/dump", response_class=StreamingResponse, responses={200: example})
     async def dump() -> StreamingResponse:
@@ -105,14 +82,13 @@ async def _chunks(served: ViewSource, namespace: Namespace) -> AsyncIterator[byt
 def _events(view: View, held: StreamPages) -> Iterator[object]:
     rows = zip(held.hashes.tolist(), held.parents.tolist(), held.tiers.tolist(), strict=True)
     for sequence_hash, parent, tiers in rows:
-        block = {"block_hash": sequence_hash, "tokens_hash": None, "mm_extra_info": None}
-        stored = {"parent_hash": parent or None, "start_position": None, "blocks": [block]}
-        event = {"event_id": 0, "data": {"stored": stored}, "dp_rank": view.stream.dp_rank}
         for tier, name in enumerate(STORAGE_TIERS):
             if tiers >> tier & 1:
-                yield {
-                    "worker_id": view.stream.worker,
-                    "storage_tier": name,
-                    "residency_domain": "worker",
-                    "event": event,
-                }
+                yield _event(view.stream.worker, view.stream.dp_rank, name, sequence_hash, parent)
+
+
+def _event(worker: str, dp_rank: int, tier: str, sequence_hash: int, parent: int) -> object:
+    block = {"block_hash": sequence_hash, "tokens_hash": None, "mm_extra_info": None}
+    stored = {"parent_hash": parent or None, "start_position": None, "blocks": [block]}
+    event = {"event_id": 0, "data": {"stored": stored}, "dp_rank": dp_rank}
+    return {"worker_id": worker, "storage_tier": tier, "residency_domain": "worker", "event": event}

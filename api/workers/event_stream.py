@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -20,6 +18,7 @@ from api.access.guard import header
 from api.problems import ProblemError, ProblemKind
 from indexer.consumer import Consumer
 from indexer.views import View
+from indexer.worker_log import WorkerChange
 from kv_events.codec import DecodedBatch
 from kv_events.http.events import EVENT_NAMES, PING_S, BatchApplied, ClientDropped, FeedEvent, StateChanged
 from kv_events.schema import MEDIA, AllBlocksCleared
@@ -28,7 +27,6 @@ from kv_events.streams import StreamId
 MAX_QUEUED_EVENTS = 4096
 """Maximum number of events queued for one client."""
 
-_CHECK_INTERVAL_S = 0.5
 _BATCH: Final = "batch"
 _STATE: Final = "state"
 _MEDIA_TYPE = "text/event-stream"
@@ -92,10 +90,9 @@ class EventStream:
         self._consumer = consumer
         self._max_clients = max_clients
         self._clients: set[_Client] = set()
-        self._reported: dict[StreamId, str] = {}  # states; kept up to date while there are clients
-        self._next_check = 0.0
         self._is_closed = False
-        consumer.applier.on_applied.append(self._on_applied)
+        consumer.applier.on_applied.insert(0, self._on_applied)  # a batch comes before the change that it makes
+        consumer.worker_log.on_change.append(self._on_change)
 
     @property
     def num_clients(self) -> int:
@@ -127,8 +124,6 @@ class EventStream:
         if len(self._clients) >= self._max_clients:
             detail = f"{self._max_clients} clients listen to events already (KVSIGHT_MAX_EVENT_CLIENTS)"
             raise ProblemError(HTTPStatus.TOO_MANY_REQUESTS, ProblemKind.TOO_MANY_CLIENTS, detail)
-        if not self._clients:
-            self._reported = {view.stream: self._state(view) for view in self._views()}
         client = _Client(stream_filter, authorization)
         client.put(b": kvsight\n\n" + self._all_states(stream_filter))
         self._clients.add(client)
@@ -139,7 +134,6 @@ class EventStream:
             self._clients.discard(client)
 
     async def _events(self, client: _Client) -> AsyncGenerator[bytes]:
-        sent_at = time.monotonic()
         while True:
             events = client.take()
             if client.is_ended:
@@ -147,23 +141,20 @@ class EventStream:
             if client.lost:
                 yield _event(ClientDropped(lost=client.lost))
                 return
-            if not events and time.monotonic() - sent_at > PING_S:
-                events = b": quiet\n\n"
             if events:
                 yield events
-                sent_at = time.monotonic()
             elif self._is_closed:
                 return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(client.woken.wait(), _CHECK_INTERVAL_S)
-            self._detect_silence()
+            try:
+                await asyncio.wait_for(client.woken.wait(), PING_S)
+            except TimeoutError:
+                yield b": quiet\n\n"
 
     def _all_states(self, stream_filter: StreamFilter) -> bytes:
-        views = [view for view in self._views() if stream_filter.matches(view.stream, _STATE)]
-        return b"".join(_event(self._state_changed(view.stream, None, self._state(view), view)) for view in views)
-
-    def _views(self) -> list[View]:
-        return self._consumer.namespaces.views
+        views = [view for view in self._consumer.namespaces.views if stream_filter.matches(view.stream, _STATE)]
+        for view in views:
+            self._consumer.worker_log.note(view)  # so that the next change begins with the state that is sent here
+        return b"".join(_event(self._state_changed(view.stream, None, self._state(view))) for view in views)
 
     def _state(self, view: View) -> str:
         return self._consumer.freshness.state(view).value
@@ -173,29 +164,16 @@ class EventStream:
     def _on_applied(self, view: View, batch: DecodedBatch) -> None:
         if self._clients:
             self._send(view.stream, _BATCH, lambda: _batch_applied(view, batch, self._state(view)))
-            self._compare(view)
 
-    def _detect_silence(self) -> None:
-        """Detect state changes that are caused by silence."""
-        if time.monotonic() < self._next_check:
-            return
-        self._next_check = time.monotonic() + _CHECK_INTERVAL_S
-        for view in self._views():
-            self._compare(view)
-        for stream in [stream for stream in self._reported if self._consumer.namespaces.view(stream) is None]:
-            self._change(stream, self._reported.pop(stream), "forgotten", None)
+    def _on_change(self, change: WorkerChange) -> None:
+        if self._clients and change.before is not change.after:
+            before = None if change.before is None else change.before.value
+            state = "forgotten" if change.after is None else change.after.value
+            self._send(change.stream, _STATE, lambda: self._state_changed(change.stream, before, state))
 
-    def _compare(self, view: View) -> None:
-        before, state = self._reported.get(view.stream), self._state(view)
-        if before != state:
-            self._reported[view.stream] = state
-            self._change(view.stream, before, state, view)
-
-    def _change(self, stream: StreamId, before: str | None, state: str, view: View | None) -> None:
-        self._send(stream, _STATE, lambda: self._state_changed(stream, before, state, view))
-
-    def _state_changed(self, stream: StreamId, before: str | None, state: str, view: View | None) -> StateChanged:
-        reason = self._consumer.reason(view) if view is not None else ""
+    def _state_changed(self, stream: StreamId, before: str | None, state: str) -> StateChanged:
+        view = self._consumer.namespaces.view(stream)
+        reason = "" if view is None else self._consumer.reason(view)
         return StateChanged(**_names(stream), before=before, state=state, reason=reason)
 
     def _send(self, stream: StreamId, kind: str, make: Callable[[], FeedEvent]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
@@ -34,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024
 
-_T = TypeVar("_T")
 _ADDRESSES = ("endpoint", "replay_endpoint")
 _DEVICES = ("npu", "gpu", "xpu")
 """Names of the device in `medium_endpoints`."""
@@ -65,11 +63,11 @@ class RegisterRoutes:
         registrations = self._registrations
         if _is_peer(body, body_format):
             peer = decode_as(PeerRegistration, body, body_format)
-            is_new = await registrations.add(engine_of_peer(peer), is_peer=True)
-            return _json(PeerRegistered(), HTTPStatus.CREATED if is_new else HTTPStatus.OK)
+            is_new = await registrations.add(engine_of(peer), is_peer=True)
+            return json_response(PeerRegistered(), HTTPStatus.CREATED if is_new else HTTPStatus.OK)
         rfc = decode_as(RfcRegistration, body, body_format)
-        await registrations.add(engine_of_rfc(rfc), is_peer=False)
-        return _json(RfcRegistered(instance_id=rfc.instance_id))
+        await registrations.add(engine_of(rfc), is_peer=False)
+        return json_response(RfcRegistered(instance_id=rfc.instance_id))
 
     async def _unregister(self, body: Body, body_format: BodyFormat) -> Response:
         registrations = self._registrations
@@ -77,30 +75,44 @@ class RegisterRoutes:
             peer = decode_as(PeerUnregistration, body, body_format)
             tenant = peer.routing_group or None
             await registrations.remove(str(peer.instance_id), peer.model_name, tenant, peer.dp_rank)
-            return _json(PeerRegistered())
+            return json_response(PeerRegistered())
         rfc = decode_as(RfcUnregistration, body, body_format)
         model = _model(rfc.model, rfc.modelname)
         removed = await registrations.remove(str(rfc.instance_id), model, rfc.tenant_id or DEFAULT_TENANT, rfc.dp_rank)
-        return _json(RfcUnregistered(removed_instances=[f"{e.worker}|{e.tenant}|{e.dp_rank}" for e in removed]))
+        return json_response(RfcUnregistered(removed_instances=[f"{e.worker}|{e.tenant}|{e.dp_rank}" for e in removed]))
 
 
 def _is_peer(body: Body, body_format: BodyFormat) -> bool:
     return decode_as(DialectFields, body, body_format).model_name is not UNSET
 
 
-def engine_of_peer(request: PeerRegistration) -> EngineSettings:
-    return _engine(request, request.endpoint, request.model_name, request.routing_group)
+def engine_of(request: PeerRegistration | RfcRegistration) -> EngineSettings:
+    """Return the engine of a registration. Raises ProblemError."""
+    from bridge import EngineSettings  # only processes that read engines load the bridge
 
-
-def engine_of_rfc(request: RfcRegistration) -> EngineSettings:
-    return _engine(
-        request,
-        _endpoint(request),
-        _model(request.model, request.modelname),
-        request.tenant_id,
-        lora_name=request.lora_name or "",
-        cache_salt=request.additionalsalt or request.additional_salt or "",
-    )
+    lora_name = cache_salt = None
+    if isinstance(request, PeerRegistration):
+        endpoint, model, tenant = request.endpoint, request.model_name, request.routing_group
+    else:
+        endpoint, model, tenant = _endpoint(request), _model(request.model, request.modelname), request.tenant_id
+        lora_name, cache_salt = request.lora_name, request.additionalsalt or request.additional_salt
+    try:
+        return EngineSettings(
+            endpoint=endpoint,
+            model=model,
+            tenant=tenant or DEFAULT_TENANT,
+            lora_name=lora_name or "",
+            cache_salt=cache_salt or "",
+            worker=str(request.instance_id),
+            replay_endpoint=request.replay_endpoint or None,
+            dp_rank=request.dp_rank or 0,
+            block_size=request.block_size,
+            eagle=request.eagle,
+            count_copies=request.count_copies,
+            attention_chunk_size=request.attention_chunk_size,
+        )
+    except InvalidValueError as error:
+        raise _problem(error) from None
 
 
 def _endpoint(request: RfcRegistration) -> str:
@@ -114,36 +126,6 @@ def _endpoint(request: RfcRegistration) -> str:
         if address != endpoint:
             logger.warning("instance %s: events of medium %r at %r are not read", request.instance_id, medium, address)
     return endpoint
-
-
-def _engine(
-    request: PeerRegistration | RfcRegistration,
-    endpoint: str,
-    model: str,
-    tenant: str | None,
-    *,
-    lora_name: str = "",
-    cache_salt: str = "",
-) -> EngineSettings:
-    from bridge import EngineSettings  # only processes that read engines load the bridge
-
-    try:
-        return EngineSettings(
-            endpoint=endpoint,
-            worker=str(request.instance_id),
-            model=model,
-            replay_endpoint=request.replay_endpoint or None,
-            tenant=tenant or DEFAULT_TENANT,
-            dp_rank=request.dp_rank or 0,
-            block_size=request.block_size,
-            eagle=request.eagle,
-            count_copies=request.count_copies,
-            attention_chunk_size=request.attention_chunk_size,
-            lora_name=lora_name,
-            cache_salt=cache_salt,
-        )
-    except InvalidValueError as error:
-        raise _problem(error) from None
 
 
 def _problem(error: InvalidValueError) -> ProblemError:
@@ -163,7 +145,3 @@ def _model(model: str | UnsetType, modelname: str | UnsetType) -> str:
             422, ProblemKind.MISSING_FIELD, "model_name: missing (or modelname, in the RFC's dialect)", "model_name"
         )
     return named
-
-
-def _json(answer: msgspec.Struct, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    return json_response(answer, status)

@@ -9,9 +9,11 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 
+import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -21,7 +23,6 @@ from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge
 from api.workers.allowed_addresses import AllowedAddresses
 from api.workers.registration_rules import check_addresses, check_conflicts, no_room, select_ranks, stream_of
-from api.workers.saved_registrations import SavedRegistrations
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.metrics import BridgeMetrics
 from indexer.consumer import Consumer
@@ -43,6 +44,7 @@ _CHECK_INTERVAL_S = 0.1
 _INDEX_TIMEOUT_S = 1.0
 _DROP_TIMEOUT_S = 5.0
 _POLL_S = 0.001
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _NOT_INDEXED = "the index has accepted none of its batches: see kvsight_records_rejected_total"
 
 
@@ -308,3 +310,63 @@ class Registrations:
             logger.warning("registrations are not saved: %s", error)
         else:
             self._unsaved.clear()
+
+
+class OtherWriterError(SnapshotStoreError):
+    """Another process has saved its own registrations since this one read them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another service saves its registrations in the same place: each needs a folder (--snapshot-dir) or "
+            "a Redis database (KVSIGHT_REDIS, redis://HOST:PORT/DB) of its own"
+        )
+
+
+class _SavedList(msgspec.Struct):
+    engines: list[msgspec.Raw]
+    writer: str = ""
+    """Process that saved the list. "" if there is none, or if it cannot be decoded."""
+
+
+class SavedRegistrations:
+    """The saved list. Belongs to one event loop."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self._store = store
+        self._own_name = uuid.uuid4().hex
+        self._writer_before = ""  # the process whose list this one took over
+
+    async def load(self) -> list[EngineSettings]:
+        """Return the saved registrations. Raises SnapshotStoreError."""
+        saved = _decoded(await self._store.load())
+        self._writer_before = saved.writer
+        return _readable(saved.engines)
+
+    async def save(self, engines: Iterable[EngineSettings]) -> None:
+        """Replace the list. Raises SnapshotStoreError; if it is OtherWriterError, nothing was overwritten."""
+        writer = _decoded(await self._store.load()).writer
+        if writer not in ("", self._own_name, self._writer_before):
+            raise OtherWriterError
+        await self._store.save([msgspec.json.encode({"engines": list(engines), "writer": self._own_name})])
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._store.close()
+
+
+def _decoded(data: bytes | None) -> _SavedList:
+    try:
+        return msgspec.json.decode(data, type=_SavedList) if data else _SavedList([])
+    except _UNREADABLE as error:
+        logger.warning("the saved registrations cannot be decoded: %s", error)
+        return _SavedList([])
+
+
+def _readable(entries: Iterable[msgspec.Raw]) -> list[EngineSettings]:
+    engines = []
+    for entry in entries:
+        try:
+            engines.append(msgspec.json.decode(entry, type=EngineSettings))
+        except _UNREADABLE as error:
+            logger.warning("a saved registration cannot be decoded: %s", error)
+    return engines

@@ -11,7 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from engine_cache.base import InsertParams, MatchResult, Request
@@ -28,8 +28,6 @@ from kv_events.schema import StorageMedium
 MatchValidator: TypeAlias = Callable[[TreeNode], bool]
 LockTicket: TypeAlias = int
 """The value with which a component releases a lock."""
-NODE_LOCK: LockTicket = 1
-"""The ticket of a lock that covers a single node."""
 LruOrder: TypeAlias = OrderedDict[TreeNode, None]
 """Nodes in order of use, least recently used first."""
 
@@ -96,8 +94,6 @@ class AuxiliaryComponent(TreeComponent):
     """The pages of a node that group events report when the node gains or loses data of this kind."""
     builds_on_start_node: ClassVar[bool] = False
     """Whether prefetched data may depend on data at the start node of the prefetch."""
-    locks_tombstones: ClassVar[bool] = False
-    """Whether a node without data of this kind is locked as well, so that its locks need no tickets."""
     lists_host_copies: ClassVar[bool] = False
     """Whether host data can be evicted while the node has device data as well."""
 
@@ -109,6 +105,7 @@ class AuxiliaryComponent(TreeComponent):
     def attach(self, tree: RadixTree, events: EventRecorder) -> None:
         self.tree = tree
         self.events = events
+        self._tickets = count(1)
         self.clear()
         tree.observe(self)
 
@@ -119,6 +116,8 @@ class AuxiliaryComponent(TreeComponent):
         """Device rows in unlocked nodes."""
         self.protected_size = 0
         """Device rows in locked nodes."""
+        self._locked: dict[LockTicket, tuple[list[TreeNode], Callable[[TreeNode], None]]] = {}
+        """The nodes that each lock covers, children first, and the function that unlocks one of them."""
 
     @property
     def device_size(self) -> int:
@@ -223,25 +222,29 @@ class AuxiliaryComponent(TreeComponent):
 
     # --- locks ------------------------------------------------------------------------------------------------------
 
-    def acquire(self, node: TreeNode) -> LockTicket | None:
-        """Lock the device data that a user of the node needs. Returns None, and locks nothing, without such data."""
-        if self.data(node).value is None and not self.locks_tombstones:
+    def acquire(self, node: TreeNode, *, on_host: bool = False) -> LockTicket | None:
+        """Lock the data, on the device or on the host, that a user of the node needs.
+
+        Returns None, and locks nothing, without such data.
+        """
+        nodes = self.nodes_to_lock(node, on_host=on_host)
+        if not nodes:
             return None
-        self.lock(node)
-        return NODE_LOCK
+        for step in nodes:
+            self.lock_host(step) if on_host else self.lock(step)
+        ticket = next(self._tickets)
+        self._locked[ticket] = nodes, self.unlock_host if on_host else self.unlock
+        return ticket
 
-    def release(self, node: TreeNode, ticket: LockTicket) -> None:
-        self.unlock(node)
+    def release(self, ticket: LockTicket) -> None:
+        """Undo one `acquire`, whether or not nodes were split or received data in between."""
+        nodes, unlock = self._locked.pop(ticket)
+        for step in nodes:
+            unlock(step)
 
-    def acquire_host(self, node: TreeNode) -> LockTicket | None:
-        """Lock the host data that a user of the node needs. Returns None, and locks nothing, without such data."""
-        if self.data(node).host_value is None and not self.locks_tombstones:
-            return None
-        self.lock_host(node)
-        return NODE_LOCK
-
-    def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
-        self.unlock_host(node)
+    @abstractmethod
+    def nodes_to_lock(self, node: TreeNode, *, on_host: bool) -> list[TreeNode]:
+        """Return the nodes, children first, whose data on the device or on the host a user of the node needs."""
 
     def lock(self, node: TreeNode) -> None:
         """Lock the device data of one node."""

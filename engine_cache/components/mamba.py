@@ -146,6 +146,10 @@ class MambaComponent(AuxiliaryComponent):
         self.put_on_device(end, params.mamba_value.astype(np.int64))
         return True
 
+    def nodes_to_lock(self, node: TreeNode, *, on_host: bool) -> list[TreeNode]:
+        data = self.data(node)
+        return [] if (data.host_value if on_host else data.value) is None else [node]
+
     def needed_nodes(self, node: TreeNode) -> list[TreeNode]:
         return [node]
 
@@ -202,8 +206,10 @@ class NodeStates(MambaComponent):
     in between. All states on the host share one order of use, whether or not they are on the device too.
     """
 
-    locks_tombstones = True
     lists_host_copies = True
+
+    def nodes_to_lock(self, node: TreeNode, *, on_host: bool) -> list[TreeNode]:
+        return [node]
 
     def commit_load(self, ack_id: int, node: TreeNode, transfers: list[PoolTransfer], req: Request | None) -> None:
         super().commit_load(ack_id, node, transfers, req)

@@ -4,25 +4,24 @@
                                  not at B (2 units, then a gap)
 
 The root counts as covered: a prefix shorter than the window needs SWA rows throughout. A lock covers the nodes from one
-node up to the node at which one window of rows is complete, without the gaps. The component keeps the locked nodes by
-ticket, so that the release finds them even if nodes were split or gaps were filled in between.
+node up to the node at which one window of rows is complete, without the gaps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count, takewhile
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import ClassVar
 
 import numpy as np
 
 from engine_cache.base import InsertParams, MatchResult, Request
-from engine_cache.components.component import AuxiliaryComponent, LockTicket, MatchedPath, MatchValidator
+from engine_cache.components.component import AuxiliaryComponent, MatchedPath, MatchValidator
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.operations import PrefetchOperation
-from engine_cache.tree.node import ComponentData, ComponentType, TreeNode, split_rows
+from engine_cache.tree.node import ComponentType, TreeNode, split_rows
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 from kv_events.streams import swa_group
@@ -45,13 +44,7 @@ class SWAComponent(AuxiliaryComponent):
         self.allocator = allocator
         self.window = sliding_window_size
         self.window_pages = -(-sliding_window_size // allocator.page_size)
-        self._tickets = count(1)
         self.event_group = swa_group(sliding_window_size)
-
-    def clear(self) -> None:
-        super().clear()
-        self._locked: dict[LockTicket, list[TreeNode]] = {}
-        """The nodes that each lock covers, children first."""
 
     @property
     def device_allocator(self) -> PagedTokenToKVPoolAllocator:
@@ -122,7 +115,7 @@ class SWAComponent(AuxiliaryComponent):
         above.host_value, below.host_value = split_rows(below.host_value, split_len)
         above.pending_id = below.pending_id
         if below.lock_ref or below.host_lock_ref:
-            for nodes in self._locked.values():
+            for nodes, _ in self._locked.values():
                 if lower in nodes:
                     nodes.insert(nodes.index(lower) + 1, upper)
         for listed in (self.device_lru_list, self.host_lru_list):
@@ -130,42 +123,20 @@ class SWAComponent(AuxiliaryComponent):
                 listed[upper] = None
                 listed.move_to_end(lower)
 
-    def acquire(self, node: TreeNode) -> LockTicket | None:
-        """Lock one window of rows, not counting gaps.
+    def nodes_to_lock(self, node: TreeNode, *, on_host: bool) -> list[TreeNode]:
+        """Return the nodes of one window of rows, not counting gaps.
 
-        For a node that is not on the device, the window ends at its nearest ancestor on the device.
+        For a node that is not on the device, a window on the device ends at its nearest ancestor there.
         """
-        while node.value is None:
-            assert node.parent is not None
-            node = node.parent
-        return self._lock_window(node, self.lock, lambda data: data.value)
-
-    def release(self, node: TreeNode, ticket: LockTicket) -> None:
-        for step in self._locked.pop(ticket):
-            self.unlock(step)
-
-    def acquire_host(self, node: TreeNode) -> LockTicket | None:
-        return self._lock_window(node, self.lock_host, lambda data: data.host_value)
-
-    def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
-        for step in self._locked.pop(ticket):
-            self.unlock_host(step)
-
-    def _lock_window(
-        self, node: TreeNode, lock: Callable[[TreeNode], None], rows: Callable[[ComponentData], IndexArray | None]
-    ) -> LockTicket | None:
-        nodes, covered, step = list[TreeNode](), 0, node
-        while step.parent is not None and covered < self.window:
-            if rows(self.data(step)) is not None:
-                lock(step)
+        nodes, covered = list[TreeNode](), 0
+        for step in self.tree.path_to_root(node):
+            if covered >= self.window:
+                break
+            data = self.data(step)
+            if (data.host_value if on_host else data.value) is not None:
                 nodes.append(step)
                 covered += len(step.key)
-            step = step.parent
-        if not nodes:
-            return None
-        ticket = next(self._tickets)
-        self._locked[ticket] = nodes
-        return ticket
+        return nodes
 
     def check_insert(self, params: InsertParams) -> None:
         evicted, page_size = params.swa_evicted_seqlen, self.allocator.page_size

@@ -1,7 +1,6 @@
 """Operations of the storage tier: prefetches, archives and the policy they follow.
 
-Every host page of a prefetch has one owner at any time: the operation, the release queue or the tree. `take` and `end`
-transfer ownership under the operation's lock.
+Every host page of a prefetch has one owner at any time: the operation, until the tree takes it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
+
+import numpy as np
 
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.tree.key import RadixKey
@@ -82,6 +83,7 @@ class PrefetchOperation:
     """Protects the data that the operation needs at the start node. Closed by the tree."""
     _began: float = field(default_factory=lambda: time.monotonic())
     _lock: Lock = field(default_factory=Lock)  # guards _rows and the fields below
+    _unused: list[IndexArray] = field(default_factory=list)  # rows without a page, see `take_unused`
     _completed_units: int = 0
     _terminated: bool = False
     _ended: bool = False
@@ -89,14 +91,16 @@ class PrefetchOperation:
 
     # the I/O side
 
-    def cut_to_hit(self, hit_units: int) -> IndexArray:
-        """Shorten the operation to the units that the backend holds. Return the other rows to the caller."""
+    def cut_to_hit(self, hit_units: int) -> None:
+        """Shorten the operation to the units that the backend holds."""
         with self._lock:
             self.hit_units = hit_units
-            if self._taken:  # the remaining rows are returned by end()
-                return no_indices()
-            self._rows, beyond = self._rows[:hit_units], self._rows[hit_units:]
-            return beyond
+            if not self._taken:
+                self._keep(hit_units)
+
+    def _keep(self, num_units: int) -> None:
+        self._rows, unused = self._rows[:num_units], self._rows[num_units:]
+        self._unused.append(unused)
 
     def next_batch(self, max_units: int) -> IndexArray:
         """Return the rows of the next batch, which are empty if no KV is left to fetch."""
@@ -111,13 +115,11 @@ class PrefetchOperation:
                 self._completed_units += units
             return not self._terminated
 
-    def end(self) -> IndexArray:
-        """End the I/O side. Return the rows that did not arrive to the caller."""
+    def end(self) -> None:
+        """End the I/O side, which uses no row afterwards."""
         with self._lock:
             self._terminated = self._ended = True
-            kept = 0 if self._taken else self._completed_units
-            self._rows, rest = self._rows[:kept], self._rows[kept:]
-            return rest
+            self._keep(0 if self._taken else self._completed_units)
 
     # the tree's side
 
@@ -139,6 +141,18 @@ class PrefetchOperation:
             arrived, self._rows = self._rows[: self._completed_units], self._rows[self._completed_units :]
             return arrived
 
+    def take_unused(self) -> IndexArray:
+        """Return the rows of pages that did not and will not arrive to the caller."""
+        with self._lock:
+            unused, self._unused = self._unused, []
+            return np.concatenate([no_indices(), *unused])
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the operation has ended because the backend held too few pages."""
+        with self._lock:
+            return self._ended and self.hit_units is None and not self._taken
+
     @property
     def is_over(self) -> bool:
         with self._lock:
@@ -147,7 +161,7 @@ class PrefetchOperation:
     def rows(self) -> IndexArray:
         """Return a copy of the rows that the operation owns now."""
         with self._lock:
-            return self._rows.copy()
+            return np.concatenate([self._rows, *self._unused])
 
 
 @dataclass(slots=True, eq=False)

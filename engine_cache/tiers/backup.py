@@ -11,7 +11,7 @@ of its node, in one operation. A state that arrives later is copied alone. A cop
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,9 +19,8 @@ from engine_cache.base import IncLockRefResult
 from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.errors import CacheStateError
 from engine_cache.storage.base import PoolName, PoolTransfer
-from engine_cache.tiers.device import DeviceTier
 from engine_cache.tiers.host_leaves import HostLeaves
-from engine_cache.tiers.transfer import Ack, HiCacheController
+from engine_cache.tiers.transfer import Ack
 from engine_cache.tree.node import TreeNode, iter_nodes
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
@@ -59,16 +58,9 @@ class Archiver(Protocol):
 
 
 class Backups:
-    """The backups of one cache. ids: supplies the numbers of transfers."""
+    """The backups of one cache."""
 
-    def __init__(
-        self,
-        device: DeviceTier,
-        leaves: HostLeaves,
-        controller: HiCacheController,
-        write_policy: str,
-        ids: Iterator[int],
-    ) -> None:
+    def __init__(self, leaves: HostLeaves, write_policy: str) -> None:
         if write_policy not in WRITE_POLICIES:
             raise InvalidValueError("write_policy", write_policy, f"one of {', '.join(WRITE_POLICIES)}")
         self.write_policy = write_policy
@@ -78,12 +70,11 @@ class Backups:
         self.num_refused = 0
         """Number of copies for which the host had no room. They are tried again at a later hit or eviction."""
         self.archiver: Archiver | None = None
-        self._device = device
-        self._tree = device.tree
-        self._components = device.components
         self._leaves = leaves
-        self._controller = controller
-        self._ids = ids
+        self._device = leaves.device
+        self._tree = leaves.device.tree
+        self._components = leaves.device.components
+        self._controller = leaves.controller
 
     @property
     def counts_hits(self) -> bool:
@@ -109,11 +100,7 @@ class Backups:
         return threshold is not None and node.hit_count >= threshold
 
     def write(self, node: TreeNode, write_back: bool = False) -> int:
-        """Start to copy a device node to the host. Returns its units, or 0 if the backup is refused.
-
-        A backup is refused if the host has no room or, except in a write-back, if the parent has no host copy. The node
-        stays locked until `writing_check`, except in a write-back.
-        """
+        """Start to copy a device node to the host. See `TreeCache.write_backup`."""
         parent = node.parent
         assert parent is not None
         if not write_back and parent.host_value is None and parent is not self._tree.root:
@@ -138,7 +125,7 @@ class Backups:
         """Start to copy what is not on the host yet: KV, unless it was copied before, and data of other kinds."""
         assert node.value is not None
         kv = node.value if node.host_value is None else no_indices()
-        ack_id, parts = next(self._ids), self._not_on_host(node)
+        ack_id, parts = next(self._leaves.ids), self._not_on_host(node)
         transfers = [PoolTransfer(each.pool, device_indices=each.data(node).value) for each in parts]
         node.host_ref_counter += 1  # so that making room does not delete a tombstone without children
         try:

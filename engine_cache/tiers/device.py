@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine_cache.base import DecLockRefResult, IncLockRefResult
-from engine_cache.components.component import NODE_LOCK, AuxiliaryComponent, least_recent_first
+from engine_cache.components.component import AuxiliaryComponent, least_recent_first
 from engine_cache.errors import CacheStateError
 from engine_cache.pools.entry import RowAllocator
 from engine_cache.tree.events import EventRecorder
@@ -121,42 +121,36 @@ class DeviceTier:
         return [each for each in self.components if each.eviction_priority <= component.eviction_priority]
 
     def lock(self, node: TreeNode) -> IncLockRefResult:
-        """Lock the KV of the node and its ancestors, and the states that a user of the node needs.
-
-        Raises CacheStateError for a node of another tree.
-        """
+        """Lock what a user of the node needs. See `BasePrefixCache.inc_lock_ref`."""
         held = node if node.value is not None else self._first_on_device(node)
         delta = -self.tree.lock(held)
         if not self.components or held is self.tree.root:
             return IncLockRefResult(delta, held)
         if not self.variant.locks_have_tickets:
             for component in self.components:
-                component.acquire(held)
+                component.lock(held)
             return IncLockRefResult(delta, held)
         taken = ((component.kind, component.acquire(node)) for component in self.components)
         return IncLockRefResult(delta, held, tuple((int(kind), ticket) for kind, ticket in taken if ticket is not None))
 
     def unlock(self, node: TreeNode, tickets: Sequence[tuple[int, int]] | None) -> DecLockRefResult:
-        """Undo one `lock` of the node.
-
-        Raises CacheStateError if the node is not locked or belongs to another tree, and InvalidValueError if the
-        tickets of the lock are missing.
-        """
+        """Undo one `lock` of the node. See `BasePrefixCache.dec_lock_ref`."""
         if node.value is None:
             raise CacheStateError(f"node {node.id} is not on the device, it cannot be locked or unlocked")
         if not self.components or node is self.tree.root:
             return DecLockRefResult(self.tree.unlock(node))
-        if not self.variant.locks_have_tickets:
-            tickets = [(component.kind, NODE_LOCK) for component in self.components]
-            if any(component.data(node).lock_ref < 1 for component in self.components):
-                raise CacheStateError(f"node {node.id} unlocked with mamba_lock_ref 0, expected at least 1")
-        elif tickets is None:
+        has_tickets = self.variant.locks_have_tickets
+        if has_tickets and tickets is None:
             raise InvalidValueError("params", None, "to_dec_params() of the lock that is released")
-        by_kind = dict(tickets)
+        if not has_tickets and any(component.data(node).lock_ref < 1 for component in self.components):
+            raise CacheStateError(f"node {node.id} unlocked with mamba_lock_ref 0, expected at least 1")
+        by_kind = dict(tickets or ())
         released = self.tree.unlock(node)
         for component in self.components:
-            if component.kind in by_kind:
-                component.release(node, by_kind[component.kind])
+            if not has_tickets:
+                component.unlock(node)
+            elif component.kind in by_kind:
+                component.release(by_kind[component.kind])
         return DecLockRefResult(released)
 
     def _first_on_device(self, node: TreeNode) -> TreeNode:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
 
 import numpy as np
 
@@ -48,23 +47,20 @@ class HostTier:
         write_policy: str,
         load_back_threshold: int,
     ) -> None:
-        tree, pool, entry = device.tree, controller.kv.host_pool, controller.entry
-        owners = [
-            (controller.kv, allocator),
-            *((entry(each.pool), each.device_allocator) for each in device.components),
-        ]
-        for held, owner in owners:
+        tree, entry = device.tree, controller.entry
+        sidecars = [(entry(each.pool), each.device_allocator) for each in device.components]
+        for held, owner in [(controller.kv, allocator), *sidecars]:
             name, page_size = held.name.value, held.host_pool.page_size
             if held.device_allocator is not owner:
                 raise InvalidValueError(f"{name}_allocator", owner, f"the controller's own for {name}")
             if page_size != owner.page_size:
                 raise InvalidValueError(f"{name} page_size", owner.page_size, f"the host pool's, {page_size}")
-        ids = count()
+        self.num_skipped_archives = 0
         self.device = device
         self.controller = controller
-        self.leaves = HostLeaves(device, pool)
-        self.backups = Backups(device, self.leaves, controller, write_policy, ids)
-        self.loads = LoadBacks(device, self.leaves, controller, load_back_threshold, self._make_room, ids)
+        self.leaves = HostLeaves(device, controller)
+        self.backups = Backups(self.leaves, write_policy)
+        self.loads = LoadBacks(self.leaves, load_back_threshold, self._make_room)
         self._tree = tree
         self._allocator = allocator
         tree.has_host = True
@@ -162,41 +158,27 @@ class LoadBacks:
     """The load-backs of one cache.
 
     threshold: minimum number of KV units of a load. make_room: evicts until the given number of device units is free,
-    if possible. ids: supplies the numbers of transfers.
+    if possible.
     """
 
-    def __init__(
-        self,
-        device: DeviceTier,
-        leaves: HostLeaves,
-        controller: HiCacheController,
-        threshold: int,
-        make_room: Callable[[int], object],
-        ids: Iterator[int],
-    ) -> None:
+    def __init__(self, leaves: HostLeaves, threshold: int, make_room: Callable[[int], object]) -> None:
         if threshold < 0:
             raise InvalidValueError("load_back_threshold", threshold, "0 or more")
         self.threshold = threshold
         self.ongoing: dict[int, TreeNode] = {}
         self._locks: dict[int, IncLockRefResult] = {}
-        self._device = device
-        self._components = device.components
         self._leaves = leaves
-        self._controller = controller
+        self._device = leaves.device
+        self._components = leaves.device.components
+        self._controller = leaves.controller
         self._make_room = make_room
-        self._ids = ids
 
     def clear(self) -> None:
         self.ongoing.clear()
         self._locks.clear()
 
     def load(self, node: TreeNode, mem_quota: int | None, req: Request | None) -> IndexArray | None:
-        """Allocate device rows for an evicted node, its evicted ancestors and the states that a match at the node
-        needs.
-
-        The controller's `start_loading` fills them. Returns the KV rows, root side first. Returns None, and loads
-        nothing, if the load is too small, exceeds `mem_quota` units, or the device has no room.
-        """
+        """Start to load a node, its evicted ancestors and the states that a match needs. See `TreeCache.load_back`."""
         nodes = path_down(node, lambda step: step.value is None)
         extras = [transfer for each in self._components for transfer in each.load_transfers(node, req)]
         ancestor = nodes[0].parent if nodes else node
@@ -204,7 +186,7 @@ class LoadBacks:
             return None
         host_rows = np.concatenate([no_indices(), *(n.host_value for n in nodes if n.host_value is not None)])
         lock = self._device.lock(ancestor)
-        ack_id, rows = next(self._ids), None
+        ack_id, rows = next(self._leaves.ids), None
         try:
             if self._is_worth_loading(len(host_rows), None if mem_quota is None else mem_quota + lock.delta, extras):
                 rows = self._load_or_evict(node, host_rows, ack_id, extras)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from engine_cache.components.component import AuxiliaryComponent, least_recent_first
-from engine_cache.pools.entry import HostPool
 from engine_cache.tiers.device import DeviceTier
+from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 from kv_events.schema import StorageMedium
 
 
 class HostLeaves:
-    """Full KV on the host, and the host data of the components. pool: owner of the host rows of KV."""
+    """Full KV on the host, and the host data of the components. controller: moves them, and owns the host rows."""
 
-    def __init__(self, device: DeviceTier, pool: HostPool) -> None:
-        self.pool = pool
-        self._device = device
+    def __init__(self, device: DeviceTier, controller: HiCacheController) -> None:
+        self.device = device
+        self.controller = controller
+        self.pool = controller.kv.host_pool
+        self.ids = count()
+        """Numbers of backups and loads."""
         self._tree = device.tree
-        self._components: Sequence[AuxiliaryComponent] = device.components
 
     def hold(self, node: TreeNode) -> None:
         """Protect the host rows of a node from eviction until `release`."""
@@ -46,7 +49,7 @@ class HostLeaves:
 
     def units_to_evict(self, num_units: int) -> int:
         """Return the number of units to evict to make room for `num_units`."""
-        return num_units - self.pool.available_size() if self._device.variant.evicts_shortage_only else num_units
+        return num_units - self.pool.available_size() if self.device.variant.evicts_shortage_only else num_units
 
     def evict(self, num_units: int) -> int:
         """Delete nodes that are on the host only, in the order of the eviction policy, until `num_units` rows are free
@@ -70,20 +73,20 @@ class HostLeaves:
 
     def delete_useless(self, node: TreeNode) -> TreeNode:
         """Delete a useless node from all tiers, then its useless ancestors. Returns the node that remains."""
-        while self._device.is_useless(node):
+        while self.device.is_useless(node):
             if node.host_value is None:
-                node = self._device.delete_leaf(node)
+                node = self.device.delete_leaf(node)
                 continue
             if node.value is not None:
-                self._device.demote(node)
+                self.device.demote(node)
             node = self._delete(node)
         return node
 
     def _delete(self, leaf: TreeNode) -> TreeNode:
         assert leaf.host_value is not None
-        for component in self._components:
+        for component in self.device.components:
             component.free_on_host(leaf)
-        self._device.events.remove(leaf, StorageMedium.CPU)
+        self.device.events.remove(leaf, StorageMedium.CPU)
         self.pool.free(leaf.host_value)
         leaf.host_value = None
         return self._tree.unlink(leaf)
@@ -102,7 +105,7 @@ class HostLeaves:
             if node in self._tree.host_leaves:
                 self.evict_leaf(node)
             else:
-                for each in self._device.evicted_with(component):
+                for each in self.device.evicted_with(component):
                     if node in each.host_lru_list:
                         each.free_on_host(node)
         return pool.available_size() - before

@@ -43,7 +43,6 @@ class StorageTier:
         self.ongoing_prefetches: dict[str, PrefetchOperation] = {}
         self.archive_tokens_occupied = 0
         self.prefetch_tokens_occupied = 0
-        self.num_skipped_archives = 0
         self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that the backend holds
         self._host = host
         self._leaves = host.leaves
@@ -82,20 +81,19 @@ class StorageTier:
         return None
 
     def check_events(self) -> None:
-        """Process the results of the I/O side: revoked prefetches, archives, unused rows, and lost pages."""
+        """Process the results of the I/O side: prefetches, archives, and lost pages."""
         io = self.io
-        while io.revoked:
-            operation = io.revoked.popleft()
-            if self.ongoing_prefetches.get(operation.req_id) is operation:
+        for operation in list(io.prefetches):
+            if operation.is_revoked:
                 operation.take()
                 self._end_prefetch(operation)
+            is_over = operation.is_over  # first, because no row becomes unused afterwards
+            self._leaves.free(operation.take_unused())
+            if is_over:
+                io.prefetches.remove(operation)
+                self._free_extras(operation.extras)
         while io.archived:
             self._end_archive(io.archived.popleft())
-        while io.release_queue:
-            self._leaves.free(io.release_queue.popleft())
-        for operation in [operation for operation in io.prefetches if operation.is_over]:
-            io.prefetches.remove(operation)
-            self._free_extras(operation.extras)
         self._withdraw(self._lost_keys())
 
     # --- archive ----------------------------------------------------------------------------------------------------
@@ -122,7 +120,7 @@ class StorageTier:
     def _archive(self, operation: ArchiveOperation) -> None:
         """Start an archive. The node stays on the host until the archive has ended."""
         if self.archive_tokens_occupied >= self.io.policy.archive_share * self._controller.kv.host_pool.size:
-            self.num_skipped_archives += 1
+            self._host.num_skipped_archives += 1
             return
         with self._hold(operation.node) as held:
             self.io.archive(operation)
@@ -146,9 +144,9 @@ class StorageTier:
         self._leaves.hold(node)
         held.callback(self._leaves.release, node)
         for component in self._components:
-            ticket = component.acquire_host(node)
+            ticket = component.acquire(node, on_host=True)
             if ticket is not None:
-                held.callback(component.release_host, node, ticket)
+                held.callback(component.release, ticket)
         return held
 
     # --- stored pages -----------------------------------------------------------------------------------------------
@@ -188,11 +186,7 @@ class StorageTier:
     # --- begin a prefetch -------------------------------------------------------------------------------------------
 
     def prefetch(self, req_id: str, start_node: TreeNode, key: RadixKey, last_hash: str | None) -> None:
-        """Start to fetch the pages of `key`, which continue the prefix of `start_node`. last_hash: as in the cache.
-
-        Does nothing for too few units, above the rate limit, without room on the host, or if no match could use the
-        pages.
-        """
+        """Start to fetch the pages of `key`. See `TreeCache.prefetch_from_storage`."""
         if len(key) < self.io.prefetch_threshold or self.prefetch_tokens_occupied >= self._prefetch_capacity():
             return
         hashes = compute_node_hash_values(start_node, self._tree.page_size) if start_node.parent is not None else []
@@ -249,9 +243,9 @@ class StorageTier:
                 transfer = component.prefetch_transfer(start_node, num_units // self._tree.page_size)
                 if transfer is None:
                     return None
-                ticket = component.acquire_host(start_node) if component.builds_on_start_node else None
+                ticket = component.acquire(start_node, on_host=True) if component.builds_on_start_node else None
                 if ticket is not None:
-                    held.callback(component.release_host, start_node, ticket)
+                    held.callback(component.release, ticket)
                 pool = component.entry.host_pool
                 rows = component.entry.alloc_host(len(transfer.keys or ()) * pool.page_size)
                 if rows is None:

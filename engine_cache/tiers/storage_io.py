@@ -33,10 +33,6 @@ class StorageIO:
     def __init__(self, backend: HiCacheStorage, controller: HiCacheController, policy: StoragePolicy) -> None:
         self.backend = backend
         self.policy = policy
-        self.release_queue: deque[IndexArray] = deque()
-        """Host rows to be freed by the tree."""
-        self.revoked: deque[PrefetchOperation] = deque()
-        """Prefetches for which the backend held too few pages."""
         self.archived: deque[ArchiveOperation] = deque()
         """Archives that have ended, successful or not."""
         self.prefetches: list[PrefetchOperation] = []
@@ -54,15 +50,12 @@ class StorageIO:
         return max(self.policy.prefetch_threshold, self._page_size)
 
     def reset(self) -> None:
-        for queue in (self.release_queue, self.revoked, self.archived, self.prefetches):
-            queue.clear()
+        self.archived.clear()
+        self.prefetches.clear()
 
     def prefetch(self, operation: PrefetchOperation) -> None:
-        """Start a prefetch. When it ends, rows of pages that did not arrive are in the release queue.
-
-        If the engine raises an error, the error is passed on and nothing is started.
-        """
-        self._submit(Lane.PREFETCH, self._fetch(operation), partial(self._end_prefetch, operation))
+        """Start a prefetch. If the engine raises an error, the error is passed on and nothing is started."""
+        self._submit(Lane.PREFETCH, self._fetch(operation), operation.end)
         self.prefetches.append(operation)
 
     def _fetch(self, operation: PrefetchOperation) -> Iterator[None]:
@@ -70,7 +63,7 @@ class StorageIO:
         hit_units = self._find(operation)
         if hit_units < self.prefetch_threshold:
             return
-        self.release_queue.append(operation.cut_to_hit(hit_units))
+        operation.cut_to_hit(hit_units)
         yield
         done = 0
         while len(rows := operation.next_batch(self.policy.batch_pages * self._page_size)):
@@ -106,11 +99,6 @@ class StorageIO:
             arrived = min(arrived, num_leading(self.backend.batch_get_v2([extra])[extra.name]))
             operation.extra_pool_hit_pages[extra.name] += arrived
         return arrived
-
-    def _end_prefetch(self, operation: PrefetchOperation) -> None:
-        self.release_queue.append(operation.end())
-        if operation.hit_units is None:
-            self.revoked.append(operation)
 
     def archive(self, operation: ArchiveOperation) -> None:
         """Start an archive. It appears in `archived` when it ends.

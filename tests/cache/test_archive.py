@@ -50,30 +50,6 @@ def test_what_is_acknowledged_on_the_host_is_archived_in_batches(rig, store):
     assert node.host_ref_counter == 0
 
 
-@rigs("unified+mamba+swa")
-def test_what_is_acknowledged_is_archived_with_all_its_kinds(rig, store):
-    rig.turns(AB)
-    assert [len(store.keys_of(name)) for name in (PoolName.KV, PoolName.SWA, PoolName.MAMBA)] == [2, 2, 1]
-    rig.match(A)
-    rig.turns(A)  # a state alone
-    assert len(store.keys_of(PoolName.MAMBA)) == 2
-
-
-@rigs("hiradix", "himamba")
-def test_what_is_being_archived_stays_on_the_host(rig, store):
-    rig.insert(A)
-    rig.engine.step(Lane.WRITE)
-    rig.cache.writing_check()
-    rig.cache.evict(EvictParams(2))
-    node, kinds = rig.node_of(A), ("full", *rig.kinds)
-    assert [rig.data(node, kind).host_lock_ref for kind in kinds] == [1] * len(kinds)
-    assert rig.cache.evict_host(2) == 0
-    assert not any(rig.cache.host.leaves.evict_component(each, 1) for each in rig.cache.auxiliaries)
-    rig.settle()
-    assert [rig.data(node, kind).host_lock_ref for kind in kinds] == [0] * len(kinds)
-    assert rig.cache.evict_host(2) == 2
-
-
 @pytest.mark.parametrize(("fault", "value"), [("broken", True), ("full", {PoolName.KV})])
 @rigs("hiradix")
 def test_an_archive_that_fails_is_acknowledged(rig, store, fault, value):

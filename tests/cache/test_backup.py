@@ -138,21 +138,6 @@ def test_without_room_for_a_parent_nothing_below_it_goes(rig):
     rig.host.free(taken)
 
 
-@rigs("unified+mamba+swa", window=6)
-def test_what_is_being_archived_stays_on_the_host_across_a_split(rig):
-    store = MemoryStorage()
-    rig.attach(store)
-    rig.insert(ABC)
-    rig.engine.step(Lane.WRITE)
-    rig.cache.check_hicache_events()
-    rig.cache.evict(EvictParams(100))
-    rig.match(AB)
-    assert (rig.cache.evict_host(100), evict_on_host(rig, 100)) == (0, [0, 0])
-    rig.settle()
-    assert [len(store.keys_of(name)) for name in POOLS.values()] == [3, 3, 1]
-    assert rig.cache.evict_host(100) == 6
-
-
 # --- room ---
 
 
@@ -215,17 +200,6 @@ def test_an_insert_along_a_path_that_found_no_room_looks_for_it_once(depth):
     assert asked == [1]
     rig.host.free(taken)
     check_cache(rig.cache)
-
-
-@rigs("unified", page_size=1)
-def test_with_room_again_the_whole_path_is_backed_up(rig):
-    taken = rig.host.alloc(rig.host.size)
-    for length in (1, 2, 3):
-        rig.insert(list(range(length)))
-    rig.host.free(taken)
-    rig.insert([0, 1, 2])
-    rig.settle()
-    assert rig.ends("full", "host_value") == {(0,), (0, 1), (0, 1, 2)}
 
 
 # --- failures ---

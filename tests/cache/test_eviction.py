@@ -39,14 +39,6 @@ def test_losing_the_state_of_a_leaf_removes_its_kv_from_the_device(rig):
     assert rig.ends("mamba") == set()
 
 
-@rigs(("unified+mamba+swa", ONE_TIER))
-def test_swa_rows_of_an_inner_node_take_the_state_with_them(rig):
-    rig.turns(A, AB, ABC)
-    assert rig.cache.evict(EvictParams(0, swa_num_tokens=1)) == (0, 1, 2)
-    assert [rig.has(A, kind)[0] for kind in ("full", "mamba", "swa")] == [True, False, False]
-    assert rig.events() == []
-
-
 @rigs(("unified+mamba", ONE_TIER))
 def test_a_leaf_that_lost_its_state_is_still_a_leaf(rig):
     """KV without a state is useful for longer prompts that are computed later. It is evicted in its normal order."""
@@ -54,32 +46,6 @@ def test_a_leaf_that_lost_its_state_is_still_a_leaf(rig):
     rig.cache.evict(EvictParams(0, mamba_num=2))
     rig.cache.evict(EvictParams(2))
     assert rig.node_of(AB) in rig.cache.evictable_leaves
-
-
-@rigs("mamba")
-def test_tombstones_above_an_evicted_leaf_go_with_it_children_first(rig):
-    for tokens in (A, AB, ABC):
-        rig.insert(tokens)
-    names = [event.block_hashes for event in rig.cache.take_events()]
-    rig.cache.evict_mamba(2)
-    assert rig.cache.evict_full(1) == EvictResult(6, 1)
-    assert [event.block_hashes for event in rig.cache.take_events()] == names[::-1]
-
-
-@pytest.mark.parametrize(
-    ("prompts", "matched", "result", "left"),
-    [
-        (([1], [1, 2, 3]), [1, 2], (2, 1), {(1,)}),  # the cascade stops at a state
-        (([1, 2], [1, 3]), None, (1, 1), {(1,), (1, 3)}),  # and at a node with other children
-    ],
-)
-@rigs("mamba", **SMALL)
-def test_a_cascade_stops(rig, prompts, matched, result, left):
-    rig.turns(*prompts)
-    if matched:
-        rig.match(matched)
-    assert rig.cache.evict_full(1) == EvictResult(*result)
-    assert rig.ends() == left
 
 
 @rigs("himamba", page_size=1)
@@ -114,16 +80,6 @@ def test_a_node_that_was_never_backed_up_is_deleted_with_its_tombstones_children
     rig.host.clear()
 
 
-@rigs("hiradix", ("unified+swa", ONE_TIER))
-def test_without_a_copy_a_leaf_is_deleted_and_its_parent_becomes_one(rig):
-    for tokens in (A, AB, ABC):
-        rig.insert(tokens, chunked=True)
-    rig.cache.take_events()
-    rig.cache.evict(EvictParams(2))
-    assert (rig.events(), in_tree(rig)) == (removed(GPU), {tuple(A), tuple(AB)})
-    assert rig.node_of(AB) in rig.cache.evictable_leaves
-
-
 # --- from the device to the host ---
 
 
@@ -138,15 +94,6 @@ def test_a_backed_up_leaf_leaves_the_device_with_all_its_kinds_and_stays_on_the_
     match = rig.match(AB)
     assert (match.last_host_node, match.best_match_node) == (rig.node_of(AB),) * 2
     assert match.host_hit_length == 2
-
-
-@rigs("himamba")
-def test_a_node_whose_state_has_no_host_copy_is_no_end_of_a_match_once_it_is_evicted(rig):
-    rig.turns(A, AB)
-    rig.cache.evict_mamba_host(2)
-    rig.cache.evict(EvictParams(2))
-    match = rig.match(AB)
-    assert (len(match.device_indices), match.host_hit_length, match.mamba_branching_seqlen) == (2, 0, None)
 
 
 @rigs(*STATES)
@@ -295,18 +242,6 @@ def test_write_back_keeps_a_leaf_whose_copy_fails(rig, kind):
     for result, events in (((0, 0), []), ((2, 1), stored(CPU, [1, 1]) + removed(GPU))):
         assert rig.cache.evict(EvictParams(0, mamba_num=1)) == EvictResult(*result)
         assert rig.events() == events
-
-
-@rigs("hiradix", write_policy="write_back", device_pages=4, host_pages=5)
-def test_write_back_keeps_what_fails_or_finds_no_room_on_the_host(rig):
-    rig.turns(A, AB)
-    rig.host.write_faults = 2
-    assert rig.cache.evict(EvictParams(2)).num_tokens_evicted == 0
-    held = rig.host.alloc(10)
-    assert rig.cache.evict(EvictParams(4)).num_tokens_evicted == 0
-    assert len(rig.held(GPU)) == 2
-    rig.host.free(held)
-    assert rig.cache.evict(EvictParams(4)).num_tokens_evicted == 4
 
 
 @rigs("hiradix", "unified", write_policy="write_back")

@@ -9,7 +9,6 @@ import pytest
 from engine_cache import (
     BytelessHostPool,
     EvictParams,
-    EvictResult,
     HiCacheController,
     HiMambaRadixCache,
     HiRadixCache,
@@ -32,8 +31,6 @@ from tests.rigs.cache import AB, ABC, GPU, A, rigs
 
 pytestmark = pytest.mark.torch
 
-STATES = ("himamba", "unified+mamba")
-ALL = ("hiradix", *STATES, "unified+mamba+swa")
 SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}
 ONE_TIER = {"tiers": 1}
 
@@ -81,32 +78,6 @@ def test_leaves_go_first_and_then_their_parents_in_whole_nodes(rig):
         assert rig.cache.evict(EvictParams(wanted)).num_tokens_evicted == evicted
         assert len(rig.held(GPU)) == left
     assert rig.cache.root_node.children == {}
-
-
-@pytest.mark.parametrize(("matched", "left"), [(None, (5,)), ((1,), (1,))])
-@rigs("mamba", **SMALL)
-def test_the_oldest_leaf_goes_first_and_then_its_parent_unless_that_was_used_later(rig, matched, left):
-    rig.turns([1], [1, 2], [5])
-    if matched:
-        rig.match(matched)
-    assert rig.cache.evict_full(2) == EvictResult(2, 2)
-    assert rig.ends() == {left}
-
-
-@rigs("mamba", ("unified+mamba", ONE_TIER), **SMALL)
-def test_states_go_in_the_order_of_their_own_use(rig):
-    rig.turns([1], [1, 2], [5], [5, 6])
-    rig.match([1])
-    rig.cache.evict_mamba(2)
-    assert rig.ends("mamba") == {(1,), (5, 6)}, "that of [1, 2] was a leaf's"
-    assert rig.ends() == {(1,), (5,), (5, 6)}
-
-
-@rigs("mamba", **SMALL)
-def test_kv_goes_before_states_and_each_only_if_asked(rig):
-    rig.turns([0], [1], [2], [3])
-    for params, result in (((0,), (0, 0)), ((1,), (1, 1)), ((1, 1), (2, 2))):
-        assert rig.cache.evict(EvictParams(*params)) == EvictResult(*result)
 
 
 @rigs(("unified+mamba+swa", ONE_TIER))

@@ -8,12 +8,10 @@ from tests.rigs.cache import (
     AB,
     ABC,
     CPU,
-    FAILED,
     GPU,
     A,
     CacheRig,
     is_pending,
-    refuse,
     removed,
     rigs,
     stored,
@@ -23,11 +21,7 @@ from tests.rigs.cache_stores import MemoryStorage, page_hashes
 
 pytestmark = pytest.mark.torch
 
-ALL = ("hiradix", "himamba", "unified", "unified+mamba+swa")
 STATES = ("himamba", "unified+mamba")
-KINDS = [("hiradix", "full"), ("himamba", "full"), ("himamba", "mamba"), ("unified", "full")]
-KINDS += [("unified+mamba+swa", "mamba"), ("unified+mamba+swa", "swa")]
-of_each_kind = pytest.mark.parametrize(("rig", "kind"), [((name, {}), kind) for name, kind in KINDS], indirect=["rig"])
 
 
 # --- states that are inserted after the KV of their node was backed up ---
@@ -59,17 +53,6 @@ def test_a_late_state_takes_no_page_and_no_event(rig, late):
     rig.settle()
     assert rig.used() == used | {"mamba": used["mamba"] + 1}
     assert (rig.events(), late.write_through_pending_id, on_host(rig, A)) == ([], None, ["full", "mamba"])
-
-
-@rigs(*STATES)
-def test_the_copy_outlives_the_state_on_the_device(rig, in_flight):
-    rig.settle()
-    rig.cache.evict(EvictParams(100))
-    assert rig.has(A, "mamba") == (False, True)
-    match = rig.match(A)
-    assert (match.host_hit_length, match.mamba_host_hit_length) == (2, 1)
-    rig.load(A)
-    rig.settle()  # the fixture then compares the bytes
 
 
 @rigs(*STATES)
@@ -123,25 +106,6 @@ def test_a_state_that_host_eviction_took_comes_back_at_the_next_hit(rig):
 
 
 @rigs(*STATES)
-def test_a_part_of_a_prompt_that_is_computed_again_has_its_new_state_copied(rig):
-    rig.demoted(AB)
-    rig.match(A)
-    rig.insert(A)  # was on the host only
-    rig.settle()
-    assert on_host(rig, A) == ["full", "mamba"]
-
-
-@rigs(*STATES, page_size=1, device_pages=16, host_pages=24)
-def test_a_late_state_of_a_shared_prefix_reaches_the_host_at_the_first_hit(rig):
-    rig.insert([1, 1, 2, 2])
-    rig.insert([1, 1, 3, 3])
-    rig.settle()
-    rig.insert([1, 1])
-    rig.settle()
-    assert rig.has([1, 1], "mamba") == (True, True)
-
-
-@rigs(*STATES)
 def test_without_a_slot_nothing_is_taken_and_a_later_hit_heals(rig, late):
     held = rig.host_states.alloc(rig.host_states.available_size())
     rig.cache.states.lock_host(rig.node_of(AB))
@@ -175,18 +139,6 @@ def test_a_copy_of_a_state_alone_that_fails_leaves_kv_where_it_is_and_heals(rig,
     rig.insert(A)
     rig.settle()
     assert (on_host(rig, A), rig.events()) == (["full", "mamba"], [])
-
-
-@rigs(*STATES)
-def test_a_late_state_that_the_engine_refuses_leaves_all_as_it_was(rig, late, monkeypatch):
-    free, slot = rig.host_states.available_size(), rig.slots.alloc(1)
-    rig.cache.states.put_on_device(late, slot)
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.engine, "submit", refuse)
-        with pytest.raises(RuntimeError, match=FAILED):
-            rig.cache.host.backups.write_late(late)
-    assert (on_host(rig, A), is_free(rig, A), rig.host_states.available_size()) == (["full"], True, free)
-    rig.cache.evict_mamba(5)
 
 
 @rigs(*STATES)
@@ -240,23 +192,6 @@ def test_if_kv_fails_the_state_goes_too_whichever_comes_first(rig, both_pending,
     assert on_host(rig, A) == ["full", "mamba"]
 
 
-@rigs("himamba")
-def test_the_slot_of_a_dropped_copy_is_nobodys_until_the_copy_has_ended(rig, both_pending):
-    rig.host.write_faults = 2
-    rig.engine.step(Lane.WRITE)
-    rig.cache.writing_check()
-    assert on_host(rig, A) == []
-    free = rig.host_states.available_size()
-    rig.insert(A)  # the same prompt again, with another slot
-    rig.check()
-    rig.engine.step(Lane.WRITE)
-    rig.cache.writing_check()
-    assert rig.host_states.available_size() == free
-    assert on_host(rig, A) == ["full", "mamba"]
-    rig.settle()
-    assert is_free(rig, A)
-
-
 @rigs("himamba", "unified+mamba", device_pages=10)
 def test_a_late_state_belongs_to_the_lower_part_of_a_node_that_is_split_concurrently(rig):
     store = MemoryStorage()
@@ -294,45 +229,6 @@ def test_swa_rows_that_come_back_follow_even_if_their_node_is_split_concurrently
     rig.check()
     rig.settle()
     assert rig.data(rig.node_of(A), "swa").pending_id is None
-
-
-@rigs("himamba")
-def test_after_a_reset_a_late_state_is_forgotten(rig, in_flight):
-    rig.reset()
-    rig.settle()
-    assert rig.used() == {"kv": 0, "mamba": 0}
-
-
-@rigs(*STATES)
-def test_a_late_state_is_archived_when_it_is_acknowledged(rig):
-    store = MemoryStorage()
-    rig.attach(store, emit_storage_events=True)
-    rig.insert(AB)
-    rig.match(A)
-    rig.settle()
-    rig.events()
-    rig.insert(A)
-    rig.engine.step(Lane.WRITE)
-    assert store.keys_of(PoolName.MAMBA) == page_hashes(AB)[1:]
-    rig.settle()
-    assert store.keys_of(PoolName.MAMBA) == page_hashes(AB)[::-1]
-    assert (rig.node_of(A).host_ref_counter, is_free(rig, A), rig.events()) == (0, True, [])
-
-
-@rigs("himamba")
-def test_a_state_that_is_still_copied_is_not_archived_with_its_kv(rig):
-    store = MemoryStorage()
-    rig.attach(store)
-    rig.insert(AB)
-    rig.match(A)
-    rig.insert(A)
-    rig.engine.step(Lane.WRITE)  # KV of both parts
-    rig.cache.writing_check()
-    rig.run(Lane.ARCHIVE)
-    assert store.keys_of(PoolName.KV) == page_hashes(AB)
-    assert store.keys_of(PoolName.MAMBA) == page_hashes(AB)[1:]
-    rig.settle()
-    assert store.keys_of(PoolName.MAMBA) == page_hashes(AB)[::-1]
 
 
 @rigs(*STATES)

@@ -57,29 +57,6 @@ def test_what_was_demoted_comes_back_and_is_reported_from_the_root_down(rig):
     rig.end_requests()
 
 
-@rigs(*KV, *STATES)
-def test_only_what_is_below_the_device_match_is_new(rig):
-    rig.turns(A, AB, ABC)
-    rig.cache.evict(EvictParams(4))
-    match = rig.match(ABC)
-    rows, node = rig.load(ABC)
-    assert (match.last_device_node, node) == (rig.node_of(A), rig.node_of(ABC))
-    assert [*match.device_indices, *rows] == rows_of(rig, A, AB, ABC)
-    rig.end_requests()
-
-
-@rigs("himamba")
-def test_a_load_that_only_restores_the_state_is_silent(rig):
-    upper, _ = rig.turns(A, AB)
-    rig.cache.evict(EvictParams(0, mamba_num=1))
-    match = rig.match(A)
-    assert (len(match.device_indices), match.host_hit_length, match.mamba_host_hit_length) == (2, 0, 1)
-    rows, node = rig.load(A)
-    assert (len(rows), node) == (0, upper)
-    rig.settle()
-    assert (rig.events(), rig.match(A).mamba_host_hit_length) == ([], 0)
-
-
 @rigs("unified+mamba", "unified+swa")
 def test_a_load_of_another_kind_alone_makes_kv_that_was_there_usable(rig):
     rig.turns(A, AB, ABC)
@@ -111,20 +88,6 @@ def test_there_is_nothing_to_load_of_what_is_on_the_device(rig):
     rig.cache.release(lock)
     assert (rows.tolist(), node, req.mamba_pool_idx) == ([], match.last_device_node, None)
     assert rig.cache.ongoing_load_back == {}
-
-
-@pytest.mark.parametrize("has_slot", [False, True])
-@rigs(*STATES)
-def test_a_request_gets_a_copy_of_the_state_that_is_loaded_in_its_own_slot(rig, has_slot):
-    rig.demoted(A)
-    own = rig.slots.alloc(1) if has_slot else None
-    _, req, lock = rig.load_back(rig.match(A), req=Request("r", [], 0, mamba_pool_idx=own))
-    rig.cache.release(lock)
-    assert own is None or req.mamba_pool_idx is own
-    assert (rig.slots.available_size(), req.mamba_cow_src_index) == (rig.slots.size - 2, None)
-    rig.settle()
-    rig.check()  # compares the request's state, too
-    rig.end_requests()
 
 
 @rigs(*STATES)
@@ -170,33 +133,6 @@ def test_a_load_that_is_too_small_or_beyond_the_quota_is_refused_without_a_trace
     assert is_loaded or (holdings(rig), rig.events()) == (before, [])
 
 
-@rigs("himamba", load_back_threshold=100)
-def test_neither_threshold_nor_quota_hold_a_state_back(rig):
-    rig.demoted(A)
-    assert len(rig.load(A, mem_quota=0)[0]) == 2
-
-
-@rigs("himamba")
-def test_kv_without_a_state_is_held_to_threshold_and_quota(rig):
-    rig.insert(AB)
-    rig.match(A)
-    rig.settle()
-    rig.cache.evict(EvictParams(4))
-    node = rig.node_of(A)
-    assert rig.cache.load_back(node, mem_quota=1) is None
-    for rig.cache.host.loads.threshold, is_loaded in ((3, False), (2, True)):
-        assert (rig.cache.load_back(node, mem_quota=2) is not None) == is_loaded
-
-
-@rigs("unified+mamba", load_back_threshold=100)
-def test_in_a_unified_tree_a_quota_holds_even_when_a_state_comes_along(rig):
-    rig.demoted(A, AB, ABC)
-    for quota, expected in ((5, 0), (6, 6)):  # no threshold for what brings a state
-        assert len(rig.load(ABC, mem_quota=quota)[0]) == expected
-    rig.settle()
-    rig.end_requests()
-
-
 # --- room ---
 
 
@@ -229,20 +165,6 @@ def test_a_load_without_room_changes_nothing(rig):
     assert req is None or req.mamba_pool_idx is None
     assert (holdings(rig), rig.events()) == (before, [])
     rig.pool.free(taken)
-
-
-@rigs("himamba")
-def test_a_load_without_a_slot_ends_at_the_deepest_state_on_the_device(rig):
-    upper, _ = rig.turns(A, AB)
-    rig.cache.evict(EvictParams(2))
-    lock = rig.cache.inc_lock_ref(upper)
-    held = rig.slots.alloc(rig.slots.available_size())
-    rig.cache.take_events()
-    before = holdings(rig)
-    assert rig.load(AB)[1] is upper
-    assert (rig.events(), holdings(rig)) == ([], before)
-    rig.cache.release(lock)
-    rig.slots.free(held)
 
 
 @rigs("unified+mamba", slots=4)

@@ -15,7 +15,6 @@ from tests.rigs.cache import AB, ABC, ABCD, EVERYTHING, A, CacheRig, rigs
 pytestmark = pytest.mark.torch
 
 ALL = ("radix", "mamba", "hiradix", "himamba", "unified", "unified+mamba+swa")
-MAMBA = {"page_size": 1, "device_pages": 64, "slots": 8, "extra_buffer": False, "mamba_pool": None}
 
 
 def locked(rig, kind="full", field="lock_ref"):
@@ -88,31 +87,6 @@ def test_locks_keep_the_way_and_the_state_but_not_the_states_on_the_way(rig):
     assert (states.evictable_size, states.protected_size) == (1, 0)
 
 
-@rigs("mamba")
-def test_a_tombstone_that_loses_its_last_child_under_a_lock_goes_when_unlocked(rig):
-    rig.insert(AB)
-    rig.match(A)
-    tombstone = rig.node_of(A)
-    rig.cache.inc_lock_ref(tombstone)
-    rig.cache.evict_full(1)
-    assert rig.cache.protected_size() == 2
-    rig.cache.dec_lock_ref(tombstone)
-    assert rig.cache.root_node.children == {}
-
-
-@rigs("mamba")
-def test_a_state_given_to_a_locked_tombstone_is_locked(rig):
-    rig.insert(AB)
-    rig.match(A)
-    tombstone = rig.node_of(A)
-    rig.cache.inc_lock_ref(tombstone)
-    rig.insert(A)
-    assert rig.cache.states.protected_size == 1
-    assert rig.cache.evict_mamba(9).mamba_num_evicted == 1
-    rig.cache.dec_lock_ref(tombstone)
-    assert rig.cache.states.evictable_size == 1
-
-
 @rigs("himamba")
 def test_locking_what_is_not_on_the_device_locks_the_way_to_it_and_names_it(rig):
     upper, lower = rig.turns(A, AB)
@@ -153,26 +127,6 @@ def test_a_lock_is_taken_back_where_it_was_taken_whatever_was_loaded_or_demoted_
     assert locked(rig) == locked(rig, "mamba") == set()
 
 
-@rigs("unified+mamba+swa")
-def test_kv_is_locked_up_to_the_root_a_window_of_swa_rows_and_one_state(rig):
-    rig.turns(A, AB, ABC, ABCD)
-    lock = rig.cache.inc_lock_ref(rig.node_of(ABC))
-    assert [locked(rig, kind) for kind in ("full", "swa", "mamba")] == [ends(A, AB, ABC), ends(AB, ABC), ends(ABC)]
-    rig.cache.evict(EvictParams(100, 100, 100))
-    rig.check()
-    assert rig.match(ABC).last_device_node is rig.node_of(ABC)
-    rig.cache.release(lock)
-    assert locked(rig) == locked(rig, "swa") == locked(rig, "mamba") == set()
-
-
-@rigs("unified+mamba+swa")
-def test_locked_data_stay_and_the_loop_ends(rig):
-    rig.turns(A, AB, ABC)
-    lock = rig.cache.inc_lock_ref(rig.node_of(ABC))
-    assert rig.cache.evict(EVERYTHING) == (0, 2, 2)  # states of A and AB, SWA rows of A
-    rig.cache.release(lock)
-
-
 @rigs("unified+mamba+swa", tiers=1)
 def test_a_state_that_is_locked_keeps_the_swa_rows_of_its_node(rig):
     node, _ = rig.turns(A, AB)
@@ -181,46 +135,6 @@ def test_a_state_that_is_locked_keeps_the_swa_rows_of_its_node(rig):
     node.lock_ref += 1
     assert (rig.cache._evictor.evict_component(swa, 100), rig.has(A, "swa")[0]) == (2, True)
     rig.reset()
-
-
-@pytest.mark.parametrize("cut", [A, AB])
-@rigs("unified+swa", window=6, tiers=1)
-def test_a_lock_survives_splits_and_its_release_finds_the_end_again(rig, cut):
-    rig.insert(ABCD)
-    first = rig.cache.inc_lock_ref(rig.node_of(ABCD))
-    rig.match(cut)
-    second = rig.cache.inc_lock_ref(rig.node_of(ABCD))
-    rig.match(ABC)
-    rig.check()
-    for lock in (first, second):
-        rig.cache.release(lock)
-    assert locked(rig, "swa") == set()
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@rigs("unified+swa", tiers=1)
-def test_two_locks_that_end_at_different_nodes_are_released_in_any_order(rig, order):
-    rig.turns(AB, ABCD)
-    locks = [rig.cache.inc_lock_ref(rig.node_of(ABCD))]
-    rig.match(ABC)
-    locks.append(rig.cache.inc_lock_ref(rig.node_of(ABCD)))
-    for turn, left in zip(order, (1, 0), strict=True):
-        rig.cache.release(locks[turn])
-        assert rig.data(rig.node_of(ABCD), "swa").lock_ref == left
-    assert locked(rig, "swa") == set()
-
-
-@rigs("unified+mamba")
-def test_a_tombstone_is_not_locked_and_what_comes_later_is_not_unlocked(rig):
-    _, node, _, _ = rig.turns(A, AB, ABC, ABCD)
-    rig.cache.states.free_on_device(node)
-    early = rig.cache.inc_lock_ref(node)
-    assert early.tickets == ()
-    rig.insert(AB)  # brings the state back
-    late = rig.cache.inc_lock_ref(node)
-    for lock, left in ((early, 1), (late, 0)):
-        rig.cache.release(lock)
-        assert rig.data(node, "mamba").lock_ref == left
 
 
 @rigs("unified+mamba")
@@ -236,18 +150,6 @@ def test_a_release_must_state_what_it_takes_back(rig):
 def test_a_tree_of_kv_alone_needs_no_word_on_a_release(rig):
     _, node = rig.turns(A, AB)
     assert (rig.cache.inc_lock_ref(node).delta, rig.cache.dec_lock_ref(node).delta) == (-4, 4)
-
-
-@rigs("unified+mamba+swa", window=8)
-def test_host_data_that_a_transfer_needs_leave_the_host_lists_across_splits(rig):
-    rig.demoted(ABCD)
-    mamba, swa = rig.cache.auxiliaries
-    release = rig.hold_on_host(rig.node_of(ABCD))
-    assert [len(each.host_lru_list) for each in (mamba, swa)] == [0, 0]
-    rig.match(AB)
-    assert [rig.cache.host.leaves.evict_component(each, 100) for each in (mamba, swa)] == [0, 0]
-    release()
-    assert [len(each.host_lru_list) for each in (mamba, swa)] == [1, 2]
 
 
 # --- locks of a sliding window with gaps ---
@@ -266,8 +168,8 @@ def acquire(rig, tokens, tier="lock_ref"):
     if tier == "lock_ref":
         lock = rig.cache.inc_lock_ref(node)
         return lambda: rig.cache.release(lock)
-    ticket = swa.acquire_host(node)
-    return lambda: swa.release_host(node, ticket)
+    ticket = swa.acquire(node, on_host=True)
+    return lambda: swa.release(ticket)
 
 
 WIDE = {"window": 4, "device_pages": 10, "swa_pages": 10}

@@ -1,16 +1,12 @@
 """Prefetches: from a store to the host, what stops or refuses them, and every way out."""
 
-from functools import partial
-
 import pytest
 
-from engine_cache import EvictParams, Lane, StoragePolicy, ThreadCopyEngine
+from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
-from engine_cache.storage.directory import DirectoryStorage
 from kv_events.errors import InvalidValueError
-from tests.rigs.cache import AB, ABCD, CPU, DISK, GPU, A, CacheRig, rigs, stored
+from tests.rigs.cache import AB, ABCD, CPU, A, CacheRig, rigs, stored
 from tests.rigs.cache_stores import MemoryStorage, is_idle, page_hashes, set_policy
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -82,14 +78,6 @@ def test_pages_that_came_concurrently_are_freed_or_adopted(rig, store):
     assert rig.prefetch(A, "too late") is None
 
 
-@rigs("hiradix")
-def test_a_node_in_the_way_is_split(rig, store):
-    rig.prefetch(ABCD)
-    rig.insert([*AB, 9, 9], chunked=True)
-    assert rig.fetched() == 4
-    assert rig.held(CPU) == {(None, raw) for raw in rig.prefixes(ABCD)}
-
-
 @rigs(*CLASSES)
 def test_backups_of_nodes_on_the_path_are_waited_for_and_later_ones_are_not(rig, store):
     rig.prefetch(ABCD)
@@ -155,46 +143,6 @@ def test_an_anchor_that_leaves_the_tree_gives_back_what_it_held_above(rig, store
     assert is_idle(rig)
 
 
-@rigs("unified+mamba+swa", "himamba", **SIZES)
-def test_the_anchor_keeps_what_it_has_on_the_host_of_each_kind_until_the_end(rig, store):
-    rig.demoted(AB)
-    rig.prefetch(ABCD)
-    anchor, kinds = rig.node_of(AB), ("full", *rig.kinds)
-    assert rig.cache.evict_host(100) == 0
-    assert not any(rig.cache.host.leaves.evict_component(each, 100) for each in rig.cache.auxiliaries)
-    assert [rig.data(anchor, kind).host_lock_ref for kind in kinds] == [1] * len(kinds)
-    rig.fetched()
-    assert is_idle(rig)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_what_one_cache_archives_in_a_folder_another_continues_from(tmp_path, cls):
-    options = {"device_pages": 20, "host_pages": 60, "host_slots": 8, "pools": "mha", "layout": "layer_first"}
-    writer, reader = (CacheRig(cls, engine=ThreadCopyEngine(), **options) for _ in range(2))
-    for rig in (writer, reader):
-        store = DirectoryStorage(tmp_path, rig.identity, capacity_bytes=10**6)
-        rig.attach(store, stop="wait_complete", emit_storage_events=rig is writer)
-    prompts = [[n, 1, n, 2, n, 3] for n in range(4)]
-    for prompt in prompts:
-        writer.insert(prompt)
-    writer.settle()
-    assert len([event for event in writer.events() if event[1] is DISK]) == 12
-    for n, prompt in enumerate(prompts):
-        reader.prefetch(prompt, str(n))
-    for n in range(len(prompts)):
-        wait_until(partial(reader.cache.check_prefetch_progress, str(n)))
-        assert reader.cache.pop_prefetch_loaded_tokens(str(n)) == 6
-    for prompt in prompts:
-        assert len(reader.load(prompt)[0]) == 6
-    reader.settle()
-    assert reader.held(GPU) == reader.held(CPU) == writer.held(CPU)
-    assert reader.ends("mamba") == writer.ends("mamba")
-    assert is_idle(reader)
-    for rig in (writer, reader):
-        rig.check()
-        rig.engine.close()
-
-
 # --- less than was asked for ---
 
 
@@ -241,19 +189,6 @@ def test_a_store_that_breaks_costs_the_rest_of_the_prefetch_only(rig, store, ste
 
 
 # --- ways out ---
-
-
-@pytest.mark.parametrize("steps", range(5))
-@rigs("hiradix", "himamba", "unified+mamba+swa", **SIZES)
-def test_an_aborted_prefetch_leaves_nothing(rig, store, steps):
-    rig.prefetch(ABCD)
-    for _ in range(steps):
-        rig.engine.step(Lane.PREFETCH)
-        rig.check()
-    rig.cache.release_aborted_request("r")
-    rig.check()
-    rig.run(Lane.PREFETCH)
-    assert (is_idle(rig), set(rig.used().values()), rig.held(CPU)) == (True, {0}, set())
 
 
 @pytest.mark.parametrize("way_out", ["abort", "revoke", "reset", "detach"])
@@ -327,21 +262,6 @@ def test_a_namespace_that_is_not_the_anchors_is_reported(rig, store):
     rig.cache.prefetch_from_storage("c", common, [3, 4])
     namespaces = {req_id: operation.key.extra_key for req_id, operation in rig.cache.ongoing_prefetch.items()}
     assert namespaces == {"a": "tenant", "b": "tenant", "c": None}
-
-
-@rigs("hiradix", "himamba")
-def test_namespaces_share_neither_pages_nor_states(rig):
-    store = MemoryStorage()
-    rig.attach(store)
-    rig.insert(ABCD, "tenant")
-    rig.settle()
-    assert rig.cache.detach_storage_backend()[0]
-    other = CacheRig(rig.name).attach(store)
-    for extra_key, length in ((None, 0), ("tenant", 8)):
-        other.cache.prefetch_from_storage("r", other.cache.root_node, ABCD, extra_key=extra_key)
-        assert other.fetched() == length
-        assert other.match(ABCD, extra_key).host_hit_length == length
-    other.check()
 
 
 @rigs("hiradix")

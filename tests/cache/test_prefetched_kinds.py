@@ -41,16 +41,6 @@ def test_a_hit_ends_at_the_last_page_with_a_state(rig):
     assert rig.match(ABCD).best_match_node is rig.node_of(AB)
 
 
-@rigs(*STATES, **SIZES)
-def test_a_state_for_pages_that_are_there_already_is_freed(rig):
-    archived(rig, ABCD)
-    rig.prefetch(ABCD)
-    rig.insert(ABCD)
-    assert rig.fetched() == 0
-    rig.settle()
-    assert rig.used() == {"kv": 8, "mamba": 1}
-
-
 @rigs("himamba")
 def test_without_the_state_the_pages_are_kept_and_the_slot_is_freed(rig):
     store = archived(rig, ABCD)
@@ -79,17 +69,6 @@ def test_a_state_that_could_not_be_read_is_given_to_the_node_by_the_next_prefetc
         assert (match.host_hit_length, match.mamba_host_hit_length, rig.used()["mamba"]) == (8, 1, 1)
     rig.load(ABCD)
     rig.settle()
-
-
-@rigs("unified+mamba", write_policy="write_back", **SIZES)
-def test_a_state_is_given_to_a_node_that_had_none_on_the_host(rig):
-    """The node was added by another request while its pages were being fetched."""
-    archived(rig, AB)
-    rig.prefetch(AB)
-    rig.run(Lane.PREFETCH)
-    rig.insert(AB)
-    assert rig.fetched() == 0
-    assert (rig.has(AB, "mamba"), rig.has(AB, "full")) == ((True, True), (True, True))  # adopted
 
 
 @pytest.mark.parametrize(
@@ -150,18 +129,6 @@ def test_swa_rows_of_one_window_are_fetched_and_no_more(rig):
     assert len(leaf.key) == 4
 
 
-@rigs("unified+swa", **SIZES)
-def test_swa_rows_fill_tombstones_from_the_end_upward_and_the_rest_is_released(rig):
-    archived(rig, ABCD)
-    rig.demoted(ABC)
-    rig.prefetch(ABCD)
-    rig.fetched()
-    assert rig.used()["swa"] <= 8
-    rig.check()
-    assert rig.match(ABC).best_match_node is rig.node_of(ABC)
-    assert rig.cache.auxiliaries[0].host_lru_list
-
-
 @pytest.mark.parametrize("prompt", [A, AB, ABC], ids=len)
 @rigs(*(("unified+swa", {"window": window}) for window in (3, 5, 8, 100)), **SIZES)
 def test_a_prompt_shorter_than_the_window_is_matched_after_one_prefetch(rig, prompt):
@@ -178,14 +145,6 @@ def test_a_prompt_shorter_than_the_window_is_matched_after_one_prefetch(rig, pro
     rig.prefetch(prompt)
     rig.run(Lane.PREFETCH)
     assert (asked, store.calls("get")) == (len(prompt) // 2, [])
-
-
-@rigs(*(("unified+swa", {"window": window}) for window in (3, 8)), **SIZES)
-def test_a_store_with_less_than_was_asked_for_is_enough(rig):
-    archived(rig, AB)
-    rig.prefetch(ABCD)
-    rig.fetched()
-    assert rig.match(ABCD).host_hit_length == 4
 
 
 @rigs(*(("unified+swa", {"window": window}) for window in (3, 5, 8)), **SIZES)
@@ -427,15 +386,3 @@ def test_an_operation_that_the_engine_takes_no_further_ends(rig, half, monkeypat
     rig.fetched()
     assert rig.cache.ongoing_backup == {}
     assert_nothing_is_held(rig, half)
-
-
-@rigs(*KINDS)
-def test_the_archive_of_a_node_that_cannot_begin_holds_nothing(rig, half, monkeypatch):
-    rig.insert([7, 7, 8, 8])
-    rig.engine.step(Lane.WRITE)
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.engine, "submit", refuse)
-        fails(rig.cache.check_hicache_events)
-    assert (rig.cache.ongoing_backup, rig.cache.archive_tokens_occupied) == ({}, 0)
-    rig.cache.evict(EvictParams(100))
-    assert rig.cache.evict_host(100) == 8

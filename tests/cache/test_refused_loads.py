@@ -25,9 +25,7 @@ from tests.rigs.cache import (
 )
 from tests.rigs.cache_steps import init_load_back, request_of
 
-KV = ("hiradix", "unified")
 STATES = ("himamba", "unified+mamba")
-ALL = (*KV, *STATES, "unified+swa", "unified+mamba+swa")
 
 
 # --- requests whose load is refused continue from a node on the device ---
@@ -86,16 +84,6 @@ def test_without_a_free_slot_the_caller_gets_an_error(rig):
 
 
 @rigs("himamba")
-def test_a_request_that_has_its_state_loaded_copies_none(rig):
-    req, match = at_the_anchor(rig)
-    rows, node = init_load_back(rig, match, req=req)
-    assert (len(rows), node, req.mamba_cow_src_index) == (2, match.best_match_node, None)
-    assert req.mamba_pool_idx is not None
-    rig.cache.cache_finished_req(req, is_insert=False)
-    rig.settle()
-
-
-@rigs("himamba")
 def test_a_state_that_was_computed_since_the_match_is_copied(rig):
     req, match = at_the_anchor(rig)
     rig.insert(AB)
@@ -112,27 +100,6 @@ def test_a_request_at_the_root_starts_from_nothing(rig):
     req.last_node = rig.cache.root_node
     rows, node = init_load_back(rig, rig.match(AB), 0, req)
     assert (rows.tolist(), node, req.mamba_pool_idx) == ([], rig.cache.root_node, None)
-
-
-@rigs("unified+mamba")
-def test_a_state_that_went_since_the_match_is_not_continued_from(rig):
-    req, match = at_the_anchor(rig)
-    rig.cache.states.free_on_host(rig.node_of(AB))
-    rows, node = init_load_back(rig, match, req=req)
-    assert (rows.tolist(), node) == ([], rig.node_of(A))
-    assert_starts_from(rig, req, node)
-
-
-@rigs("unified+swa")
-def test_rows_of_the_window_that_went_since_the_match_are_not_continued_from(rig):
-    rig.turns(A, AB)
-    rig.cache.evict(EvictParams(2))
-    match = rig.match(AB)
-    assert (match.host_hit_length, match.swa_host_hit_length) == (2, 2)
-    rig.cache.auxiliaries[0].free_on_host(rig.node_of(AB))
-    (rows, node), _, lock = rig.load_back(match)
-    rig.cache.release(lock)
-    assert (rows.tolist(), node, rig.node_of(AB).value) == ([], rig.node_of(A), None)
 
 
 @pytest.mark.parametrize("had_state", [True, False])
@@ -236,26 +203,6 @@ def test_a_slot_that_two_loads_fill_waits_for_both(rig):
         assert rig.slots.available_size() == expected
 
 
-@rigs(*STATES)
-def test_a_slot_is_free_at_once_when_its_load_has_ended(rig):
-    rig.demoted(A)
-    request_of(rig, A)
-    rig.settle()
-    free = rig.slots.available_size()
-    rig.end_requests()
-    assert rig.slots.available_size() == free + 1
-
-
-@rigs(*STATES)
-def test_a_reset_forgets_the_slots_that_were_waited_for(rig):
-    rig.demoted(A)
-    request_of(rig, A)
-    rig.end_requests()
-    rig.reset()
-    rig.check()
-    rig.settle()
-
-
 # --- matches that have changed since ---
 
 TURNS = pytest.mark.usefixtures("turns")
@@ -277,16 +224,6 @@ def continued_from(rig, match):
 
 @TURNS
 @rigs(*CLASSES)
-def test_a_node_that_was_deleted_stands_for_what_it_hung_below(rig):
-    match = rig.match(ABC)
-    lock = rig.cache.inc_lock_ref(match.last_device_node)
-    rig.cache.evict_host(2)
-    assert continued_from(rig, match) is match.last_device_node is rig.node_of(AB)
-    rig.cache.release(lock)
-
-
-@TURNS
-@rigs(*CLASSES)
 def test_so_does_a_path_that_was_deleted_one_by_one(rig):
     rig.cache.evict(EvictParams(2))
     match = rig.match(ABC)
@@ -295,25 +232,6 @@ def test_so_does_a_path_that_was_deleted_one_by_one(rig):
     rig.cache.evict_host(2)
     assert continued_from(rig, match) is rig.node_of(A)
     rig.cache.release(lock)
-
-
-@TURNS
-@rigs(*CLASSES)
-def test_what_is_left_may_have_left_the_device_since(rig):
-    match = rig.match(ABC)
-    rig.cache.evict_host(2)
-    rig.cache.evict(EvictParams(2))
-    assert continued_from(rig, match) is rig.node_of(A)
-
-
-@rigs(*CLASSES)
-def test_a_node_that_was_split_since_is_still_the_deeper_part(rig):
-    rig.turns(AB, ABC)
-    rig.cache.evict(EvictParams(2))
-    match = rig.match(ABC)
-    rig.cache.evict_host(2)
-    rig.match(A)
-    assert continued_from(rig, match) is rig.node_of(AB)
 
 
 @pytest.mark.parametrize("is_full", [True, False])

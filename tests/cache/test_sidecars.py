@@ -14,12 +14,11 @@ from engine_cache import (
     RadixKey,
     StoragePolicy,
 )
-from engine_cache.pools.host import HOST_LAYOUTS
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.directory import DirectoryStorage
 from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation
 from engine_cache.tiers.storage_io import StorageIO
-from tests.rigs.cache import AB, ABC, ABCD, A, CacheRig, rigs
+from tests.rigs.cache import AB, ABC, ABCD, CacheRig, rigs
 from tests.rigs.cache_pools import NumberPools
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
 
@@ -179,15 +178,6 @@ def archived(rig):
     return store
 
 
-@rigs(*((NSA, {"page_size": size, "layout": layout}) for size in (1, 2, 7) for layout in HOST_LAYOUTS))
-def test_kv_and_index_come_back_bit_for_bit(rig):
-    tokens = list(range(rig.page_size * 2))
-    rig.demoted(tokens, [*tokens, *tokens])
-    rows, _ = rig.load([*tokens, *tokens])
-    rig.settle()  # the fixture then compares the bytes
-    assert len(rows) == 4 * rig.page_size
-
-
 @rigs(NSA)
 def test_the_index_uses_the_rows_of_kv_and_none_of_its_own(rig):
     rig.demoted(ABC)
@@ -209,18 +199,6 @@ def test_a_copy_of_the_index_that_fails_takes_the_copy_of_kv_with_it(rig):
 def test_the_index_rides_with_kv_and_other_models_have_nothing_that_does():
     sharing = [CacheRig(name).controller.group.sharing for name in (NSA, "hiradix", "unified+swa")]
     assert [[entry.name for entry in entries] for entries in sharing] == [[INDEXER], [], []]
-
-
-@rigs(NSA, "unified+indexer")
-def test_pools_that_live_on_the_rows_of_kv_ride_along_with_every_transfer(rig):
-    store = MemoryStorage()
-    rig.attach(store)
-    rig.turns(A)
-    assert {name for name, _ in store.pages} == {KV, INDEXER}
-    del store.pages[INDEXER, page_hashes(A)[0]]
-    rig.reset()
-    rig.prefetch(A)
-    assert rig.fetched() == 0
 
 
 def test_what_one_cache_archives_another_prefetches_bit_for_bit(tmp_path):

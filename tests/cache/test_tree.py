@@ -10,23 +10,18 @@ from engine_cache import (
     InsertParams,
     Lane,
     MatchPrefixParams,
-    PagedTokenToKVPoolAllocator,
     RadixCache,
     RadixKey,
     ThreadCopyEngine,
 )
-from engine_cache.storage.base import PoolName
 from tests.models.cache_checks import check_cache
-from tests.rigs.cache import AB, ABC, ABCD, CLEARED, CPU, EVERYTHING, GPU, NOTHING, A, CacheRig, rigs, stored
-from tests.rigs.cache_pools import contents
-from tests.rigs.cache_requests import Requests
+from tests.rigs.cache import AB, ABC, ABCD, CLEARED, CPU, GPU, NOTHING, A, CacheRig, rigs, stored
 
 pytestmark = pytest.mark.torch
 
 DEVICE = ("radix", "mamba")
 HOST = ("hiradix", "himamba", "unified")
 SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}
-STATES = (("mamba", SMALL), ("unified+mamba", SMALL | {"tiers": 1}))
 
 
 def path(rig, tokens, kind="full"):
@@ -62,33 +57,6 @@ def cache():
     check_cache(cache)
 
 
-def test_what_was_inserted_is_matched_with_its_rows_page_by_page(cache):
-    for tokens in ([1, 2, 3], []):
-        result = match(cache, tokens)
-        assert (result.device_indices.tolist(), result.host_hit_length) == ([], 0)
-        assert result.last_device_node is result.last_host_node is result.best_match_node is cache.root_node
-    assert insert(cache, [1, 2, 3, 4], [10, 11, 12, 13]) == (0, 4)
-    assert rows_of(cache, [1, 2, 3, 4, 5]) == [10, 11, 12, 13]
-    assert insert(cache, [7, 8, 9], [20, 21, 22]) == (0, 2)
-    assert rows_of(cache, [7, 8, 9]) == [20, 21]
-    assert (insert(cache, [5], [5]), cache.evictable_size()) == ((0, 0), 6)
-
-
-def test_the_first_rows_stay_when_a_prompt_comes_again(cache):
-    insert(cache, [1, 2, 3, 4], [10, 11, 12, 13])
-    assert insert(cache, [1, 2, 3, 4, 5, 6], [20, 21, 22, 23, 24, 25]) == (4, 6)
-    assert rows_of(cache, [1, 2, 3, 4, 5, 6]) == [10, 11, 12, 13, 24, 25]
-
-
-def test_a_match_that_ends_inside_a_node_splits_it_between_pages(cache):
-    insert(cache, [1, 2, 3, 4, 5, 6], range(10, 16))
-    (old,) = cache.root_node.children.values()
-    result = match(cache, [1, 2, 3, 4, 5, 9])
-    assert result.device_indices.tolist() == [10, 11, 12, 13]
-    assert old.parent is result.last_device_node
-    assert (list(old.key), old.value.tolist()) == ([5, 6], [14, 15])
-
-
 def test_a_split_copies_lock_hits_and_priority(cache):
     for _ in range(2):
         insert(cache, [1, 2, 3, 4], priority=7)
@@ -116,11 +84,6 @@ def test_hits_count_inserts_unless_chunked(cache):
         assert node.hit_count == expected
 
 
-def test_namespaces_share_nothing(cache):
-    insert(cache, [1, 2], [10, 11], "a")
-    assert [rows_of(cache, [1, 2], extra_key) for extra_key in (None, "b", "a")] == [[], [], [10, 11]]
-
-
 def test_insert_copies_the_rows(cache):
     rows = np.array([10, 11])
     insert(cache, [1, 2], rows)
@@ -134,22 +97,6 @@ def test_what_does_not_fit_the_key_or_the_cache_is_refused(cache):
         insert(cache, [1, 2, 3, 4], [1, 2, 3])
     with pytest.raises(ValueError, match="is_bigram"):
         cache.match_prefix(MatchPrefixParams(RadixKey([1, 2, 3], is_bigram=True)))
-
-
-def test_an_eagle_cache_counts_pairs():
-    cache = RadixCache(page_size=2, is_eagle=True)
-    assert insert(cache, [1, 2, 3, 4, 5], [10, 11, 12, 13, 14]) == (0, 4)
-    assert (rows_of(cache, [1, 2, 3, 9, 9]), rows_of(cache, [1, 2])) == ([10, 11], [])
-    check_cache(cache)
-
-
-def test_evicted_rows_return_to_their_pool():
-    pool = PagedTokenToKVPoolAllocator(16, 4)
-    cache = RadixCache(page_size=4, allocator=pool)
-    insert(cache, range(8), pool.alloc(8))
-    check_cache(cache, NOTHING)
-    cache.evict(EvictParams(8))
-    assert pool.available_size() == 16
 
 
 @rigs(*DEVICE, *HOST, "unified+mamba+swa")
@@ -185,20 +132,6 @@ def test_a_disabled_cache_takes_nothing(rig):
 # --- what an insert adopts ---
 
 
-@rigs("mamba", "unified", ("unified", {"tiers": 1}))
-def test_the_tree_frees_the_duplicates_behind_what_was_its_own(rig):
-    rig.turns(AB)
-    own, free = rig.match(AB).device_indices[:2], rig.pool.available_size()
-    rows, slot = rig.alloc(4), rig.slots.alloc(1)
-    rig.compute(rows[2:], None, rig.prefixes(ABC)[2:])
-    rig.pools[PoolName.MAMBA].write(slot, contents(None, rig.prefixes(ABC)[2:], "mamba"))
-    params = InsertParams(RadixKey(ABC), np.concatenate((own, rows)), mamba_value=slot, prev_prefix_len=2)
-    assert rig.cache.insert(params)[:2] == (4, 6)
-    assert rig.pool.available_size() == free - 2
-    rig.slots.free(slot if not rig.kinds else NOTHING)
-    rig.settle()
-
-
 @rigs(*HOST)
 def test_a_prompt_that_is_computed_again_is_reported_again_and_its_rows_are_taken(rig):
     rig.demoted(AB)
@@ -227,44 +160,6 @@ def test_what_is_on_the_device_counts_and_its_duplicates_are_freed(rig):
     result = rig.insert(ABC)
     known = 4 if rig.cls == "unified" else 2
     assert (result.prefix_len, result.total_len, rig.pool.available_size()) == (known, 6, free - 4)
-
-
-@rigs("mamba", "himamba", "unified+mamba")
-def test_a_state_goes_to_the_exact_end_of_a_key_and_is_left_to_the_caller_where_there_is_one(rig):
-    assert tuple(rig.insert(ABC)) == (0, 6, False)
-    assert tuple(rig.insert(AB)) == (4, 4, False)  # splits: the upper part has none yet
-    held, free = rig.data(rig.node_of(AB), "mamba").value.tolist(), rig.slots.available_size()
-    assert tuple(rig.insert(AB)) == (4, 4, True)
-    assert (rig.data(rig.node_of(AB), "mamba").value.tolist(), rig.slots.available_size()) == (held, free)
-    assert rig.ends("mamba") == {tuple(AB), tuple(ABC)}
-
-
-@rigs("mamba", "himamba", "unified+mamba")
-def test_a_state_at_a_tombstone_revives_it_silently(rig):
-    rig.insert(AB)
-    rig.match(A)
-    rig.settle()
-    rig.cache.take_events()
-    assert tuple(rig.insert(A)) == (2, 2, False)
-    rig.settle()
-    assert (len(rig.match([*A, 9, 9]).device_indices), rig.events()) == (2, [])
-
-
-@rigs("unified+mamba")
-def test_a_tombstone_with_a_state_on_the_host_moves_to_the_list_of_the_device(rig):
-    node, _ = rig.turns(A, AB)
-    (mamba,) = rig.cache.auxiliaries
-    mamba.free_on_device(node)
-    for is_on_device in (False, True):
-        assert (node in mamba.device_lru_list, node in mamba.host_lru_list) == (is_on_device, not is_on_device)
-        rig.insert(A)
-
-
-@rigs("unified+swa")
-def test_a_leaf_gets_the_swa_rows_that_are_mapped_to_its_own(rig):
-    rig.insert(AB)
-    node = rig.node_of(AB)
-    assert rig.data(node, "swa").value.tolist() == rig.swa.translate(node.value).tolist()
 
 
 @pytest.mark.parametrize("was_evicted", [False, True])
@@ -318,51 +213,12 @@ def test_a_tombstone_inside_the_window_takes_over_the_swa_rows_of_the_caller(rig
     assert [row for step in reversed(list(rig.up(rig.node_of(ABC)))) for row in step.value] == kept
 
 
-def test_the_rows_of_a_page_that_is_not_whole_stay_the_callers():
-    rig = CacheRig(tiers=1)
-    rows = rig.pool.alloc(6)
-    assert tuple(rig.cache.insert(InsertParams(RadixKey([1, 1, 2, 2, 3]), rows[:5]))) == (0, 4, False)
-    check_cache(rig.cache, rows[4:])
-
-
 @rigs("mamba", "unified+mamba")
 def test_a_key_without_a_unit_takes_nothing(rig):
     assert tuple(rig.cache.insert(InsertParams(RadixKey([]), NOTHING))) == (0, 0, True)
 
 
 # --- splits ---
-
-
-@pytest.mark.parametrize("is_evicted", [False, True])
-@rigs(*HOST, "unified+mamba+swa", window=6)
-def test_a_split_is_silent_keeps_the_hashes_and_leaves_the_states_below(rig, is_evicted):
-    rig.turns(ABC)
-    if is_evicted:
-        rig.cache.evict(EvictParams(6))
-    rig.cache.take_events()
-    before = [page.block_hash for page in rig.cache.iter_resident(CPU)]
-    whole = rig.node_of(ABC).hash_value
-    rig.match(AB)
-    assert rig.events() == []
-    assert [page.block_hash for page in rig.cache.iter_resident(CPU)] == before
-    upper, lower = rig.node_of(AB), rig.node_of(ABC)
-    assert (upper.hash_value, lower.hash_value) == (whole[:2], whole[2:])
-    if "mamba" in rig.kinds:
-        assert (rig.has(AB, "mamba"), rig.has(ABC, "mamba")) == ((False, False), (not is_evicted, True))
-    if "swa" in rig.kinds:
-        assert [len(rig.data(node, "swa").host_value) for node in (upper, lower)] == [4, 2]
-
-
-@rigs("mamba", "himamba")
-def test_a_split_leaves_state_and_state_lock_below_and_copies_the_kv_lock(rig):
-    rig.turns(AB)
-    lower = rig.match(AB).last_device_node
-    rig.cache.inc_lock_ref(lower)
-    rig.match(A)
-    states = [rig.data(node, "mamba") for node in (lower.parent, lower)]
-    assert [(each.value is not None, each.lock_ref) for each in states] == [(False, 0), (True, 1)]
-    assert (lower.parent.lock_ref, lower.lock_ref) == (1, 1)
-    rig.cache.dec_lock_ref(lower)
 
 
 SWA = {"page_size": 1, "window": 8, "device_pages": 20, "swa_pages": 20, "host_pages": 30}
@@ -393,22 +249,6 @@ def test_a_leaf_that_is_cut_is_backed_up_as_a_whole(rig, evicted):
 
 
 # --- whole requests and copies on threads ---
-
-
-@rigs(*(*HOST, "unified+mamba"), *((name, {"is_eagle": True}) for name in HOST))
-def test_requests_run_through_both_tiers(rig):
-    requests = Requests(rig)
-    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    for end, known in ((5, 0), (9, 4), (9, 8)):
-        req = requests.begin(tokens[:end])
-        assert requests.compute(req, tokens[:end])
-        assert req.cache_protected_len == known
-        requests.share(req)
-        requests.end(req)
-        rig.settle()
-        rig.check()
-        rig.cache.evict(EVERYTHING)
-    assert rig.match(tokens).host_hit_length == 8
 
 
 @pytest.mark.parametrize("name", ["hiradix", "himamba"])

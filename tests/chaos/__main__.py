@@ -10,14 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-import tests.chaos.faults
-from tests.chaos.faults.fault import FAULTS
+import tests.chaos.log_faults
+from tests.chaos.faults import FAULTS
 from tests.chaos.report import plain_table, summary
 from tests.chaos.run import Outcome, run
 
 _OUTPUT = Path("build/chaos")
 
-assert tests.chaos.faults  # fills the table
+assert tests.chaos.log_faults  # fills the table
 
 
 def main() -> None:

@@ -144,16 +144,8 @@ class Rig:
             self.new_engine("hybrid", cache="himamba", tenant="other", queue_pages=_SMALL_QUEUE_PAGES),
             self.new_engine("large-queue", cache="radix", device_pages=1024),
         ]
-        self.bridge = Bridge(folder, self._over("ENGINES"))
-        self.bridged = Engine(
-            "bridged",
-            folder,
-            self.bridge.engine_variables,
-            DEFAULT_TENANT,
-            cache="radix",
-            device_pages=1024,
-            requests_per_s=4,
-        )
+        self.bridge = Bridge(folder, self._over("ENGINES"), cache="radix", device_pages=1024, requests_per_s=4)
+        self.bridged = self.bridge.engine
         self.services = [self.new_service(f"service-{number}", has_redis=number > 0) for number in range(num_services)]
         self.group = f"group-{uuid.uuid4().hex}"
         self.members = [self.new_member(f"member-{number}") for number in range(num_members)]
@@ -267,7 +259,7 @@ class Rig:
             self.redis.restart()
             for engine in self.all_engines:
                 engine.start()
-            self.bridge.start(self.bridged)
+            self.bridge.start()
             for service in self.all_services:
                 service.launch()
             for service in self.all_services:

@@ -14,7 +14,7 @@ import msgspec
 from tests.chaos.answers import Answers, joined, left_out, live_dips, read_answers
 from tests.chaos.compare import compare
 from tests.chaos.engine import PINNED_TOKENS
-from tests.chaos.faults.fault import FAULTS, Fault
+from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.rig import Rig
 from tests.chaos.watch import FRESH_S, Watch
 

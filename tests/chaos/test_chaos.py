@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import tests.chaos.faults
-from tests.chaos.faults.fault import FAULTS
+import tests.chaos.log_faults
+from tests.chaos.faults import FAULTS
 from tests.chaos.report import plain_table
 from tests.chaos.run import Outcome, run
 
 pytestmark = pytest.mark.timing("views must be right within ten seconds of any fault")
 
-assert tests.chaos.faults  # fills the table
+assert tests.chaos.log_faults  # fills the table
 _INJECTIONS = 4
 _MINUTES = 0.3
 

@@ -14,8 +14,8 @@ from api.fast.local_answers import LocalAnswers
 from api.problems import ProblemError
 from api.queries.body_formats import CONTENT_TYPES, decode_as, format_of
 from api.queries.routes import QueryRoutes
-from api.workers.register import engine_of_peer, engine_of_rfc
-from api.workers.saved_registrations import SavedRegistrations
+from api.workers.register import engine_of
+from api.workers.registrations import SavedRegistrations
 from indexer.decisions.log import DecisionLog
 from indexer.snapshots.base import Piece
 from kv_events.decisions import VERSION, Candidate, Decision, Outcome, decode_decision, encode_decision
@@ -132,7 +132,5 @@ def run_registration(data: bytes) -> None:
         for kind in (PeerRegistration, RfcRegistration, PeerUnregistration, RfcUnregistration):
             with contextlib.suppress(ProblemError):
                 request = decode_as(kind, data, codec)
-                if isinstance(request, PeerRegistration):
-                    engine_of_peer(request)
-                elif isinstance(request, RfcRegistration):
-                    engine_of_rfc(request)
+                if isinstance(request, PeerRegistration | RfcRegistration):
+                    engine_of(request)

@@ -127,7 +127,7 @@ def test_a_cache_and_a_bridge_give_a_page_the_same_name(field: str) -> None:
 
 
 def test_a_simulated_worker_gives_a_salted_page_the_same_name() -> None:
-    fleet = DirectFleet(SimulationSettings(workers=1, capacity_tokens=64, page_size=PAGE), "random", None)
+    fleet = DirectFleet(SimulationSettings(workers=1, capacity_tokens=64, page_size=PAGE), "random")
     (worker,) = fleet.run.workers
     worker.serve(Request(0.0, token_array(TOKENS), extra_key="name"))
     held = [page.sequence_hash for page in worker.cache.iter_resident(StorageMedium.GPU)]

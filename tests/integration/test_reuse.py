@@ -37,7 +37,7 @@ def held_of_full_kv(fleet: DirectFleet, request: Request) -> list[int]:
 
 @pytest.mark.parametrize("cache", HYBRID)
 def test_what_can_be_reused_is_what_the_cache_matches_at_every_moment(cache: str, requests: list[Request]) -> None:
-    fleet = DirectFleet(replace(SMALL, cache=cache), "round-robin", None)
+    fleet = DirectFleet(replace(SMALL, cache=cache), "round-robin")
     router = fleet.run.router
     lengths: list[tuple[int, int]] = []
     for request in requests:
@@ -65,7 +65,7 @@ async def test_no_answer_diverges_over_a_broker(kafka_bootstrap: str, requests: 
 
 
 def test_an_answer_that_is_wrong_is_counted(requests: list[Request]) -> None:
-    fleet = DirectFleet(SMALL, "round-robin", None)
+    fleet = DirectFleet(SMALL, "round-robin")
     for request in requests[:30]:
         fleet.advance(request.arrival_s)
         fleet.run.step(request)
@@ -75,6 +75,6 @@ def test_an_answer_that_is_wrong_is_counted(requests: list[Request]) -> None:
 
 
 def test_who_does_not_ask_for_groups_publishes_none(requests: list[Request]) -> None:
-    fleet = DirectFleet(replace(SMALL, groups=False), "round-robin", None)
+    fleet = DirectFleet(replace(SMALL, groups=False), "round-robin")
     fleet.deliver(fleet.run.step(requests[0]))
     assert {namespace.key.model for namespace in fleet.run._namespaces} == {"simulation-round-robin"}

@@ -212,8 +212,8 @@ def _check_host_pages(
 
 
 def _prefetched_rows(store: StorageTier) -> list[IndexArray]:
-    """Return the host rows of KV that prefetches and the release queue own."""
-    return [*store.io.release_queue, *(operation.rows() for operation in store.io.prefetches)]
+    """Return the host rows of KV that prefetches own."""
+    return [operation.rows() for operation in store.io.prefetches]
 
 
 def _prefetched_extras(store: StorageTier, name: PoolName) -> list[IndexArray]:

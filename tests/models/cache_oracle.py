@@ -1,4 +1,4 @@
-"""Brute-force reference for the end of a match of a UnifiedRadixCache and the data that its locks hold."""
+"""Brute-force reference for the end of a match and the data that locks hold."""
 
 from __future__ import annotations
 
@@ -53,8 +53,12 @@ def _is_usable(rig, pages, num_pages, tiers):
 
 
 def needed_on_device(rig, node):
-    """Return, by kind, the nodes whose device data is needed to continue from a node. Windows may contain gaps."""
-    needed = {"mamba": [node][: rig.data(node, "mamba").value is not None], "swa": []}
+    """Return, by kind, the nodes whose device data a lock protects. Windows may contain gaps.
+
+    Locks without tickets cover a node without a state as well.
+    """
+    is_locked = rig.data(node, "mamba").value is not None or not rig.cache.variant.locks_have_tickets
+    needed = {"mamba": [node][:is_locked] if "mamba" in rig.kinds else [], "swa": []}
     covered = 0
     for step in rig.up(node):
         if covered < rig.window and rig.data(step, "swa").value is not None:

@@ -13,7 +13,7 @@ from kv_events.schema import StorageMedium
 from tests.models.event_replay import PageNames, Replay
 from tests.rigs.cache import CacheRig
 from tests.support.caches.cache_machine import operation, run_some
-from tests.support.caches.unified_matrix import MODELS, MooncakeMachine, machine_of
+from tests.support.caches.machines import MODELS, MooncakeMachine, machine_of
 from tests.support.effort import num_examples
 from tests.support.waiting import wait_until
 

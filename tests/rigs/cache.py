@@ -275,8 +275,8 @@ class CacheRig:
 
     def hold_on_host(self, node):
         """Protect what a transfer at the node needs on the host besides KV from eviction. Returns the release."""
-        held: list[Any] = [(each, each.acquire_host(node)) for each in self.cache.auxiliaries]
-        return lambda: [each.release_host(node, ticket) for each, ticket in held if ticket is not None]
+        held: list[Any] = [(each, each.acquire(node, on_host=True)) for each in self.cache.auxiliaries]
+        return lambda: [each.release(ticket) for each, ticket in held if ticket is not None]
 
     def end_requests(self, number=None):
         """End the requests that own a slot, even if a load into the slot is in flight. number: of the oldest ones."""

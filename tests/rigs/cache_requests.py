@@ -34,9 +34,17 @@ class Requests:
             assert self.rig.slots.available_size() == 0
             self.lines.free(line)
             return None
+        if "mamba" in self.rig.kinds and self.rig.cls != "himamba":  # there, the best match may end above the state
+            has_state = self.rig.data(match.best_match_node, "mamba").value is not None
+            assert (req.mamba_cow_src_index is not None) == has_state
         self.running[req], self.matched[req] = tokens, match
         self.waiting[req] = None
         self._continue_from(req, match.last_device_node, match.device_indices, NOTHING)
+        if "mamba" in self.rig.kinds and not self.rig.has_extra_buffer and req.mamba_pool_idx is None:
+            req.mamba_pool_idx = self.rig.alloc_slot()
+            if req.mamba_pool_idx is None:
+                self.end(req, is_insert=False)
+                return None
         return req
 
     def load_back(self, req, mem_quota=None):
@@ -127,6 +135,9 @@ class Requests:
     def _write_states(self, req):
         """Write the running state and, if possible, one at the end of the last whole page."""
         states, prefixes = self.rig.pools[PoolName.MAMBA], self.rig.prefixes(req.token_ids)
+        if not self.rig.has_extra_buffer:  # a page is a token, so the running state is at the end of one
+            states.write(req.mamba_pool_idx[: len(prefixes)], contents(req.extra_key, prefixes[-1:], "mamba"))
+            return
         if req.mamba_pool_idx is None:
             req.mamba_pool_idx = self.rig.alloc_slot()
         if req.mamba_pool_idx is not None:

@@ -100,6 +100,6 @@ def write_html(path: Path, write: Callable[[Path], int]) -> None:
         num_bytes = write(path)
     except OSError as error:
         raise UsageError(f"--html: {path}: {error.strerror}") from error
-    from analysis.html.words import size
+    from analysis.words import size
 
     err.print(f"{path}: {size(num_bytes)}", markup=False)

@@ -1,9 +1,14 @@
-"""A minimal host pool for tests of stores: real tensors that contain only pages."""
+"""A minimal host pool for tests of stores: real tensors that contain only pages. Steps with a store that has one."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+
+from engine_cache.storage import page_keys
+
+KEYS = page_keys([f"{page:064x}" for page in range(16)])
+"""The key of each page of a pool."""
 
 
 class PagePool:
@@ -56,3 +61,18 @@ class PagePool:
         if index % self.page_size or not 0 <= index < len(self.rows):
             raise IndexError(index)
         return slice(index, index + self.page_size)
+
+
+def put(store, *pages):
+    """Write pages of `store.kv`, each under the key of the same number. Returns whether each is stored."""
+    return store.batch_set_v1([KEYS[page] for page in pages], store.kv.indices(*pages))
+
+
+def get(store, *pages):
+    """Read pages of `store.kv` in place. Returns whether each was read."""
+    return store.batch_get_v1([KEYS[page] for page in pages], store.kv.indices(*pages))
+
+
+def held(store):
+    """Return the numbers of the pages that the store holds, according to its own records."""
+    return [page for page, key in enumerate(KEYS) if store.is_held(key)]

@@ -1,13 +1,13 @@
-"""The half of `tiered_machine` that concerns the store: archives, prefetches and their events.
+"""The part of the state machine for a store: archives, prefetches and their events.
 
-The content of the store is read directly (`watched_stores`), which also records what it accepted.
+The content of the store is read directly (`cache_stores`), which also records what it accepted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from hashlib import sha256
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from engine_cache import Lane, ManualCopyEngine, StoragePolicy
 from engine_cache.storage.operations import STOP_POLICIES
@@ -34,16 +34,21 @@ def is_stepped(machine):
 
 
 class StorageMachine(CacheMachine):
-    """Subclasses must provide `rig`, `engine`, `store`, `num_stores`, `num_requests`, `seen` and `checked_match`."""
-
     STORES: ClassVar[tuple[str, ...]] = ("memory", "directory")
     """Kinds that are attached at run time."""
+    TIERS = 2
 
-    STORE_OPTIONS: ClassVar = {
-        "store": ("memory", "memory", "directory", "directory", None),
-        "stop": STOP_POLICIES,
-        "emit": (True, True, True, False),
-    }
+    def begin(self, store="memory", stop="best_effort", emit=True, **options):
+        super().begin(**options)
+        self.num_requests = self.num_stores = self.num_fetched = 0
+        self.facts = dict[Any, Any]()  # expected event fields of the pages seen
+        self.fetched = list[Any](), None  # the prompt of the last prefetch
+        self.anchored = {}  # request -> rows of the start node that its prefetch needs
+        self.on_host = set()  # pages on the host before the events that are applied
+        self.store = None
+        self.forget_store()
+        if store is not None:
+            self.attach(store, stop, emit)
 
     # --- operations ---
 
@@ -51,9 +56,7 @@ class StorageMachine(CacheMachine):
     def prefetch(self, draw):
         tokens, extra_key = self.fetched = self.archived_prompt(draw)
         anchor = self.checked_match(tokens, extra_key).last_host_node
-        start, node = 0, anchor
-        while node is not self.cache.root_node:
-            start, node = start + len(node.key), node.parent
+        start = sum(len(node.key) for node in self.rig.up(anchor))
         self.num_requests += 1
         self.cache.prefetch_from_storage(str(self.num_requests), anchor, tokens[start:], extra_key=extra_key)
 
@@ -73,8 +76,7 @@ class StorageMachine(CacheMachine):
         """Prefetch without other operations in between, so that all stored pages arrive."""
         self.prefetch(draw)
         if is_stepped(self):
-            while self.engine.step(Lane.PREFETCH):
-                pass
+            self.rig.run(Lane.PREFETCH)
         else:
             self.engine.drain()
         self.cache.check_hicache_events()
@@ -135,7 +137,7 @@ class StorageMachine(CacheMachine):
 
     def key_of(self, extra_key, raw):
         tag = next(tag for tag, namespace in _NAMESPACES.items() if namespace == extra_key)
-        return tag + block_hash(raw, self.page_size, self.is_bigram).hex()
+        return tag + block_hash(raw, self.page_size, self.rig.is_bigram).hex()
 
     @operation(when=has_store)
     def clear_storage(self, draw):
@@ -188,7 +190,7 @@ class StorageMachine(CacheMachine):
         self.once_archived = set()  # archived keys that may have been lost
         self.unnoticed = set()  # keys that were lost without the store's knowledge
 
-    # --- invariants after each operation ---
+    # --- invariants ---
 
     def check_host_references(self):
         """Check that only prefetches and archives hold host references. Only a start node whose own backup failed may
@@ -197,13 +199,10 @@ class StorageMachine(CacheMachine):
         archives = Counter(self.cache.ongoing_backup.values())
         assert archives.keys() <= set(nodes)
         assert all(node.host_value is not None for node in archives)
-        anchors = self.anchors()
+        anchors = Counter(operation.start_node for operation in self.cache.ongoing_prefetch.values())
         assert all(node.host_value is None for node in anchors.keys() - set(nodes))
         for node in nodes:
             assert node.host_ref_counter == archives[node] + anchors[node]
-
-    def anchors(self):
-        return Counter(operation.start_node for operation in self.cache.ongoing_prefetch.values())
 
     def check_store(self, all_taken):
         """Check that the announced pages are those that this cache has archived and the store holds. There may be more
@@ -223,7 +222,7 @@ class StorageMachine(CacheMachine):
         assert announced.keys() >= {_page_of(key) for key in self.archived - in_flight}
         allowed = self.once_archived & (held | self.unnoticed) if all_taken else self.once_archived
         assert announced.keys() <= {_page_of(key) for key in allowed}
-        if not announced.keys() <= self.facts.keys():  # type: ignore[has-type]
+        if not announced.keys() <= self.facts.keys():
             self.facts = dict(map(self.names.named, self.seen))
         assert all(self.facts[page] == facts for page, facts in announced.items())
 

@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from random import Random
 
-from analysis.audit.sorted_decisions import SortedDecisions
+from analysis.audit.audit import SortedDecisions
 from kv_events.decisions import VERSION, Outcome, encode_decision
 from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord

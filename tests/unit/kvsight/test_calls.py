@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from api.queries.body_formats import decode_as, format_of
-from api.workers.register import engine_of_rfc
+from api.workers.register import engine_of
 from kv_events.errors import InvalidValueError
 from kv_events.http.registrations import RfcRegistration
 from kvsight import Prompt, calls
@@ -63,7 +63,7 @@ def test_the_adapter_and_the_salt_of_an_engine_are_registered_in_the_dialect_tha
     call = calls.register(7, "tcp://e:5557", "m", 16, tenant="t", lora_name="ad", cache_salt="x")
     assert (call.method, call.path, call.content_type) == ("POST", "/register", "application/json")
     request = decode_as(RfcRegistration, call.content or b"", format_of("application/json"))
-    engine = engine_of_rfc(request)
+    engine = engine_of(request)
     assert (engine.worker, engine.model, engine.tenant) == ("7", "m", "t")
     assert (engine.lora_name, engine.cache_salt, engine.block_size) == ("ad", "x", 16)
 

@@ -1,0 +1,365 @@
+"""Groups of pools, and the controller that copies pages between device and host."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from engine_cache import (
+    BytelessHostPool,
+    HiCacheController,
+    HostPoolGroup,
+    HybridCacheController,
+    Lane,
+    ManualCopyEngine,
+    PagedTokenToKVPoolAllocator,
+    PoolEntry,
+    PoolError,
+    ThreadCopyEngine,
+    TransferError,
+)
+from engine_cache.pools.device import MHATokenToKVPool, PoolShape
+from engine_cache.pools.host import MHATokenToKVPoolHost
+from engine_cache.storage.base import PoolName, PoolTransfer
+from kv_events.errors import InvalidValueError
+from tests.rigs.cache_tensors import FaultyHostPool
+
+pytestmark = pytest.mark.torch
+LAYERS = 3
+KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA
+
+
+def byteless(name=KV, host_size=12, page_size=2, device_size=8, host=BytelessHostPool, **entry):
+    rows = PagedTokenToKVPoolAllocator(device_size, page_size)
+    return PoolEntry(name, host(host_size, page_size), None, rows, **entry)
+
+
+def real(name=KV, host=MHATokenToKVPoolHost, layers=LAYERS, **entry):
+    device = MHATokenToKVPool(PoolShape(8, 2, layers, torch.float32), 1, 2)
+    for tensor in (*device.k_buffer, *device.v_buffer):
+        tensor.copy_(torch.randn(tensor.shape))
+    return PoolEntry(name, host(device, ratio=1.2, reserve_bytes=0), device, PagedTokenToKVPoolAllocator(8, 2), **entry)
+
+
+def content(entry, rows):
+    rows = torch.from_numpy(rows)
+    return torch.stack([tensor[rows] for tensor in (*entry.device_pool.k_buffer, *entry.device_pool.v_buffer)])
+
+
+@pytest.fixture
+def engine():
+    engine = ThreadCopyEngine()
+    yield engine
+    engine.close()
+
+
+class SharingHostPool(BytelessHostPool):
+    """A pool that shares the rows of another one and records copies."""
+
+    def __init__(self, size, page_size):
+        super().__init__(size, page_size)
+        self.copied = []
+
+    def alloc(self, need_size):
+        raise PoolError("these rows are the anchor's")
+
+    def free(self, indices):
+        raise PoolError("these rows are the anchor's")
+
+    def backup_from_device_all_layer(self, device_pool, host_indices, device_indices):
+        self.copied.append(("backup", host_indices.tolist(), device_indices.tolist()))
+
+    def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id):
+        self.copied.append(("load", host_indices.tolist(), device_indices.tolist()))
+
+
+def nsa(*sidecars):
+    """Return a controller of KV and an index on its rows, and the index."""
+    index = byteless(INDEXER, host=SharingHostPool, share_indices_with_anchor=True)
+    return HybridCacheController(HostPoolGroup.of(byteless(), index, *sidecars), ManualCopyEngine()), index.host_pool
+
+
+def states(**options):
+    return byteless(MAMBA, 5, 1, 4, **options)
+
+
+def is_untouched(controller):
+    """Return whether no row of KV is taken on either side and no copy is queued."""
+    rows = controller.kv.host_pool.available_size(), controller.kv.device_allocator.available_size()
+    return (rows, controller.engine.num_queued(Lane.WRITE)) == ((12, 8), 0)
+
+
+# --- groups ---
+
+
+def test_the_rows_of_a_group_are_its_anchors():
+    kv, slots = byteless(), states()
+    group = HostPoolGroup.of(kv, slots)
+    assert (group.size, group.page_size, group.layout, group.anchor) == (12, 2, "page_first", kv)
+    rows = group.alloc(4)
+    slots.host_pool.alloc(2)
+    assert group.available_size() == kv.host_pool.available_size() == 8
+    group.free(rows[:2])
+    assert group.available_size() == 10
+    group.clear()
+    assert (group.available_size(), slots.host_pool.available_size()) == (12, 5)
+    assert group.get_pool(MAMBA) is slots.host_pool
+    with pytest.raises(InvalidValueError, match="'swa', expected one of kv, mamba"):
+        group.get_pool(SWA)
+
+
+ANCHOR, SHARING = {"is_primary_index_anchor": True}, {"share_indices_with_anchor": True}
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([], "at least one pool"),
+        ([byteless(**ANCHOR), byteless()], r"\['kv', 'kv'\]"),
+        ([byteless(), states()], r"anchors of a group: got \[\]"),
+        ([byteless(**ANCHOR), byteless(SWA, **ANCHOR)], r"anchors of a group: got \['kv', 'swa'\]"),
+        ([byteless(**ANCHOR, **SHARING)], "rows of its own"),
+        ([byteless(**ANCHOR), byteless(INDEXER, 14, **SHARING)], r"indexer: got \(7, 2\), expected .*\(6, 2\)"),
+        ([byteless(**ANCHOR), byteless(INDEXER, 6, 1, **SHARING)], r"indexer: got \(6, 1\), expected .*\(6, 2\)"),
+    ],
+)
+def test_pools_that_make_no_group_are_refused(entries, words):
+    with pytest.raises(InvalidValueError, match=words):
+        HostPoolGroup(entries)
+
+
+@pytest.mark.parametrize(
+    ("mapper", "layers", "words"),
+    [({0: 0}.get, 2, "no pool moves"), ({0: 0, 1: 0}.get, 2, "each of 0"), ({}.get, 1, "each of 0")],
+)
+def test_layers_without_a_pool_and_pools_without_layers_are_refused(mapper, layers, words):
+    with pytest.raises(InvalidValueError, match=words):
+        HiCacheController(byteless(layer_mapper=mapper), ManualCopyEngine(), transfer_layer_num=layers)
+
+
+def test_a_host_no_larger_than_the_device_is_refused():
+    with pytest.raises(InvalidValueError, match="8, expected more rows than the device pool's 8"):
+        HiCacheController(byteless(host_size=8), ManualCopyEngine())
+
+
+# --- the controller ---
+
+
+def test_a_page_goes_to_the_host_and_back_with_its_bytes(engine):
+    kv = real()
+    controller = HiCacheController(kv, engine)
+    rows = kv.device_allocator.alloc(4)
+    before = content(kv, rows)
+    host_rows = controller.write(rows, 7)
+    assert [ack.ids for ack in controller.finished_writes(wait=True)] == [[7]]
+    for tensor in (*kv.device_pool.k_buffer, *kv.device_pool.v_buffer):
+        tensor.zero_()
+    loaded = controller.load(host_rows, 8)
+    assert not content(kv, loaded).any()
+    consumer = controller.start_loading()
+    for layer in range(LAYERS):
+        controller.wait_for_layer(consumer, layer)
+    assert torch.equal(content(kv, loaded), before)
+    assert set(loaded.tolist()).isdisjoint(rows.tolist())
+
+
+def test_acknowledgements_come_in_order_and_stop_at_the_first_open_one():
+    engine = ManualCopyEngine()
+    controller = HiCacheController(byteless(), engine)
+    for ack_id in range(3):
+        controller.write(np.arange(2), ack_id)
+    engine.step(Lane.WRITE, 1)
+    assert controller.finished_writes() == []
+    engine.step(Lane.WRITE)
+    assert [ack.ids for ack in controller.finished_writes()] == [[0], [1]]
+    assert [ack.ids for ack in controller.finished_writes(wait=True)] == [[2]]
+    assert controller.finished_writes(wait=True) == []
+
+
+def test_queued_loads_start_as_one_operation():
+    engine = ManualCopyEngine()
+    controller = HiCacheController(byteless(), engine)
+    assert controller.start_loading() == -1
+    for ack_id in (4, 5):
+        controller.load(np.arange(2) + 2 * ack_id - 8, ack_id)
+    assert engine.num_queued(Lane.LOAD) == 0
+    assert controller.start_loading() == 0
+    assert engine.num_queued(Lane.LOAD) == 1
+    engine.step(Lane.LOAD)
+    assert [ack.ids for ack in controller.finished_loads()] == [[4, 5]]
+    controller.wait_for_layer(0, 0)
+
+
+def test_a_load_that_fails_twice_is_an_error():
+    kv, engine = real(host=FaultyHostPool), ManualCopyEngine()
+    controller = HiCacheController(kv, engine)
+    kv.host_pool.load_faults = 2
+    controller.load(kv.host_pool.alloc(2), 1)
+    consumer = controller.start_loading()
+    with pytest.raises(TransferError, match="injected load fault"):
+        controller.wait_for_layer(consumer, 0)
+    with pytest.raises(TransferError, match="load of 1 nodes failed"):
+        controller.finished_loads()
+
+
+def test_reset_waits_for_copies_and_frees_the_host(engine):
+    controller = HiCacheController(byteless(), engine)
+    gate = threading.Event()
+    ran = []
+    engine.submit(Lane.WRITE, [gate.wait, lambda: ran.append("before")])
+    controller.write(np.arange(2), 0)
+    threading.Timer(0.02, gate.set).start()
+    controller.reset()
+    assert ran == ["before"]
+    assert controller.finished_writes() == []
+    assert controller.kv.host_pool.available_size() == 12
+
+
+# --- sidecars ---
+
+
+def test_a_sidecar_with_host_rows_is_written_in_place():
+    state = byteless(MAMBA)
+    controller = HybridCacheController(HostPoolGroup.of(byteless(), state), ManualCopyEngine())
+    held = state.host_pool.alloc(2)
+    transfer = PoolTransfer(MAMBA, device_indices=np.arange(2), host_indices=held)
+    controller.write(np.arange(4), 0, [transfer])
+    assert state.host_pool.available_size() == 10
+
+
+def test_interleaved_layers_are_each_moved_once(engine):
+    kv = real(layers=1, layer_mapper={1: 0}.get)
+    state = real(MAMBA, layers=2, layer_mapper={0: 0, 2: 1}.get)
+    controller = HybridCacheController(HostPoolGroup.of(kv, state), engine, transfer_layer_num=3)
+    rows, slots = kv.device_allocator.alloc(2), state.device_allocator.alloc(2)
+    before = content(kv, rows), content(state, slots)
+    transfer = PoolTransfer(MAMBA, device_indices=slots)
+    host_rows = controller.write(rows, 0, [transfer])
+    controller.finished_writes(wait=True)
+    back = PoolTransfer(MAMBA, host_indices=transfer.host_indices)
+    loaded = controller.load(host_rows, 1, [back])
+    controller.wait_for_layer(controller.start_loading(), 2)
+    assert torch.equal(content(kv, loaded), before[0])
+    assert torch.equal(content(state, back.device_indices), before[1])
+
+
+def test_a_sharing_pool_moves_on_the_rows_of_kv_and_hands_out_none():
+    controller, index = nsa()
+    host_rows = controller.write(np.arange(2, 6), 0)
+    loaded = controller.load(host_rows, 1)
+    controller.start_loading()
+    controller.engine.drain()
+    assert index.copied == [
+        ("backup", host_rows.tolist(), [2, 3, 4, 5]),
+        ("load", host_rows.tolist(), loaded.tolist()),
+    ]
+
+
+def test_a_sharing_pool_moves_with_kv_and_not_with_other_sidecars():
+    controller, index = nsa(states())
+    state = PoolTransfer(MAMBA, device_indices=np.array([3]))
+    controller.write(np.arange(2), 0, [state])
+    assert len(state.host_indices) == 1
+    controller.engine.drain()
+    assert [len(rows) for _, rows, _ in index.copied] == [2]
+
+
+# --- what is refused takes nothing ---
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_without_room_for_one_sidecar_every_pool_is_as_before(evicts):
+    slots = states()
+    controller, _ = nsa(slots)
+    held, asked = slots.host_pool.alloc(5), list[int]()
+    slots.host_evict_fn = asked.append if evicts else None
+    state = PoolTransfer(MAMBA, device_indices=np.array([3]))
+    assert controller.write(np.arange(2), 0, [state]) is None
+    assert (asked, state.host_indices) == ([1] if evicts else [], None)
+    assert is_untouched(controller)
+    slots.host_evict_fn = lambda _: slots.host_pool.free(held)
+    assert controller.write(np.arange(2), 1, [state]) is not None
+
+
+def test_without_room_on_the_other_side_nothing_is_taken():
+    controller, _ = nsa(states())
+    assert controller.write(np.arange(14), 0) is None
+    assert controller.load(np.arange(10), 0) is None
+    assert controller.load(np.arange(4), 0, [PoolTransfer(MAMBA, host_indices=np.arange(10))]) is None
+    assert is_untouched(controller)
+
+
+def fail(*_):
+    raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("part", ["eviction", "engine"])
+def test_an_eviction_or_an_engine_that_raises_leaves_nothing_taken(monkeypatch, part):
+    slots = states(host_evict_fn=fail)
+    controller, _ = nsa(slots)
+    if part == "engine":
+        monkeypatch.setattr(controller.engine, "submit", fail)
+    else:
+        slots.host_pool.alloc(5)
+    with pytest.raises(RuntimeError, match="injected"):
+        controller.write(np.arange(2), 0, [PoolTransfer(MAMBA, device_indices=np.array([3]))])
+    assert is_untouched(controller)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "words"),
+    [
+        (PoolTransfer(SWA, device_indices=np.arange(2)), "pool: got 'swa', expected one of kv, indexer, mamba"),
+        (PoolTransfer(MAMBA), "a source"),
+        (PoolTransfer(MAMBA, np.array([1, 2]), np.array([1])), "host_indices of pool mamba: got 2"),
+    ],
+)
+def test_a_transfer_of_an_unknown_pool_or_without_a_source_or_of_unequal_sides_is_refused(transfer, words):
+    controller, _ = nsa(states())
+    with pytest.raises(InvalidValueError, match=words):
+        controller.write(np.arange(2), 0, [transfer])
+    if transfer.name is SWA:
+        with pytest.raises(InvalidValueError, match=words):
+            controller.load(np.arange(2), 0, [transfer])
+    assert is_untouched(controller)
+
+
+# --- waiting for loads ---
+
+
+@pytest.fixture
+def controller():
+    return HiCacheController(byteless(), ManualCopyEngine())
+
+
+def begin(controller):
+    controller.load(np.arange(2), 0)
+    return controller.start_loading()
+
+
+@pytest.mark.parametrize("consumer", [-2, 1, 99])
+def test_no_caller_waits_for_a_load_that_never_began(controller, consumer):
+    assert begin(controller) == 0
+    with pytest.raises(InvalidValueError, match=f"consumer: got {consumer}, expected -1 .. 0"):
+        controller.wait_for_layer(consumer, 0)
+
+
+def test_there_is_nothing_to_wait_for_where_nothing_was_queued_or_all_is_acknowledged(controller):
+    controller.wait_for_layer(controller.start_loading(), 0)
+    consumer = begin(controller)
+    controller.engine.drain()
+    controller.finished_loads()
+    controller.wait_for_layer(consumer, 0)
+    assert controller._load_tickets == {}
+
+
+def test_a_load_that_a_reset_abandoned_is_reported_to_the_caller_that_waits_for_it(controller):
+    old = begin(controller)
+    controller.reset()
+    new = begin(controller)
+    assert new == old + 1
+    with pytest.raises(TransferError, match=f"load {old} was dropped in a reset"):
+        controller.wait_for_layer(old, 0)
+    controller.engine.drain()
+    controller.wait_for_layer(new, 0)

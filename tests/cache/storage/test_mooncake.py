@@ -1,0 +1,226 @@
+"""Engines that share a Mooncake store: one uses what another has written, byte for byte."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mooncake.store import MooncakeDistributedStore
+
+torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
+pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
+
+from engine_cache.storage import PoolName, PoolTransfer, mooncake_client  # noqa: E402
+from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
+from tests.models.event_replay import PageNames  # noqa: E402
+from tests.rigs.cache import CPU  # noqa: E402
+from tests.rigs.mooncake import (  # noqa: E402
+    KINDS,
+    PAGE_SIZE,
+    PROMPT,
+    archive,
+    engine,
+    follow,
+    load_back,
+    make_rig,
+    own_identity,
+    prefetch,
+)
+from tests.support.caches.page_pools import KEYS, PagePool, held, put  # noqa: E402
+
+pytestmark = pytest.mark.torch
+LAYOUTS = ["page_first", "page_first_direct"]
+
+
+def blocks(tokens=PROMPT):
+    """Return the pages of a prompt in the form of `Replay`."""
+    names = PageNames(PAGE_SIZE, is_bigram=False)
+    return {names.named(prefix)[0] for prefix in names.prefixes(tokens)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_engine_wrote_another_finds_byte_for_byte(mooncake_master, kind, layout):
+    identity = own_identity(is_mla=kind in ("mla", "nsa"), host_layout=layout)
+    settings = mooncake_master.settings()
+    with engine(kind, identity, settings) as writer, engine(kind, identity, settings) as reader:
+        archive(writer)
+        assert follow(writer) == set(writer.replay.pages[CPU]) == blocks()
+        assert prefetch(reader) == len(PROMPT)
+        assert follow(reader) == set()  # the engine that stored a page announces it
+        assert set(reader.replay.pages[CPU]) == blocks()
+        assert load_back(reader) == len(PROMPT)
+        assert len(reader.match(PROMPT).device_indices) == len(PROMPT)
+        reader.check()  # the content is derived from the tokens
+
+
+def test_an_engine_of_another_process_wrote_it(mooncake_master):
+    identity, settings = own_identity(), mooncake_master.settings()
+    script = textwrap.dedent(f"""
+        from tests.rigs.mooncake import *
+        from engine_cache.settings import MooncakeSettings
+        from engine_cache.storage.object_names import *
+        with engine("hybrid", {identity!r}, MooncakeSettings(**{settings.model_dump()!r})) as rig:
+            archive(rig)
+            assert len(follow(rig)) == 4
+    """)
+    path = str(Path(__file__).parents[3])
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=180, env={**os.environ, "PYTHONPATH": path})
+    with engine("hybrid", identity, settings) as reader:
+        assert prefetch(reader) == len(PROMPT)
+        reader.check()
+
+
+def test_a_model_with_other_pages_finds_nothing(mooncake_master):
+    identity, settings = own_identity(), mooncake_master.settings()
+    other = own_identity()
+    with engine("mha", identity, settings) as writer, engine("mha", other, settings) as reader:
+        archive(writer)
+        assert prefetch(reader) == 0
+
+
+# --- further pools ---------------------------------------------------------------------------------------------------
+
+
+def register(store, rig):
+    store.register_mem_pool_host(rig.controller.kv.host_pool)
+    for name, entry in rig.controller.entries.items():
+        store.register_mem_host_pool_v2(entry.host_pool, name)
+
+
+def rows(count):
+    return np.arange(count * PAGE_SIZE)
+
+
+@pytest.fixture
+def hybrid(mooncake_master):
+    """A store with the pools of a model with recurrent layers."""
+    store = MooncakeStorage.connect(own_identity(), mooncake_master.settings())
+    register(store, make_rig("hybrid"))
+    yield store
+    store.close()
+
+
+def state(*places):
+    return PoolTransfer(PoolName.MAMBA, np.array(places), keys=[KEYS[place] for place in places])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_page_of_which_an_object_is_missing_is_not_there_until_it_is_written_again(hybrid, which):
+    assert hybrid.batch_set_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True] * 3}
+    names = hybrid._names(PoolName.MAMBA, KEYS[1:2])
+    assert [name.partition("_0_")[2] for name in names] == ["temporal", "conv_0"]
+    hybrid._client.remove(names[which : which + 1])
+    assert hybrid.batch_get_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True, False, True]}
+    assert hybrid.batch_set_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True] * 3}
+    assert hybrid.batch_get_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True] * 3}
+
+
+# --- costs -----------------------------------------------------------------------------------------------------------
+
+
+class CountingNative(MooncakeDistributedStore):
+    """Records every call for pages and its number of objects."""
+
+    calls: list[Any] = []  # noqa: RUF012
+
+    def batch_is_exist(self, names):
+        self.note("exist", names)
+        return super().batch_is_exist(names)
+
+    def batch_put_from(self, names, addresses, sizes):
+        self.note("put", names)
+        return super().batch_put_from(names, addresses, sizes)
+
+    def batch_get_into(self, names, addresses, sizes):
+        self.note("get", names)
+        return super().batch_get_into(names, addresses, sizes)
+
+    def note(self, what, names):
+        if not names[0].startswith("kvsight_"):
+            self.calls.append((what, len(names)))
+
+
+@pytest.mark.parametrize("pages", [1, 5])
+def test_a_batch_costs_as_many_calls_as_a_page(mooncake_master, monkeypatch, pages):
+    monkeypatch.setattr(mooncake_client, "MooncakeDistributedStore", CountingNative)
+    CountingNative.calls.clear()
+    store = MooncakeStorage.connect(own_identity(), mooncake_master.settings())
+    register(store, make_rig("hybrid"))
+    store.batch_set_v1(KEYS[:pages], rows(pages))
+    store.batch_exists(KEYS[:pages])
+    store.batch_get_v1(KEYS[:pages], rows(pages))
+    kv = 2 * pages
+    assert CountingNative.calls == [("exist", kv), ("put", kv), ("exist", kv), ("exist", kv), ("get", kv)]
+    CountingNative.calls.clear()
+    store.batch_set_v2([state(*range(pages))])
+    store.batch_get_v2([state(*range(pages))])
+    assert CountingNative.calls == [("exist", 2 * pages), ("put", 2 * pages), ("get", 2 * pages)]
+    store.close()
+
+
+# --- several threads of one engine ---
+
+
+@pytest.fixture
+def store(mooncake_master):
+    opened: Any = MooncakeStorage(mooncake_master.shared_client(), own_identity(), mooncake_master.settings())
+    opened.kv = PagePool(num_runs=2)
+    opened.register_mem_pool_host(opened.kv)
+    yield opened
+    opened.close()
+
+
+def test_pages_that_are_written_after_a_clear_are_held_though_their_writing_began_before(store, monkeypatch):
+    write = store._client.put
+    monkeypatch.setattr(store._client, "put", lambda *objects: store.clear() or write(*objects), raising=False)
+    assert put(store, 0, 1) == [True, True]
+    assert store.batch_exists(KEYS[:2]) == 2
+    assert held(store) == [0, 1]
+
+
+def test_pages_that_are_written_before_a_clear_returns_are_held(store, monkeypatch):
+    remove = store._client.remove_matching
+    monkeypatch.setattr(
+        store._client, "remove_matching", lambda pattern: remove(pattern) or put(store, 0, 1), raising=False
+    )
+    store.clear()
+    assert store.batch_exists(KEYS[:2]) == 2
+    assert held(store) == [0, 1]
+
+
+def test_pages_are_looked_for_again_when_the_store_was_cleared_concurrently(store, monkeypatch):
+    assert put(store, 0, 1) == [True, True]
+    look = store._client.exist
+    looks = []
+
+    def overtaken(names):
+        there = look(names)
+        looks.append(names)
+        if len(looks) == 2:  # after the writing
+            store._held.forget_all()
+        return there
+
+    store._client.remove(store._names("kv", KEYS[:2]))
+    monkeypatch.setattr(store._client, "exist", overtaken, raising=False)
+    assert put(store, 0, 1) == [True, True]
+    assert held(store) == [0, 1]
+
+
+def test_pages_that_are_written_while_they_are_missed_are_held(store, monkeypatch):
+    look = store._client.exist
+
+    def overtaken(names):
+        there = look(names)
+        monkeypatch.setattr(store._client, "exist", look)
+        assert put(store, 0, 1) == [True, True]
+        return there
+
+    monkeypatch.setattr(store._client, "exist", overtaken, raising=False)
+    assert store.batch_exists(KEYS[:2]) == 0
+    assert held(store) == [0, 1]
+    assert store.take_removed() == []

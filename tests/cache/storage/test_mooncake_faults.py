@@ -1,0 +1,365 @@
+"""An engine whose Mooncake store fails, with real masters that are killed, stopped and emptied."""
+
+import random
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from mooncake.store import MooncakeDistributedStore
+
+torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
+pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
+
+from engine_cache import EvictParams, ThreadCopyEngine  # noqa: E402
+from engine_cache.settings import MooncakeSettings  # noqa: E402
+from engine_cache.storage import PoolName, StorageClosedError, mooncake_client, page_keys  # noqa: E402
+from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
+from engine_cache.storage.mooncake_client import (  # noqa: E402
+    MooncakeClient,
+    StorageRegistrationError,
+    StorageUnreachableError,
+)
+from tests.rigs.cache import CPU  # noqa: E402
+from tests.rigs.mooncake import (  # noqa: E402
+    PROMPT,
+    archive,
+    attach,
+    engine,
+    follow,
+    make_rig,
+    own_identity,
+    prefetch,
+)
+from tests.support.caches.page_pools import KEYS, PagePool, get, put  # noqa: E402
+from tests.support.servers.child_process import free_port  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
+
+FOUR = range(4)
+pytestmark = [pytest.mark.timing("a store's calls must end within their deadline"), pytest.mark.torch]
+
+
+@pytest.fixture
+def connect():
+    """Opens backends with one page pool for a master."""
+    opened = []
+
+    def connector(master, identity=None, **settings):
+        store: Any = MooncakeStorage.connect(identity or own_identity(), master.settings(**settings))
+        opened.append(store)
+        store.kv = PagePool(num_runs=2)
+        store.register_mem_pool_host(store.kv)
+        return store
+
+    yield connector
+    for store in opened:
+        store.close()
+
+
+# --- start and end ---------------------------------------------------------------------------------------------------
+
+
+def test_a_master_that_is_not_there_is_reported_at_once_with_its_address():
+    address = f"127.0.0.1:{free_port()}"
+    began = time.monotonic()
+    with pytest.raises(StorageUnreachableError, match=rf"no Mooncake master listens on {address}"):
+        MooncakeStorage.connect(own_identity(), MooncakeSettings.ignoring_environment(mooncake_master=address))
+    assert time.monotonic() - began < 25
+
+
+def test_a_master_that_takes_no_connection_is_reported_after_the_time_limit():
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = f"127.0.0.1:{full.getsockname()[1]}"
+        waiting = [socket.socket() for _ in range(3)]
+        for each in waiting:  # the listener's queue is full: a further connection hangs
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        settings = MooncakeSettings.ignoring_environment(mooncake_master=address, mooncake_connect_timeout_s=0.2)
+        with pytest.raises(StorageUnreachableError, match=r"waited 0.2 s"):
+            MooncakeClient(settings)
+        for each in waiting:
+            each.close()
+
+
+def test_a_buffer_that_the_store_refuses_is_named(connect, mooncake_master):
+    store = connect(mooncake_master)
+    buffer = store.kv.rows
+    store.register_mem_pool_host(store.kv)  # known already, so no lookup is needed
+    with pytest.raises(StorageRegistrationError, match=rf"pool swa: {buffer.nbytes} bytes at 0x[0-9a-f]+.*code -600"):
+        store._client.register("swa", buffer.data_ptr(), buffer.nbytes)
+
+
+def test_a_pool_that_was_refused_leaves_nothing_registered(connect, mooncake_master):
+    store = connect(mooncake_master)
+    pool: Any = PagePool(num_runs=2)
+    overlapping = pool.rows[8:]
+    pool.get_hybrid_pool_buffer = lambda: [pool.rows[:4], overlapping, overlapping]
+    with pytest.raises(StorageRegistrationError, match=r"pool kv"):
+        store.register_mem_pool_host(pool)
+    del pool.get_hybrid_pool_buffer
+    store.register_mem_pool_host(pool)
+    store.kv = pool
+    assert put(store, 3) == [True]
+
+
+def test_a_store_that_refuses_a_second_pool_knows_none_and_takes_them_later(connect, mooncake_master):
+    store, pool = connect(mooncake_master), PagePool(num_runs=1, page_size=1)
+    put(store, 0)
+    unlikely: Any = PagePool(num_runs=1, page_size=1)
+    unlikely.get_hybrid_pool_buffer = lambda: [unlikely.rows, unlikely.rows[1:]]
+    with pytest.raises(StorageRegistrationError, match="pool indexer"):
+        store.register_host_pools({PoolName.KV: store.kv, PoolName.INDEXER: unlikely})
+    with pytest.raises(ValueError, match="none yet"):
+        put(store, 1)
+    assert store.take_removed() == []
+    store._look_again()
+    store.register_host_pools({PoolName.KV: store.kv, PoolName.INDEXER: pool})
+    assert put(store, 0, 1) == [True, True]
+
+
+def test_a_pool_whose_pages_are_not_what_the_names_state_is_refused(connect, mooncake_master):
+    store = connect(mooncake_master)
+    with pytest.raises(ValueError, match=r"runs of memory a page of pool kv: got 1, expected 2"):
+        store.register_mem_pool_host(PagePool(num_runs=1))
+    with pytest.raises(ValueError, match=r"host pool kv: got 'object'"):
+        store.register_mem_pool_host(object())
+
+
+def test_every_call_on_a_closed_client_is_refused(mooncake_master):
+    client = MooncakeClient(mooncake_master.settings())
+    client.close()
+    client.close()
+    for call in (
+        lambda: client.exist(["a"]),
+        lambda: client.put(["a"], [0], [1]),
+        lambda: client.get(["a"], [0], [1]),
+        lambda: client.remove(["a"]),
+        lambda: client.remove_matching("a"),
+        lambda: client.register("kv", 0, 1),
+        lambda: client.unregister(0),
+        client.probe,
+    ):
+        with pytest.raises(StorageClosedError, match="store is closed"):
+            call()
+
+
+# --- contents of the store -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2, 10])
+def test_an_object_of_another_length_is_a_miss_and_is_removed(connect, mooncake_master, length):
+    store = connect(mooncake_master)
+    put(store, 0, 2)
+    (name, _) = store._names("kv", KEYS[1:2])
+    wrong = store.kv.rows.view(torch.uint8).view(-1)
+    assert store._client.put([name], [wrong.data_ptr()], [length]) == [True]
+    assert put(store, 1) == [True]  # only a read can show that
+    assert get(store, 0, 1, 2) == [True, False, True]
+    assert store.get_stats().num_damaged == 1
+    assert (store.take_removed(), store.is_held(KEYS[1])) == ([KEYS[1]], False)
+    assert put(store, 1) == [True]
+    assert get(store, 1) == [True]
+
+
+def test_a_full_store_refuses_pages_and_loses_none_that_are_reported(connect, own_mooncake_master):
+    store = connect(own_mooncake_master)
+    big = PagePool(num_pages=160, page_size=65_536, num_runs=2)  # 393 kB a page, 63 MB in all
+    store.kv = big
+    store.register_mem_pool_host(big)
+    keys = page_keys([f"{page:064x}" for page in range(200)])
+    done = [store.batch_set_v1([key], big.indices(page % 160)) for page, key in enumerate(keys)]
+    failed = [page for page, (stored,) in enumerate(done) if not stored]
+    assert failed
+    assert store.get_stats().num_failed_writes == len(failed)
+    assert not any(store.is_held(keys[page]) for page in failed)
+    store._look_again()
+    there = {key for key in keys if store.batch_exists([key])}
+    assert {key for key in keys if store.is_held(key)} <= there
+
+
+class BusyNative(MooncakeDistributedStore):
+    """Answers as the store does for an object that another engine is still writing: it exists but cannot be read."""
+
+    def batch_put_from(self, names, addresses, sizes):
+        written = [place for place, name in enumerate(names) if f"{KEYS[1]}_0_v" not in name]
+        picked = ([values[place] for place in written] for values in (names, addresses, sizes))
+        assert not any(super().batch_put_from(*picked))
+        return [0] * len(names)
+
+
+def test_a_page_that_another_engine_is_writing_is_not_reported_but_stops_no_other(
+    connect, mooncake_master, monkeypatch
+):
+    monkeypatch.setattr(mooncake_client, "MooncakeDistributedStore", BusyNative)
+    store = connect(mooncake_master)
+    assert put(store, 0, 1, 2) == [True] * 3
+    assert [store.is_held(key) for key in KEYS[:3]] == [True, False, True]
+
+
+def test_a_page_that_the_store_dropped_is_withdrawn_when_it_is_missed(mooncake_master):
+    with engine("mha", own_identity(), mooncake_master.settings()) as rig:
+        archive(rig)
+        assert len(follow(rig)) == 4
+        names = rig.store._names("kv", [rig.store._held.keys()[1]])
+        rig.store._client.remove(names)
+        rig.cache.check_hicache_events()
+        assert len(follow(rig)) == 4
+        assert rig.store.batch_exists(rig.store._held.keys()) == 1
+        rig.cache.check_hicache_events()
+        assert len(follow(rig)) == 3
+
+
+def test_pages_beyond_the_bound_are_no_longer_reported(mooncake_master):
+    with engine("mha", own_identity(), mooncake_master.settings(mooncake_max_tracked_pages=3)) as rig:
+        archive(rig)
+        assert len(follow(rig)) == 3
+        archive(rig, [9, 9, 8, 8])
+        assert len(follow(rig)) == 3
+
+
+def test_clearing_removes_own_leased_pages_and_no_others(connect, mooncake_master):
+    identity = own_identity()
+    ours, theirs = connect(mooncake_master, identity), connect(mooncake_master)
+    for store in (ours, theirs):
+        assert put(store, 0, 1) == [True, True]
+        assert get(store, 0, 1) == [True, True]  # both have a lease now
+    ours.clear()
+    assert (ours.batch_exists(KEYS), theirs.batch_exists(KEYS)) == (0, 2)
+
+
+def test_the_owner_of_a_store_clears_all_of_it_and_the_others_notice(connect, own_mooncake_master):
+    owner, other = connect(own_mooncake_master, mooncake_owns_store=True), connect(own_mooncake_master)
+    put(owner, 0)
+    put(other, 0, 1)
+    owner.clear()
+    assert (owner.take_removed(), owner.batch_exists(KEYS)) == ([], 0)
+    wait_until(lambda: not other.is_held(KEYS[0]), what="a look at an emptied store")
+    assert other.take_removed() == KEYS[:2]
+
+
+# --- a master that dies and returns ----------------------------------------------------------------------------------
+
+
+def test_what_was_reported_is_withdrawn_when_the_master_dies_without_a_call(own_mooncake_master):
+    with engine("mha", own_identity(), own_mooncake_master.settings()) as rig:
+        archive(rig)
+        assert len(follow(rig)) == 4
+        own_mooncake_master.kill()
+        wait_until(lambda: not rig.store._held.keys(), what="the loss of the master")
+        rig.cache.check_hicache_events()
+        assert follow(rig) == set()
+
+
+def test_a_master_that_was_restarted_between_two_looks_is_noticed(connect, own_mooncake_master):
+    store = connect(own_mooncake_master, mooncake_watch_interval_s=3.0)
+    put(store, 0, 1)
+    own_mooncake_master.restart()
+    wait_until(lambda: not store.is_held(KEYS[0]), what="the new master")
+    assert store.take_removed() == KEYS[:2]
+
+
+def test_while_the_master_is_away_calls_fail_at_once_and_later_work_again(connect, own_mooncake_master):
+    store = connect(own_mooncake_master)
+    put(store, 0)
+    own_mooncake_master.kill()
+    assert get(store, 0) == [False]
+    began = time.monotonic()
+    for _ in range(100):
+        assert (store.batch_exists(KEYS), put(store, 0), get(store, 0)) == (0, [False], [False])
+    assert time.monotonic() - began < 40
+    with pytest.raises(StorageUnreachableError, match=own_mooncake_master.address):
+        store.clear()
+    own_mooncake_master.restart()
+    wait_until(lambda: put(store, 0, 1) == [True, True], 60, "the master is back")
+    assert get(store, 0, 1) == [True, True]
+    assert store.is_held(KEYS[0])
+
+
+def test_a_master_that_stands_still_is_waited_for_once_and_used_again_when_it_continues(connect, own_mooncake_master):
+    store = connect(own_mooncake_master)
+    assert put(store, *FOUR) == [True] * 4
+    own_mooncake_master.stop()
+    began = time.monotonic()
+    assert store.batch_exists(KEYS) == 0
+    assert time.monotonic() - began < 40  # the first client of the process has set 5 s, and may try twice
+    began = time.monotonic()
+    for _ in range(100):
+        assert (store.batch_exists(KEYS), put(store, *FOUR)) == (0, [False] * 4)
+    assert time.monotonic() - began < 40
+    assert sorted(store.take_removed()) == KEYS[:4]
+    own_mooncake_master.resume()
+    wait_until(lambda: store.batch_exists(KEYS) == 4, 30, "the pages are there again")
+    assert not any(store.is_held(key) for key in KEYS[:4])
+    assert put(store, *FOUR) == [True] * 4
+    assert all(store.is_held(key) for key in KEYS[:4])
+
+
+class Traffic:
+    """An engine with threads that serves prompts repeatedly, with the store attached and detached."""
+
+    def __init__(self, rig, seed):
+        self.rig, self.random = rig, random.Random(seed)
+        self.prompts = [[self.random.randrange(100) for _ in range(8)] for _ in range(6)]
+        self.served = self.from_store = 0
+
+    def step(self):
+        rig, prompt, self.served = self.rig, self.random.choice(self.prompts), self.served + 1
+        anchor = rig.match(prompt).last_host_node
+        if anchor is rig.cache.root_node:
+            self._prefetch(f"r{self.served}", prompt)
+        rig.insert(prompt)
+        rig.cache.ready_to_load_host_cache()
+        rig.cache.check_hicache_events()
+        rig.cache.evict(EvictParams(8))
+        rig.cache.evict_host(8)
+        follow(rig)
+
+    def _prefetch(self, req_id, prompt):
+        cache = self.rig.cache
+        cache.prefetch_from_storage(req_id, cache.root_node, prompt)
+        wait_until(lambda: cache.check_hicache_events() or cache.check_prefetch_progress(req_id), 60, "a prefetch ends")
+        self.from_store += cache.pop_prefetch_loaded_tokens(req_id)
+
+    def settle(self):
+        wait_until(lambda: self.rig.engine.drain(1), 60)
+        self.rig.cache.check_hicache_events()
+        return follow(self.rig)
+
+
+def test_a_master_killed_under_traffic_costs_hits_and_nothing_else(own_mooncake_master):
+    threads = ThreadCopyEngine()
+    with engine("mha", own_identity(), own_mooncake_master.settings(), engine=threads) as rig:
+        traffic = Traffic(rig, seed=1)
+        wait_until(lambda: traffic.step() or traffic.from_store > 100, 60, "pages from the store")
+        own_mooncake_master.kill()
+        wait_until(lambda: traffic.step() or not follow(rig), 60, "no event of the store")
+        before = traffic.from_store
+        for _ in range(10):
+            traffic.step()
+        assert (traffic.from_store, traffic.settle()) == (before, set())
+        own_mooncake_master.restart()
+        wait_until(lambda: traffic.step() or traffic.from_store > before + 100, 60, "pages from the store again")
+        told = traffic.settle()
+        keys = rig.store._held.keys()
+        assert told
+        assert all(rig.store.batch_exists([key]) for key in keys)
+        rig.check()
+        assert rig.cache.store.io.num_errors == 0
+    threads.close()
+
+
+def test_nothing_is_prefetched_of_a_store_that_was_closed(mooncake_master):
+    with engine("mha", own_identity(), mooncake_master.settings()) as rig:
+        archive(rig)
+        assert len(follow(rig)) == 4
+        rig.store.close()
+        rig.cache.check_hicache_events()
+        assert follow(rig) == set()
+        assert set(rig.replay.pages[CPU])
+    fresh = attach(make_rig("mha"), MooncakeStorage.connect(own_identity(), mooncake_master.settings()))
+    fresh.store.close()
+    assert prefetch(fresh, PROMPT) == 0
+    assert np.all(fresh.host.free_pages() >= 0)

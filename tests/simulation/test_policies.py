@@ -1,0 +1,167 @@
+"""Routing policies, the router that they ask, reports, and settings."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kv_events.errors import InvalidValueError
+from kv_events.kafka.settings import KafkaSettings
+from simulation import (
+    POLICIES,
+    PolicyReport,
+    Request,
+    SimulationSettings,
+    WorkerLoad,
+    create_policy,
+    simulate,
+)
+from simulation.run import DirectFleet
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidValueError, match="random, round-robin, kv-aware"):
+        create_policy("best", 8, 0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_chooses_a_worker_there_is(name: str, make_fleet, prompts) -> None:
+    fleet = make_fleet(name)
+    assert {fleet.serve(prompts.request(50)) for _ in range(30)} == {0, 1, 2}
+
+
+def test_random_repeats_itself_for_a_seed_only(make_fleet, prompts) -> None:
+    router, request = make_fleet().run.router, prompts.request(50)
+    one, again, other = (create_policy("random", 3, seed) for seed in (1, 1, 2))
+    chosen = [one.choose(request, router) for _ in range(50)]
+    assert chosen == [again.choose(request, router) for _ in range(50)]
+    assert chosen != [other.choose(request, router) for _ in range(50)]
+
+
+def test_round_robin_goes_around(make_fleet, prompts) -> None:
+    fleet = make_fleet("round-robin")
+    assert [fleet.serve(prompts.request(50)) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("name", ["random", "round-robin"])
+def test_blind_policies_ask_nothing(name: str, make_fleet, prompts) -> None:
+    fleet = make_fleet(name)
+    fleet.serve(prompts.request(50))
+    assert fleet.run.router.num_queries == 0
+
+
+def test_kv_aware_returns_to_the_worker_that_holds_the_prompt(make_fleet, prompts) -> None:
+    fleet = make_fleet()
+    requests = [prompts.request(200) for _ in range(3)]
+    homes = [fleet.serve(request) for request in requests]
+    assert [fleet.serve(request) for request in requests * 2] == homes * 2
+
+
+def test_kv_aware_spreads_prompts_that_share_nothing(make_fleet, prompts) -> None:
+    fleet = make_fleet()
+    loads = Counter(fleet.serve(prompts.request(200)) for _ in range(30))
+    assert set(loads.values()) == {10}
+
+
+def test_kv_aware_does_not_pile_a_popular_prefix_on_one_worker(make_fleet, prompts) -> None:
+    fleet = make_fleet(capacity_tokens=2**16)
+    prefix = prompts.tokens(64)
+    requests = [Request(0.0, np.concatenate((prefix, prompts.tokens(400)))) for _ in range(60)]
+    loads = Counter(fleet.serve(request) for request in requests)
+    assert max(loads.values()) < 1.2 * 60 / 3
+
+
+def test_kv_aware_forgets_load_in_time(make_fleet, prompts) -> None:
+    fleet = make_fleet()
+    busy = fleet.serve(prompts.request(500))
+    prefix = prompts.tokens(16)
+    fleet.run.workers[busy].serve(Request(0.0, prefix))
+    fleet.deliver(busy)
+    request = Request(600.0, np.concatenate((prefix, prompts.tokens(100))))
+    assert fleet.serve(request) == busy
+
+
+def _serve(fleet: DirectFleet, worker: int, *requests) -> None:
+    fleet.advance(0.0)
+    for request in requests:
+        fleet.run.workers[worker].serve(request)
+    fleet.deliver(worker)
+
+
+def test_overlaps_are_tokens_of_whole_pages_by_worker(make_fleet, prompts) -> None:
+    fleet, request = make_fleet(), prompts.request(100)
+    assert fleet.run.router.overlaps(request) == [0, 0, 0]
+    _serve(fleet, 1, request)
+    _serve(fleet, 2, request._replace(token_ids=request.token_ids[:40]))
+    assert fleet.run.router.overlaps(request) == [0, 96, 32]
+    assert fleet.run.router.num_queries == 2
+
+
+def test_an_extra_key_is_part_of_the_question(make_fleet, prompts) -> None:
+    fleet, request = make_fleet(), prompts.request(64)
+    _serve(fleet, 0, request._replace(extra_key="tenant"))
+    assert fleet.run.router.overlaps(request) == [0, 0, 0]
+    assert fleet.run.router.overlaps(request._replace(extra_key="tenant")) == [64, 0, 0]
+
+
+def test_a_worker_that_is_idle_for_minutes_still_counts(make_fleet, prompts) -> None:
+    fleet, request = make_fleet(), prompts.request(64)
+    _serve(fleet, 0, request)
+    for minute in range(1, 4):
+        fleet.advance(60.0 * minute)
+    assert fleet.run.router.overlaps(request) == [64, 0, 0]
+
+
+def test_a_publishers_variables_are_not_the_fleets(make_fleet, prompts, monkeypatch) -> None:
+    for name, value in {"TENANT": "t", "DP_RANK": "3", "MAX_STREAMS": "1"}.items():
+        monkeypatch.setenv(f"KVSIGHT_{name}", value)
+    fleet, request = make_fleet(), prompts.request(64)
+    for worker in range(3):
+        _serve(fleet, worker, request)
+    assert fleet.run.router.overlaps(request) == [64, 64, 64]
+
+
+@pytest.fixture
+def report() -> PolicyReport:
+    busy = WorkerLoad("worker-0", 1900, 30_000_000, 6_000_000, cut_requests=1)
+    idle = WorkerLoad("worker-1", 100, 10_000_000, 2_000_000, divergent_pages=3)
+    return PolicyReport("round-robin", (busy, idle), queries=17, seconds=12.34)
+
+
+def test_the_dictionary_is_json_with_workers_and_sums_over_them(report: PolicyReport) -> None:
+    found = json.loads(json.dumps(report.to_dict()))
+    assert [load["cut_requests"] for load in found.pop("workers")] == [1, 0]
+    assert found == {
+        "policy": "round-robin", "queries": 17, "seconds": 12.34, "requests": 2000, "prompt_tokens": 40_000_000,
+        "found_tokens": 8_000_000, "found_share": 0.2, "imbalance": 1.9, "divergent_pages": 3, "divergent_answers": 0,
+    }  # fmt: skip
+    empty = PolicyReport("random", (WorkerLoad("worker-0"),), 0, 0.0)
+    assert (empty.found_share, empty.imbalance) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("workers", {"workers": 0}),
+        ("page_size", {"page_size": 0}),
+        ("capacity_tokens", {"capacity_tokens": 100, "page_size": 64}),
+        ("capacity_tokens", {"capacity_tokens": 0}),
+        ("cache", {"cache": "best"}),
+        ("host_ratio", {"cache": "hiradix", "host_ratio": 0.9}),
+        ("disk_ratio", {"cache": "hiradix", "disk_ratio": 0.0}),
+        ("groups", {"cache": "hiradix", "groups": True}),
+        ("event_log_dir", {"kafka": KafkaSettings(kafka="localhost:9092"), "event_log_dir": Path("log")}),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(field: str, values: dict[str, object]) -> None:
+    with pytest.raises(InvalidValueError, match=field):
+        SimulationSettings(**values)  # type: ignore[arg-type]
+
+
+def test_an_unknown_policy_is_refused_before_anything_runs() -> None:
+    with pytest.raises(InvalidValueError, match="policy: got 'best'"):
+        simulate([], SimulationSettings(), ["random", "best"])

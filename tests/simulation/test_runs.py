@@ -1,0 +1,192 @@
+"""Whole runs: caches, publishers, logs, index and policies together."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexer.replay import Replay
+from indexer.scores import stream_scores
+from kv_events.hashing import namespace_seed, sequence_hashes
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.log.memory import MemoryLog
+from kv_events.schema import MEDIA, StorageMedium
+from kv_events.streams import DEFAULT_TENANT
+from publisher.sinks import OutRecord
+from publisher.sinks.memory import MemorySink
+from simulation import (
+    CACHES,
+    POLICIES,
+    MooncakeTrace,
+    PolicyReport,
+    Request,
+    SimulationSettings,
+    WorkloadSettings,
+    generate,
+    simulate,
+)
+from simulation.live import SimulationError, kafka_transport, live_fleet, memory_transport, run_live
+from simulation.run import DirectFleet
+from simulation.worker import divergent_pages
+from tests.support.log.records import log_records
+
+SMALL = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Enough for every worker to evict."""
+    return generate(WorkloadSettings(num_requests=200, seed=1))
+
+
+def _facts(report: PolicyReport) -> dict[str, object]:
+    return {name: value for name, value in report.to_dict().items() if name != "seconds"}
+
+
+def test_a_run_is_deterministic_and_its_curves_add_up_to_its_report(requests: list[Request]) -> None:
+    report, again = simulate(requests, SMALL, ["kv-aware", "kv-aware"])
+    assert _facts(report) == _facts(again)
+    assert report.prompt_tokens == sum(len(request.token_ids) for request in requests)
+    assert report.curves is not None
+    assert report.curves.prompt_tokens.values.sum(axis=0).tolist() == [load.prompt_tokens for load in report.workers]
+    assert report.curves.found_tokens.values.sum(axis=0).tolist() == [load.found_tokens for load in report.workers]
+    assert report.curves.bins.last_ms == int(max(request.arrival_s for request in requests) * 1000)
+
+
+def test_no_view_diverges_and_kv_aware_finds_more_with_an_even_load_while_progress_rises_to_the_whole(
+    requests: list[Request],
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+    blind, other_blind, aware = reports = simulate(requests, SMALL, list(POLICIES), lambda *step: seen.append(step))
+    assert [(each.requests, each.divergent_pages) for each in reports] == [(len(requests), 0)] * 3
+    assert aware.found_share > 1.2 * max(blind.found_share, other_blind.found_share)
+    assert aware.imbalance < 1.6
+    assert (blind.queries, other_blind.queries, aware.queries) == (0, 0, len(requests))
+    for policy in POLICIES:
+        done = [step[1] for step in seen if step[0] == policy]
+        assert done == sorted(done)
+        assert done[-1] == len(requests)
+
+
+@pytest.mark.soak
+def test_the_real_trace_does_not_diverge_and_prefixes_are_found(trace_path: Path) -> None:
+    trace = list(islice(MooncakeTrace(trace_path), 1500))
+    settings = SimulationSettings(workers=8, capacity_tokens=2**18, page_size=64)
+    blind, aware = simulate(trace, settings, ["round-robin", "kv-aware"])
+    assert blind.divergent_pages == aware.divergent_pages == 0
+    assert aware.found_share > 1.5 * blind.found_share
+    assert aware.imbalance < 1.3
+
+
+# --- tiers and states -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "kv-aware"])
+@pytest.mark.parametrize("cache", CACHES)
+async def test_no_view_diverges_on_any_medium(cache: str, policy: str, requests: list[Request]) -> None:
+    settings = replace(SMALL, cache=cache, disk_ratio=4.0)
+    async with live_fleet(settings, policy, memory_transport(MemoryLog())) as fleet:
+        for request in requests:
+            fleet.run.step(request)
+        await fleet.wait_until_synced()
+        for worker in fleet.run.workers:
+            view = fleet.consumer.namespaces.view(worker.publisher.stream)
+            assert divergent_pages(worker, view) == dict.fromkeys(MEDIA, 0)
+            on_tiers = [
+                any(True for _ in worker.cache.iter_resident(tier)) for tier in (StorageMedium.GPU, StorageMedium.CPU)
+            ]
+            assert on_tiers == [True, settings.has_tiers]
+            assert (worker.tiers is not None and worker.tiers.store.get_stats().num_evicted > 0) == settings.has_tiers
+
+
+@pytest.mark.parametrize("cache", ["hiradix", "himamba"])
+def test_lower_tiers_find_what_the_device_has_lost(cache: str, requests: list[Request]) -> None:
+    (flat,) = simulate(requests, replace(SMALL, cache=cache.removeprefix("hi")), ["round-robin"])
+    (tiered,) = simulate(requests, replace(SMALL, cache=cache), ["round-robin"])
+    assert tiered.divergent_pages == flat.divergent_pages == 0
+    assert tiered.found_share > 1.5 * flat.found_share
+
+
+@pytest.mark.parametrize("cache", ["hiradix", "himamba"])
+async def test_an_answer_distinguishes_gpu_cpu_and_disk(cache: str) -> None:
+    """Device of 64 pages, host of 97. Four others need the device, then the host, of a conversation's later turns."""
+    random = np.random.default_rng(3)
+
+    def extended(tokens: np.ndarray) -> np.ndarray:
+        return np.concatenate((tokens, random.integers(0, 1000, 256, dtype=np.uint32)))
+
+    system = extended(np.zeros(0, np.uint32))
+    talk = extended(extended(system))
+    settings = SimulationSettings(workers=1, capacity_tokens=1024, page_size=16, cache=cache, host_ratio=1.5)
+    async with live_fleet(settings, "random", memory_transport(MemoryLog())) as fleet:
+        for tokens in (system, talk[:512], talk, *(extended(system) for _ in range(4))):
+            fleet.run.step(Request(0.0, tokens))
+        await fleet.wait_until_synced()
+        (namespace,) = fleet.consumer.namespaces.find(settings.model_of("random"), DEFAULT_TENANT)
+        (answer,) = stream_scores(namespace, sequence_hashes(talk, 16, namespace_seed()), fleet.consumer.freshness)
+    assert answer.tiers == (256, 512, 768, 768)
+
+
+# --- a recorded run -------------------------------------------------------------------------------------------------
+
+
+def _views(replay: Replay) -> dict[str, set[int]]:
+    return {
+        view.stream.worker: {page for held in view.index.stream_pages(view.number) for page in held.hashes.tolist()}
+        for view in replay.namespaces.views
+    }
+
+
+def test_a_recorded_run_ends_with_what_the_caches_hold(tmp_path: Path, requests: list[Request]) -> None:
+    settings = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16, event_log_dir=tmp_path)
+    recorded = simulate(requests, settings, ["round-robin"])
+    assert _facts(*recorded) == _facts(*simulate(requests, SMALL, ["round-robin"]))
+    replay = Replay().apply_all(log_records(tmp_path / "round-robin"))
+    fleet = DirectFleet(SMALL, "round-robin")
+    for request in requests:
+        fleet.serve(request)
+    caches = {
+        worker.publisher.stream.worker: {page.sequence_hash for page in worker.cache.iter_resident(StorageMedium.GPU)}
+        for worker in fleet.run.workers
+    }
+    assert _views(replay) == caches
+
+
+# --- live -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_log_too_small_to_keep_what_was_written_is_made_up_for(requests: list[Request]) -> None:
+    async with live_fleet(SMALL, "round-robin", memory_transport(MemoryLog(capacity_bytes=2000))) as fleet:
+        for request in requests:  # immediately: the consumer cannot have caught up
+            fleet.run.step(request)
+        await fleet.wait_until_synced()
+        assert all(view.counters.gaps for view in fleet.consumer.namespaces.views)
+        assert fleet.run.report(0.0).divergent_pages == 0
+
+
+async def test_a_publisher_that_dies_ends_a_live_run_with_its_name() -> None:
+    class DyingSink(MemorySink):
+        async def send(self, records: Sequence[OutRecord]) -> None:
+            raise RuntimeError("broken for good")
+
+    transport = memory_transport(MemoryLog())._replace(sink=lambda _: DyingSink(MemoryLog()))
+    with pytest.raises(SimulationError, match=r"worker-0.*broken for good"):
+        async with live_fleet(SMALL, "random", transport):
+            pass
+
+
+async def test_a_run_through_kafka_does_not_diverge(kafka_bootstrap: str, requests: list[Request]) -> None:
+    suffix = uuid.uuid4().hex
+    transport = kafka_transport(
+        KafkaSettings(kafka=kafka_bootstrap, events_topic=f"events-{suffix}", control_topic=f"control-{suffix}")
+    )
+    for policy in POLICIES:
+        report = await run_live(requests, SMALL, policy, transport)
+        assert report.divergent_pages == 0
+        assert report.requests == len(requests)
