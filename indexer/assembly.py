@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.decisions.log import DecisionLog
+from indexer.decisions.log import DecisionLog, FileDecisions
 from indexer.namespaces import Namespaces
 from indexer.recording.feed import Feed
-from indexer.recording.recorder import Recorder, segment_bytes_within
-from indexer.recording.thread import RecordingThread
+from indexer.recording.recorder import Recorder, RecordingThread, segment_bytes_within
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotStore
 from indexer.snapshots.folder import SNAPSHOT_NAME, FolderStore
@@ -129,8 +128,6 @@ def create_decision_log(settings: IndexerSettings, recording: RecordingThread | 
         topic = KafkaDecisions(settings)
         return DecisionLog(topic.write, topic.stop)
     if settings.event_log_dir is not None:
-        from indexer.decisions.file import FileDecisions
-
         folder = FileDecisions(settings.event_log_dir / DECISIONS_FOLDER)
         return DecisionLog(folder.write, folder.stop)
     if recording is None:

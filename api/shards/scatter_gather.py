@@ -205,7 +205,7 @@ class ScatterGather:
 
         has_patience: also ask those that did not answer the last time.
         """
-        has_patience = has_patience or self._membership.is_doubtful  # somebody knows who has its partitions now
+        has_patience = has_patience or self._membership.may_be_replaced  # somebody knows who has its partitions now
         assignment = self._membership.assignment
         asked = ShardRequest(assignment.generation, asks)
         peers = self._peers.of(assignment.members)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from api.service import LiveService
     from api.settings import ApiSettings, RegistrationSettings
     from bridge.settings import BridgeSettings
-    from indexer.recording.thread import RecordingThread
+    from indexer.recording.recorder import RecordingThread
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 

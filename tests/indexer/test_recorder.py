@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from indexer.recording.feed import Feed, Selection
-from indexer.recording.recorder import MAX_WAITING_BYTES, Recorder
-from indexer.recording.thread import RecordingThread
+from indexer.recording.recorder import MAX_WAITING_BYTES, Recorder, RecordingThread
 from indexer.sources.memory import MemorySource
 from kv_events.decisions import VERSION, Decision, Outcome, encode_decision
 from kv_events.log.event_log import EventLogReader, EventLogWriter
