@@ -48,6 +48,7 @@ class LogIndexer:
         self._frame_cost = frame_cost
         self.timeline = Timeline(folder, settings)
         """The log. Its `damage` and `faults` name what could not be used."""
+        self._next_index = self._segment = 0
         self._begin()
         self.frames_written = 0
         """Key frames written so far."""
@@ -80,9 +81,8 @@ class LogIndexer:
 
     def _begin(self) -> None:
         """Continue at the newest key frame, or at the oldest record."""
-        self._views, index = self.timeline.nearest(LogMoment())
-        self._next_index: int = index
-        self._segment: int = index  # no key frame is due for files that begin here or before
+        self._views, self._next_index = self.timeline.nearest(LogMoment())
+        self._segment = self._next_index  # no key frame is due for files that begin here or before
         self._cost = 0
         self._newest: tuple[LogRecord, int] | None = None  # the last record that was applied, and the index after it
         self._began_at: float | None = None  # time of the first record that was applied
