@@ -5,33 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
-async def run_in_daemon_thread(work: Callable[[], None]) -> None:
-    """Call `work` in a thread, and wait for its end. Raises its error.
+async def run_in_daemon_thread(work: Callable[[], _T]) -> _T:
+    """Call `work` in a thread, and return what it returns. Raises its error.
 
     A process that ends does not wait for the thread, as it would for one of `asyncio.to_thread`.
     """
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
+    done: Future[_T] = Future()
+    done.set_running_or_notify_cancel()  # a task that stops waiting does not cancel it
 
     def run() -> None:
-        error = None
         try:
-            work()
-        except BaseException as raised:  # noqa: BLE001  (it is raised by the waiting task)
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, error)
-
-    def finish(error: BaseException | None) -> None:
-        if ended.cancelled():
-            return
-        if error is None:
-            ended.set_result(None)
-        else:
-            ended.set_exception(error)
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (it is raised by the waiting task)
+            done.set_exception(error)
 
     threading.Thread(target=run, name="daemon-work", daemon=True).start()
-    await ended
+    return await asyncio.wrap_future(done)

@@ -33,7 +33,7 @@ async def following(
         while True:
             await asyncio.sleep(_POLL_S)
             try:
-                content = await _in_thread(read)
+                content = await run_in_daemon_thread(read)  # a disk may hang
                 if content != known:
                     use(content)
                     known = content
@@ -50,10 +50,3 @@ async def following(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def _in_thread(read: Callable[[], _Content]) -> _Content:
-    """Return what `read` returns. A disk may hang."""
-    found: list[_Content] = []
-    await run_in_daemon_thread(lambda: found.append(read()))
-    return found[0]

@@ -6,37 +6,22 @@ not know, and the component schemas to which both refer.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+import json
+import re
 from functools import cache
 from http import HTTPStatus
 from inspect import cleandoc
-from types import ModuleType
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, structs
 
 from api.access.guard import OPEN_PATHS
 from api.problems import MEDIA_TYPE
 from api.queries.body_formats import CONTENT_TYPES
 from indexer.views import ViewCounters
-from kv_events.http import (
-    decisions,
-    explanations,
-    fleet,
-    log,
-    problems,
-    queries,
-    registrations,
-    service,
-    shards,
-    workers,
-)
-from kv_events.http.decisions import CandidateRequest, DecisionRequest, DecisionsAccepted, OutcomeRequest
+from kv_events.http.decisions import DecisionRequest, DecisionsAccepted, OutcomeRequest
 from kv_events.http.explanations import ExplainRequest, Explanation
 from kv_events.http.fleet import Tokenized, TokenizeRequest
-from kv_events.http.problems import ProblemDocument
 from kv_events.http.queries import IntList, PeerAnswer, PeerQuery, RfcAnswer, RfcQuery
 from kv_events.http.registrations import (
     PeerRegistered,
@@ -47,39 +32,16 @@ from kv_events.http.registrations import (
     RfcUnregistered,
     RfcUnregistration,
 )
+from kv_events.http.service import ProblemDocument
+from kv_events.http.workers import Listener
 
 Json = dict[str, Any]
+Responses = dict[int | str, Json]
 
 _TEMPLATE = "#/components/schemas/{name}"
-_MODULES = (decisions, explanations, fleet, log, problems, queries, registrations, service, shards, workers)
-_REQUESTS = (
-    PeerQuery[IntList],
-    RfcQuery[IntList],
-    PeerRegistration,
-    PeerUnregistration,
-    RfcRegistration,
-    RfcUnregistration,
-    DecisionRequest,
-    OutcomeRequest,
-    CandidateRequest,
-    ExplainRequest,
-    TokenizeRequest,
-)
-_OTHERS = {"BatchAnswer", "BatchQuery", "DecisionProbe", "DialectFields", "PromptFields", "PeerQuery", "RfcQuery"}
-_OTHERS |= {"RankBlocks", "_Registration"}
-"""Structs that are described by hand, by those that contain them, or not at all."""
-
-
-def _answers_of(module: ModuleType) -> Iterator[type[Struct]]:
-    """Yield the structs of a module that this server sends."""
-    for kind in vars(module).values():
-        is_own = isinstance(kind, type) and issubclass(kind, Struct) and kind.__module__ == module.__name__
-        if is_own and kind not in _REQUESTS and kind.__name__ not in _OTHERS:
-            yield kind
-
-
-_ANSWERS = sorted((kind for module in _MODULES for kind in _answers_of(module)), key=lambda kind: kind.__name__)
-
+_REFERENCE = re.compile('"#/components/schemas/([^"]+)"')
+_components: dict[str, Json] = {}
+"""Schemas of the structs that routes name, and of those in them."""
 _TEXTS = {
     "/query": "How much of a prompt each worker holds. The prompt is given by `token_ids`.",
     "/query_by_hash": (
@@ -138,53 +100,53 @@ _REGISTRATIONS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str,
 }
 
 
-def answers(kind: Any, description: str, status: int = HTTPStatus.OK) -> dict[int | str, Json]:
-    """Return the `responses` entry of a FastAPI route that answers with a struct of `_ANSWERS` or a list of them."""
-    return {int(status): _json(description, _schema(kind))}
+def answers(kind: Any, description: str, status: int = HTTPStatus.OK) -> Responses:
+    """Return the `responses` entry of a FastAPI route that answers with a struct or a list of structs."""
+    return {int(status): _json(description, _schema(kind, is_sent=True))}
 
 
-def problem(status: int, description: str) -> dict[int | str, Json]:
+def problem(status: int, description: str) -> Responses:
     """Return the `responses` entry of a FastAPI route for one kind of problem document."""
     return {int(status): _problem(description)}
 
 
 def complete(document: Json, *, needs_token: bool) -> None:
-    """Add component schemas, the query routes and, if there is one, the bearer token to the document of FastAPI."""
-    schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    _, components = msgspec.json.schema_components([*_REQUESTS, *_ANSWERS], ref_template=_TEMPLATE)
-    schemas.update(components)
-    for component in components.values():
-        component["description"] = cleandoc(component["description"])
-    for kind in _ANSWERS:
-        _require_what_is_sent(kind, components[kind.__name__])
-    counters = {field.name: {"type": "integer"} for field in dataclasses.fields(ViewCounters)}
-    components["Listener"]["properties"]["counters"]["properties"] = counters
+    """Add the query routes, component schemas and, if there is one, the bearer token to the document of FastAPI."""
     paths = document["paths"]
-    query, result = _any_of(PeerQuery[IntList], RfcQuery[IntList]), _any_of(PeerAnswer, RfcAnswer)
+    query, result = _any_of(PeerQuery[IntList], RfcQuery[IntList]), _any_of(PeerAnswer, RfcAnswer, are_sent=True)
     for path, text in _TEXTS.items():
         paths[path] = _post(path, "queries", text, query, {"200": _json(_HELD, result)}, _QUERY_PROBLEMS)
     queries = _array("queries", query)
-    results = _json(_HELD, _array("results", _any_of(PeerAnswer, RfcAnswer, ProblemDocument)))
+    results = _json(_HELD, _array("results", _any_of(PeerAnswer, RfcAnswer, ProblemDocument, are_sent=True)))
     path = "/query/batch"
     paths[path] = _post(path, "queries", _BATCH_TEXT, queries, {"200": results}, _QUERY_PROBLEMS)
     for path, (text, requests, replies, successes) in _REGISTRATIONS.items():
-        found = {status: _json(said, _any_of(*replies)) for status, said in successes.items()}
+        found: Responses = {status: _json(said, _any_of(*replies, are_sent=True)) for status, said in successes.items()}
         paths[path] = _post(path, "workers", text, _any_of(*requests), found, _REGISTRATION_PROBLEMS)
     decision = {"allOf": [_schema(DecisionRequest), query]}
     record = {"anyOf": [decision, _schema(OutcomeRequest)]}
     body = {"anyOf": [decision, _schema(OutcomeRequest), _array("decisions", record)]}
-    taken = {"202": _json("Accepted", _schema(DecisionsAccepted))}
     problems = {"400": "The body is malformed", **_BODY_PROBLEMS}
+    taken = answers(DecisionsAccepted, "Accepted", HTTPStatus.ACCEPTED)
     paths["/decisions"] = _post("/decisions", "decisions", _DECISIONS_TEXT, body, taken, problems)
-    asked = {"allOf": [_schema(ExplainRequest), query]}
-    explained = {"200": _json("The cause for each worker", _schema(Explanation))}
+    asked, explained = {"allOf": [_schema(ExplainRequest), query]}, answers(Explanation, "The cause for each worker")
     paths["/explain"] = _post("/explain", "queries", _EXPLAIN_TEXT, asked, explained, _EXPLAIN_PROBLEMS)
     text = "The tokens of a text, from the engine at --tokenize-url."
-    found = {"200": _json("The tokens", _schema(Tokenized))}
     problems = {"404": "The service knows no tokenizer", "503": "The tokenizer cannot be asked", **_BODY_PROBLEMS}
-    paths["/tokenize"] = _post("/tokenize", "queries", text, _schema(TokenizeRequest), found, problems)
+    body, found = _schema(TokenizeRequest), answers(Tokenized, "The tokens")
+    paths["/tokenize"] = _post("/tokenize", "queries", text, body, found, problems)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    new = _referenced(paths)
+    while new:
+        schemas |= {name: _components[name] for name in new}
+        new = _referenced([_components[name] for name in new]) - schemas.keys()
     if needs_token:
         _require_token(document)
+
+
+def _referenced(part: Any) -> set[str]:
+    """Return the structs to which a part of the document refers."""
+    return set(_REFERENCE.findall(json.dumps(part))) & _components.keys()
 
 
 def _require_token(document: Json) -> None:
@@ -196,20 +158,13 @@ def _require_token(document: Json) -> None:
             operation["security"] = []
 
 
-def _require_what_is_sent(kind: type[Struct], component: Json) -> None:
-    """Mark the fields that this server always sends as required. Their defaults exist for clients of older servers."""
-    component["required"] = [field.encode_name for field in structs.fields(kind) if field.default is not UNSET]
-    for schema in component["properties"].values():
-        schema.pop("default", None)
-
-
-def _post(path: str, tag: str, text: str, body: Json, successes: Json, problems: dict[str, str]) -> Json:
+def _post(path: str, tag: str, text: str, body: Json, successes: Responses, problems: dict[str, str]) -> Json:
     operation = {
         "tags": [tag],
         "summary": text,
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {name: {"schema": body} for name in CONTENT_TYPES}},
-        "responses": {**successes, **{status: _problem(reason) for status, reason in sorted(problems.items())}},
+        "responses": successes | {status: _problem(reason) for status, reason in sorted(problems.items())},
     }
     return {"post": operation}
 
@@ -219,11 +174,11 @@ def _json(description: str, schema: Json) -> Json:
 
 
 def _problem(description: str) -> Json:
-    return {"description": description, "content": {MEDIA_TYPE: {"schema": _schema(ProblemDocument)}}}
+    return {"description": description, "content": {MEDIA_TYPE: {"schema": _schema(ProblemDocument, is_sent=True)}}}
 
 
-def _any_of(*kinds: Any) -> Json:
-    return {"anyOf": [_schema(kind) for kind in kinds]}
+def _any_of(*kinds: Any, are_sent: bool = False) -> Json:
+    return {"anyOf": [_schema(kind, is_sent=are_sent) for kind in kinds]}
 
 
 def _array(field: str, items: Json) -> Json:
@@ -231,6 +186,21 @@ def _array(field: str, items: Json) -> Json:
 
 
 @cache
-def _schema(kind: Any) -> Json:
-    (schema,), _components = msgspec.json.schema_components([kind], ref_template=_TEMPLATE)
+def _schema(kind: Any, *, is_sent: bool = False) -> Json:
+    """Return the schema of a struct, and keep those of all structs in it. is_sent: whether this server sends it.
+
+    The fields that it always sends are required then. Their defaults exist for clients of older servers.
+    """
+    (schema,), components = msgspec.json.schema_components([kind], ref_template=_TEMPLATE)
+    for name, component in components.items():
+        component["description"] = cleandoc(component["description"])
+        fields = component.get("properties", {})
+        if is_sent:
+            required = component.get("required", ())
+            component["required"] = [each for each in fields if each in required or "default" in fields[each]]
+            for field in fields.values():
+                field.pop("default", None)
+        if name == Listener.__name__:
+            fields["counters"]["properties"] = {field: {"type": "integer"} for field in ViewCounters.__slots__}
+        _components.setdefault(name, component)
     return schema

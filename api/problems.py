@@ -17,14 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kv_events.errors import InvalidValueError, KvsightError, shorten
-from kv_events.http.problems import ProblemDocument
+from kv_events.http.service import ProblemDocument
 
 MEDIA_TYPE = "application/problem+json"
 _LONGEST_VALUE = 80
 
 
 class ProblemKind(StrEnum):
-    """What a program can tell problems apart by: the end of `type`. Each has a title."""
+    """The kinds of problems, which are the end of `type`. Each has a title."""
 
     heading: str
 

@@ -19,8 +19,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from api.access.bodies import BodyLimit
-from api.access.connections import RESERVED, ConnectionLimit
+from api.access.connections import RESERVED, BodyLimit, ConnectionLimit
 from api.app import Application
 from api.fast.connection import FastConnection
 from api.fast.http_limits import LimitedHttpProtocol
@@ -40,7 +39,7 @@ _POLL_S = 0.01
 def listen(settings: ApiSettings) -> socket.socket:
     """Return a listening socket, before a server accepts its connections. The caller closes it.
 
-    Raises CannotListenError, or PortInUseError if that is the cause, and InvalidValueError for files of TLS.
+    Raises CannotListenError, and InvalidValueError for files of TLS.
     """
     if settings.tls is not None:
         settings.tls.check_server()
@@ -50,9 +49,8 @@ def listen(settings: ApiSettings) -> socket.socket:
             (settings.host, settings.port), family=family, backlog=_BACKLOG, reuse_port=settings.reuse_port
         )
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(settings.host, settings.port) from None
-        raise CannotListenError(settings.host, settings.port, error.strerror or str(error)) from None
+        reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise CannotListenError(settings.host, settings.port, reason) from None
 
 
 def url_of(bound: socket.socket, settings: ApiSettings) -> str:
@@ -77,14 +75,17 @@ def run_server(app: Starlette, settings: ApiSettings, bound: socket.socket | Non
 
 @contextmanager
 def _signals_stop(server: uvicorn.Server) -> Iterator[None]:
-    """Let SIGINT and SIGTERM stop the server, and raise them again after the block, for the handlers from before.
+    """Let the first SIGINT or SIGTERM stop the server, and a second one end the process at once, without a traceback.
 
-    uvicorn does so once its loop runs. An exception that a handler raises before, while uvloop starts, leaves a loop
-    that cannot be closed.
+    They are raised again after the block, for the handlers from before. uvicorn handles signals only once its loop
+    runs: an exception that a handler raises while uvloop starts leaves a loop that cannot be closed.
     """
     caught: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
+        if server.should_exit:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         caught.append(number)
         server.should_exit = True
 
@@ -104,7 +105,7 @@ async def running_server(
 ) -> AsyncIterator[str]:
     """Serve in the background of a block, which gets the URL. Does not handle signals. See `run_server`."""
     with bound or listen(settings) as bound:
-        server = _EmbeddedServer(app, settings)
+        server = _Server(app, settings)
         serving = asyncio.create_task(server.serve([bound]), name="http")
         try:
             while not server.started and not serving.done():  # noqa: ASYNC110  (uvicorn has no event to wait for)
@@ -167,12 +168,10 @@ class _Server(uvicorn.Server):
             self._app.service.end_streams()
         await super().shutdown(sockets)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End on the first signal, and at once on the second one, without a traceback of what was under way."""
-        if self.should_exit:
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
-        super().handle_exit(sig, frame)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `run_server`, or to the program that embeds this server."""
+        yield
 
 
 def _most_connections(settings: ApiSettings) -> int:
@@ -183,25 +182,8 @@ def _most_connections(settings: ApiSettings) -> int:
     return min(settings.max_connections, max(RESERVED, files // 2 - 3 * RESERVED))
 
 
-class _EmbeddedServer(_Server):
-    """A server inside another program."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class CannotListenError(KvsightError):
     """The server cannot listen on its address."""
 
     def __init__(self, host: str, port: int, reason: str) -> None:
         super().__init__(f"cannot listen on {host} port {port}: {reason}")
-        self.host = host
-        self.port = port
-
-
-class PortInUseError(CannotListenError):
-    """Another process listens on the port."""
-
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(host, port, "the port is in use")

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.middleware import Middleware
 
 from api.access.guard import OPEN_PATHS
-from api.access.tenants import TenantRates
+from api.access.rate_limits import TenantRates
 from api.access.tokens import TokenRegistry
 from api.decisions.routes import DecisionRoute
 from api.decisions.window import DecisionWindow
@@ -27,8 +27,8 @@ from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes
 from api.settings import ApiSettings
 from api.telemetry.families import recording_families
+from api.telemetry.requests import TraceRequests
 from api.telemetry.service_metrics import HttpMetrics, decision_families, tenant_families
-from api.telemetry.traced_requests import TraceRequests
 from api.view_source import ViewSource
 from api.workers.event_stream import EventStream, feed_routes
 from api.workers.register import RegisterRoutes
@@ -68,7 +68,7 @@ class Service(ABC):
         """views: those that are shown. Raises InvalidValueError for a bad file of tokens."""
         self.views = views
         self.settings = settings
-        self.tokens = TokenRegistry.of(settings)
+        self.tokens = TokenRegistry(settings)
 
     @abstractmethod
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -128,7 +128,7 @@ class LiveService(Service):
         self._group = group
         self._tenants = None if consumer.tenant_limits is None else TenantRates(consumer.tenant_limits)
         self._spans = open_spans()
-        local = LocalAnswers(consumer, self._tenants)
+        local = LocalAnswers(consumer)
         self.endpoints: dict[str, Endpoint] = {**self._query_routes(local).endpoints()}
         if group is not None:
             self.endpoints |= group.endpoints(settings.max_body_bytes)
@@ -142,6 +142,7 @@ class LiveService(Service):
             self.tokens,
             self.http_metrics,
             local,
+            self._tenants,
             None if group is None else group.fast_answers(has_tenants=self._tenants is not None),
         )
         for routes in (

@@ -11,10 +11,9 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from api.workers.allowed_addresses import AllowedAddresses
 from kv_events.errors import InvalidValueError
-from kv_events.runtime.quantities import BYTES, SECONDS, parse_quantity
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.tls import TlsFiles
-from kv_events.runtime.variables import variable
+from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity, variable
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d+)?")
 _LEAST_RECORDED = 16 * 2**20
@@ -113,14 +112,17 @@ class ApiSettings(KvsightSettings):
     @property
     def record_bytes(self) -> int | None:
         """`record_max_bytes` as a number."""
-        return None if self.record_max_bytes is None else _num_bytes(self.record_max_bytes)
+        if self.record_max_bytes is None:
+            return None
+        found = int(parse_quantity(variable("record_max_bytes"), self.record_max_bytes, BYTES))
+        if found < _LEAST_RECORDED:
+            raise InvalidValueError(variable("record_max_bytes"), self.record_max_bytes, "at least 16MiB")
+        return found
 
-    @field_validator("record_max_bytes")
-    @classmethod
-    def _size_is_a_quantity(cls, text: str | None) -> str | None:
-        if text is not None:
-            _num_bytes(text)
-        return text
+    @model_validator(mode="after")
+    def _quantities_can_be_read(self) -> Self:
+        _ = self.record_keep_s, self.record_bytes
+        return self
 
     @field_validator("tokenize_url")
     @classmethod
@@ -128,20 +130,6 @@ class ApiSettings(KvsightSettings):
         if url is not None and not url.startswith(("http://", "https://")):
             raise InvalidValueError(variable("tokenize_url"), url, "http://HOST:PORT")
         return url
-
-    @field_validator("record_keep")
-    @classmethod
-    def _age_is_a_quantity(cls, text: str) -> str:
-        parse_quantity(variable("record_keep"), text, SECONDS)
-        return text
-
-
-def _num_bytes(text: str) -> int:
-    """Read `record_max_bytes`. Raises InvalidValueError."""
-    found = int(parse_quantity(variable("record_max_bytes"), text, BYTES))
-    if found < _LEAST_RECORDED:
-        raise InvalidValueError(variable("record_max_bytes"), text, "at least 16MiB")
-    return found
 
 
 class RegistrationSettings(KvsightSettings):

@@ -22,7 +22,7 @@ class ViewSource(Protocol):
 
     @property
     def freshness(self) -> Freshness:
-        """What tells their states."""
+        """The rules for their states."""
 
     @property
     def applier(self) -> Applier:

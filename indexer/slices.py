@@ -16,7 +16,7 @@ class Slices:
 
     def __init__(self, slice_s: float = _SLICE_S) -> None:
         self._slice_s = slice_s
-        self._began = 0.0
+        self._began = time.perf_counter()
 
     async def run(self, steps: Iterator[None]) -> Any:
         """Run a generator to its end, with pauses between its steps. Returns what it returns."""

@@ -69,14 +69,6 @@ def block_hash_chain(
     return hashes
 
 
-def get_hash_str(token_ids: Sequence[int] | Sequence[tuple[int, int]], prior_hash: str | None = None) -> str:
-    """Return SGLang's hash of one page: hex SHA-256 of the prior hash's bytes and the units as u32, little-endian."""
-    flat = token_array(np.asarray(token_ids, dtype=object).reshape(-1).tolist())
-    page = sha256(_hex(prior_hash, "prior_hash") if prior_hash else b"")
-    page.update(flat.astype("<u4", copy=False).tobytes())
-    return page.hexdigest()
-
-
 def hash_str_to_int64(hash_str: str) -> int:
     """Return the first 16 hex digits as a signed 64-bit integer. Raises InvalidValueError."""
     value = int.from_bytes(_hex(hash_str[:16], "hash_str"), "big")

@@ -17,8 +17,8 @@ import msgspec
 from kv_events.http.decisions import DecisionsAccepted
 from kv_events.http.explanations import Explanation
 from kv_events.http.fleet import Fleet
-from kv_events.http.problems import ProblemDocument
 from kv_events.http.queries import BatchAnswer, PeerAnswer, TierWeights
+from kv_events.http.service import ProblemDocument
 from kv_events.http.workers import RadixView, ResyncAccepted, Worker
 from kvsight.choice import DEFAULT_TIER_WEIGHTS, NO_WORKER, WorkerChoice, check_load
 from kvsight.choice import rank_workers as ranked

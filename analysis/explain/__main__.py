@@ -20,8 +20,7 @@ from indexer.settings import IndexerSettings
 from kv_events.errors import KvsightError
 from kv_events.http.explanations import Explanation
 from kv_events.log.moments import LogExtent, LogMoment
-from kv_events.log.reader import RecordChunk
-from kv_events.log.tail import torn_tail
+from kv_events.log.reader import RecordChunk, torn_tail
 from kv_events.records import Channel
 from kv_events.runtime.helper_process import become_helper, write_result
 

@@ -1,4 +1,4 @@
-"""The connections of one server: which of them lose their place when there are too many."""
+"""The connections of one server and the bodies that it holds: which of them make room when there are too many."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import ipaddress
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from starlette.types import ASGIApp, Scope
 
-from api.access.guard import Guard
+from api.access.guard import PROBES, Guard
 from api.problems import ProblemError, ProblemKind
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
@@ -21,7 +21,11 @@ HEAD_S = 10.0
 RESERVED = 64
 """Connections beyond the limit. Only probes are answered on them."""
 
-_PROBES = frozenset({"/health", "/ready"})
+SMALL_BYTES = 2**16
+"""Smaller bodies are not counted: most requests have room at any time."""
+BODIES = 8
+"""Bodies of the largest size that have room at once."""
+
 _PART = 16  # a sixteenth of the connections lose their place at once, so that it is rarely decided
 _PAUSE_S = 0.1  # before it is decided again, if most are being answered
 
@@ -79,7 +83,7 @@ class ConnectionLimit:
         return Guard(app, [self._check_probe])
 
     def _check_probe(self, scope: Scope) -> ProblemError | None:
-        if scope["path"] in _PROBES:
+        if scope["path"] in PROBES:
             return None
         detail = f"more than {self._most} connections are open (--max-connections)"
         return ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1)
@@ -113,6 +117,41 @@ class ConnectionLimit:
         if len(new) <= 2 * self._batch:  # callers that come now need a moment
             first, last = last, first[: len(new) // 2] if self._is_nearly_full() else []
         return [*first, *last][: self._batch]
+
+
+class BodyLimit:
+    """Counts the bytes of large bodies, from their arrival until the requests are answered.
+
+    If there are too many, those that have been arriving for the longest time are refused.
+    """
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._most = BODIES * max_body_bytes
+        self._held = 0
+        self._bytes: dict[object, int] = {}  # by request
+        self._arriving: dict[object, Callable[[ProblemError], None]] = {}  # the oldest first
+
+    def note(self, request: object, num_bytes: int, refuse: Callable[[ProblemError], None]) -> None:
+        """Note how much of a body has arrived. refuse: refuses this request."""
+        if num_bytes <= SMALL_BYTES:
+            return
+        self._arriving.setdefault(request, refuse)
+        self._held += num_bytes - self._bytes.get(request, 0)
+        self._bytes[request] = num_bytes
+        while self._held > self._most and self._arriving:
+            oldest, refuse_oldest = next(iter(self._arriving.items()))
+            self.release(oldest)
+            detail = f"body: large bodies that arrive or wait for an answer have more than {self._most} bytes together"
+            refuse_oldest(ProblemError(503, ProblemKind.OVERLOADED, detail, "body", retry_after_s=1))
+
+    def complete(self, request: object) -> None:
+        """Note that a body has arrived completely."""
+        self._arriving.pop(request, None)
+
+    def release(self, request: object) -> None:
+        """Note that a request is answered, or gone."""
+        self._arriving.pop(request, None)
+        self._held -= self._bytes.pop(request, 0)
 
 
 def _in_order(waiting: Iterable[tuple[float, str, Connection]], busy: Mapping[str, int]) -> list[Connection]:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -57,22 +57,18 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TokenRegistry:
     """The tokens of one service. The event loop's thread uses them."""
 
-    def __init__(self, token: str | None, file: Path | None) -> None:
-        """token: permits everything. file: has further ones. Without both, everything is permitted to anyone.
+    def __init__(self, settings: ApiSettings) -> None:
+        """The token of the settings permits everything, and their file has further ones. Without both, everything is
+        permitted to anyone.
 
         Raises InvalidValueError if the file cannot be read. Its text shows no token.
         """
+        token, file = settings.api_token, settings.api_tokens_file
         self.are_required = token is not None or file is not None
-        self._own = [] if token is None else [(_digest(token), _ANYONE)]
+        self._own = [] if token is None else [(_digest(token.get_secret_value()), _ANYONE)]
         self._file = file
         self._text = "" if file is None else read_secret(_FIELD, file)
         self._known = [*self._own, *_callers(self._text, file)]
-
-    @classmethod
-    def of(cls, settings: ApiSettings) -> Self:
-        """Return the tokens that the settings name. Raises InvalidValueError."""
-        token = settings.api_token
-        return cls(None if token is None else token.get_secret_value(), settings.api_tokens_file)
 
     def caller(self, authorization: bytes) -> Principal | None:
         """Return whom the header `Authorization` stands for, or None if it is unknown.

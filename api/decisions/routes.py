@@ -12,8 +12,8 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from api.problems import ProblemError
-from api.queries.body_formats import Body, BodyFormat, Data, decode_as
-from api.queries.large_bodies import elements, slimmed
+from api.queries.body_formats import decode_as
+from api.queries.large_bodies import Body, BodyFormat, Data, elements, slimmed
 from api.queries.parsing import BY_ANY, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from indexer.consumer import Consumer
@@ -80,21 +80,21 @@ class DecisionRoute:
 
         Raises ProblemError, after which no record is accepted.
         """
-        rest, lists = slimmed(body, body_format.form)
+        rest, lists = slimmed(body, body_format)
         probe = decode_as(DecisionProbe, rest, body_format)
         now = time.time()
         if probe.decisions is UNSET:
             return [self._record(body, probe, body_format, now)]
         given: Sequence[Data] = probe.decisions
         if "decisions" in lists:
-            given = elements("decisions", lists["decisions"], body_format.form, MAX_DECISIONS_PER_BATCH)
+            given = elements("decisions", lists["decisions"], body_format, MAX_DECISIONS_PER_BATCH)
         records = []
         for number, raw in enumerate(given):
             try:
                 records.append(
                     self._record(
                         raw,
-                        decode_as(DecisionProbe, slimmed(raw, body_format.form).rest, body_format),
+                        decode_as(DecisionProbe, slimmed(raw, body_format).rest, body_format),
                         body_format,
                         now,
                     )
@@ -104,7 +104,7 @@ class DecisionRoute:
         return records
 
     def _record(self, data: Data, probe: DecisionProbe, body_format: BodyFormat, now: float) -> _Encoded:
-        rest = slimmed(data, body_format.form).rest
+        rest = slimmed(data, body_format).rest
         try:
             if probe.cached_tokens is not UNSET:
                 record: DecisionRecord = _outcome(decode_as(OutcomeRequest, rest, body_format), now)

@@ -1,1 +1,1 @@
-"""The fast path: usual queries, answered inside the server's HTTP protocol without an ASGI cycle."""
+"""The fast path: most queries are answered inside the server's HTTP protocol, without an ASGI cycle."""

@@ -1,10 +1,8 @@
-"""The server's HTTP protocol: usual queries are answered as soon as their last byte has arrived.
-
-Connections whose requests repeat become direct: see `api.fast.kernel_connections`.
+"""The server's HTTP protocol: most queries are answered as soon as their last byte has arrived.
 
 A request enters the fast path if its head is one that `HeadCache` accepts and no other request of the connection is in
-progress. All its bytes are held until it is complete. If the fast path does not answer it, the bytes are passed to
-the ordinary protocol, as if they had arrived just now.
+progress. All its bytes are held until it is complete. If the fast path does not answer it, it is passed to FastAPI, as
+if it had arrived just now. Connections whose requests repeat become direct: see `api.fast.kernel_connections`.
 """
 
 from __future__ import annotations
@@ -169,7 +167,7 @@ class FastConnection(LimitedHttpProtocol):
         return self.heard_at
 
     def _is_free(self) -> bool:
-        """Return whether no request is in progress, and the client reads its answers and has a place."""
+        """Return whether the fast path may answer: no request is in progress, and the client reads its answers."""
         return (
             not self.is_parsing
             and self._answering is None

@@ -1,8 +1,8 @@
-"""The fast path: usual queries, from the bytes of a request to the bytes of its answer in one call.
+"""The fast path: from the bytes of a query to the bytes of its answer in one call.
 
-It accepts what nearly all callers send and answers exactly as the routes of `api.queries.routes` do. For everything
-else it returns None, and the request is passed to FastAPI, which also reports all errors. In a member of a group, the
-answer to a query comes later, because the other members are asked, and their own questions are answered here as well.
+It takes what nearly all callers send and answers exactly as `api.queries.routes` does. For all other requests it
+returns None, and they are passed to FastAPI, which also reports all errors. In a member of a group, the answer to a
+query comes later, because the other members are asked. Their requests are answered here, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
+from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
 from api.fast.heads import Head, HeadCache
 from api.fast.kernel_connection_kernels import MAX_REQUEST_BYTES
@@ -25,9 +26,10 @@ from api.queries.body_formats import format_of
 from api.queries.large_bodies import is_large
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
+from api.telemetry.requests import end_request, start_request
 from api.telemetry.service_metrics import HttpMetrics
-from api.telemetry.traced_requests import end_request, start_request
 from indexer.consumer import Consumer
+from kv_events.http.parsed_query import ParsedQuery
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.runtime.tracing import open_spans
 
@@ -40,14 +42,14 @@ _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashe
 class GroupAnswers(NamedTuple):
     """How a member of a group answers, by path. An answer that is None: the request must be passed to FastAPI."""
 
-    tells: Mapping[str, Callable[[bytes], bytes | None]]
-    """Questions of other members: msgpack -> msgpack."""
-    asks: Mapping[str, Callable[[bytes, str], Awaitable[bytes | None]]]
+    members: Mapping[str, Callable[[bytes], bytes | None]]
+    """Requests of other members: msgpack -> msgpack."""
+    queries: Mapping[str, Callable[[bytes, str], Awaitable[bytes | None]]]
     """Queries: body and its media type -> JSON."""
 
 
 class FastPath:
-    """Answers usual queries of one application."""
+    """Answers queries of one application."""
 
     def __init__(
         self,
@@ -56,15 +58,17 @@ class FastPath:
         tokens: TokenRegistry,
         metrics: HttpMetrics,
         answers: LocalAnswers,
+        tenants: TenantRates | None = None,
         group: GroupAnswers | None = None,
     ) -> None:
-        """group: how a member of a group answers. None: it is in no group, and `answers` does."""
+        """tenants: bounds on their queries, if any. group: how a member of a group answers. None: `answers` does."""
+        self._tenants = tenants
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if group is None else {}
         self._group = group
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
         self.heads = HeadCache(
-            fields if group is None else [*group.tells, *group.asks],
+            fields if group is None else [*group.members, *group.queries],
             tokens,
             max_body_bytes,
             with_traces=with_traces,
@@ -110,7 +114,7 @@ class FastPath:
 
         A query with a limited token is passed to FastAPI, which counts it before it asks.
         """
-        ask = None if self._group is None else self._group.asks.get(head.path)
+        ask = None if self._group is None else self._group.queries.get(head.path)
         if ask is None or self._spans is not None or head.limit is not None or self._is_refused(head):
             return None
         return self._gathered(ask(data[start:], head.content_type), head)
@@ -135,8 +139,8 @@ class FastPath:
 
     def _answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         if self._group is not None:
-            tell = self._group.tells.get(head.path)
-            return None if tell is None or head.content_type not in _PACKED else tell(data[start:])
+            reply = self._group.members.get(head.path)
+            return None if reply is None or head.content_type not in _PACKED else reply(data[start:])
         if head.content_type == "application/json":
             return self._answer_json(self._templates[head.path], data, start)
         return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
@@ -151,8 +155,15 @@ class FastPath:
 
     def _answer_template(self, template: BodyTemplate, data: bytes, start: int) -> bytes | None:
         question, num_before, after = template
+        rate = self._rate(question)
+        if rate is not None and rate.wait_s():
+            return None
         answered = self._answers.answer_text(question, data, start + num_before)
-        return answered[0] if answered is not None and data[answered[1] :] == after else None
+        if answered is None or data[answered[1] :] != after:
+            return None
+        if rate is not None:
+            rate.note()
+        return answered[0]
 
     def _answer_packed(self, head: Head, body: bytes) -> bytes | None:
         if is_large(body):
@@ -160,20 +171,34 @@ class FastPath:
         question, numbers = decode_question(body, format_of(head.content_type), self._fields[head.path])
         if question.is_detailed:
             return None  # the answer is not JSON
-        return self._answers.answer_within_rate(question, numbers)
+        rate = self._rate(question)
+        if rate is not None and rate.wait_s():
+            return None
+        answer = self._answers.answer_one(question, numbers)
+        if rate is not None:
+            rate.note()
+        return answer
+
+    def _rate(self, question: ParsedQuery) -> RateLimit | None:
+        """Return the bound on the queries of the tenant, if it has one."""
+        if self._tenants is None or not self._answers.knows(question):
+            return None
+        return self._tenants.rate(question.tenant)
 
     def repeated(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
-        """Return what is alike in requests like this one, which was answered here. None: they cannot be direct."""
+        """Return the template of a request that was answered here. None: its connection cannot be direct."""
         if head.content_type != "application/json" or head.limit is not None:
             return None
         template = self._templates[head.path].read(data, start)
-        if template is None or self._answers.has_rate(template.question):
+        if template is None or self._rate(template.question) is not None:
             return None
         return RequestTemplate.of(head.path, data, start, template, self.heads.generation)
 
     def _plan(self, repeated: RequestTemplate) -> Plan | None:
-        """Return how requests of a direct connection are answered now, or None if they must take another way."""
+        """Return how requests of a direct connection are answered now, or None if they must not be."""
         if repeated.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
+            return None
+        if self._rate(repeated.question) is not None:
             return None
         try:
             return self._answers.direct_plan(repeated.question)
@@ -185,7 +210,7 @@ class FastPath:
 
     def media_type(self, head: Head) -> bytes:
         """Return the last part of the media type of the answer."""
-        return b"msgpack" if self._group is not None and head.path in self._group.tells else b"json"
+        return b"msgpack" if self._group is not None and head.path in self._group.members else b"json"
 
     def _times(self) -> Times:
         return (time.time(), *self._consumer.freshness.bounds())

@@ -1,6 +1,6 @@
-"""HeadCache of query requests, recognised by their bytes.
+"""Heads of query requests, recognised by their bytes.
 
-Clients send the same few heads again and again. httptools parses a head once; what it says is then kept by its bytes.
+Clients send the same few heads again and again. httptools parses a head once, and the result is kept by its bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import httptools
 
-from api.access.origins import refusal_of
+from api.access.guard import refusal_of
 from api.access.rate_limits import RateLimit
 from api.access.tokens import TokenRegistry
 from api.queries.body_formats import CONTENT_TYPES

@@ -13,8 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
-from api.access.bodies import SMALL_BYTES, BodyLimit
-from api.access.connections import HEAD_S, ConnectionLimit, Waiting
+from api.access.connections import HEAD_S, SMALL_BYTES, BodyLimit, ConnectionLimit, Waiting
 from api.problems import ProblemError
 
 MAX_HEAD_BYTES = 2**14
@@ -30,16 +29,16 @@ _BYTES_BESIDE = len(": \r\n")  # name and value of a header
 _SLICE_BYTES = 2**10
 """Data that httptools reads at once, apart from bodies: about ten requests."""
 _PIPELINE_PAUSE_S = 0.02
-"""Pause between two requests of the ordinary way of which the client sent the second before the answer to the first.
+"""Pause between two pipelined requests that FastAPI answers.
 
-A client that pipelines without end thus takes a fiftieth of the time of the event loop.
+A client that pipelines without end takes a fiftieth of the time of the event loop.
 """
 HEAD = b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\ncontent-type: application/%b\r\n\r\n"
 """Head of an answer: status, other headers, length of the body, kind of the body."""
 
 
 class _Flow(FlowControl):
-    """Does not read while a connection holds requests that wait for their turn, so that it holds only a few."""
+    """Does not read while a connection holds requests that wait, so that it holds only a few."""
 
     is_held = False
 
@@ -147,7 +146,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.data_received(data)
 
     def on_response_complete(self) -> None:
-        """Let other connections have their turn if the client did not wait for this answer."""
+        """Answer the next request, after a pause if the client did not wait for this answer."""
         if self.rest or self.pipeline:
             self.loop.call_later(_PIPELINE_PAUSE_S, self._next_of_pipeline)
         else:

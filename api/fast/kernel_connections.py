@@ -1,7 +1,7 @@
-"""Direct connections: those whose requests repeat. A kernel serves them, many in one pass.
+"""Direct connections: their requests repeat, and a kernel serves many of them in one pass.
 
 A connection becomes direct after two requests that differ only in their numbers. Its transport no longer reads.
-Instead, an epoll object tells which direct connections have a request, and the kernel reads it and writes the answer.
+Instead, an epoll object reports which of them have a request, and the kernel reads it and writes the answer.
 Any other request, the end of a connection and any error return the connection to its protocol, with all bytes that the
 kernel has read. The kernel runs in the event loop's thread, so nothing changes while it answers.
 """
@@ -40,7 +40,7 @@ from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 logger = logging.getLogger(__name__)
 
 _MOST = 32
-"""Connections that are served in one pass, before others have their turn."""
+"""Connections that are served in one pass, before other callers are answered."""
 _MOST_SECONDS = 1e-3
 _MOST_PATTERNS = 1024
 _LENGTH_BYTES = 128  # room for the end of a head, from the digits of its Content-Length on
@@ -52,7 +52,7 @@ _IS_ANSWERED, _IS_RETURNED = (np.isin(np.arange(4), outcomes) for outcomes in ((
 
 
 class RequestTemplate(NamedTuple):
-    """What is alike in all requests of a direct connection."""
+    """What all requests of a direct connection have in common."""
 
     path: str
     question: ParsedQuery
@@ -69,7 +69,7 @@ class RequestTemplate(NamedTuple):
 
     @classmethod
     def of(cls, path: str, data: bytes, body: int, template: BodyTemplate, generation: int) -> RequestTemplate | None:
-        """Return what is alike in requests like this one, or None if a kernel cannot read them.
+        """Return the template of a request, or None if a kernel cannot read such requests.
 
         data: a request. body: index of its body. generation: `HeadCache.generation`.
         """
@@ -123,7 +123,7 @@ class KernelConnections:
     ) -> None:
         """plan: returns how requests are answered, None if the kernel must not. times: as for `put_answer`.
 
-        note: is told of answers: path, seconds of each one, how many.
+        note: counts answers: path, seconds of each one, how many.
         """
         self._plan = plan
         self._times = times

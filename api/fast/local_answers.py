@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from api.access.rate_limits import RateLimit
-from api.access.tenants import TenantRates
 from api.fast.writer import AnswerWriter, Plan
 from api.problems import ProblemError
 from api.queries.answers import Answered, general_answer, namespaces_of
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
+from indexer.slices import Slices
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
-_SLICE_S = 0.001
 _MANY_TOKENS = 2**17  # hashed in a third of a millisecond
 
 
 class LocalAnswers:
     """An `Answerer` that reads views. One thread calls it."""
 
-    def __init__(self, served: ViewSource, tenants: TenantRates | None = None) -> None:
-        """tenants: bounds on the queries that `answer_text` and `answer_within_rate` take. None: there are none."""
+    def __init__(self, served: ViewSource) -> None:
         self._served = served
-        self._tenants = tenants
         self._writer = AnswerWriter()
 
     def check_ready(self) -> None:
@@ -39,7 +34,7 @@ class LocalAnswers:
     async def answer(self, questions: Sequence[tuple[ParsedQuery, PromptArray]]) -> Answered:
         """See `Answerer`."""
         answers: list[bytes | ProblemError] = []
-        slice_began = time.perf_counter()
+        slices = Slices()
         for question, numbers in questions:
             if len(numbers) > _MANY_TOKENS:
                 question, numbers = await self._hashed(question, numbers)
@@ -47,9 +42,7 @@ class LocalAnswers:
                 answers.append(self.answer_one(question, numbers))
             except ProblemError as problem:
                 answers.append(problem)
-            if time.perf_counter() - slice_began > _SLICE_S:
-                await asyncio.sleep(0)
-                slice_began = time.perf_counter()
+            await slices.yield_if_due()
         return Answered(answers, [])
 
     def answer_one(self, question: ParsedQuery, numbers: PromptArray) -> bytes:
@@ -61,47 +54,24 @@ class LocalAnswers:
                 return written
         return general_answer(question, numbers, asked, freshness, now)
 
-    def answer_within_rate(self, question: ParsedQuery, numbers: PromptArray) -> bytes | None:
-        """Return the answer as JSON, or None if the tenant has sent too many queries. Raises ProblemError."""
-        rate = self._rate(question) if self.knows(question) else None
-        if rate is not None and rate.wait_s():
-            return None
-        answer = self.answer_one(question, numbers)
-        if rate is not None:
-            rate.note()
-        return answer
-
     def answer_text(self, question: ParsedQuery, text: bytes, start: int) -> tuple[bytes, int] | None:
         """Answer a query whose numbers are in a JSON text. start: index after the "[".
 
-        Returns the answer and the index of the "]", or None if another decoder or encoder is needed, or the tenant has
-        sent too many queries. Raises ProblemError.
+        Returns the answer and the index of the "]", or None if another decoder or encoder is needed. Raises
+        ProblemError.
         """
         asked = self._namespaces_of(question)
         if len(asked) > 1 or not question.is_usual:
             return None
-        rate = self._rate(question)
-        if rate is not None and rate.wait_s():
-            return None
         served = self._served
-        answered = self._writer.write_text(question, text, start, asked[0], served.freshness, served.now())
-        if rate is not None and answered is not None:
-            rate.note()
-        return answered
+        return self._writer.write_text(question, text, start, asked[0], served.freshness, served.now())
 
     def direct_plan(self, question: ParsedQuery) -> Plan | None:
         """Return how `serve_ready` answers a query about tokens, or None if it cannot. Raises ProblemError."""
         asked = self._namespaces_of(question)
-        if len(asked) > 1 or asked[0].groups or not question.is_usual or self._rate(question) is not None:
+        if len(asked) > 1 or asked[0].groups or not question.is_usual:
             return None
         return self._writer.plan(question, asked[0])
-
-    def has_rate(self, question: ParsedQuery) -> bool:
-        """Return whether the tenant has a bound."""
-        return self._rate(question) is not None
-
-    def _rate(self, question: ParsedQuery) -> RateLimit | None:
-        return None if self._tenants is None else self._tenants.rate(question.tenant)
 
     def _namespaces_of(self, question: ParsedQuery) -> Sequence[Namespace]:
         return namespaces_of(question, self._served.namespaces, self._served.why_not_ready)

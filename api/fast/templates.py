@@ -1,11 +1,11 @@
-"""TemplateCache: the part of a JSON query around its numbers.
+"""Templates: the part of a JSON query around its numbers.
 
     {"model_name":"m","token_ids":[1,2,3]}      body
     {"model_name":"m","token_ids":[     ]}      template
 
-Callers send the same few templates again and again, so decoded templates are kept. The ordinary decoder reads a new one
-with random numbers in it. If it returns these numbers, the array is the prompt, and not part of a string, of a nested
-object or of a field that occurs twice. A kernel reads the real numbers.
+Callers send the same few templates again and again, so decoded templates are kept. msgspec decodes a new one with
+random numbers in it. If it returns these numbers, the array is the prompt, and not part of a string, of a nested object
+or of a field that occurs twice. A kernel reads the real numbers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections.abc import Collection
 from typing import NamedTuple, TypeVar
 
 from api.problems import ProblemError
-from api.queries.body_formats import format_of
+from api.queries.large_bodies import JSON
 from api.queries.parsing import decode_question
 from kv_events.http.parsed_query import ParsedQuery
 
-_JSON = format_of("application/json")
 _MAX_KEPT = 1024
 MAX_BYTES = 4096
-"""Longer templates are read by the ordinary decoder."""
+"""Bodies with longer templates are decoded by msgspec."""
 
 _NUM_SENTINELS = 3
 
@@ -31,7 +30,7 @@ _Value = TypeVar("_Value")
 
 
 class BodyTemplate(NamedTuple):
-    """What an template asks, and where the numbers of a body begin."""
+    """What a template asks, and where the numbers of a body begin."""
 
     question: ParsedQuery
     num_before: int
@@ -56,7 +55,7 @@ class TemplateCache:
         return last if last is not None and data.endswith(last.after) else None
 
     def read(self, data: bytes, start: int) -> BodyTemplate | None:
-        """Return the template of the body data[start:], or None if the ordinary decoder must read it."""
+        """Return the template of the body data[start:], or None if msgspec must decode it."""
         found = self._array.search(data, start)
         if found is None:
             return None
@@ -73,7 +72,7 @@ class TemplateCache:
         return template
 
     def _decoded(self, before: bytes, after: bytes) -> ParsedQuery | None:
-        """Return the question of an template. before: up to the "["; after: from the "]" on."""
+        """Return the question of a template. before: up to the "["; after: from the "]" on."""
         template = before + after
         if template not in self._kept:
             _keep(self._kept, template, query_of_template(before, after, self._fields))
@@ -81,14 +80,14 @@ class TemplateCache:
 
 
 def query_of_template(before: bytes, after: bytes, fields: Collection[str]) -> ParsedQuery | None:
-    """Return the question of a new template, or None if the ordinary decoder must read bodies that have it.
+    """Return the question of a new template, or None if msgspec must decode bodies that have it.
 
     before: up to the "["; after: from the "]" on. fields: names of the arrays that the route accepts as a prompt.
     """
     sentinels = [secrets.randbits(32) for _ in range(_NUM_SENTINELS)]
     body = before + ",".join(map(str, sentinels)).encode() + after
     try:
-        question, numbers = decode_question(body, _JSON, fields)
+        question, numbers = decode_question(body, JSON, fields)
     except ProblemError:
         return None
     return question if numbers.tolist() == sentinels else None

@@ -1,4 +1,4 @@
-"""Answers to usual questions, written by a kernel. They equal the encoded structs byte for byte."""
+"""Answers written by a kernel. They equal the encoded structs byte for byte."""
 
 from __future__ import annotations
 

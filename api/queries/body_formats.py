@@ -1,24 +1,20 @@
-"""Decoding of bodies into request structs. Decoders are built once; every error of a body becomes a ProblemError."""
+"""Decoding of bodies into request structs. Every error of a body becomes a ProblemError."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.large_bodies import JSON, MSGPACK, Format, elements, slimmed
+from api.queries.large_bodies import JSON, MSGPACK, Body, BodyFormat, Data, Decoder, elements, slimmed
 from kv_events.errors import InvalidValueError
-from kv_events.http.queries import MAX_QUERIES_PER_BATCH, BatchQuery, DialectFields, IntList, PeerQuery, RfcQuery
+from kv_events.http.queries import MAX_QUERIES_PER_BATCH, BatchQuery, DialectFields, PeerQuery, RfcQuery
 
-T_co = TypeVar("T_co", covariant=True)
 _T = TypeVar("_T")
-Body: TypeAlias = bytes | bytearray
-Data: TypeAlias = Body | Raw | memoryview
-"""A body, or a part of one that is not decoded yet."""
 Query: TypeAlias = PeerQuery[Any] | RfcQuery[Any]
 
 ITEMS = {
@@ -37,46 +33,10 @@ _NOT_FOUND = object()
 _MAX_WEIGHTS_BYTES = 4096
 
 
-class _Decoder(Protocol[T_co]):
-    def decode(self, data: Data, /) -> T_co: ...
-
-
-class BodyFormat(NamedTuple):
-    """The decoders of one body format."""
-
-    probe: _Decoder[DialectFields]
-    peer: _Decoder[PeerQuery[Any]]
-    rfc: _Decoder[RfcQuery[Any]]
-    batch: _Decoder[BatchQuery]
-    untyped: _Decoder[Any]
-    """Decodes without types, to find the value that a typed decoder refused."""
-    build: Callable[[type[Any]], _Decoder[Any]]
-    """Function that returns a decoder of another type."""
-    form: Format
-
-
-_JSON = BodyFormat(
-    msgspec.json.Decoder(DialectFields),
-    msgspec.json.Decoder(PeerQuery[IntList]),
-    msgspec.json.Decoder(RfcQuery[IntList]),
-    msgspec.json.Decoder(BatchQuery),
-    msgspec.json.Decoder(),
-    msgspec.json.Decoder,
-    JSON,
-)
-_MSGPACK = BodyFormat(
-    msgspec.msgpack.Decoder(DialectFields),
-    msgspec.msgpack.Decoder(PeerQuery[IntList | bytes]),
-    msgspec.msgpack.Decoder(RfcQuery[IntList | bytes]),
-    msgspec.msgpack.Decoder(BatchQuery),
-    msgspec.msgpack.Decoder(),
-    msgspec.msgpack.Decoder,
-    MSGPACK,
-)
 CONTENT_TYPES = {
-    "application/json": _JSON,
-    "application/msgpack": _MSGPACK,
-    "application/x-msgpack": _MSGPACK,
+    "application/json": JSON,
+    "application/msgpack": MSGPACK,
+    "application/x-msgpack": MSGPACK,
 }
 
 
@@ -91,7 +51,7 @@ def format_of(content_type: str | None) -> BodyFormat:
 
 def decode_query(data: Data, body_format: BodyFormat) -> Query:
     """Decode one question, in the dialect that its fields select. Raises ProblemError (400, 422)."""
-    probe = _decode(body_format.probe, data, body_format)
+    probe = decode_as(DialectFields, data, body_format)
     if isinstance(probe.tier_weights, Raw) and memoryview(probe.tier_weights).nbytes > _MAX_WEIGHTS_BYTES:
         expected = f"at most {_MAX_WEIGHTS_BYTES} bytes"
         raise ProblemError.of_value(InvalidValueError("tier_weights", "a value that is longer", expected))
@@ -107,20 +67,20 @@ def decode_query(data: Data, body_format: BodyFormat) -> Query:
 
 def decode_query_batch(data: Body, body_format: BodyFormat) -> Sequence[Data]:
     """Return the questions of a batch, not yet decoded. Raises ProblemError (400, 422)."""
-    rest, lists = slimmed(data, body_format.form)
-    batch = _decode(body_format.batch, rest, body_format)
+    rest, lists = slimmed(data, body_format)
+    batch = decode_as(BatchQuery, rest, body_format)
     if "queries" in lists:
-        return elements("queries", lists["queries"], body_format.form, MAX_QUERIES_PER_BATCH)
+        return elements("queries", lists["queries"], body_format, MAX_QUERIES_PER_BATCH)
     return batch.queries
 
 
 def decode_as(kind: type[_T], data: Data, body_format: BodyFormat) -> _T:
-    """Decode a small body of an infrequent request into a struct. Raises ProblemError (400, 422)."""
-    decoder: _Decoder[_T] = body_format.build(kind)
+    """Decode a small body into a struct. Raises ProblemError (400, 422)."""
+    decoder: Decoder[_T] = body_format.decoder(kind)
     return _decode(decoder, data, body_format)
 
 
-def _decode(decoder: _Decoder[_T], data: Data, body_format: BodyFormat) -> _T:
+def _decode(decoder: Decoder[_T], data: Data, body_format: BodyFormat) -> _T:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -147,7 +107,7 @@ def _mistyped(message: str, data: Data, body_format: BodyFormat) -> ProblemError
 
 def _value_at(path: str, data: Data, body_format: BodyFormat) -> object:
     try:
-        value = body_format.untyped.decode(data)
+        value = body_format.decode(data)
         for index, name in _STEP.findall(path):
             value = value[int(index)] if index else value[name]
     except (msgspec.DecodeError, ValueError, TypeError, LookupError, RecursionError):

@@ -1,15 +1,16 @@
-"""Large bodies, of which only the usual parts are decoded.
+"""The formats of bodies, and large bodies, which are decoded in slices.
 
 A decoder holds the interpreter until it has finished, in any thread: decoding 24 MiB at once would block all other
 callers. A kernel therefore finds the members of a large body. The long lists that a body may have are taken out, and
-decoded in slices. What is left must be small.
+decoded in slices. The rest must be small.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from api.problems import ProblemError, ProblemKind
 from api.queries.part_kernels import json_parts, msgpack_after, msgpack_array, msgpack_parts
 from kv_events.errors import InvalidValueError
+from kv_events.http.queries import IntList, PeerQuery, RfcQuery
 
 LARGE_BYTES = 2**18
 """Larger bodies are decoded in another thread."""
@@ -33,23 +35,39 @@ _MOST_BYTES_PER_NUMBER = 9  # in msgpack
 _LONGEST_KEY = 256
 _POSITION = re.compile(r" - at `\$\[(\d+)\]")
 
-Members = list[tuple[memoryview, memoryview]]
+T_co = TypeVar("T_co", covariant=True)
+Body: TypeAlias = bytes | bytearray
+Data: TypeAlias = Body | msgspec.Raw | memoryview
+"""A body, or a part of one that is not decoded yet."""
+Members: TypeAlias = list[tuple[memoryview, memoryview]]
 """Keys and values."""
 
 
-class Format(NamedTuple):
+class Decoder(Protocol[T_co]):
+    """A decoder of msgspec."""
+
+    def decode(self, data: Data, /) -> T_co:
+        """Return the decoded data. Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError."""
+
+
+class BodyFormat(NamedTuple):
     """A format of bodies."""
 
+    decoder: Callable[[Any], Decoder[Any]]
+    """Returns the decoder of a type, which is built once."""
+    encode: Callable[[Any], bytes]
+    peer: Decoder[PeerQuery[Any]]
+    rfc: Decoder[RfcQuery[Any]]
     find_parts: Callable[..., int]
     """See `json_parts`."""
     join: Callable[[Members], bytes]
     """Return an object with these members."""
     slices: Callable[[str, memoryview], Iterator[bytes]]
     """Yield the parts of a list of numbers as lists that are small. Raises InvalidValueError, which names the field."""
-    numbers: Callable[[bytes], list[int]]
-    """Decode such a part."""
-    decode: Callable[[Any], Any]
-    encode: Callable[[Any], bytes]
+
+    def decode(self, data: Data) -> Any:
+        """Decode data without types."""
+        return self.decoder(Any).decode(data)
 
     def parts(self, data: memoryview, most: int, *, is_object: bool) -> list[list[int]] | None:
         """Return begin and end of the keys and of the values of an object or a list, at least `most` + 1 if there are
@@ -70,18 +88,18 @@ class Format(NamedTuple):
 class Slim(NamedTuple):
     """A body in two parts."""
 
-    rest: bytes | bytearray | memoryview | msgspec.Raw
+    rest: Data
     """The body, in which `lists` are empty."""
     lists: dict[str, memoryview]
     """The long lists of a large body by field, not decoded."""
 
 
-def is_large(data: bytes | bytearray | memoryview | msgspec.Raw) -> bool:
+def is_large(data: Data) -> bool:
     """Return whether the data is so large that it must be decoded in another thread."""
     return memoryview(data).nbytes > LARGE_BYTES
 
 
-def slimmed(body: bytes | bytearray | memoryview | msgspec.Raw, form: Format) -> Slim:
+def slimmed(body: Data, form: BodyFormat) -> Slim:
     """Take the long lists out of a body, if it is large.
 
     Raises ProblemError (400, 422) if it is not an object, or is large in anything else.
@@ -111,7 +129,7 @@ def slimmed(body: bytes | bytearray | memoryview | msgspec.Raw, form: Format) ->
     return Slim(form.join(members), lists)
 
 
-def number_slices(field: str, value: memoryview, form: Format, expected: str) -> Iterator[list[int]]:
+def number_slices(field: str, value: memoryview, form: BodyFormat, expected: str) -> Iterator[list[int]]:
     """Yield the integers of a long list, a few thousand at a time.
 
     Raises InvalidValueError for anything but a list of integers. expected: description of an element for the error.
@@ -123,7 +141,7 @@ def number_slices(field: str, value: memoryview, form: Format, expected: str) ->
         count += len(numbers)
 
 
-def elements(field: str, value: memoryview, form: Format, most: int) -> list[memoryview]:
+def elements(field: str, value: memoryview, form: BodyFormat, most: int) -> list[memoryview]:
     """Split a long list into its elements. Raises ProblemError for no list or more than `most`."""
     spans = form.parts(value, most, is_object=False)
     if spans is None:
@@ -133,10 +151,10 @@ def elements(field: str, value: memoryview, form: Format, most: int) -> list[mem
     return [value[begin:end] for _, _, begin, end in spans]
 
 
-def _integers_of(text: bytes, field: str, count: int, form: Format, expected: str) -> list[int]:
+def _integers_of(text: bytes, field: str, count: int, form: BodyFormat, expected: str) -> list[int]:
     """count: number of preceding elements, for the error message."""
     try:
-        return form.numbers(text)
+        return list(form.decoder(list[int]).decode(text))
     except msgspec.DecodeError as error:
         position = _POSITION.search(str(error))
         if position is None and form is JSON and not re.search(rb'["\[{]', text):
@@ -144,20 +162,16 @@ def _integers_of(text: bytes, field: str, count: int, form: Format, expected: st
                 400, ProblemKind.MALFORMED_BODY, f"{field}: malformed after element {count}", field
             ) from None
         if position is None:  # a nested array, or a string with a comma, was split
-            raise _something_else(field, count, expected) from None
+            raise InvalidValueError(field, f"something else after element {count}", expected) from None
         index = int(position[1])
         raise InvalidValueError(f"{field}[{count + index}]", _element(text, index, form), expected) from None
 
 
-def _element(text: bytes, index: int, form: Format) -> object:
+def _element(text: bytes, index: int, form: BodyFormat) -> object:
     try:
         return form.decode(text)[index]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "something else"
-
-
-def _something_else(field: str, count: int, expected: str) -> InvalidValueError:
-    return InvalidValueError(field, f"something else after element {count}", expected)
 
 
 def _json_slices(field: str, value: memoryview) -> Iterator[bytes]:
@@ -196,19 +210,21 @@ def _joined_msgpack(members: Members) -> bytes:
     return b"\xdf" + len(members).to_bytes(4, "big") + b"".join(part for member in members for part in member)
 
 
-JSON = Format(
+JSON = BodyFormat(
+    cache(msgspec.json.Decoder),
+    msgspec.json.encode,
+    msgspec.json.Decoder(PeerQuery[IntList]),
+    msgspec.json.Decoder(RfcQuery[IntList]),
     json_parts,
     _joined_json,
     _json_slices,
-    msgspec.json.Decoder(list[int]).decode,
-    msgspec.json.decode,
-    msgspec.json.encode,
 )
-MSGPACK = Format(
+MSGPACK = BodyFormat(
+    cache(msgspec.msgpack.Decoder),
+    msgspec.msgpack.encode,
+    msgspec.msgpack.Decoder(PeerQuery[IntList | bytes]),
+    msgspec.msgpack.Decoder(RfcQuery[IntList | bytes]),
     msgpack_parts,
     _joined_msgpack,
     _msgpack_slices,
-    msgspec.msgpack.Decoder(list[int]).decode,
-    msgspec.msgpack.decode,
-    msgspec.msgpack.encode,
 )

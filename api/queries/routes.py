@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from http import HTTPStatus
@@ -14,18 +13,15 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.access.rate_limits import OF_REQUEST
-from api.access.tenants import TenantRates
+from api.access.rate_limits import OF_REQUEST, TenantRates
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import MISSING_HEADER, Answerer
-from api.queries.body_formats import Body, BodyFormat, Data, decode_query_batch, format_of
-from api.queries.large_bodies import is_large
+from api.queries.body_formats import decode_query_batch, format_of
+from api.queries.large_bodies import JSON, Body, BodyFormat, Data, is_large
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
+from indexer.slices import Slices
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
-
-_SLICE_S = 0.001
-_JSON = format_of("application/json")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -78,16 +74,14 @@ class QueryRoutes:
             limit.note(max(0, len(queries) - 1))  # each query counts as a request with the caller's token
         results: list[bytes | ProblemError] = []
         asked = []
-        slice_began = time.perf_counter()
+        slices = Slices()  # lets events and other callers run
         for query in queries:
             try:
                 asked.append(await self._admitted(query, body_format, BY_ANY))
                 results.append(b"")
             except ProblemError as problem:
                 results.append(problem)
-            if time.perf_counter() - slice_began > _SLICE_S:
-                await asyncio.sleep(0)  # lets events and other callers run
-                slice_began = time.perf_counter()
+            await slices.yield_if_due()
         answers, missing = await self._answerer.answer(asked)
         following = iter(answers)
         results = [each or next(following) for each in results]
@@ -153,7 +147,7 @@ def _marked(response: Response, missing: list[Missing]) -> Response:
 
 def encoded_response(question: ParsedQuery, answer: bytes, body_format: BodyFormat) -> Response:
     """Return an answer to a query. answer: as JSON."""
-    if question.is_detailed and body_format is not _JSON:
+    if question.is_detailed and body_format is not JSON:
         return Response(msgspec.msgpack.encode(msgspec.json.decode(answer)), media_type="application/msgpack")
     return json_response(answer)
 

@@ -1,5 +1,5 @@
-"""Answers of a shard group: a member asks the others and joins what they say.
+"""Answers of a shard group: a member asks the others and joins their replies.
 
-`gather` asks and joins, `own_views` is what a member says of its own views, `peers` are the connections, `wire` is the
-form in which members talk. Start at `gather.ScatterGather`.
+`local_shard` replies from a member's own views, `members` are the connections, and `wire` has the messages. Start at
+`scatter_gather.ScatterGather`.
 """

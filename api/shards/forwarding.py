@@ -39,7 +39,7 @@ _DEFINITE = frozenset({HTTPStatus.OK, HTTPStatus.ACCEPTED, HTTPStatus.BAD_REQUES
 
 
 class _Listed(msgspec.Struct, frozen=True):
-    """What tells a worker of a list from others, and which of two views of it is better."""
+    """The name of a worker of a list, and which of two views of it is better."""
 
     model_name: str
     routing_group: str

@@ -16,14 +16,14 @@ from starlette.responses import Response
 from api.fast.fast_path import GroupAnswers
 from api.openapi import answers
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import Body, BodyFormat, format_of
-from api.queries.large_bodies import is_large
+from api.queries.body_formats import format_of
+from api.queries.large_bodies import Body, BodyFormat, is_large
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from api.settings import ApiSettings
 from api.shards.forwarding import ForwardToMembers
 from api.shards.local_shard import LocalShard
-from api.shards.members import Connections, Members
+from api.shards.members import Members
 from api.shards.scatter_gather import ScatterGather
 from api.shards.wire import PATH, ShardRequest, decode_request, encode
 from api.telemetry.families import counter, gauge
@@ -31,7 +31,7 @@ from indexer.consumer import Consumer
 from indexer.shards.membership import Membership
 from indexer.shards.settings import GroupSettings
 from kv_events.errors import InvalidValueError
-from kv_events.http.shards import Shards
+from kv_events.http.service import Shards
 from kv_events.runtime.settings import read_secret
 from kv_events.runtime.tls import TlsFiles
 from kv_events.runtime.variables import variable
@@ -53,8 +53,13 @@ class ShardGroup:
         tls = None
         if settings.group_ca_file is not None:
             tls = TlsFiles("group", settings.group_ca_file, None, None, None).context()
-        connections = Connections(_token(settings, api), tls, serves_tls=api.tls_cert_file is not None)
-        self._peers = Members(membership.id, connections, settings.group_deadline_s)
+        self._peers = Members(
+            membership.id,
+            settings.group_deadline_s,
+            _token(settings, api),
+            tls,
+            serves_tls=api.tls_cert_file is not None,
+        )
         self.gatherer = ScatterGather(self._own, membership, self._peers)
         """Answers questions for the whole group."""
 

@@ -1,10 +1,6 @@
-"""What a member says of the views that it keeps itself."""
+"""Replies of a member from its own views."""
 
 from __future__ import annotations
-
-import asyncio
-import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,9 +19,9 @@ from indexer.consumer import Consumer
 from indexer.namespaces import Namespace
 from indexer.scores import stream_scores
 from indexer.shards.owned_partitions import OwnedPartitions
+from indexer.slices import Slices
 from indexer.views import STATES
 
-_SLICE_S = 0.001
 _NUMBERS = {state: number for number, state in enumerate(STATES)}
 _HASH = np.dtype("<u8")
 
@@ -38,16 +34,20 @@ class LocalShard:
         self._owned = owned
 
     def owned(self) -> dict[int, bool]:
-        """See `OwnedPartitions.owned`."""
+        """Return the partitions of this member, and whether their views are up to date."""
         return self._owned.owned()
 
     async def reply(self, asked: ShardRequest) -> ShardReply:
         """Answer another member. Other tasks run about once a millisecond."""
-        return self._reply(asked, await self.find(asked.prompts))
+        found, slices = [], Slices()
+        for prompt in asked.prompts:
+            found.append(self._find(prompt))
+            await slices.yield_if_due()
+        return self._reply(asked, found)
 
     def reply_inline(self, asked: ShardRequest) -> ShardReply:
         """Answer another member, while no other task runs."""
-        return self._reply(asked, [self._find(ask) for ask in asked.prompts])
+        return self._reply(asked, list(map(self._find, asked.prompts)))
 
     def _reply(self, asked: ShardRequest, found: list[PromptRows]) -> ShardReply:
         membership = self._owned.membership
@@ -60,26 +60,15 @@ class LocalShard:
             newest if newest.generation > asked.generation else None,
         )
 
-    async def find(self, prompts: Sequence[ShardPrompt]) -> list[PromptRows]:
-        """Return what is held of each prompt."""
-        found = []
-        slice_began = time.perf_counter()
-        for ask in prompts:
-            found.append(self._find(ask))
-            if time.perf_counter() - slice_began > _SLICE_S:
-                await asyncio.sleep(0)
-                slice_began = time.perf_counter()
-        return found
-
-    def _find(self, ask: ShardPrompt) -> PromptRows:
-        namespaces = self._consumer.namespaces.find(ask.model, ask.tenant)
+    def _find(self, prompt: ShardPrompt) -> PromptRows:
+        namespaces = self._consumer.namespaces.find(prompt.model, prompt.tenant)
         if not namespaces:
             return PromptRows([], [], self._known())
         rows: list[StreamRow] = []
         for namespace in namespaces:
-            packed = ask.hashes.get(namespace.key.block_size, ask.hashes.get(ANY_BLOCK_SIZE))
+            packed = prompt.hashes.get(namespace.key.block_size, prompt.hashes.get(ANY_BLOCK_SIZE))
             if packed is not None:
-                rows += self._rows(namespace, packed, ask.num_positions)
+                rows += self._rows(namespace, packed, prompt.num_positions)
         block_sizes = [namespace.key.block_size for namespace in namespaces]
         return PromptRows(block_sizes[:MAX_BLOCK_SIZES], rows, [])
 

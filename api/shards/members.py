@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import NamedTuple
 
 import aiohttp
@@ -20,7 +21,6 @@ _FORWARD_DEADLINES = 2
 _KEEPALIVE_S = 4.0  # the server closes idle connections after 5
 _CONNECTIONS_PER_MEMBER = 32
 _MAX_ANSWER_BYTES = 256 * 2**20
-_OK = 200
 
 
 class MemberAnswer(NamedTuple):
@@ -37,27 +37,29 @@ class MemberError(Exception):
 class MemberClient:
     """One other member. Without an answer it is asked again only by `ScatterGather`, in the background."""
 
-    def __init__(self, member: Member, connections: Connections, deadline_s: float) -> None:
+    def __init__(self, member: Member, members: Members) -> None:
         self.member = member
         self.failure = ""
         """Why the newest attempt failed, or ""."""
-        self._connections = connections
-        self._deadline_s = deadline_s
+        self._members = members
 
     async def ask(self, body: bytes) -> ShardReply:
-        """Send a question. Raises MemberError, also if the answer is not there in time."""
-        self.failure = ""
+        """Send a question with this member's own token. Raises MemberError, also if there is no answer in time."""
+        members, self.failure = self._members, ""
         try:
-            answer = await self._connections.ask(self.member.url + PATH, body, self._deadline_s)
-            told: ShardReply = decode_reply(answer.body) if answer.status == _OK else _refused(answer)
+            answer = await members.send("POST", self.member.url + PATH, members.deadline_s, members.own_headers, body)
+            told: ShardReply | None = decode_reply(answer.body) if answer.status == HTTPStatus.OK else None
         except MemberError as error:
             self.failure = str(error)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.failure = "its answer cannot be read"
         else:
-            if told.member == self.member.id:
+            if told is None:
+                self.failure = f"it answers with status {answer.status}"
+            elif told.member == self.member.id:
                 return told
-            self.failure = "another service answers at its address"
+            else:
+                self.failure = "another service answers at its address"
         raise MemberError(self.failure)
 
     async def forward(self, method: str, target: str, headers: dict[str, str]) -> MemberAnswer | MemberError:
@@ -65,24 +67,22 @@ class MemberClient:
 
         target: path and query, percent-encoded. headers: of the request, which has no token but theirs.
         """
-        deadline_s = _FORWARD_DEADLINES * self._deadline_s
+        deadline_s = _FORWARD_DEADLINES * self._members.deadline_s
         try:
-            return await self._connections.send(method, self.member.url + target, deadline_s, headers)
+            return await self._members.send(method, self.member.url + target, deadline_s, headers)
         except MemberError as error:
             return error
 
 
-def _refused(answer: MemberAnswer) -> ShardReply:
-    raise MemberError(f"it answers with status {answer.status}")
-
-
-class Connections:
-    """Open connections to all members. Belongs to one event loop, in which the first request opens the pool."""
+class Members:
+    """All other members, over one pool of connections. Belongs to one event loop."""
 
     def __init__(
         self,
+        own_id: str,
+        deadline_s: float,
         token: str | None,
-        tls: ssl.SSLContext | None,
+        tls: ssl.SSLContext | None = None,
         *,
         serves_tls: bool = False,
         max_answer_bytes: int = _MAX_ANSWER_BYTES,
@@ -91,17 +91,22 @@ class Connections:
 
         serves_tls: this member has TLS itself, so no token is sent to an address without it.
         """
-        self._serves_tls = serves_tls
-        self._own_headers = {"Content-Type": "application/msgpack"}
+        self.deadline_s = deadline_s
+        self.own_headers = {"Content-Type": "application/msgpack"}
         if token is not None:
-            self._own_headers["Authorization"] = f"Bearer {token}"
+            self.own_headers["Authorization"] = f"Bearer {token}"
+        self._own_id = own_id
         self._tls = tls
+        self._serves_tls = serves_tls
         self._max_answer_bytes = max_answer_bytes
-        self._session: aiohttp.ClientSession | None = None
+        self._clients: dict[str, MemberClient] = {}
+        self._session: aiohttp.ClientSession | None = None  # the first request opens it
 
-    async def ask(self, url: str, body: bytes, deadline_s: float) -> MemberAnswer:
-        """Send a question with this member's own token. Raises MemberError."""
-        return await self.send("POST", url, deadline_s, self._own_headers, body)
+    def of(self, members: Iterable[Member]) -> list[MemberClient]:
+        """Return the clients of members, without this process itself."""
+        others = [member for member in members if member.id != self._own_id]
+        self._clients = {each.id: self._clients.get(each.id) or MemberClient(each, self) for each in others}
+        return list(self._clients.values())
 
     async def send(
         self, method: str, url: str, deadline_s: float, headers: dict[str, str], body: bytes = b""
@@ -152,27 +157,3 @@ class Connections:
         """Close all connections."""
         if self._session is not None:
             await self._session.close()
-
-
-class Members:
-    """All other members."""
-
-    def __init__(self, own_id: str, connections: Connections, deadline_s: float) -> None:
-        self._own_id = own_id
-        self._connections = connections
-        self._deadline_s = deadline_s
-        self._peers: dict[str, MemberClient] = {}
-
-    def of(self, members: Iterable[Member]) -> list[MemberClient]:
-        """Return the connections to members, without this process itself."""
-        found = {}
-        for member in members:
-            if member.id != self._own_id:
-                known = self._peers.get(member.id)
-                found[member.id] = known or MemberClient(member, self._connections, self._deadline_s)
-        self._peers = found
-        return list(found.values())
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._connections.close()

@@ -1,4 +1,4 @@
-"""Asks all members of a group, and joins their answers into the one that a single service would give."""
+"""Asks all members of a group, and joins their replies into the answer that a single service would give."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from api.problems import ProblemError, ProblemKind
 from api.queries.answers import Answered, check_block_size, unknown_model
 from api.queries.encoding import encode_answer
 from api.shards.local_shard import LocalShard
-from api.shards.members import MemberClient, MemberError, Members
+from api.shards.members import MemberError, Members
 from api.shards.wire import ANY_BLOCK_SIZE, PromptRows, ShardPrompt, ShardReply, ShardRequest, StreamRow, encode
 from indexer.scores import StreamScore, TierTokens, worker_scores
 from indexer.shards.assignment import Assignment
@@ -26,12 +26,12 @@ from indexer.shards.membership import Membership
 from indexer.views import STATES, ViewState
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
-from kv_events.http.shards import ShardMember, Shards
+from kv_events.http.service import ShardMember, Shards
 from kv_events.runtime.supervised import keep_running
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_WATCH_S = 0.5
 _MAX_MODELS = 4096
 _MANY_TOKENS = 2**17
 _CATCHING_UP = "catching up with the log"
@@ -40,7 +40,7 @@ _NOBODY = "no member answers for it yet"
 
 @dataclass
 class _Prompt:
-    """One question on its way through a gathering."""
+    """One query while the members are asked."""
 
     question: ParsedQuery
     numbers: PromptArray
@@ -50,6 +50,10 @@ class _Prompt:
     """Those that the workers of the model use."""
     known: set[tuple[str, str]]
     streams: list[StreamScore]
+
+    def to_send(self) -> ShardPrompt:
+        question = self.question
+        return ShardPrompt(question.model, question.tenant, self.hashes, question.num_positions(self.numbers))
 
 
 class _Winner(NamedTuple):
@@ -62,7 +66,7 @@ class _Winner(NamedTuple):
 
 
 class ScatterGather:
-    """Answers questions for the whole group. Belongs to the event loop of the consumer."""
+    """The `Answerer` of a member of a group. Belongs to the event loop of the consumer."""
 
     def __init__(self, own: LocalShard, membership: Membership, peers: Members) -> None:
         self._own = own
@@ -77,8 +81,8 @@ class ScatterGather:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look after the other members in the background of a block."""
-        task = asyncio.create_task(keep_running(self._look, "shards", logger), name="shards")
+        """Watch the other members in the background of a block."""
+        task = asyncio.create_task(keep_running(self._watch, "shards", logger), name="shards")
         try:
             yield
         finally:
@@ -100,19 +104,19 @@ class ScatterGather:
             self.missing,
         )
 
-    async def _look(self) -> None:
+    async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
-            told, failures = await self._ask([], has_patience=True)
-            self.missing = self._judge(told, failures)[-1]
-            self._release(told)
+            await asyncio.sleep(_WATCH_S)
+            replies, failures = await self._ask([], has_patience=True)
+            self.missing = self._select_rows(replies, failures)[-1]
+            self._release(replies)
 
-    def _release(self, told: Sequence[ShardReply]) -> None:
+    def _release(self, replies: Sequence[ShardReply]) -> None:
         """Stop keeping the partitions that their new member answers for."""
         lent = self._membership.lent
         if lent:
             owned = self._membership.assignment.owners()
-            ready = {(p, each.member) for each in told for p, is_ready in each.claims.items() if is_ready}
+            ready = {(p, each.member) for each in replies for p, is_ready in each.claims.items() if is_ready}
             self._membership.release([p for p in lent if p in owned and (p, owned[p].id) in ready])
 
     def check_ready(self) -> None:
@@ -121,7 +125,7 @@ class ScatterGather:
             raise not_joined(self._membership.group)
 
     async def answer(self, questions: Sequence[tuple[ParsedQuery, PromptArray]]) -> Answered:
-        """Return the answers to some questions."""
+        """See `Answerer`."""
         prompts = [await self._prompt(*each) for each in questions]
         missing = await self._round(prompts)
         again = [prompt for prompt in prompts if prompt.hashes]
@@ -131,7 +135,7 @@ class ScatterGather:
         return Answered([self._answer(prompt, missing) for prompt in prompts], missing)
 
     def knows(self, question: ParsedQuery) -> bool:
-        """Return whether workers of the model have been seen."""
+        """See `Answerer`. A model is known once its workers have been seen."""
         return (question.model, question.tenant) in self._block_sizes
 
     async def _prompt(self, question: ParsedQuery, numbers: PromptArray) -> _Prompt:
@@ -154,19 +158,13 @@ class ScatterGather:
             prompt.hashes[size] = _packed(hashes)
 
     async def _round(self, prompts: Sequence[_Prompt]) -> list[Missing]:
-        """Ask everybody once. Afterwards a prompt has hashes only for block sizes that must be asked for again."""
-        asks = [
-            ShardPrompt(
-                each.question.model, each.question.tenant, each.hashes, each.question.num_positions(each.numbers)
-            )
-            for each in prompts
-        ]
-        told, failures = await self._ask(asks)
-        accepted, winners, missing = self._judge(told, failures)
+        """Ask all members once. Afterwards a prompt has hashes only for block sizes that must be asked for again."""
+        asked = [each.to_send() for each in prompts]
+        accepted, winners, missing = self._select_rows(*await self._ask(asked))
         for number, prompt in enumerate(prompts):
-            asked, prompt.hashes = prompt.hashes, {}
-            for place, each in enumerate(accepted):
-                found = each.found[number]
+            known_sizes, prompt.hashes = prompt.hashes.keys(), {}
+            for place, reply in enumerate(accepted):
+                found = reply.found[number]
                 prompt.block_sizes.update(found.block_sizes)
                 prompt.known.update(found.known)
                 prompt.streams += _streams(found, winners, place)
@@ -174,7 +172,7 @@ class ScatterGather:
             if prompt.block_sizes:
                 self._remember(question, prompt.block_sizes)
             if question.field == "token_ids" and question.block_size is None:
-                await self._hash(prompt, sorted(prompt.block_sizes - asked.keys()))
+                await self._hash(prompt, sorted(prompt.block_sizes - known_sizes))
         return missing
 
     def _remember(self, question: ParsedQuery, block_sizes: set[int]) -> None:
@@ -186,8 +184,7 @@ class ScatterGather:
 
     def _answer(self, prompt: _Prompt, missing: list[Missing]) -> bytes | ProblemError:
         question = prompt.question
-        is_known = bool(prompt.block_sizes) or self.knows(question)
-        if not is_known:
+        if not prompt.block_sizes and not self.knows(question):
             return unknown_model(question, prompt.known, _in_words(missing) if missing else "")
         if prompt.block_sizes and not missing:
             try:
@@ -199,55 +196,42 @@ class ScatterGather:
         return encode_answer(question, scores, now, missing or UNSET)
 
     async def _ask(
-        self, asks: list[ShardPrompt], *, has_patience: bool = False
+        self, prompts: list[ShardPrompt], *, has_patience: bool = False
     ) -> tuple[list[ShardReply], dict[str, str]]:
         """Ask all members, this one first. Returns the answers, and member -> why it did not answer.
 
         has_patience: also ask those that did not answer the last time.
         """
-        has_patience = has_patience or self._membership.may_be_replaced  # somebody knows who has its partitions now
+        has_patience = has_patience or self._membership.may_be_replaced  # another member knows who has its partitions
         assignment = self._membership.assignment
-        asked = ShardRequest(assignment.generation, asks)
-        peers = self._peers.of(assignment.members)
-        body = encode(asked) if peers else b""
-        failures = {peer.member.id: peer.failure for peer in peers if peer.failure and not has_patience}
-        asking = [asyncio.create_task(peer.ask(body)) for peer in peers if peer.member.id not in failures]
-        told = [await self._own.reply(asked)]
-        for peer, answer in zip(
-            [peer for peer in peers if peer.member.id not in failures],
-            await asyncio.gather(*asking, return_exceptions=True),
-            strict=True,
-        ):
-            self._note(peer, answer, len(asks), told, failures)
-        return told, failures
+        request = ShardRequest(assignment.generation, prompts)
+        others = self._peers.of(assignment.members)
+        body = encode(request) if others else b""
+        failures = {each.member.id: each.failure for each in others if each.failure and not has_patience}
+        asked = [each for each in others if each.member.id not in failures]
+        asking = [asyncio.create_task(each.ask(body)) for each in asked]
+        replies = [await self._own.reply(request)]
+        for other, reply in zip(asked, await asyncio.gather(*asking, return_exceptions=True), strict=True):
+            if isinstance(reply, MemberError):
+                failures[other.member.id] = str(reply)
+                self.given_up += 1
+            elif isinstance(reply, BaseException):
+                raise reply
+            elif len(reply.found) == len(prompts):
+                replies.append(reply)
+            else:
+                failures[other.member.id] = "its answer cannot be read"
+        return replies, failures
 
-    def _note(
-        self,
-        peer: MemberClient,
-        answer: ShardReply | BaseException,
-        num_asked: int,
-        told: list[ShardReply],
-        failures: dict[str, str],
-    ) -> None:
-        if isinstance(answer, MemberError):
-            failures[peer.member.id] = str(answer)
-            self.given_up += 1
-        elif isinstance(answer, BaseException):
-            raise answer
-        elif len(answer.found) == num_asked:
-            told.append(answer)
-        else:
-            failures[peer.member.id] = "its answer cannot be read"
-
-    def _judge(
-        self, told: Sequence[ShardReply], failures: dict[str, str]
+    def _select_rows(
+        self, replies: Sequence[ShardReply], failures: dict[str, str]
     ) -> tuple[list[ShardReply], dict[int, _Winner], list[Missing]]:
         """Decide whose rows count, by the newest assignment that anybody knows."""
         newest = max(
-            (self._membership.assignment, *(each.assignment for each in told if each.assignment is not None)),
+            (self._membership.assignment, *(each.assignment for each in replies if each.assignment is not None)),
             key=lambda assignment: assignment.generation,
         )
-        accepted = [each for each in told if newest.has(each.member)]
+        accepted = [each for each in replies if newest.has(each.member)]
         owners = newest.owners()
         winners: dict[int, _Winner] = {}
         for place, each in enumerate(accepted):

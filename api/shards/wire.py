@@ -1,4 +1,4 @@
-"""The form in which the members of a group talk to each other: msgpack, over `POST /shards/query`."""
+"""The messages of the members of a group: msgpack, over `POST /shards/query`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANY_BLOCK_SIZE = 0
 MAX_BLOCK_SIZES = 64
 """Bound on the block sizes of a model that a member names: each costs a hashing of the prompt."""
 MAX_NAMES = 100
-"""Bound on the names of models that a member tells a caller of an unknown one."""
+"""Bound on the names of models in the answer to a query about an unknown one."""
 
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -72,7 +72,7 @@ class PromptRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShardReply(msgspec.Struct, frozen=True, array_like=True):
-    """What one member tells another one."""
+    """What another member answers."""
 
     member: str
     generation: _Number

@@ -143,7 +143,8 @@ class EventStream:
                 return
             if events:
                 yield events
-            elif self._is_closed:
+                continue
+            if self._is_closed:
                 return
             try:
                 await asyncio.wait_for(client.woken.wait(), PING_S)

@@ -10,7 +10,8 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import Body, BodyFormat, decode_as
+from api.queries.body_formats import decode_as
+from api.queries.large_bodies import Body, BodyFormat
 from api.queries.routes import RawEndpoint, json_response
 from kv_events.errors import InvalidValueError
 from kv_events.http.queries import DialectFields

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from indexer.decisions.log import DecisionsUnavailableError
-from kv_events.kafka.connection import KafkaConnection, stop_producer
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.private_parts import stop_producer
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
 from kv_events.limits import MAX_RECORD_BYTES

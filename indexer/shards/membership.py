@@ -32,7 +32,8 @@ from indexer.shards.assignment import (
     share_out,
 )
 from indexer.shards.settings import GroupSettings
-from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError, stop_consumer
+from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
+from kv_events.kafka.private_parts import stop_consumer
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.outages import Outage

@@ -13,14 +13,8 @@ from aiokafka.errors import CorruptRecordException
 
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from kv_events.codec import encode_resync
-from kv_events.kafka.connection import (
-    KafkaConnection,
-    check_fetching,
-    describe_topics,
-    stop_consumer,
-    stop_producer,
-    topic_id,
-)
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.private_parts import check_fetching, describe_topics, stop_consumer, stop_producer, topic_id
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics, retention_mismatches
 from kv_events.records import Headers, LogRecord

@@ -3,10 +3,7 @@
 `KafkaConnection` is the only place that creates aiokafka's clients: with TLS, login and client id of the settings. None
 of them creates a topic by asking about it, as a client would by default: `kv_events.kafka.topics` creates topics.
 
-aiokafka's own `stop` waits for the broker to accept pending records, and a consumer's `stop` can end half-way, in the
-cancellation of its own fetch. Only this module uses private parts of aiokafka. The tests in
-`tests/unit/kv_events/test_kafka_clients.py` fail when these parts change. The module imports aiokafka when a connection
-is used, so that the contract loads without it.
+The module imports aiokafka when a connection is used, so that the contract loads without it.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import shlex
 import ssl
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -28,14 +25,12 @@ from kv_events.runtime.settings import read_secret
 from kv_events.runtime.tls import TlsFiles, connection_reason
 from kv_events.runtime.variables import variable
 
-_STOP_S = 1.0
-"""Time for a client to stop by itself."""
+_CLOSE_S = 1.0
+"""Time for a broker to confirm the end of a connection."""
 _CHECK_S = 5.0
 """Time for one connection of a check."""
 _TOKEN_COMMAND_S = 4.0
 _MAX_TOKEN_BYTES = 64 * 2**10
-_METADATA_PAUSE_S = 0.1
-"""Least time between two requests of a client for metadata."""
 _LOG_PERIOD_S = 600.0
 _MAX_TEMPLATE, _MAX_TEMPLATES = 200, 500
 _ORDINARY = (
@@ -46,7 +41,7 @@ _ORDINARY = (
 )
 """Beginnings of lines about what happens whenever a topic or a group begins or its members change."""
 _ORDINARY_S = 10.0
-"""Time for which they may be repeated: a broker that never gets ready for groups is told by nothing else."""
+"""Time for which they may be repeated: no other line says that a broker never gets ready for groups."""
 _REFUSED_LOGIN = "it refuses the token"
 
 
@@ -78,25 +73,26 @@ class KafkaConnection:
         """Create an AIOKafkaConsumer that is not started. Raises KafkaUnreachableError, as `producer` and `admin`."""
         from aiokafka import AIOKafkaConsumer
 
-        consumer = AIOKafkaConsumer(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
-        self._adapt(consumer._client)
-        return consumer
+        return self._adapted(AIOKafkaConsumer, options)
 
     def producer(self, **options: Any) -> Any:
         """Create an AIOKafkaProducer that is not started."""
         from aiokafka import AIOKafkaProducer
 
-        producer = AIOKafkaProducer(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
-        self._adapt(producer.client)
-        return producer
+        return self._adapted(AIOKafkaProducer, options)
 
     def admin(self, **options: Any) -> Any:
         """Create an AIOKafkaAdminClient that is not started."""
         from aiokafka.admin import AIOKafkaAdminClient
 
-        admin = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
-        self._adapt(admin._client)
-        return admin
+        return self._adapted(AIOKafkaAdminClient, options)
+
+    def _adapted(self, kind: Any, options: dict[str, Any]) -> Any:
+        from kv_events.kafka.private_parts import adapt
+
+        client = kind(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
+        adapt(client, self._fresh_options)
+        return client
 
     async def check(self) -> None:
         """Return if a broker lets this client in. Raises KafkaUnreachableError with the reason, within seconds.
@@ -164,7 +160,7 @@ class KafkaConnection:
             raise KafkaUnreachableError(f"Kafka at {host}:{port}: {reason}") from error
         finally:
             if connection is not None:
-                await asyncio.wait({connection.close()}, timeout=_STOP_S)
+                await asyncio.wait({connection.close()}, timeout=_CLOSE_S)
         if not metadata.brokers and self._settings.kafka_sasl_mechanism == "OAUTHBEARER":
             raise KafkaUnreachableError(f"Kafka at {host}:{port}: {_REFUSED_LOGIN}")  # aiokafka does not notice
         return [(broker_host, broker_port) for _, broker_host, broker_port, *_ in metadata.brokers]
@@ -211,34 +207,11 @@ class KafkaConnection:
             return f"{closed}; the port may require a login: set {variable('kafka_sasl_mechanism')}"
         return closed
 
-    def _adapt(self, client: Any) -> None:
-        """Change one AIOKafkaClient in four ways.
-
-        It does not create topics: a broker creates each one that it is asked about, unless the request forbids it. It
-        asks for metadata only so often: aiokafka asks without a pause while a topic that it reads does not exist.
-        aiokafka sends its requests for metadata, and only these, to what `_get_conn` returns. And it connects with the
-        present content of the files, where aiokafka keeps that of its start. A connection that has just been lost is an
-        error of Kafka, see `_report_loss`.
-        """
-        get_connection, pace = client._get_conn, _Pace(_METADATA_PAUSE_S)
-
-        async def get_metadata_connection(node: Any, **options: Any) -> _MetadataConnection | None:
-            if not any(kept.connected() for (kept_node, _), kept in client._conns.items() if kept_node == node):
-                self._refresh(client)
-            connection = await get_connection(node, **options)
-            if connection is None:
-                return None
-            _report_loss(connection)
-            return _MetadataConnection(connection, pace)
-
-        client._get_conn = get_metadata_connection
-
-    def _refresh(self, client: Any) -> None:
-        """Give a client the present certificates and password."""
-        with suppress(InvalidValueError):  # a file that is being replaced; the next attempt reads it
-            options = self._options()
-            client._ssl_context = options.get("ssl_context")
-            client._sasl_plain_password = options.get("sasl_plain_password")
+    def _fresh_options(self) -> dict[str, Any]:
+        """Options with the present certificates and password; {} while a file is being replaced."""
+        with suppress(InvalidValueError):
+            return self._options()
+        return {}
 
     def _current_options(self) -> dict[str, Any]:
         """Options of any client. Raises KafkaUnreachableError: a file that was right at the start is not now."""
@@ -249,104 +222,22 @@ class KafkaConnection:
 
     def _options(self) -> dict[str, Any]:
         settings = self._settings
-        names = {
-            (False, False): "PLAINTEXT",
-            (True, False): "SSL",
-            (False, True): "SASL_PLAINTEXT",
-            (True, True): "SASL_SSL",
-        }
+        has_login = settings.kafka_sasl_mechanism is not None
         options: dict[str, Any] = {
             "client_id": settings.kafka_client_id,
-            "security_protocol": names[settings.kafka_tls, settings.kafka_sasl_mechanism is not None],
+            "security_protocol": ("SASL_" if has_login else "") + ("SSL" if settings.kafka_tls else "PLAINTEXT"),
         }
         if settings.kafka_tls:
             files = (settings.kafka_ca_file, settings.kafka_cert_file, settings.kafka_key_file)
             options["ssl_context"] = TlsFiles("kafka", *files, settings.kafka_key_password_file).context()
-        if settings.kafka_sasl_mechanism is not None:
+        if has_login:
             options["sasl_mechanism"] = settings.kafka_sasl_mechanism
         if settings.is_kafka_password_used:
             options["sasl_plain_username"] = settings.kafka_username
             options["sasl_plain_password"] = settings.secret("kafka_password")
-        elif settings.kafka_sasl_mechanism is not None:
+        elif has_login:
             options["sasl_oauth_token_provider"] = _token_provider(settings)
         return options
-
-
-async def describe_topics(client: Any, topics: Iterable[str]) -> dict[str, list[list[int]]]:
-    """Topic -> the replicas of each of its partitions, in order. Topics that do not exist are missing.
-
-    client: a started client of `KafkaConnection`. Raises KafkaError. aiokafka's own method would create the topics.
-    """
-    from aiokafka.errors import LeaderNotAvailableError, NoError, UnknownTopicOrPartitionError, for_code
-    from aiokafka.protocol.metadata import MetadataRequest
-
-    inner = client.client if hasattr(client, "client") else client._client
-    request = MetadataRequest(list(topics), allow_auto_topic_creation=False)
-    answer = await _to_its_end(inner.send(inner.get_random_node(), request))
-    described = {}
-    for found in answer.to_object()["topics"]:
-        error = for_code(found["error_code"])
-        if error in (NoError, LeaderNotAvailableError):
-            parts = sorted(found["partitions"], key=lambda part: part["partition"])
-            described[found["topic"]] = [part["replicas"] for part in parts]
-        elif error is not UnknownTopicOrPartitionError:
-            raise error(found["topic"])
-    return described
-
-
-async def topic_id(client: Any, topic: str) -> bytes | None:
-    """Return the 16 bytes that tell a topic from an earlier one of the same name, or None if it does not exist.
-
-    Also None for brokers before version 2.8. client: a started client of `KafkaConnection`. Raises KafkaError.
-    """
-    from kv_events.kafka.topic_ids import TopicIdRequest
-
-    try:
-        answer = await _to_its_end(client._client.send(client._client.get_random_node(), TopicIdRequest(topic)))
-    except NotImplementedError:
-        return None
-    found = {name: identity for _, name, identity, *_ in answer.topics}
-    identity = found.get(topic, bytes(16))
-    return identity if any(identity) else None
-
-
-async def _to_its_end(request: Awaitable[Any]) -> Any:
-    """Await a request, which goes on if the caller gives it up.
-
-    Only aiokafka's own time limit, 40 s, closes a connection on which no answers come any longer. Without another
-    request, a client whose questions are given up earlier would keep it until the system notices, after 15 minutes.
-    """
-    asking = asyncio.ensure_future(request)
-    asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # later, nobody asks for the error
-    return await asyncio.shield(asking)
-
-
-async def stop_consumer(consumer: Any) -> None:
-    """Stop an AIOKafkaConsumer and close its connections."""
-    if not await _stops(consumer.stop()):
-        await _stops(consumer._client.close())
-
-
-async def stop_producer(producer: Any) -> None:
-    """Flush an AIOKafkaProducer for at most a second, then close its connections. Later records are dropped."""
-    if not await _stops(producer.stop()):
-        await _stops(producer._sender.close())
-        await _stops(producer.client.close())
-
-
-async def _stops(stop: Awaitable[None]) -> bool:
-    """Whether a client stops by itself, in time and without an error.
-
-    Over TLS, a connection is closed when the broker confirms it. A second attempt ends in a cancellation, since the
-    first one, given up, cancelled the future that both wait for.
-    """
-    stopping = asyncio.ensure_future(stop)
-    await asyncio.wait({stopping}, timeout=_STOP_S)
-    if stopping.done() and not stopping.cancelled() and stopping.exception() is None:
-        return True
-    stopping.cancel()
-    await asyncio.gather(stopping, return_exceptions=True)
-    return False
 
 
 async def _first_success(attempts: Sequence[Callable[[], Awaitable[Any]]]) -> None:
@@ -360,12 +251,6 @@ async def _first_success(attempts: Sequence[Callable[[], Awaitable[Any]]]) -> No
         else:
             return
     raise KafkaUnreachableError("; ".join(reasons))
-
-
-def check_fetching(consumer: Any) -> None:
-    """Raise RuntimeError if a started consumer reads no longer. aiokafka only logs that."""
-    if consumer._fetcher.error_future.done():
-        raise RuntimeError("aiokafka has ended its reading")
 
 
 class _OncePerPeriod(logging.Filter):
@@ -414,56 +299,6 @@ def _limit_log_lines() -> None:
 def _is_without_secrets(line: logging.LogRecord) -> bool:
     """Whether a log line of aiokafka's connections may be shown: its DEBUG lines contain passwords and tokens."""
     return line.levelno > logging.DEBUG
-
-
-def _report_loss(connection: Any) -> None:
-    """Let a connection raise KafkaConnectionError if it was lost a moment ago.
-
-    A write then raises RuntimeError under uvloop, which ends aiokafka's fetching or its place in a group for good.
-    """
-    from aiokafka.conn import CloseReason
-    from aiokafka.errors import KafkaConnectionError
-
-    if "send" in vars(connection):
-        return
-    send = connection.send
-
-    def send_or_close(request: Any, expect_response: bool = True) -> Any:
-        try:
-            return send(request, expect_response=expect_response)
-        except RuntimeError as error:
-            connection.close(reason=CloseReason.CONNECTION_BROKEN)
-            raise KafkaConnectionError(f"{error}") from error
-
-    connection.send = send_or_close
-
-
-class _Pace:
-    """A pause after each of several things."""
-
-    def __init__(self, pause_s: float) -> None:
-        self._pause_s = pause_s
-        self._next_at = 0.0
-
-    async def wait(self) -> None:
-        """Return when the next one may begin."""
-        now = time.monotonic()
-        if now < self._next_at:
-            await asyncio.sleep(self._next_at - now)
-        self._next_at = time.monotonic() + self._pause_s
-
-
-class _MetadataConnection:
-    """A connection that asks about topics without creating them."""
-
-    def __init__(self, connection: Any, pace: _Pace) -> None:
-        self._connection = connection
-        self._pace = pace
-
-    async def send(self, request: Any) -> Any:
-        await self._pace.wait()
-        request._allow_auto_topic_creation = False
-        return await self._connection.send(request)
 
 
 class _TokenProvider:

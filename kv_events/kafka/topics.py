@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError, describe_topics
+from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.variables import variable
 from kv_events.runtime.words import count
@@ -49,21 +49,20 @@ async def inspect_topics(
     names: some of `topic_names`; by default those that publishers use. Raises KafkaUnreachableError, also if the broker
     refuses to create a topic.
     """
-    from aiokafka.errors import KafkaError
+    from kv_events.kafka.private_parts import describe_topics
 
     names = [settings.events_topic, settings.control_topic] if names is None else names
     await connection.check()
     admin = connection.admin(request_timeout_ms=_TIMEOUT_MS)
     try:
-        await admin.start()
-        found = await describe_topics(admin, names)
-        missing = [name for name in names if name not in found] if create else []
-        if missing:
-            await _create(admin, settings, missing, connection.user)
-            found |= await _describe_new(admin, missing)
-        configs = await _configs(admin, list(found))
-    except (KafkaError, OSError) as error:
-        raise KafkaUnreachableError(connection.failure(error, "describe")) from error
+        with connection.guarded("describe", KafkaUnreachableError):
+            await admin.start()
+            found = await describe_topics(admin, names)
+            missing = [name for name in names if name not in found] if create else []
+            if missing:
+                await _create(admin, settings, missing, connection.user)
+                found |= await _describe_new(admin, missing)
+            configs = await _configs(admin, list(found))
     finally:
         await admin.close()
     topics = {
@@ -134,6 +133,8 @@ async def _create(admin: Any, settings: KafkaSettings, names: Sequence[str], use
 async def _describe_new(admin: Any, names: list[str]) -> dict[str, list[list[int]]]:
     """Describe topics that the controller has just created. A broker learns of them a moment later."""
     from aiokafka.errors import KafkaError
+
+    from kv_events.kafka.private_parts import describe_topics
 
     give_up = time.monotonic() + _TIMEOUT_MS / 1000
     while True:

@@ -20,17 +20,6 @@ from llvmlite import ir
 from numba import typeof, types
 from numba.extending import intrinsic
 
-from kv_events.kernels.numba_internals import (
-    array_length,
-    element_address,
-    native_size,
-    native_type,
-    native_words,
-    num_words,
-    raise_unless,
-    tuple_type,
-)
-
 # one-dimensional, in C order
 U8Vector: TypeAlias = Annotated[npt.NDArray[np.uint8], types.uint8[::1]]
 U16Vector: TypeAlias = Annotated[npt.NDArray[np.uint16], types.uint16[::1]]
@@ -46,7 +35,6 @@ U8Input: TypeAlias = Annotated[npt.NDArray[np.uint8], types.Array(types.uint8, 1
 U32Input: TypeAlias = Annotated[npt.NDArray[np.uint32], types.Array(types.uint32, 1, "C", readonly=True)]
 U64Input: TypeAlias = Annotated[npt.NDArray[np.uint64], types.Array(types.uint64, 1, "C", readonly=True)]
 I64Input: TypeAlias = Annotated[npt.NDArray[np.int64], types.Array(types.int64, 1, "C", readonly=True)]
-F64Input: TypeAlias = Annotated[npt.NDArray[np.float64], types.Array(types.float64, 1, "C", readonly=True)]
 
 BYTES = types.Bytes(types.uint8, 1, "C", readonly=True)
 """Parameter of kernels that accept `bytes`: 0.3 us less than a `U8Input` made by `np.frombuffer`."""
@@ -64,6 +52,7 @@ RESIDENT_TYPE = types.uint64[::1]
 
 _WORD = ir.IntType(64)
 _typeof: Any = typeof
+_types: Any = types
 
 
 class Spread(NamedTuple):
@@ -85,7 +74,8 @@ def numba_type(annotation: Any) -> Any:
     """
     if isinstance(annotation, type) and issubclass(annotation, tuple):
         hints = get_type_hints(annotation, include_extras=True)
-        return tuple_type(annotation, tuple(numba_type(hints[name]) for name in field_names(annotation)))
+        members = tuple(numba_type(hints[name]) for name in field_names(annotation))
+        return _types.BaseTuple.from_types(members, annotation)
     if hasattr(annotation, "__metadata__"):
         return annotation.__metadata__[0]
     if not isinstance(annotation, types.Type):
@@ -108,11 +98,19 @@ def resident(bundle: NamedTuple) -> Resident:
     declared = numba_type(type(bundle))
     if _typeof(bundle) != declared:
         raise TypeError(f"{_typeof(bundle)} is not {declared}")
-    words = _KeepingWords(8 * (1 + num_words(declared)))
+    values = _native_words(bundle)
+    words = _KeepingWords(8 * (1 + len(values)))
     words.bundle = bundle
     block = np.frombuffer(words, np.uint64)
-    block[:] = [class_number(type(bundle)), *native_words(bundle)]
+    block[:] = [class_number(type(bundle)), *values]
     return block
+
+
+def _native_words(value: Any) -> list[int]:
+    """Return an array, or a named tuple of arrays, as numba's words: two owners, which are not needed, and the rest."""
+    if isinstance(value, tuple):
+        return [word for member in value for word in _native_words(member)]
+    return [0, 0, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides]
 
 
 class _KeepingWords(bytearray):
@@ -136,18 +134,19 @@ def reader(bundle: type) -> Any:
     bundle_type, number = numba_type(bundle), class_number(bundle)
     message = f"not a resident {bundle.__name__}"
 
+    def refuse_unless(context: Any, builder: Any, condition: Any) -> None:
+        with builder.if_then(builder.not_(condition), likely=False):
+            context.call_conv.return_user_exc(builder, TypeError, (message,))
+
     @intrinsic
     def read(_typing: Any, block: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            array_type, array = signature.args[0], args[0]
-            length = array_length(context, builder, array_type, array)
-            wanted = length.type(1 + native_size(context, bundle_type) // 8)
-            raise_unless(context, builder, builder.icmp_unsigned("==", length, wanted), TypeError, message)
-            stated = builder.load(element_address(context, builder, array_type, array, _WORD(0)))
-            is_ours = builder.icmp_unsigned("==", stated, _WORD(number))
-            raise_unless(context, builder, is_ours, TypeError, message)
-            address = element_address(context, builder, array_type, array, _WORD(1))
-            place = builder.bitcast(address, native_type(context, bundle_type).as_pointer())
+            view = context.make_array(signature.args[0])(context, builder, args[0])
+            native = context.get_value_type(bundle_type)
+            wanted = view.nitems.type(1 + context.get_abi_sizeof(native) // 8)
+            refuse_unless(context, builder, builder.icmp_unsigned("==", view.nitems, wanted))
+            refuse_unless(context, builder, builder.icmp_unsigned("==", builder.load(view.data), _WORD(number)))
+            place = builder.bitcast(builder.gep(view.data, [_WORD(1)]), native.as_pointer())
             return builder.load(place, align=8)
 
         return bundle_type(block), codegen

@@ -7,15 +7,15 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
-
-from kv_events.kernels.numba_internals import declared_function, element_address
 
 NUM_LANES = 8
 """Number of u64 that `lanes_equal` compares at once: one cache line."""
 
 _BYTE, _WORD32, _WORD64, _WORD128 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.IntType(128)
 _LANES = ir.VectorType(_WORD64, NUM_LANES)
+_cgutils: Any = cgutils
 
 
 @intrinsic
@@ -55,8 +55,7 @@ def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
     """Load eight bytes of a u8 array, from index `at` on, as a big-endian u64. The caller checks the bounds."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = builder.bitcast(_element(context, builder, signature, args), _WORD64.as_pointer())
-        word = builder.load(address, align=1)
+        word = builder.load(_place(context, builder, signature, args, _WORD64), align=1)
         return builder.bswap(word) if sys.byteorder == "little" else word
 
     return types.uint64(data, types.int64), codegen
@@ -71,11 +70,8 @@ def equal_bytes(_typing: Any, data: Any, at: Any, byte: Any) -> Any:
     lanes = ir.VectorType(_BYTE, 64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = builder.bitcast(_element(context, builder, signature, args), lanes.as_pointer())
-        wanted = builder.insert_element(ir.Constant(lanes, ir.Undefined), args[2], _WORD32(0))
-        all_wanted = builder.shuffle_vector(wanted, wanted, ir.Constant(ir.VectorType(_WORD32, 64), [0] * 64))
-        equal = builder.icmp_unsigned("==", builder.load(address, align=1), all_wanted)
-        return builder.bitcast(equal, _WORD64)
+        found = builder.load(_place(context, builder, signature, args, lanes), align=1)
+        return builder.bitcast(builder.icmp_unsigned("==", found, _splat(builder, args[2], lanes)), _WORD64)
 
     return types.uint64(data, types.int64, types.uint8), codegen
 
@@ -85,12 +81,9 @@ def copy_sixteen(_typing: Any, target: Any, at: Any, source: Any, start: Any) ->
     """Copy 16 bytes between u8 arrays, from index `start` to index `at`. The caller checks the bounds."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array, place, origin, first = args
-        types_of = signature.args
-        kind = ir.VectorType(_BYTE, 16).as_pointer()
-        read = builder.bitcast(element_address(context, builder, types_of[2], origin, first), kind)
-        write = builder.bitcast(element_address(context, builder, types_of[0], array, place), kind)
-        builder.store(builder.load(read, align=1), write, align=1)
+        kind = ir.VectorType(_BYTE, 16)
+        found = builder.load(_place(context, builder, signature, args, kind, 2), align=1)
+        builder.store(found, _place(context, builder, signature, args, kind), align=1)
         return context.get_dummy_value()
 
     return types.none(target, types.int64, source, types.int64), codegen
@@ -101,8 +94,8 @@ def put_eight(_typing: Any, target: Any, at: Any, word: Any) -> Any:
     """Store a u64 as eight bytes of a u8 array, from index `at` on, lowest byte first. The caller checks the bounds."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = builder.bitcast(_element(context, builder, signature, args), _WORD64.as_pointer())
-        builder.store(args[2] if sys.byteorder == "little" else builder.bswap(args[2]), address, align=1)
+        word = args[2] if sys.byteorder == "little" else builder.bswap(args[2])
+        builder.store(word, _place(context, builder, signature, args, _WORD64), align=1)
         return context.get_dummy_value()
 
     return types.none(target, types.int64, types.uint64), codegen
@@ -115,9 +108,9 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = builder.bitcast(_element(context, builder, signature, args), _BYTE.as_pointer())
-        parameters = [address.type, _WORD32, _WORD32, _WORD32]
-        function = declared_function(builder, "llvm.prefetch.p0", ir.VoidType(), parameters)
+        address = _place(context, builder, signature, args, _BYTE)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, _WORD32, _WORD32, _WORD32])
+        function = _cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         builder.call(function, [address, _WORD32(0), _WORD32(3), _WORD32(1)])  # for reading, to keep, data
         return context.get_dummy_value()
 
@@ -129,7 +122,7 @@ def address_of(_typing: Any, array: Any, index: Any) -> Any:
     """Return the address of an array's element as a u64. The caller checks the bounds."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ptrtoint(_element(context, builder, signature, args), _WORD64)
+        return builder.ptrtoint(_place(context, builder, signature, args, _BYTE), _WORD64)
 
     return types.uint64(array, types.int64), codegen
 
@@ -159,21 +152,22 @@ def lanes_equal(_typing: Any, array: Any, index: Any, mask: Any, wanted: Any) ->
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = builder.bitcast(_element(context, builder, signature, args), _LANES.as_pointer())
-        lanes = builder.and_(builder.load(address, align=8), _splat(builder, args[2]))
-        equal = builder.icmp_unsigned("==", lanes, _splat(builder, args[3]))
+        found = builder.load(_place(context, builder, signature, args, _LANES), align=8)
+        lanes = builder.and_(found, _splat(builder, args[2], _LANES))
+        equal = builder.icmp_unsigned("==", lanes, _splat(builder, args[3], _LANES))
         return builder.zext(builder.bitcast(equal, ir.IntType(NUM_LANES)), _WORD64)
 
     return types.uint64(array, types.int64, types.uint64, types.uint64), codegen
 
 
-def _element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """Return the address of element args[1] of the array args[0]."""
-    return element_address(context, builder, signature.args[0], args[0], args[1])
+def _place(context: Any, builder: Any, signature: Any, args: Any, kind: ir.Type, first: int = 0) -> Any:
+    """Return a pointer to a `kind` at element args[first + 1] of the array args[first]."""
+    view = context.make_array(signature.args[first])(context, builder, args[first])
+    return builder.bitcast(builder.gep(view.data, [args[first + 1]]), kind.as_pointer())
 
 
-def _splat(builder: Any, value: Any) -> Any:
+def _splat(builder: Any, value: Any, lanes: ir.VectorType) -> Any:
     """Return a vector with all lanes set to one value."""
-    nothing = ir.Constant(_LANES, ir.Undefined)
+    nothing = ir.Constant(lanes, ir.Undefined)
     first = builder.insert_element(nothing, value, _WORD32(0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_WORD32, NUM_LANES), [0] * NUM_LANES))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_WORD32, lanes.count), [0] * lanes.count))

@@ -9,6 +9,7 @@ several processes need a kernel at once, the first one compiles it and the other
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -17,22 +18,87 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
-from kv_events.kernels.numba_internals import KernelCode, cache_dir
+from numba import config
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
 _IMPORT = re.compile(rb"^\s*(?:from|import)\s+([\w.]+)", re.MULTILINE)
 _MOST_HELPERS = 3
 _logger = logging.getLogger(__name__)
+_config: Any = config
 
 
-class _Folder(NamedTuple):
-    path: Path
-    is_writable: bool
+class _Locator(_CacheLocator):
+    """Tells numba to keep a function in a given folder, whose name stands for the state of all sources."""
+
+    def __init__(self, folder: Path, function: Any) -> None:
+        self._folder, self._function = folder, function
+
+    def ensure_cache_path(self) -> None:
+        pass
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> int:
+        return 0
+
+    def get_disambiguator(self) -> str:
+        return str(self._function.__code__.co_firstlineno)
+
+
+class _CacheImpl(CompileResultCacheImpl):
+    def __init__(self, function: Any, folder: Path) -> None:
+        self._locator_classes = [SimpleNamespace(from_function=lambda *_: _Locator(folder, function))]  # type: ignore[list-item]
+        super().__init__(function)  # type: ignore[no-untyped-call]
+
+
+class _Cache(FunctionCache):
+    def __init__(self, function: Any, folder: Path, is_writable: bool) -> None:
+        self._impl_class = partial(_CacheImpl, folder=folder)  # type: ignore[assignment]
+        self._is_writable = is_writable
+        super().__init__(function)  # type: ignore[no-untyped-call]
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if self._is_writable:
+            super().save_overload(signature, result)  # type: ignore[no-untyped-call]
+
+    def holds(self, signature: Any, codegen: Any) -> bool:
+        return self._index_key(signature, codegen) in self._cache_file._load_index()  # type: ignore[no-untyped-call]
+
+
+class KernelCode:
+    """A kernel and its compiled code in a folder. The folder must be named after the state of all its sources."""
+
+    def __init__(self, dispatcher: Any, folder: Path, *, is_writable: bool) -> None:
+        """dispatcher: the result of `njit` without a signature."""
+        self.is_writable = is_writable
+        self._dispatcher = dispatcher
+        self._cache = dispatcher._cache = _Cache(dispatcher.py_func, folder, is_writable)
+        self.lock = folder / f"{self._cache._impl.filename_base}.lock"
+
+    def is_kept(self, signature: Any) -> bool:
+        """Return whether the folder holds the kernel for this signature, processor and version of numba."""
+        return self._cache.holds(signature, self._dispatcher.targetctx.codegen())
+
+    def compile(self, signature: Any) -> None:
+        """Load the kernel, or compile and keep it. Raises OSError if it is compiled, but cannot be kept.
+
+        numba's many small objects make the search for garbage a tenth of the time of compiling.
+        """
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            self._dispatcher.compile(signature)
+        finally:
+            if was_on:
+                gc.enable()
 
 
 class DeclaredKernel(NamedTuple):
@@ -55,7 +121,7 @@ class _State:
 
 
 def has_compiled() -> bool:
-    """Return whether a kernel was not in the cache since `compiled_in_parallel` began last, or since the start."""
+    """Return whether a kernel was not in the cache, since the start or since kernels were compiled together last."""
     return _State.has_compiled
 
 
@@ -67,30 +133,31 @@ def compile_kernel(dispatcher: Any, signature: Any, source: Path) -> None:
     if _State.postponed is not None:
         _State.postponed.append(DeclaredKernel(dispatcher, signature, source))
         return
-    folder = _folder(source)
-    if folder is None:
-        _announce("in memory at each start", f"{_cache_root_or_reason()} cannot be used")
+    try:
+        folder = _folder(source)
+    except (OSError, RuntimeError) as error:  # no permission, or no home folder
+        _announce("in memory at each start", f"no folder for them can be used: {error}")
         dispatcher.compile(signature)
     else:
-        code = KernelCode(dispatcher, folder.path, is_writable=folder.is_writable)
-        _load_or_compile(code, signature, folder)
+        is_writable = os.access(folder, os.W_OK)
+        _load_or_compile(KernelCode(dispatcher, folder, is_writable=is_writable), signature, folder)
     dispatcher.disable_compile()
 
 
-def _load_or_compile(code: KernelCode, signature: Any, folder: _Folder) -> None:
+def _load_or_compile(code: KernelCode, signature: Any, folder: Path) -> None:
     if code.is_kept(signature):
         code.compile(signature)
-    elif not folder.is_writable:
-        _announce("in memory at each start", f"{folder.path} cannot be written and lacks them for this processor")
+    elif not code.is_writable:
+        _announce("in memory at each start", f"{folder} cannot be written and lacks them for this processor")
         code.compile(signature)
     else:
         with _locked(code.lock, LOCK_EX):
             if not code.is_kept(signature):
-                _announce(f"once for this processor, kept in {folder.path.parent}")
+                _announce(f"once for this processor, kept in {folder.parent}")
             try:
                 code.compile(signature)
             except OSError as error:  # raised when the compiled kernel is saved
-                _logger.warning("a compiled kernel cannot be kept in %s: %s", folder.path, error.strerror)
+                _logger.warning("a compiled kernel cannot be kept in %s: %s", folder, error.strerror)
 
 
 def _announce(how: str, reason: str = "") -> None:
@@ -109,34 +176,25 @@ def _announce(how: str, reason: str = "") -> None:
             _State.helpers.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none))  # noqa: S603
 
 
-@contextmanager
-def compiled_in_parallel(*modules: str) -> Iterator[None]:
-    """Import modules in the block whose kernels are compiled by one process for each core, up to four.
-
-    No process is started if all kernels are in the cache or the cache cannot be written.
-    """
-    _State.help_with, _State.has_compiled = modules, False
-    try:
-        yield
-    finally:
-        _State.help_with = ()
-        for helper in _State.helpers:
-            helper.terminate()
-            helper.wait()
-        _State.helpers.clear()
-
-
 def import_without_kernels(*modules: str) -> Callable[[], None]:
     """Import modules without compiling or loading their kernels, which takes little time.
 
-    Returns a function that does the rest, in any thread. No kernel of the modules may be called before it returns.
+    Returns a function that does the rest, in any thread. No kernel of the modules may be called before it returns. Up
+    to four processes compile, one for each core, unless all kernels are in the cache or the cache cannot be written.
     """
     declared = declared_kernels(modules)
 
     def compile_all() -> None:
-        with compiled_in_parallel(*modules):
+        _State.help_with, _State.has_compiled = modules, False
+        try:
             for kernel in declared:
                 compile_kernel(*kernel)
+        finally:
+            _State.help_with = ()
+            for helper in _State.helpers:
+                helper.terminate()
+                helper.wait()
+            _State.helpers.clear()
 
     return compile_all
 
@@ -150,9 +208,7 @@ def help_compile(modules: tuple[str, ...], number: int, num_helpers: int) -> Non
     kernels = declared_kernels(modules)[::-1]
     first = number * len(kernels) // num_helpers
     for dispatcher, signature, source in kernels[first:] + kernels[:first]:
-        folder = _folder(source)
-        assert folder is not None
-        code = KernelCode(dispatcher, folder.path, is_writable=True)
+        code = KernelCode(dispatcher, _folder(source), is_writable=True)
         with suppress(OSError), _locked(code.lock, LOCK_EX | LOCK_NB):
             if not code.is_kept(signature):
                 code.compile(signature)
@@ -186,29 +242,18 @@ def _locked(path: Path, operation: int) -> Iterator[None]:
 
 
 @lru_cache
-def _folder(source: Path) -> _Folder | None:
-    """Return the folder of the current state of a module's sources, or None if there is none that can be used."""
-    try:
-        path = _cache_root() / _digest_of_sources(source)
-        path.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home folder or no permission
-        return None
-    return _Folder(path, os.access(path, os.W_OK)) if os.access(path, os.R_OK | os.X_OK) else None
+def _folder(source: Path) -> Path:
+    """Return the folder of the current state of a module's sources, inside NUMBA_CACHE_DIR or the user's cache.
 
-
-def _cache_root_or_reason() -> str:
-    try:
-        return str(_cache_root())
-    except RuntimeError:
-        return "the home folder is not known, so ~/.cache"
-
-
-def _cache_root() -> Path:
-    """Return NUMBA_CACHE_DIR or the user's cache folder. Raises RuntimeError if the user has no home folder."""
-    named = cache_dir()
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvsight" / "kernels"
+    Raises OSError or RuntimeError if it cannot be used.
+    """
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = Path(_config.CACHE_DIR) if _config.CACHE_DIR else Path(user_cache).expanduser() / "kvsight" / "kernels"
+    path = root / _digest_of_sources(source)
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise PermissionError(f"{path} cannot be read")
+    return path
 
 
 @lru_cache

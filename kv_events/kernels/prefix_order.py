@@ -7,8 +7,10 @@ import numpy.typing as npt
 from numba import types
 
 from kv_events.hashing import U64Array
-from kv_events.kernels.bundles import I64Input, I64Vector
+from kv_events.kernels.bundles import I64Matrix, I64Vector
 from kv_events.kernels.declare import array_kernel
+
+_SEEN = -2
 
 
 def prefix_order(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
@@ -17,8 +19,8 @@ def prefix_order(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
     hashes: uint64[n], distinct. parents: uint64[n], 0 for none; others that are not in `hashes` are ignored. Returns
     int64[n], indices. A cycle of parents, which only a faulty publisher sends, is cut at an arbitrary page.
     """
-    order = np.empty(len(hashes), np.int64)
-    _walk_down(_parent_indices(hashes, parents), order)
+    order, links = np.empty(len(hashes), np.int64), np.full((2, len(hashes)), -1, np.int64)
+    _walk_down(_parent_indices(hashes, parents), links, np.empty(len(hashes) + 1, np.int64), order)
     return order
 
 
@@ -42,31 +44,32 @@ def _parent_indices(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64
     return indices
 
 
-@array_kernel(types.void, I64Input, I64Vector, allocates=True)
-def _walk_down(parents, order):
-    """Write all pages to `order`. parents: int64[n], index of the parent, or -1. order: int64[n]."""
+@array_kernel(types.void, I64Vector, I64Matrix, I64Vector, I64Vector)
+def _walk_down(parents, links, stack, order):
+    """Write all pages to `order`.
+
+    parents: int64[n], index of the parent, or -1; _SEEN once the page is in the order. links: int64[2, n], filled with
+    -1; first child and next sibling of each page. stack: int64[n + 1], scratch space. order: int64[n].
+    """
     n = parents.shape[0]
-    first_child = np.full(n, -1, np.int64)
-    next_sibling = np.full(n, -1, np.int64)
+    first_child, next_sibling = links[0], links[1]
     for i in range(n):
         if parents[i] >= 0:
             next_sibling[i] = first_child[parents[i]]
             first_child[parents[i]] = i
-    seen = np.zeros(n, np.bool_)
-    stack = np.empty(n + 1, np.int64)
     count = 0
     for take_all in (False, True):  # first from the roots down; what remains is on or below a cycle
         for root in range(n):
-            if seen[root] or (parents[root] >= 0 and not take_all):
+            if parents[root] == _SEEN or (parents[root] >= 0 and not take_all):
                 continue
             height = 1
             stack[0] = root
             while height > 0:
                 height -= 1
                 entry = stack[height]
-                if seen[entry]:
+                if parents[entry] == _SEEN:
                     continue
-                seen[entry] = True
+                parents[entry] = _SEEN
                 order[count] = entry
                 count += 1
                 child = first_child[entry]

@@ -6,7 +6,6 @@ Start at `EventLogWriter` and `EventLogReader`. `kv_events.log.format` reads and
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import fcntl
 import logging
@@ -15,25 +14,27 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from kv_events.errors import InvalidValueError
 from kv_events.log.format import (
     FORMAT_VERSION,
     HEADER_BYTES,
+    LOCK_NAME,
     EventLogCorruptedError,
     EventLogError,
-    Resume,
     Segment,
     encode_record,
     list_segments,
     read_version,
-    scan,
     segment_header,
     segment_path,
 )
 from kv_events.log.memory import LogTruncatedError
 from kv_events.records import LogRecord
+
+if TYPE_CHECKING:
+    from kv_events.log.reader import RecordChunk
 
 __all__ = [
     "EventLogCorruptedError",
@@ -45,10 +46,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LOCK_NAME: Final = "writer.lock"
-"""File that the writer of a log holds with `flock`."""
 _BUFFER_BYTES = 256 * 2**10
-_MARK_EVERY = 1024
 
 
 class EventLogLockedError(EventLogError):
@@ -147,22 +145,25 @@ class EventLogWriter:
 
     def _open_last(self) -> None:
         segments = list_segments(self._folder)
-        last = segments[-1] if segments else None
-        try:
-            version = None if last is None else read_version(last)
-        except EventLogCorruptedError as error:  # the records behind the header may be sound all the same
-            self._begin_after(error, Resume(error.index, HEADER_BYTES))
+        if not segments:
+            self._begin(0)
             return
-        if last is None or version is None:
-            self._begin(0 if last is None else last.first_index)
+        from kv_events.log.reader import scan_segment  # loads a kernel
+
+        last, damage = segments[-1], list[EventLogCorruptedError]()
+        self._written, self._next_index, self._segment_index = HEADER_BYTES, last.first_index, last.first_index
+        for chunk in scan_segment(last, damage.append):
+            self._written, self._next_index = chunk.end, chunk.next_index
+        if damage:
+            if not self._leaves_damage:
+                raise damage[0]
+            logger.warning("%s; the log goes on in a new segment", damage[0])
+            _sync(last.path)
+            self._begin(max(self._next_index, damage[-1].index + 1))
             return
-        self._written, self._next_index = HEADER_BYTES, last.first_index
-        self._segment_index = last.first_index
-        try:
-            for located in scan(last, HEADER_BYTES, last.first_index):
-                self._written, self._next_index = located.end, located.record_index + 1
-        except EventLogCorruptedError as error:
-            self._begin_after(error, error.resume)
+        version = read_version(last)
+        if version is None:
+            self._begin(last.first_index)
             return
         num_torn = last.path.stat().st_size - self._written
         if num_torn:
@@ -173,24 +174,6 @@ class EventLogWriter:
         else:  # a segment has one version
             _sync(last.path)
             self._begin(self._next_index)
-
-    def _begin_after(self, error: EventLogCorruptedError, resume: Resume | None) -> None:
-        """Start a segment after a damaged one, or raise its first damage. resume: where to look for further records."""
-        if not self._leaves_damage:
-            raise error
-        logger.warning("%s; the log goes on in a new segment", error)
-        damaged = list_segments(self._folder)[-1]
-        next_index = error.index + 1
-        while resume is not None and resume.position is not None:
-            next_index = resume.record_index + 1
-            try:
-                for located in scan(damaged, resume.position, resume.record_index):
-                    next_index = located.record_index + 1
-                resume = None
-            except EventLogCorruptedError as another:
-                next_index, resume = max(next_index, another.index + 1), another.resume
-        _sync(damaged.path)
-        self._begin(next_index)
 
     def _roll(self) -> None:
         """A segment that has a successor is complete and on disk."""
@@ -227,15 +210,6 @@ class EventLogWriter:
             raise EventLogError(f"{self._folder}: this writer is closed")
 
 
-class _Mark(NamedTuple):
-    """Position of a record. Compares by index."""
-
-    record_index: int
-    segment: int
-    """First index of the segment."""
-    position: int
-
-
 class EventLogReader:
     """Reads a log, even while it is being written; for one thread at a time.
 
@@ -247,8 +221,8 @@ class EventLogReader:
         if not folder.is_dir():
             raise EventLogError(f"{folder}: no such folder")
         self._folder = folder
-        self._marks: list[_Mark] = []  # every `_MARK_EVERY`th record that was read, in order
-        self._end: _Mark | None = None  # after the last record that was read
+        self._last: RecordChunk | None = None  # with the last record that was read
+        self._next_index = 0  # after that record
 
     @property
     def first_index(self) -> int:
@@ -262,10 +236,10 @@ class EventLogReader:
         segments = list_segments(self._folder)
         if not segments:
             return 0
-        last = segments[-1].first_index
-        next_index = max(last, self._end.record_index if self._end else 0)
-        for index, _ in self._from_nearest(segments, next_index, passes=sys.maxsize):
-            next_index = index + 1
+        next_index = max(segments[-1].first_index, self._next_index)
+        for chunk in self._chunks(segments, next_index, last_damage=sys.maxsize):
+            self._last, self._next_index = chunk, chunk.next_index
+            next_index = chunk.next_index
         return next_index
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
@@ -276,63 +250,35 @@ class EventLogReader:
         segments = list_segments(self._folder)
         if segments and start < segments[0].first_index:
             raise LogTruncatedError(start, segments[0].first_index)
-        for index, record in self._from_nearest(segments, start):
-            if stop is not None and index >= stop:
-                return
-            if index >= start:
-                yield index, record
+        for chunk in self._chunks(segments, start, last_damage=start):
+            for index, record in chunk.records():
+                if stop is not None and index >= stop:
+                    return
+                self._last, self._next_index = chunk, index + 1
+                if index >= start:
+                    yield index, record
 
-    def _from_nearest(
-        self, segments: list[Segment], start: int, passes: int | None = None
-    ) -> Iterator[tuple[int, LogRecord]]:
-        """Yield records from the nearest known position at or before `start`.
+    def _chunks(self, segments: list[Segment], start: int, last_damage: int) -> Iterator[RecordChunk]:
+        """Yield records from a known position at or before `start`.
 
-        Passes over damage before record `passes`, by default before `start`.
+        Damage is passed over if the next sound record is `last_damage` or an earlier one.
         """
-        if not segments:
-            return
-        mark = self._nearest(segments, start)
+        from kv_events.log.reader import scan_segment  # loads a kernel
+
+        def on_damage(error: EventLogCorruptedError) -> None:
+            if error.resume is None or error.resume.record_index > last_damage:
+                raise error
+
+        last, next_index = self._last, self._next_index
         for segment in segments:
-            if segment.first_index < mark.segment or read_version(segment) is None:
+            if segment.next_first_index is not None and segment.next_first_index <= start:
                 continue
-            here = segment.first_index == mark.segment
-            position, index = (mark.position, mark.record_index) if here else (HEADER_BYTES, segment.first_index)
-            yield from self._from(segment, position, index, start if passes is None else passes)
-
-    def _from(self, segment: Segment, position: int, index: int, start: int) -> Iterator[tuple[int, LogRecord]]:
-        """Yield the records of a segment from a byte position, which is that of record `index`.
-
-        Passes over damage before record `start`.
-        """
-        resume: Resume | None = Resume(index, position)
-        while resume is not None and resume.position is not None:
-            try:
-                for located in scan(segment, resume.position, resume.record_index):
-                    self._note(_Mark(located.record_index + 1, segment.first_index, located.end))
-                    yield located.record_index, located.record
-            except EventLogCorruptedError as error:
-                resume = error.resume
-                if resume is not None and resume.position is not None:
-                    self._note(_Mark(resume.record_index, segment.first_index, resume.position), is_kept=True)
-                if resume is None or resume.record_index > start:
-                    raise
+            if last is not None and last.segment.path == segment.path and next_index <= start:
+                if next_index < last.next_index:
+                    yield last._replace(first_index=next_index, rows=last.rows[next_index - last.first_index :])
+                yield from scan_segment(segment, on_damage, last.end, last.next_index)
             else:
-                return
-
-    def _nearest(self, segments: list[Segment], start: int) -> _Mark:
-        firsts = [segment.first_index for segment in segments]
-        first = firsts[bisect.bisect_right(firsts, start) - 1]
-        num_before = bisect.bisect_right(self._marks, start, key=lambda mark: mark.record_index)
-        known = [_Mark(first, first, HEADER_BYTES), *self._marks[max(num_before - 1, 0) : num_before]]
-        if self._end is not None and self._end.record_index <= start:
-            known.append(self._end)
-        return max(known)
-
-    def _note(self, mark: _Mark, *, is_kept: bool = False) -> None:
-        if self._end is None or mark.record_index > self._end.record_index:
-            self._end = mark
-            if is_kept or mark.record_index % _MARK_EVERY == 0:
-                self._marks.append(mark)
+                yield from scan_segment(segment, on_damage)
 
 
 def _lock(folder: Path) -> int:

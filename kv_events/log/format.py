@@ -1,22 +1,22 @@
-"""The bytes of one event-log segment: header, records, and the rules for an incomplete end.
+"""The bytes of one event-log segment: header and records.
 
 `docs/event_log.md` documents the layout with byte offsets. All integers are little-endian.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.records import MAX_CHANNEL, LogRecord
 
 SUFFIX = ".kvlog"
+LOCK_NAME: Final = "writer.lock"
+"""File that the writer of a log holds with `flock`."""
 MAX_KEY_BYTES = 65_535
 
 _NAME_DIGITS = 20
@@ -30,10 +30,8 @@ _BODY = struct.Struct("<IqqHBx")
 _CRC = struct.Struct("<I")
 
 HEADER_BYTES = _SEGMENT.size + _CRC.size
-_FRAME_BYTES = _FRAME.size + _CRC.size
+FRAME_BYTES = _FRAME.size + _CRC.size
 MAX_BODY_BYTES = _BODY.size + MAX_KEY_BYTES + MAX_RECORD_BYTES
-_MOST_RECORD_BYTES = _FRAME_BYTES + MAX_BODY_BYTES
-_CHUNK_BYTES = 2 << 20  # bytes per read; more than the largest record
 
 
 class EventLogError(KvsightError):
@@ -62,15 +60,6 @@ class EventLogCorruptedError(EventLogError):
         """Index of the damaged record."""
         self.resume = resume
         """Where reading can continue. None if no sound record follows."""
-
-
-class Located(NamedTuple):
-    """A record and the position of the next one."""
-
-    record_index: int
-    end: int
-    """Byte offset after the record."""
-    record: LogRecord
 
 
 class Segment(NamedTuple):
@@ -151,130 +140,38 @@ def read_version(segment: Segment) -> int | None:
     if torn and segment.next_first_index is None:
         return None
     detail = f"not a segment header of this name and a format version of 1 to {FORMAT_VERSION}"
-    raise _corrupted(segment, 0, segment.first_index, detail)
+    raise corrupted(segment, 0, segment.first_index, detail)
 
 
-def scan(segment: Segment, position: int, index: int) -> Iterator[Located]:
-    """Yield the records of a segment from a byte position, which is that of record `index`.
+def body_of(data: bytes | memoryview, start: int) -> slice | None:
+    """Return where the body of the record is that begins at a position of some data. None if its head is not sound.
 
-    Ends at the last complete record. A torn tail may follow, which is an append that is in progress or was cut off:
-    fewer bytes than a record announces, a last record with a wrong checksum, or only zeros (the file was extended, but
-    its data did not reach the disk). Anything else raises EventLogCorruptedError, and so does a torn tail in a segment
-    that has a successor.
+    The body may go on behind the data.
     """
-    with segment.path.open("rb", buffering=0) as file:
-        while True:
-            data = os.pread(file.fileno(), _CHUNK_BYTES, position)
-            begin = position
-            for located in _whole_records(data, position, index):
-                yield located
-                position, index = located.end, located.record_index + 1
-            if position == begin:
-                break
-        check_end(file.fileno(), segment, position, index)
-
-
-def check_end(fd: int, segment: Segment, position: int, index: int) -> None:
-    """Raise EventLogCorruptedError unless the segment ends at a byte position, before record `index`.
-
-    A torn tail counts as an end, except in a segment that has a successor.
-    """
-    fault = _fault(fd, position)
-    if fault is not None and (fault.corrupted or segment.next_first_index is not None):
-        raise _corrupted(segment, position, index, fault.detail, _resume(fd, segment, position, index, fault))
-    if segment.next_first_index not in (None, index):
-        raise _corrupted(segment, position, index, f"records up to {segment.next_first_index} are missing")
-
-
-class _Fault(NamedTuple):
-    detail: str
-    corrupted: bool
-    """Whether the damage cannot be a torn tail."""
-    num_bytes: int | None = None
-    """Length of the damaged record, if its head is sound."""
-
-
-def _whole_records(data: bytes, position: int, index: int) -> Iterator[Located]:
-    """Yield the valid records at the beginning of data that was read at a byte position of the segment."""
-    view = memoryview(data)
-    start = 0
-    while (body := _frame(view, start)) is not None:
-        first = start + _FRAME_BYTES
-        start = first + body.num_bytes
-        if start > len(data) or zlib.crc32(view[first:start]) != body.checksum:
-            return
-        partition, offset, timestamp_ms, key_bytes, channel = _BODY.unpack_from(view, first)
-        key_end = first + _BODY.size + key_bytes
-        if key_end > start:
-            return
-        key, payload = data[first + _BODY.size : key_end], data[key_end:start]
-        record = LogRecord(partition, offset, timestamp_ms, key, payload, channel)
-        yield Located(index, position + start, record)
-        index += 1
-
-
-class _Body(NamedTuple):
-    num_bytes: int
-    checksum: int
-
-
-def _frame(view: memoryview, start: int) -> _Body | None:
-    """Decode the first twelve bytes of a record. None if they are incomplete or invalid."""
-    if start + _FRAME_BYTES > len(view):
+    first = start + FRAME_BYTES
+    if first > len(data):
         return None
-    num_bytes, checksum = _FRAME.unpack_from(view, start)
-    (frame_checksum,) = _CRC.unpack_from(view, start + _FRAME.size)
-    sound = zlib.crc32(view[start : start + _FRAME.size]) == frame_checksum
-    return _Body(num_bytes, checksum) if sound and _BODY.size <= num_bytes <= MAX_BODY_BYTES else None
-
-
-def _fault(fd: int, position: int) -> _Fault | None:
-    """Return why no record follows at a byte position, or None if the file ends there."""
-    num_left = os.fstat(fd).st_size - position
-    if num_left <= 0:
+    (checksum,) = _CRC.unpack_from(data, first - _CRC.size)
+    if zlib.crc32(data[start : first - _CRC.size]) != checksum:
         return None
-    rest = os.pread(fd, num_left, position)
-    if any(_whole_records(rest, position, 0)):
-        return None  # an append has finished since the read
-    if rest.count(0) == len(rest) or len(rest) < _FRAME_BYTES:
-        return _Fault(f"a torn tail of {len(rest)} bytes", corrupted=False)
-    body = _frame(memoryview(rest), 0)
-    if body is None:
-        return _Fault("the checksum of a record's head is wrong", corrupted=True)
-    length = _FRAME_BYTES + body.num_bytes
-    if length > len(rest):
-        return _Fault(f"{len(rest)} bytes of a record of {length}", corrupted=False)
-    return _Fault("a record's checksum is wrong", corrupted=length < len(rest), num_bytes=length)
+    num_bytes, _ = _FRAME.unpack_from(data, start)
+    return slice(first, first + num_bytes) if _BODY.size <= num_bytes <= MAX_BODY_BYTES else None
 
 
-def _resume(fd: int, segment: Segment, position: int, index: int, fault: _Fault) -> Resume | None:
-    """Find the first sound record behind a fault in the same segment."""
-    begin = position + (fault.num_bytes or 1)
-    data = os.pread(fd, 2 * _MOST_RECORD_BYTES, begin)
-    if fault.num_bytes is not None and _is_sound(data, 0):
-        return Resume(index + 1, begin)
-    found = next((begin + at for at in range(min(len(data), _MOST_RECORD_BYTES)) if _is_sound(data, at)), None)
-    if found is None:
-        return None
-    if segment.next_first_index is None:  # at least one record is lost
-        return Resume(index + 1, found)
-    try:
-        num_left = sum(1 for _ in scan(segment._replace(next_first_index=None), found, 0))
-    except EventLogCorruptedError:
-        return Resume(index + 1, found)
-    return Resume(max(index + 1, segment.next_first_index - num_left), found)
-
-
-def _is_sound(data: bytes, start: int) -> bool:
+def is_sound(data: bytes | memoryview, start: int) -> bool:
     """Return whether a whole record begins at a position of some data."""
-    if _frame(memoryview(data), start) is None:
+    body = body_of(data, start)
+    if body is None or body.stop > len(data):
         return False
-    return any(_whole_records(data[start : start + _MOST_RECORD_BYTES], 0, 0))
+    _, _, _, key_bytes, _ = _BODY.unpack_from(data, body.start)
+    _, checksum = _FRAME.unpack_from(data, start)
+    return bool(body.start + _BODY.size + key_bytes <= body.stop and zlib.crc32(data[body]) == checksum)
 
 
-def _corrupted(
+def corrupted(
     segment: Segment, position: int, index: int, detail: str, resume: Resume | None = None
 ) -> EventLogCorruptedError:
+    """Return the error of a damaged record. resume: None: the next segment, if there is one."""
     if resume is None and segment.next_first_index is not None:
         resume = Resume(segment.next_first_index, None)
     return EventLogCorruptedError(segment.path, position, index, detail, resume)

@@ -100,38 +100,38 @@ class MemoryLog:
 
     def watch(self) -> LogWatch:
         """Return an object that waits for records inside the running event loop."""
-        return LogWatch(self, asyncio.get_running_loop())
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+        return LogWatch(event, self._subscribe(self._on_append, wake))
 
     def listen(self, on_request: Callable[[ResyncRequest], None]) -> Callable[[], None]:
         """Call a function for each resync request, on the thread of the caller. Returns a function to unsubscribe."""
-        with self._lock:
-            self._on_request.append(on_request)
-        return lambda: self._forget(self._on_request, on_request)
+        return self._subscribe(self._on_request, on_request)
 
     def _drop_oldest(self) -> None:
         self._num_bytes -= len(self._records.popleft().payload)
         self._first += 1
 
-    def _listen_for_records(self, on_append: Callable[[], None]) -> Callable[[], None]:
+    def _subscribe(self, listeners: list[_T], listener: _T) -> Callable[[], None]:
         with self._lock:
-            self._on_append.append(on_append)
-        return lambda: self._forget(self._on_append, on_append)
+            listeners.append(listener)
 
-    def _forget(self, listeners: list[_T], listener: _T) -> None:
-        with self._lock:
-            listeners.remove(listener)
+        def stop() -> None:
+            with self._lock:
+                listeners.remove(listener)
+
+        return stop
 
 
 class LogWatch:
     """Waits for new records of a `MemoryLog`; belongs to one event loop."""
 
-    def __init__(self, log: MemoryLog, loop: asyncio.AbstractEventLoop) -> None:
-        self._event = asyncio.Event()
-        self._stop = log._listen_for_records(lambda: self._wake(loop))
-
-    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(self._event.set)
+    def __init__(self, event: asyncio.Event, stop: Callable[[], None]) -> None:
+        self._event, self._stop = event, stop
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait until a record has arrived since the last call. Returns False after the timeout."""

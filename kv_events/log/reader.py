@@ -1,9 +1,10 @@
-"""Reads whole event logs fast: many records at a time, as columns, past damage. Start at `scan_log`."""
+"""Reads event logs: many records at a time, as columns, past damage and a torn tail. Start at `scan_log`."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import floor
 from pathlib import Path
 from typing import NamedTuple
@@ -15,22 +16,24 @@ from kv_events.kernels.log_records import (
     BEGIN,
     CHANNEL,
     END,
-    KEY_BYTES,
     NUM_FIELDS,
     OFFSET,
     PARTITION,
-    PAYLOAD,
     TIMESTAMP_MS,
     checksum_tables,
     find_records,
 )
 from kv_events.log.format import (
+    FRAME_BYTES,
     HEADER_BYTES,
+    LOCK_NAME,
     MAX_BODY_BYTES,
     EventLogCorruptedError,
     Resume,
     Segment,
-    check_end,
+    body_of,
+    corrupted,
+    is_sound,
     list_segments,
     read_version,
 )
@@ -39,6 +42,7 @@ from kv_events.records import Channel, LogRecord
 
 _CHUNK_BYTES = 2 << 20  # larger reads are slower; more than the largest record
 _MOST_ROWS = 16_384
+_MOST_RECORD_BYTES = FRAME_BYTES + MAX_BODY_BYTES
 _TABLES = checksum_tables()
 _MOST_MS, _MOST_OFFSET = 2**62, np.iinfo(np.int64).max
 
@@ -110,12 +114,7 @@ class RecordChunk(NamedTuple):
 
     def record(self, number: int) -> LogRecord:
         """Return one record. number: its row."""
-        row = self.rows[number].tolist()
-        payload = row[PAYLOAD]
-        key = self.data[payload - row[KEY_BYTES] : payload]
-        return LogRecord(
-            row[PARTITION], row[OFFSET], row[TIMESTAMP_MS], key, self.data[payload : row[END]], row[CHANNEL]
-        )
+        return next(self._replace(rows=self.rows[number : number + 1]).records())[1]
 
     def records(self) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of all rows."""
@@ -169,4 +168,105 @@ def _sound_chunks(segment: Segment, position: int, index: int) -> Iterator[Recor
             chunk = RecordChunk(segment, index, position, data, rows[:found].copy())
             yield chunk
             position, index = chunk.end, chunk.next_index
-        check_end(file.fileno(), segment, position, index)
+        _check_end(file.fileno(), segment, position, index)
+
+
+def _check_end(fd: int, segment: Segment, position: int, index: int) -> None:
+    """Raise EventLogCorruptedError unless the segment ends at a byte position, before record `index`.
+
+    A torn tail counts as an end, except in a segment that has a successor. It is an append that is in progress or was
+    cut off: fewer bytes than a record announces, a last record with a wrong checksum, or only zeros (the file was
+    extended, but its data did not reach the disk).
+    """
+    fault = _fault(fd, position)
+    if fault is not None and (fault.corrupted or segment.next_first_index is not None):
+        raise corrupted(segment, position, index, fault.detail, _resume(fd, segment, position, index, fault))
+    if segment.next_first_index not in (None, index):
+        raise corrupted(segment, position, index, f"records up to {segment.next_first_index} are missing")
+
+
+class _Fault(NamedTuple):
+    detail: str
+    corrupted: bool
+    """Whether the damage cannot be a torn tail."""
+    num_bytes: int | None = None
+    """Length of the damaged record, if its head is sound."""
+
+
+def _fault(fd: int, position: int) -> _Fault | None:
+    """Return why no record follows at a byte position, or None if the file ends there."""
+    num_left = os.fstat(fd).st_size - position
+    if num_left <= 0:
+        return None
+    rest = os.pread(fd, num_left, position)
+    if is_sound(rest, 0):
+        return None  # an append has finished since the read
+    if rest.count(0) == len(rest) or len(rest) < FRAME_BYTES:
+        return _Fault(f"a torn tail of {len(rest)} bytes", corrupted=False)
+    body = body_of(rest, 0)
+    if body is None:
+        return _Fault("the checksum of a record's head is wrong", corrupted=True)
+    if body.stop > len(rest):
+        return _Fault(f"{len(rest)} bytes of a record of {body.stop}", corrupted=False)
+    return _Fault("a record's checksum is wrong", corrupted=body.stop < len(rest), num_bytes=body.stop)
+
+
+def _resume(fd: int, segment: Segment, position: int, index: int, fault: _Fault) -> Resume | None:
+    """Find the first sound record behind a fault in the same segment."""
+    begin = position + (fault.num_bytes or 1)
+    data = memoryview(os.pread(fd, 2 * _MOST_RECORD_BYTES, begin))
+    if fault.num_bytes is not None and is_sound(data, 0):
+        return Resume(index + 1, begin)
+    found = next((begin + at for at in range(min(len(data), _MOST_RECORD_BYTES)) if is_sound(data, at)), None)
+    if found is None:
+        return None
+    if segment.next_first_index is None:  # at least one record is lost
+        return Resume(index + 1, found)
+    try:
+        num_left = sum(len(chunk.rows) for chunk in _sound_chunks(segment._replace(next_first_index=None), found, 0))
+    except EventLogCorruptedError:
+        return Resume(index + 1, found)
+    return Resume(max(index + 1, segment.next_first_index - num_left), found)
+
+
+class TornTail(NamedTuple):
+    """Bytes behind the last record of a log: an append that was cut off."""
+
+    segment: Path
+    position: int
+    """Byte offset in the segment at which they begin."""
+    record: int
+    """Of the record that they would have been."""
+    num_bytes: int
+
+    def __str__(self) -> str:
+        number = f"{self.num_bytes} byte{'' if self.num_bytes == 1 else 's'}"
+        return f"{self.segment}: a torn tail of {number} at byte {self.position}, record {self.record}"
+
+
+def torn_tail(folder: Path, last: RecordChunk | None, damage: Sequence[EventLogCorruptedError]) -> TornTail | None:
+    """Return the torn tail of a log; None if there is none, or a writer has the log open. Raises OSError.
+
+    last: the last chunk of records. damage: what the scan found; its end is not named again.
+    """
+    segment = list_segments(folder)[-1]
+    is_known = last is not None and last.segment.path == segment.path
+    end, index = (last.end, last.next_index) if last is not None and is_known else (0, segment.first_index)
+    end = max(end, HEADER_BYTES)
+    is_damage = any(error.segment == segment.path and error.position in (0, end) for error in damage)
+    num_left = segment.path.stat().st_size - end
+    if num_left <= 0 or is_damage or _is_written(folder):
+        return None
+    return TornTail(segment.path, end, index, num_left)
+
+
+def _is_written(folder: Path) -> bool:
+    """Return whether a writer has the log open."""
+    try:
+        with (folder / LOCK_NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

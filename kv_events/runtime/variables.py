@@ -1,7 +1,7 @@
-"""Names of all `KVSIGHT_*` environment variables, and the check that a process knows all that are set.
+"""Names of all `KVSIGHT_*` environment variables, the check that a process knows all that are set, and quantities.
 
 The list is separate from the settings classes, so that every process can check its environment without importing
-packages that it does not use. `tests/unit/kvsight/test_variables.py` compares it with the classes and the commands.
+packages that it does not use. `tests/commands/test_settings.py` compares it with the classes and the commands.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from difflib import get_close_matches
 from functools import cache
 
-from kv_events.errors import UnknownVariableError
+from kv_events.errors import InvalidValueError, UnknownVariableError
 
 logger = logging.getLogger(__name__)
 
@@ -91,3 +91,17 @@ def check_variables() -> None:
         elif not (_SERVICE_LINK.search(name) and (not name.endswith("_PORT") or "://" in value)):
             nearest = get_close_matches(field, sorted(SETTINGS), n=1, cutoff=0.0)[0]
             raise UnknownVariableError(name, variable(nearest))
+
+
+# Numbers with a unit, as people write them in flags and variables: `20GiB`, `7d`
+BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def parse_quantity(field: str, text: str, units: dict[str, int]) -> float:
+    """Return a positive number, multiplied by its unit. units: unit -> factor. Raises InvalidValueError."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
+    if found is None or found[2] not in units or not float(found[1]) > 0:
+        expected = f"a positive number with one of the units {', '.join(filter(None, units))}"
+        raise InvalidValueError(field, text, expected)
+    return float(found[1]) * units[found[2]]

@@ -29,14 +29,8 @@ from aiokafka.partitioner import DefaultPartitioner
 
 from kv_events.codec import decode_resync
 from kv_events.errors import InvalidValueError, RecordRejectedError, check_type, shorten
-from kv_events.kafka.connection import (
-    KafkaConnection,
-    KafkaUnreachableError,
-    check_fetching,
-    describe_topics,
-    stop_consumer,
-    stop_producer,
-)
+from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
+from kv_events.kafka.private_parts import check_fetching, describe_topics, stop_consumer, stop_producer
 from kv_events.kafka.topics import inspect_topics, mismatches
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.runtime.backoff import Backoff
@@ -254,11 +248,7 @@ class KafkaSink:
     async def _start_consumer(self) -> None:
         topic = self._settings.control_topic
         partitions = await self._producer.partitions_for(topic)
-        consumer = self._connection.consumer(
-            group_id=None,
-            enable_auto_commit=False,
-            auto_offset_reset="latest",
-        )
+        consumer = self._connection.consumer(group_id=None, enable_auto_commit=False, auto_offset_reset="latest")
         try:
             await consumer.start()
             consumer.assign([TopicPartition(topic, partition) for partition in sorted(partitions)])

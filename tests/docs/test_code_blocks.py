@@ -96,7 +96,7 @@ def test_files_of_tokens_and_limits_are_what_the_service_reads(tmp_path: Path) -
     for file, word in ((tokens, "scopes ="), (tenants, "worker_streams =")):
         (block,) = (block for block in blocks("toml") if word in block.text)
         file.write_text(block.text)
-    caller = TokenRegistry(None, tokens).caller(b"Bearer b1946ac92492d2347c6235b4d2611184")
+    caller = TokenRegistry(ApiSettings(api_tokens_file=tokens)).caller(b"Bearer b1946ac92492d2347c6235b4d2611184")
     assert caller is not None
     assert caller.scopes == {"read", "decisions"}
     limits = TenantLimits(tenants)

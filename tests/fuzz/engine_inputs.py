@@ -1,18 +1,24 @@
-"""Inputs from engines: batches of the ZMQ protocol, and TensorRT-LLM's polled events."""
+"""Inputs from engines: batches of the ZMQ protocol, floods of their events, and TensorRT-LLM's polled events."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import time
 from typing import Any
 
 import msgspec
 
+from bridge import BridgeSettings
 from bridge.context import EngineContext
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, UndecodableError
+from bridge.decoding.decoder import Decoder, Messages, UndecodableError
 from bridge.hashes.event_translator import EventTranslator
+from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults
+from bridge.shared_sink import SharedSink
+from bridge.stream.rank_streams import RankStreams
 from bridge.tensorrt import PolledEvents
 from kv_events.codec import decode_batch
 from kv_events.log.memory import MemoryLog
@@ -22,18 +28,29 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
 from publisher.sinks import MemorySink
 from tests.support.engines.event_payloads import cleared, payload, removed, stored
+from tests.support.engines.hostile_payloads import SHAPES, hostile
 
 _TOKENS = list(range(1, 17))
 
 
-def _settings(block_size: int) -> PublisherSettings:
+def small_publisher(block_size: int = 4) -> PublisherSettings:
+    """Settings of a publisher with small tables."""
     return PublisherSettings.ignoring_environment(
         model="m", worker="w", block_size=block_size, ledger_pages=4096, queue_pages=4096
     )
 
 
+STREAM = StreamId("m", "default", "w", 0)
+
+
+def small_registry() -> StreamRegistry:
+    """The streams of a bridge with small tables."""
+    settings = BridgeSettings.ignoring_environment(bridge_name_pages=4096)
+    return StreamRegistry(settings, small_publisher(), SharedSink(MemorySink(MemoryLog())))
+
+
 def _publisher(_: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
-    return EventPublisher(_settings(block_size), MemorySink(MemoryLog()), blocks)
+    return EventPublisher(small_publisher(block_size), MemorySink(MemoryLog()), blocks)
 
 
 _EVENTS: list[Any] = [
@@ -65,7 +82,7 @@ class BridgeTarget:
         self._decoder = Decoder()
         limited_logger = RateLimitedLogger(logging.getLogger("tests"), "engine w")
         context = EngineContext(EngineDefaults(), BridgeCounters(), limited_logger, _publisher, 4096, 4096)
-        self._translator = EventTranslator(StreamId("m", "default", "w", 0), context, lambda publisher: None)
+        self._translator = EventTranslator(STREAM, context, lambda publisher: None)
 
     def __call__(self, data: bytes) -> None:
         try:
@@ -77,6 +94,47 @@ class BridgeTarget:
         self._translator.end_batch()
         for publisher in self._translator.publishers:
             _check(publisher)
+
+
+FLOODS = [*PAYLOADS, *(hostile(shape, 12) for shape in SHAPES)]
+
+_TIMES = 150
+_STEP_S = 2.0
+"""CPU time. Steps usually take less than 10 ms, but 0.5 s if they name 128 new ranks; memory is traced here."""
+
+
+class FloodTarget:
+    """One engine's streams that receive a batch, and then the same events many times over."""
+
+    def __call__(self, data: bytes) -> None:
+        asyncio.run(self._run(data))
+
+    async def _run(self, data: bytes) -> None:
+        streams = RankStreams(STREAM, EngineDefaults(), small_registry(), BridgeCounters())
+        for batch in (data, _many_times(data)):
+            _apply(streams, batch)
+            await streams.start_and_close_publishers()
+        await streams.close(0.0, clear=True)
+
+
+def _apply(streams: RankStreams, payload: bytes) -> None:
+    """Raises AssertionError if one step takes long."""
+    work, is_left = streams.apply(Messages.of([(0, payload)])), True
+    while is_left:
+        began = time.thread_time()
+        is_left = next(work, "end") is None
+        took = time.thread_time() - began
+        assert took < _STEP_S, f"one step took {took:.2f} s"
+
+
+def _many_times(data: bytes) -> bytes:
+    """The batch with its events repeated; the same bytes if it is none."""
+    try:
+        timestamp, events, *more = msgspec.msgpack.decode(data, type=list[msgspec.Raw])
+        repeated = msgspec.msgpack.decode(events, type=list[msgspec.Raw]) * _TIMES
+        return msgspec.msgpack.encode([timestamp, repeated, *more])
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return data
 
 
 _BLOCKS = [
@@ -104,7 +162,7 @@ def run_polled(data: bytes) -> None:
         return publishers[-1]
 
     events = _plain(data)
-    PolledEvents(_settings(4), made, name_pages=4096).take(events if isinstance(events, list) else [events])
+    PolledEvents(small_publisher(), made, name_pages=4096).take(events if isinstance(events, list) else [events])
     for publisher in publishers:
         _check(publisher)
 

@@ -22,7 +22,7 @@ from kv_events.decisions import VERSION, Candidate, Decision, Outcome, decode_de
 from kv_events.errors import RecordRejectedError
 from kv_events.http.registrations import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from tests.fuzz.log_inputs import SMALL
-from tests.support.both_ways import BothWays
+from tests.rigs.both_ways import BothWays
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 
@@ -85,7 +85,7 @@ class HttpTarget:
 
 
 class LaneTarget:
-    """The fast path: what it answers is what the ordinary way answers."""
+    """The fast path: it answers as FastAPI does."""
 
     def __init__(self) -> None:
         self._both = BothWays(HandFed(SMALL))

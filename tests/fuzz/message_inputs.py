@@ -12,23 +12,18 @@ import zmq.asyncio
 
 from bridge import BridgeSettings, EngineSettings, Fleet
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, Messages
-from bridge.registry import StreamRegistry
+from bridge.decoding.decoder import Messages
 from bridge.settings import EngineDefaults
-from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import Inbox
 from bridge.stream.subscriber import ConnectionState
-from bridge.threads import DecodeThreads
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
 from kv_events.log.memory import MemoryLog
-from kv_events.streams import StreamId
-from publisher import PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
-from tests.fuzz.engine_inputs import PAYLOADS
-from tests.support.bridge.inboxes import of_protocol, received
+from tests.fuzz.engine_inputs import PAYLOADS, STREAM, small_publisher, small_registry
 from tests.support.engines.event_payloads import payload, stored
+from tests.support.engines.inboxes import of_protocol, received
 from tests.support.engines.zmq_engine import END, ZmqEngine
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until
@@ -86,13 +81,6 @@ class FramesTarget:
 class ReplayTarget:
     """Live batches and replay answers of one engine, by sequence number."""
 
-    def __init__(self) -> None:
-        self._threads = DecodeThreads()
-        self._settings = BridgeSettings.ignoring_environment(bridge_name_pages=4096)
-        self._template = PublisherSettings.ignoring_environment(
-            model="m", worker="w", block_size=4, ledger_pages=4096, queue_pages=4096
-        )
-
     def __call__(self, data: bytes) -> None:
         asyncio.run(self._run(_frames(data)))
 
@@ -100,21 +88,14 @@ class ReplayTarget:
         messages = [
             ReplayMessage(int.from_bytes(frame[:1], "big", signed=True), frame[1:]) for frame in frames if frame
         ]
-        registry = StreamRegistry(self._settings, self._template, SharedSink(MemorySink(MemoryLog())))
         replay: Any = _ScriptedReplay(messages[len(messages) // 2 :])
-        engine_stream = EngineStream(
-            StreamId("m", "default", "w", 0),
-            EngineDefaults(block_size=4),
-            registry,
-            Decoder(),
-            BridgeCounters(),
-            replay,
-            self._threads,
-        )
+        registry = small_registry()
+        engine_stream = EngineStream(STREAM, EngineDefaults(block_size=4), registry, BridgeCounters(), replay)
         await engine_stream.open()
         for message in messages[: len(messages) // 2]:
             await engine_stream.take_live(Messages.of([(abs(message.seq), message.payload)]))
         await engine_stream.ranks.close(0.0, clear=True)
+        registry.threads.close()
 
 
 NUMBERED = [
@@ -132,11 +113,8 @@ def run_messages(data: bytes) -> None:
 async def _receive(messages: list[list[bytes]]) -> None:
     """Send a valid message after them, which shows whether the bridge still works."""
     settings = BridgeSettings.ignoring_environment(bridge_name_pages=4096, bridge_max_workers=2, bridge_away_s=1e-6)
-    template = PublisherSettings.ignoring_environment(
-        model="-", worker="-", block_size=1, ledger_pages=4096, queue_pages=4096
-    )
     address = f"tcp://127.0.0.1:{free_port()}"
-    async with Fleet(settings, template, MemorySink(MemoryLog())) as fleet:
+    async with Fleet(settings, small_publisher(1), MemorySink(MemoryLog())) as fleet:
         await fleet.add(EngineSettings(endpoint=address, bind=True))
         await asyncio.sleep(0)  # the bridge has bound its address, so the engine connects at once
         with ZmqEngine(replay=False, connect_to=address, topic="kv@known@m") as engine:
@@ -174,7 +152,7 @@ async def _ask(request: list[bytes]) -> None:
     kept = KeptBatches(_NUM_KEPT)
     for _ in range(2 * _NUM_KEPT):
         kept.keep(b"batch")
-    replay = ReplaySocket(PublisherSettings.ignoring_environment(model="m", worker="w", block_size=4), endpoint, kept)
+    replay = ReplaySocket(small_publisher(), endpoint, kept)
     with (
         zmq.Context() as context,
         zmq.asyncio.Context() as readers_context,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from tests.support.servers.lines import QUERY, TOKENS, body_of, request
+from tests.rigs.raw_http import QUERY, TOKENS, body_of, request
 
 USUAL = request(QUERY)
 """The request that makes a connection direct."""
@@ -65,31 +65,13 @@ _HEADERS = [
 _ENDS = [b"\n", b"\r", b"\r\r\n", b"\n\r", b" \r\n", b"\r\n\r\n", b""]
 _CHUNKED = b"Transfer-Encoding: chunked"
 _SIZES = [
-    b"%x",
-    b"%X",
-    b"00%x",
-    b"%x;a=b",
-    b'%x;a="b;\r"',
-    b"%x ",
-    b" %x",
-    b"0x%x",
-    b"-%x",
-    b"%xg",
-    b"%x\n",
-    b"%x;",
+    b"%x", b"%X", b"00%x", b"%x;a=b", b'%x;a="b;\r"', b"%x ", b" %x", b"0x%x", b"-%x", b"%xg", b"%x\n", b"%x;",
     b"f%x",
-]
+]  # fmt: skip
 _TAILS = [
-    b"0\r\n\r\n",
-    b"0\r\n\r\n",
-    b"0\r\nX: y\r\n\r\n",
-    b"0\r\nHost: t\r\n\r\n",
-    b"0\n\n",
-    b"00\r\n\r\n",
-    b"0\r\nX\r\n\r\n",
-    b"0\r\n",
-    b"",
-]
+    b"0\r\n\r\n", b"0\r\n\r\n", b"0\r\nX: y\r\n\r\n", b"0\r\nHost: t\r\n\r\n", b"0\n\n", b"00\r\n\r\n",
+    b"0\r\nX\r\n\r\n", b"0\r\n", b"",
+]  # fmt: skip
 _GARBAGE = [
     b"garbage", b"\x00", b"\r\n", b"\n", b"\r\n\r\n", b"\xff" * 40, b"GET", b"{}", b"\x16\x03\x01\x02\x00",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b" ", b"0\r\n\r\n",

@@ -5,39 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tests.fuzz.client_inputs import ANSWERS, FEED, run_answer, run_feed
-from tests.fuzz.engine_floods import FLOODS, FloodTarget
-from tests.fuzz.engine_inputs import PAYLOADS, POLLED, BridgeTarget, run_polled
-from tests.fuzz.http_inputs import (
-    DECISIONS,
-    QUERIES,
-    REGISTRATIONS,
-    HttpTarget,
-    LaneTarget,
-    decision_records,
-    run_decision,
-    run_registration,
-)
-from tests.fuzz.log_inputs import (
-    SNAPSHOT_BODY,
-    RecordTarget,
-    published_records,
-    records,
-    run_published,
-    run_segment,
-    run_snapshot,
-    segment,
-)
-from tests.fuzz.message_inputs import (
-    FRAMES,
-    NUMBERED,
-    REQUESTS,
-    TOPICS,
-    FramesTarget,
-    ReplayTarget,
-    run_messages,
-    run_request,
-)
+from tests.fuzz import client_inputs, engine_inputs, http_inputs, log_inputs, message_inputs
 
 
 class Target(NamedTuple):
@@ -52,21 +20,21 @@ class Target(NamedTuple):
 def targets() -> dict[str, Target]:
     """Return new targets by name."""
     return {
-        "bridge payload": Target(PAYLOADS, BridgeTarget()),
-        "engine flood": Target(FLOODS, FloodTarget()),
-        "polled events": Target(POLLED, run_polled),
-        "frames": Target(FRAMES, FramesTarget()),
-        "topic": Target(TOPICS, run_messages),
-        "replay": Target(NUMBERED, ReplayTarget()),
-        "replay request": Target(REQUESTS, run_request),
-        "record": Target(records(), RecordTarget()),
-        "published record": Target(published_records(), run_published),
-        "segment": Target([segment()], run_segment),
-        "snapshot": Target([SNAPSHOT_BODY], run_snapshot),
-        "query": Target([*QUERIES, *DECISIONS], HttpTarget()),
-        "decision": Target(decision_records(), run_decision),
-        "fast path": Target(QUERIES, LaneTarget()),
-        "registration": Target(REGISTRATIONS, run_registration),
-        "answer": Target(ANSWERS, run_answer),
-        "feed": Target([FEED], run_feed),
+        "bridge payload": Target(engine_inputs.PAYLOADS, engine_inputs.BridgeTarget()),
+        "engine flood": Target(engine_inputs.FLOODS, engine_inputs.FloodTarget()),
+        "polled events": Target(engine_inputs.POLLED, engine_inputs.run_polled),
+        "frames": Target(message_inputs.FRAMES, message_inputs.FramesTarget()),
+        "topic": Target(message_inputs.TOPICS, message_inputs.run_messages),
+        "replay": Target(message_inputs.NUMBERED, message_inputs.ReplayTarget()),
+        "replay request": Target(message_inputs.REQUESTS, message_inputs.run_request),
+        "record": Target(log_inputs.records(), log_inputs.RecordTarget()),
+        "published record": Target(log_inputs.published_records(), log_inputs.run_published),
+        "segment": Target([log_inputs.segment()], log_inputs.run_segment),
+        "snapshot": Target([log_inputs.SNAPSHOT_BODY], log_inputs.run_snapshot),
+        "query": Target([*http_inputs.QUERIES, *http_inputs.DECISIONS], http_inputs.HttpTarget()),
+        "decision": Target(http_inputs.decision_records(), http_inputs.run_decision),
+        "fast path": Target(http_inputs.QUERIES, http_inputs.LaneTarget()),
+        "registration": Target(http_inputs.REGISTRATIONS, http_inputs.run_registration),
+        "answer": Target(client_inputs.ANSWERS, client_inputs.run_answer),
+        "feed": Target([client_inputs.FEED], client_inputs.run_feed),
     }

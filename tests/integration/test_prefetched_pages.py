@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.api_rig import asking
+from tests.rigs.api import asking
 
 pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 

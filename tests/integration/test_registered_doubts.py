@@ -14,7 +14,7 @@ from bridge import BridgeSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
-from tests.support.api_rig import asking, embedding
+from tests.rigs.api import asking, embedding
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port

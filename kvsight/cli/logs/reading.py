@@ -14,7 +14,6 @@ import typer
 from kv_events.log.event_log import EventLogCorruptedError, EventLogError
 from kv_events.log.format import list_segments
 from kv_events.log.moments import LogExtent
-from kv_events.log.tail import TornTail, torn_tail
 from kv_events.runtime.words import count, local_time
 from kvsight.cli.shared.console import UsageError, at_most_one, err, progress_bar, waiting
 from kvsight.cli.shared.process import interrupting_loops, run_until_interrupted
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from indexer.replay import Replay
     from kv_events.log.moments import LogMoment
-    from kv_events.log.reader import RecordChunk
+    from kv_events.log.reader import RecordChunk, TornTail
     from kv_events.records import LogRecord
 
 EXIT_DAMAGED = 1
@@ -68,7 +67,7 @@ class LogInput:
 
         Raises OSError.
         """
-        from kv_events.log.reader import scan_log
+        from kv_events.log.reader import scan_log, torn_tail
 
         with progress_bar() if shared is None else nullcontext(shared) as bar:
             task = bar.add_task(f"{what} (MiB)", total=self.num_bytes // _MIB)
@@ -119,7 +118,7 @@ class LogInput:
 
     def find_torn_tail(self) -> None:
         """Look for a torn tail in a log that is read by other means than `chunks`. Raises OSError."""
-        from kv_events.log.reader import scan_segment
+        from kv_events.log.reader import scan_segment, torn_tail
 
         last, damage = None, list[EventLogCorruptedError]()
         for chunk in scan_segment(list_segments(self.folder)[-1], damage.append):
@@ -192,10 +191,10 @@ def exit_if_any_damaged(logs: Iterable[LogInput]) -> None:
     """Print the warnings of some logs and what could not be read. Ends with exit code 1 unless everything was read."""
     logs = list(logs)
     for line in dict.fromkeys(line for log in logs for line in log.warnings):
-        err.print(f"warning: {line}", markup=False)
+        err.print(f"warning: {line}")
     lines = list(dict.fromkeys(line for log in logs for line in log.damage_lines))  # the logs may be the same
     for line in lines[:_MOST_SHOWN]:
-        err.print(f"damaged: {line}", markup=False)
+        err.print(f"damaged: {line}")
     if len(lines) > _MOST_SHOWN:
         err.print(f"and {len(lines) - _MOST_SHOWN} more")
     if lines:

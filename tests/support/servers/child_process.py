@@ -77,6 +77,47 @@ class ChildProcess:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
 
 
+class RestartableServer:
+    """A server that a test may kill, hold up and restart."""
+
+    process: ChildProcess | None = None
+
+    @property
+    def running(self) -> bool:
+        """Return whether the server's process is alive."""
+        return self.process is not None and self.process.running
+
+    def start(self, command: Sequence[str | Path], log: Path, *ports: int, deadline_s: float = 60.0) -> None:
+        """Start or restart, and block until all ports accept connections."""
+        self.kill()
+        self.process = ChildProcess(command, log)
+        for port in ports:
+            self.process.wait_for_port(port, deadline_s)
+
+    def kill(self) -> None:
+        """Send SIGKILL, without a shutdown."""
+        if self.process is not None:
+            self.process.kill()
+
+    def restart(self) -> None:
+        """Start or restart, and block until the server can be used."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End everything."""
+        self.kill()
+
+    def stop(self) -> None:
+        """Send SIGSTOP: the server then accepts connections and never answers."""
+        assert self.process is not None
+        self.process.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Send SIGCONT."""
+        assert self.process is not None
+        self.process.send(signal.SIGCONT)
+
+
 def has_ipv6() -> bool:
     """Return whether this machine can bind to the IPv6 loopback address."""
     try:

@@ -9,15 +9,13 @@ from typing import Any
 
 import httpx
 
-from api.app import create_app
-from api.service import LiveService
-from api.settings import ApiSettings, RegistrationSettings
+from api.settings import RegistrationSettings
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings
 from indexer.assembly import create_consumer, create_store
 from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
-from tests.support.api_rig import served
+from tests.rigs.api import served
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 
@@ -67,7 +65,5 @@ async def service(**settings: Any) -> AsyncIterator[Service]:
     store = create_store(indexer, "registrations", "registrations.json")
     bridge = BridgeSettings(bridge_name_pages=10_000, bridge_idle_check_s=0.2)
     registrations = Registrations(consumer, log, RegistrationSettings(), bridge, store)
-    settings_of_api = ApiSettings(port=0)
-    app = create_app(LiveService(consumer, settings_of_api, registrations))
-    async with served(app, settings_of_api) as client:
+    async with served(consumer, registrations=registrations) as client:
         yield Service(client)

@@ -10,14 +10,14 @@ import contextlib
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.support.servers.child_process import ChildProcess, PartMissingError, free_port
+from tests.support.servers.child_process import PartMissingError, RestartableServer, free_port
+from tests.support.servers.tcp_proxy import TcpProxy
 
 KAFKA_VERSION = "4.1.1"
 _COORDINATES = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}"
@@ -45,8 +45,8 @@ broker.heartbeat.interval.ms=500
 """
 
 
-class KafkaBroker:
-    """A broker that a test may kill and restart. It keeps its data in `folder`, and its ports."""
+class KafkaBroker(RestartableServer):
+    """A broker that keeps its data in `folder`, and its ports."""
 
     def __init__(
         self,
@@ -77,7 +77,6 @@ class KafkaBroker:
             more=more,
         )
         self._settings.write_text(text)
-        self._process: ChildProcess | None = None
         self._format_storage(users)
 
     @property
@@ -85,32 +84,9 @@ class KafkaBroker:
         """The address, `host:port`."""
         return f"127.0.0.1:{self._port}"
 
-    @property
-    def running(self) -> bool:
-        """Return whether the broker's process is alive."""
-        return self._process is not None and self._process.running
-
     def restart(self) -> None:
         """Start or restart, and block until all listeners accept. Takes about 3 s the first time, 4 s after a kill."""
-        self.kill()
-        self._process = ChildProcess([*self._java, "kafka.Kafka", self._settings], self._log)
-        for port in self._ports:
-            self._process.wait_for_port(port, deadline_s=180.0)
-
-    def kill(self) -> None:
-        """Send SIGKILL, without a shutdown."""
-        if self._process is not None:
-            self._process.kill()
-
-    def stop(self) -> None:
-        """Send SIGSTOP: the broker then accepts connections and never answers."""
-        assert self._process is not None
-        self._process.send(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Send SIGCONT."""
-        assert self._process is not None
-        self._process.send(signal.SIGCONT)
+        self.start([*self._java, "kafka.Kafka", self._settings], self._log, *self._ports, deadline_s=180.0)
 
     def _format_storage(self, users: Sequence[str]) -> None:
         cluster = str(uuid.uuid4())
@@ -127,6 +103,26 @@ class KafkaBroker:
         done = subprocess.run([*self._java, *arguments], capture_output=True, text=True, timeout=180)
         if done.returncode != 0:
             raise RuntimeError(f"formatting Kafka's storage failed:\n{done.stdout}{done.stderr}")
+
+
+class LinkedKafka(KafkaBroker):
+    """Clients follow the address that a broker advertises. So each link is the advertised address of one listener."""
+
+    def __init__(self, folder: Path, links: Sequence[str]) -> None:
+        """links: their names, of capital letters. Raises PartMissingError."""
+        ports = {name: free_port() for name in links}
+        self.links = {name: TcpProxy(f"127.0.0.1:{port}") for name, port in ports.items()}
+        protocols = ",".join(f"{name}:PLAINTEXT" for name in ("PLAINTEXT", "CONTROLLER", *links))
+        more = f"listener.security.protocol.map={protocols}\ninter.broker.listener.name=PLAINTEXT"
+        super().__init__(
+            folder, listeners=ports, advertised={name: link.port for name, link in self.links.items()}, more=more
+        )
+
+    def close(self) -> None:
+        """Kill the broker and end its links. Idempotent."""
+        self.kill()
+        for link in self.links.values():
+            link.close()
 
 
 def _addresses(ports: Mapping[str, int]) -> str:

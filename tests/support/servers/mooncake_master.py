@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_cache.settings import MooncakeSettings
-from tests.support.servers.child_process import ChildProcess, PartMissingError, free_port
+from tests.support.servers.child_process import PartMissingError, RestartableServer, free_port
 
 if TYPE_CHECKING:
     from engine_cache.storage.mooncake_client import MooncakeClient
@@ -78,8 +78,8 @@ class MooncakeAccess:
         return MooncakeClient(self.settings(**values))
 
 
-class MooncakeMaster(MooncakeAccess):
-    """A master that a test may stop, kill and restart. A restart loses all its data."""
+class MooncakeMaster(MooncakeAccess, RestartableServer):
+    """A master that loses all its data when it is restarted."""
 
     def __init__(self, folder: Path) -> None:
         """`restart()` starts the master. Raises PartMissingError."""
@@ -88,40 +88,17 @@ class MooncakeMaster(MooncakeAccess):
         self._port = free_port()
         super().__init__(f"127.0.0.1:{self._port}")
         self._log = folder / "mooncake.log"
-        self._process: ChildProcess | None = None
         self._lender: MooncakeClient | None = None
-
-    @property
-    def running(self) -> bool:
-        """Return whether the master's process is alive."""
-        return self._process is not None and self._process.running
 
     def restart(self) -> None:
         """Start or restart, and block until the master listens."""
-        self.kill()
         options = [f"--rpc_port={self._port}", f"--metrics_port={free_port()}", "--logtostderr=1"]
         binary = Path(sys.executable).parent / "mooncake_master"
-        self._process = ChildProcess([binary, *options], self._log)
-        self._process.wait_for_port(self._port, deadline_s=60.0)
+        self.start([binary, *options], self._log, self._port)
 
     def lend(self) -> None:
         """Lend `LENT_BYTES` of memory to the master until `close`, also after restarts."""
         self._lender = self.connect(mooncake_segment_bytes=LENT_BYTES)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        if self._process is not None:
-            self._process.kill()
-
-    def stop(self) -> None:
-        """Send SIGSTOP: the master then accepts connections and never answers."""
-        assert self._process is not None
-        self._process.send(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Send SIGCONT."""
-        assert self._process is not None
-        self._process.send(signal.SIGCONT)
 
     def close(self) -> None:
         """Take the memory back and end the master."""
@@ -129,3 +106,15 @@ class MooncakeMaster(MooncakeAccess):
         if self._lender is not None:
             self._lender.close()
         self.kill()
+
+
+def lend_memory(address: str, ready: Path) -> None:
+    """Lend memory to a master until the process is killed. The file `ready` is created when it is available."""
+    lender = MooncakeAccess(address).connect(mooncake_segment_bytes=LENT_BYTES)
+    ready.touch()
+    signal.pause()
+    lender.close()
+
+
+if __name__ == "__main__":
+    lend_memory(sys.argv[1], Path(sys.argv[2]))

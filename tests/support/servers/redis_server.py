@@ -7,11 +7,11 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.servers.child_process import ChildProcess, PartMissingError, free_port
+from tests.support.servers.child_process import PartMissingError, RestartableServer, free_port
 
 
-class RedisServer:
-    """A server that a test may kill and restart. It persists nothing."""
+class RedisServer(RestartableServer):
+    """A server that persists nothing."""
 
     def __init__(self, folder: Path, tls: Sequence[str] = (), password: str | None = None) -> None:
         """`restart()` starts the server. tls: options of a server with TLS only. password: of the default user.
@@ -24,7 +24,6 @@ class RedisServer:
         login = ["--requirepass", password] if password is not None else []
         where = ["--bind", "127.0.0.1", *ports, "--dir", str(folder), *login]
         self._command = [str(_binary()), *where, "--save", "", "--appendonly", "no"]
-        self._process: ChildProcess | None = None
 
     @property
     def address(self) -> str:
@@ -36,21 +35,9 @@ class RedisServer:
         """The URL, `redis://host:port/0`."""
         return f"redis://127.0.0.1:{self._port}/0"
 
-    @property
-    def running(self) -> bool:
-        """Return whether the server's process is alive."""
-        return self._process is not None and self._process.running
-
     def restart(self) -> None:
         """Start or restart, and block until the server listens."""
-        self.kill()
-        self._process = ChildProcess(self._command, self._log)
-        self._process.wait_for_port(self._port, deadline_s=60.0)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        if self._process is not None:
-            self._process.kill()
+        self.start(self._command, self._log, self._port)
 
 
 def _binary() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import ssl
 import uuid
@@ -14,6 +15,7 @@ from typing import Any, Self
 import httpx
 
 from kv_events.runtime.variables import FLAGS, variable
+from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.prepared_python import PreparedProcess
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
@@ -119,6 +121,17 @@ class ServiceProcess:
         """Return the sequence hashes of the pages in a worker's view."""
         answer = self.get(f"/workers/{worker}/view")
         return {page["sequence_hash"] for page in answer.json()["pages"]} if answer.is_success else set()
+
+    def metric(self, name: str) -> float:
+        """Return the sum of the samples of a metric, whose name may include labels; 0 if there are none."""
+        lines = (line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines())
+        return sum(float(value) for sample, value in lines if re.fullmatch(rf"{name}(\{{.*\}})?", sample))
+
+    def is_right(self, engine: PublishingProcess) -> bool:
+        """Return whether the view of an engine is live and equals what the engine holds."""
+        listener, num_held = self.listener(engine.worker), len(engine.held)
+        shown = listener.get("state"), listener.get("epoch"), listener.get("pages", {}).get("GPU")
+        return shown == ("live", engine.epoch, num_held) and self.pages(engine.worker) <= engine.held
 
     @property
     def _running(self) -> bool:

@@ -20,7 +20,7 @@ from indexer.decisions.log import DecisionLog, DecisionsUnavailableError
 from kv_events.decisions import Candidate, Decision, DecisionRecord, Outcome, decode_decision
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
 from kv_events.records import Channel, LogRecord
-from tests.support.api_rig import asking
+from tests.rigs.api import asking
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream

@@ -24,8 +24,8 @@ from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import app as cli
+from tests.rigs.api import asking
 from tests.support import http_checks
-from tests.support.api_rig import asking
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until

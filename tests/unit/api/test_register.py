@@ -22,7 +22,7 @@ from indexer.consumer import Consumer
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
-from tests.support.api_rig import asking, embedding
+from tests.rigs.api import asking, embedding
 from tests.support.http_checks import check_problem
 from tests.support.waiting import async_wait_until
 

@@ -1,0 +1,128 @@
+"""HTTPS of the service: both paths, both clients, and files that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.server import listen
+from api.settings import ApiSettings
+from kv_events.errors import InvalidValueError
+from tests.rigs.api import served
+from tests.support.commands import kvsight
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
+from tests.support.servers.certificates import Certificates
+from tests.support.servers.service_process import ServiceProcess
+from tests.support.waiting import async_wait_until
+
+TOKENS = list(range(1, 17))
+QUERY = {"model_name": "m", "token_ids": TOKENS}
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return Certificates(tmp_path / "certificates")
+
+
+@pytest.fixture
+async def secure(certificates: Certificates) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a service of 300 workers that speaks HTTPS."""
+    issued = certificates.issue("service")
+    fed, context = HandFed(), ssl.create_default_context(cafile=certificates.ca)
+    async with served(fed.consumer, context, tls_cert_file=issued.cert, tls_key_file=issued.key) as client:
+        assert client.base_url.scheme == "https"
+        for number in range(300):
+            await fed.hold(Stream(f"worker-{number}"), TOKENS)
+        yield client
+
+
+async def test_queries_in_either_lane_and_of_any_size_are_answered(secure: httpx.AsyncClient) -> None:
+    for _ in range(10):  # one connection whose requests repeat
+        hot = (await secure.post("/query", json=QUERY)).json()
+        assert len(hot["instances"]) == 300
+    ordinary = (await secure.post("/query?", json=QUERY)).json()
+    assert ordinary["scores"] == hot["scores"]
+    large = {"model_name": "m", "token_ids": TOKENS * 50_000}
+    assert (await secure.post("/query", json=large)).json()["instances"]["worker-7"]["gpu"] == len(TOKENS)
+    assert len((await secure.get("/workers")).json()) == 300
+
+
+async def test_plain_http_and_unknown_authorities_get_no_answer(secure: httpx.AsyncClient) -> None:
+    async with httpx.AsyncClient() as stranger:
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            await stranger.get(f"{secure.base_url}/workers")
+        with pytest.raises(httpx.TransportError):
+            await stranger.get(str(secure.base_url).replace("https", "http") + "/workers")
+    assert (await secure.get("/health")).is_success
+
+
+def test_the_command_serves_https_with_a_locked_key(certificates: Certificates, tmp_path: Path) -> None:
+    issued = certificates.issue("service", password="of-the-key")
+    (tmp_path / "password").write_text("of-the-key\n")
+    variables = {
+        "KVSIGHT_TLS_CERT_FILE": issued.cert,
+        "KVSIGHT_TLS_KEY_FILE": issued.key,
+        "KVSIGHT_TLS_KEY_PASSWORD_FILE": tmp_path / "password",
+        "SSL_CERT_FILE": certificates.ca,
+    }
+    with ServiceProcess(tmp_path, **variables) as service:
+        asked = kvsight(
+            *("top", "--ranks", "--once", "--url", service.url),
+            environment={"SSL_CERT_FILE": str(certificates.ca), "PATH": os.environ["PATH"]},
+        )
+    assert (asked.returncode, asked.stdout, asked.stderr) == (0, "no worker is known\n", "")
+
+
+async def test_a_renewed_certificate_is_served_to_new_connections(
+    certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    issued = certificates.issue("service")
+    context = ssl.create_default_context(cafile=certificates.ca)
+
+    async def serial(client: httpx.AsyncClient) -> str:
+        """Return the serial number of the certificate that a new connection gets."""
+        _reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port, ssl=context)
+        found: str = writer.get_extra_info("peercert")["serialNumber"]
+        writer.close()
+        return found
+
+    files: dict[str, Any] = {"tls_cert_file": issued.cert, "tls_key_file": issued.key}
+    async with served(HandFed().consumer, context, **files) as client:
+        assert (await client.get("/health")).is_success
+        first = await serial(client)
+        issued.key.write_text("no key")
+        await async_wait_until(lambda: "the certificates stay as they are" in caplog.text, 60)
+        assert await serial(client) == first
+        assert certificates.issue("service") == issued
+
+        async def is_renewed() -> bool:
+            return await serial(client) != first
+
+        await async_wait_until(is_renewed, 60, "the new certificate")
+        assert (await client.get("/health")).is_success
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"tls_key_file": "key"}, "--tls-cert-file"),
+        ({"tls_cert_file": "cert"}, "--tls-cert-file"),
+        ({"tls_cert_file": "missing"}, "--tls-cert-file"),
+        ({"tls_cert_file": "cert", "tls_key_file": "other"}, "--tls-key-file"),
+        ({"tls_cert_file": "cert", "tls_key_file": "locked"}, "--tls-key-password-file"),
+    ],
+)
+def test_a_wrong_file_is_named_at_the_start(files: dict[str, str], named: str, certificates: Certificates) -> None:
+    issued, other = certificates.issue("service"), certificates.issue("other")
+    locked = certificates.issue("locked", password="secret")
+    paths = {"cert": issued.cert, "key": issued.key, "other": other.key, "locked": locked.key, "missing": Path("/none")}
+    with pytest.raises(InvalidValueError, match=named):
+        listen(ApiSettings(**{name: paths[file] for name, file in files.items()}))  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""Connections whose requests repeat are served by kernels, and answer as before."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import select
+from contextlib import AsyncExitStack
+
+import pytest
+
+from api.app import create_app
+from api.fast import connection
+from api.fast.fast_path import FastPath
+from api.fast.heads import Head
+from api.server import running_server
+from api.service import LiveService
+from api.settings import ApiSettings
+from tests.rigs.raw_http import (
+    HEALTH,
+    QUERY,
+    TOKENS,
+    Connect,
+    Line,
+    a_service,
+    body_of,
+    prompts,
+    request,
+)
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
+
+
+async def test_requests_that_repeat_do_not_reach_the_protocol(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Head] = []
+    ordinary = FastPath.answer
+
+    def noted(lane: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
+        taken.append(head)
+        return ordinary(lane, head, data, start)
+
+    monkeypatch.setattr(FastPath, "answer", noted)
+
+    lines = [await connect() for _ in range(40)]
+    single = await connect()
+    for data in prompts():
+        expected = await single.ask(data.replace(b"/query", b"/query?"))
+        assert {await line.ask(data) for line in lines} == {expected}
+    assert len(taken) == 2 * len(lines)
+    for line in lines:
+        line.writer.write(prompts()[0])
+    assert {await line.answer() for line in lines} == {await single.ask(prompts()[0])}
+    scrape = await single.ask(b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n")
+    count = 41 * len(prompts()) + len(lines) + 1
+    assert b'kvsight_queries_total{route="/query"} %d.0' % count in scrape[2]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        request(body_of(token_ids=TOKENS, x=1)),
+        request(body_of(token_ids=[1.5])),
+        request(body_of(token_ids=TOKENS[:3]), "/query_by_hash"),
+        request(body_of(token_ids=TOKENS), extra=b"X-Other: 1\r\n"),
+        request(body_of(token_ids=TOKENS), content_type="application/msgpack"),
+        request(body_of(token_ids=list(range(10_000)))),
+        HEALTH,
+        b"-",
+    ],
+)
+@pytest.mark.parametrize("pieces", [1, 3])
+async def test_other_requests_of_a_direct_connection_are_answered_as_before(
+    connect: Connect, other: bytes, pieces: int
+) -> None:
+    line, single = await connect(), await connect()
+    for data in prompts()[:5]:
+        await line.ask(data)
+    status, headers, body = await single.ask(other)
+    assert await line.ask(other, pieces=pieces) == (status, headers, body)
+    if b"connection: close" in headers:
+        assert await line.is_at_end()
+        return
+    for data in [*prompts(), *prompts()]:
+        assert await line.ask(data) == await single.ask(data)
+
+
+async def test_direct_connections_may_end_at_any_time(connect: Connect) -> None:
+    kept = await connect()
+    expected = await kept.ask(prompts()[0])
+    for number in range(60):  # file descriptors are used again
+        lines = [await connect() for _ in range(3)]
+        for line in lines:
+            for data in prompts()[:3]:
+                await line.ask(data)
+        lines[0].writer.transport.abort()
+        lines[1].writer.write(prompts()[0][: number % 40])
+        await lines[1].close()
+        lines[2].writer.write(prompts()[0])
+        lines[2].writer.write_eof()
+        assert await lines[2].answer() == expected
+        assert await lines[2].is_at_end()
+        assert await kept.ask(prompts()[0]) == expected
+
+
+async def test_a_client_that_reads_late_gets_all_answers() -> None:
+    async with a_service(num_more=200) as connect:
+        line, other = await connect(), await connect()
+        expected = await line.ask(request(QUERY))
+        for _ in range(3):
+            await line.ask(request(QUERY))
+        for _ in range(500):
+            line.writer.write(request(QUERY))
+            await other.ask(prompts()[0])  # so the server has read what was sent before
+        for _ in range(500):
+            assert await line.answer() == expected
+
+
+async def test_a_connection_stays_ordinary_while_too_many_files_are_open(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(select, "epoll", fails)
+
+    line, single = await connect(), await connect()
+    for data in prompts() * 2:
+        assert await line.ask(data) == await single.ask(data)
+
+
+async def test_an_error_of_one_direct_connection_is_none_of_the_others(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary = connection.FastConnection.resume
+
+    def fails_once(server: connection.FastConnection, data: bytes, rest: bytes) -> None:
+        if b"hostile" in data:
+            raise ValueError("hostile")
+        ordinary(server, data, rest)
+
+    monkeypatch.setattr(connection.FastConnection, "resume", fails_once)
+
+    hostile, line, single = await connect(), await connect(), await connect()
+    for data in prompts()[:5]:
+        for each in (hostile, line):
+            await each.ask(data)
+    other = request(body_of(token_ids=TOKENS, x=1))
+    hostile.writer.write(b"hostile")
+    line.writer.write(other)
+    assert await line.answer() == await single.ask(other)
+    assert await hostile.is_at_end()
+
+
+async def test_an_idle_direct_connection_makes_room_for_a_new_one() -> None:
+    async with a_service(max_connections=1) as connect:
+        line = await connect()
+        for data in prompts():
+            assert (await line.ask(data))[0] == b"HTTP/1.1 200 OK"
+        new = await connect()
+        assert (await new.ask(prompts()[0]))[0] == b"HTTP/1.1 200 OK"
+        assert await line.is_at_end()
+
+
+async def test_a_server_ends_with_its_direct_connections() -> None:
+    async with AsyncExitStack() as service:
+        api, fed = ApiSettings(port=0), HandFed()
+        url = await service.enter_async_context(running_server(create_app(LiveService(fed.consumer, api)), api))
+        await fed.hold(Stream("1"), TOKENS)
+        line = await Line.connect(url)
+        for data in prompts():
+            assert (await line.ask(data))[0] == b"HTTP/1.1 200 OK"
+        await service.aclose()
+        assert await line.is_at_end()
+        await line.close()
+
+
+@pytest.mark.soak
+async def test_an_idle_direct_connection_is_closed_and_a_busy_one_is_not(connect: Connect) -> None:
+    idle, busy = await connect(), await connect()
+    for line in (idle, busy):
+        for data in prompts():
+            await line.ask(data)
+    closed = asyncio.create_task(idle.is_at_end())
+    while not closed.done():  # uvicorn's keep-alive ends after 5 s
+        assert (await busy.ask(prompts()[0]))[0] == b"HTTP/1.1 200 OK"
+        await asyncio.sleep(0.1)
+    assert closed.result()
+    async with asyncio.timeout(20):
+        assert await busy.is_at_end()

@@ -1,0 +1,96 @@
+"""The fast path takes a query only if its answer is that of the ordinary way."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from api.access.tokens import TokenRegistry
+from api.fast.fast_path import FastPath
+from api.fast.heads import HeadCache
+from api.service import LiveService
+from api.settings import ApiSettings
+from kv_events.streams import StreamId
+from tests.support.log.hand_fed import HandFed
+
+BODY = json.dumps({"model_name": "m", "token_ids": list(range(16))}).encode()
+
+
+def lane_of(**settings: Any) -> FastPath:
+    """Return the fast path of an application that knows one worker and is not running."""
+    fed = HandFed()
+    fed.consumer.namespaces.add_view(StreamId("m", "default", "w", 0), 4)
+    return LiveService(fed.consumer, ApiSettings(**settings)).fast_path
+
+
+def answer(fast_path: FastPath, body: bytes = BODY, path: bytes = b"/query") -> bytes | None:
+    head_bytes = head(path, len(body))
+    found = fast_path.heads.find(head_bytes)
+    assert found is not None
+    return fast_path.answer(found, head_bytes + body, len(head_bytes))
+
+
+def head(
+    path: bytes = b"/query", length: int = 1, *lines: bytes, method: bytes = b"POST", version: bytes = b"1.1"
+) -> bytes:
+    given = [b"Host: h", b"Content-Type: application/json", b"Content-Length: %d" % length, *lines]
+    return b"\r\n".join([b"%s %s HTTP/%s" % (method, path, version), *given, b"", b""])
+
+
+def test_a_service_that_has_not_caught_up_answers_unless_it_must_be_ready() -> None:
+    assert answer(lane_of()) is not None
+    assert answer(lane_of(answer_before_ready=False)) is None
+
+
+@pytest.mark.parametrize("model", ["m", "unknown"])
+def test_errors_are_left_to_the_ordinary_way(model: str) -> None:
+    fast_path = lane_of()
+    assert answer(fast_path, json.dumps({"model_name": model, "token_ids": "x"}).encode()) is None
+    assert (answer(fast_path, json.dumps({"model_name": model, "token_ids": [1]}).encode()) is None) == (
+        model == "unknown"
+    )
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        head(b"/query", 1, method=b"PUT"),
+        head(b"/query", 1, version=b"1.0"),
+        head(b"/query?"),
+        head(b"/query/"),
+        head(b"/workers"),
+        head(b"/query", 1, b"Connection: close"),
+        head(b"/query", 1, b"Expect: 100-continue"),
+        head(b"/query", 1, b"Connection: upgrade", b"Upgrade: websocket"),
+        head(b"/query", 1, b"Content-Type: text/plain"),
+        head(b"/query", 1, b"Content-Length: 2"),
+        head(b"/query", 2**40),
+        head()[:-2],
+        b"\r\n\r\n",
+        b"POST /query\r\n\r\n",
+        b"POST /query HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"POST /query HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)
+def test_unusual_heads_are_left_to_the_ordinary_way(unusual: bytes) -> None:
+    heads = HeadCache(["/query"], TokenRegistry(ApiSettings()), 2**20)
+    assert heads.find(head()) is not None
+    assert heads.find(unusual) is None
+    assert heads.find(unusual) is None  # from memory
+
+
+def test_the_bytes_of_a_head_decide_about_its_token() -> None:
+    heads = HeadCache(["/query"], TokenRegistry(ApiSettings(api_token="right")), 2**20)
+    assert heads.find(head(b"/query", 1, b"Authorization: Bearer right")) is not None
+    for wrong in (b"Bearer wrong", b"bearer right", b"Bearer right2", b""):
+        assert heads.find(head(b"/query", 1, b"Authorization: " + wrong)) is None
+    assert heads.find(head()) is None
+
+
+def test_as_many_heads_and_envelopes_as_a_client_can_invent_are_read() -> None:
+    fast_path = lane_of()
+    for number in range(10_000):
+        body = b'{"x":%d,"model_name":"m","token_ids":[1]}' % number
+        assert answer(fast_path, body) is not None

@@ -1,0 +1,309 @@
+"""What kernels are made of: bundles of arrays, machine instructions, small memory pages, and private parts of numba."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numba import njit, types
+from numba.core.errors import NumbaError, TypingError
+
+from indexer.index import OverlapIndex
+from kv_events.digest import add_page, digest_bytes, empty_digest, page_counts, remove_page
+from kv_events.kernels import instructions
+from kv_events.kernels.arrays import give_back, zeros
+from kv_events.kernels.bundles import I64Input, U8Vector, U32Matrix, U64Input, U64Vector, resident, spread
+from kv_events.kernels.declare import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME, array_kernel
+from kv_events.kernels.load import KernelCode
+from tests.support.log.records import digest_of
+
+# --- bundles --------------------------------------------------------------------------------------------------------
+
+
+class Inner(NamedTuple):
+    words: U64Vector
+    rows: U32Matrix
+
+
+class Outer(NamedTuple):
+    inner: Inner
+    flags: U8Vector
+
+
+class Other(NamedTuple):
+    inner: Inner
+    marks: U8Vector
+
+
+class Events(NamedTuple):
+    hashes: U64Input
+    lengths: I64Input
+
+
+@array_kernel(types.int64, Outer, spread(Events), types.int64)
+def change(outer, events, step):
+    """What a kernel says of itself."""
+    outer.inner.words[0] += np.uint64(step)
+    total = outer.inner.rows[1, 2] + outer.flags[outer.flags.shape[0] - 1] + events.hashes[0]
+    return np.int64(total) + events.lengths[1] + 1000 * outer.inner.rows.shape[0]
+
+
+def outer() -> Outer:
+    rows = np.arange(6, dtype=np.uint32).reshape(2, 3)
+    return Outer(Inner(np.zeros(3, np.uint64), rows), np.array([1, 2, 7], np.uint8))
+
+
+def events() -> Events:
+    return Events(np.frombuffer((10).to_bytes(8, "little"), np.uint64), np.array([20, 30]))
+
+
+def test_a_kernel_reads_and_writes_the_arrays_of_a_resident_bundle_which_keeps_them_alive() -> None:
+    held = outer()
+    block, words = resident(held), held.inner.words
+    assert change(block, events(), 5) == 2000 + 5 + 7 + 10 + 30
+    assert words.tolist() == [5, 0, 0]
+    held.flags[2] = 8
+    del held
+    gc.collect()
+    assert change(block, events(), 1) == 2000 + 5 + 8 + 10 + 30
+    assert words[0] == 6
+
+
+def wrong_number(block: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    block[0] += 1
+    return block
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        resident(Other(*outer())),
+        resident(outer().inner),
+        resident(outer())[1:],
+        wrong_number(resident(outer())),
+        np.zeros(0, np.uint64),
+    ],
+    ids=["of equal shape", "of another shape", "cut", "of another class", "empty"],
+)
+def test_a_kernel_refuses_what_is_not_a_resident_bundle_of_its_class(block: npt.NDArray[np.uint64]) -> None:
+    with pytest.raises(TypeError, match="not a resident Outer"):
+        change(block, events(), 1)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [np.zeros(3), np.zeros((3, 1), np.uint8), np.zeros(6, np.uint8)[::2], np.frombuffer(b"abc", np.uint8)],
+    ids=["of another type", "of two dimensions", "with gaps", "read-only"],
+)
+def test_only_arrays_that_are_what_their_fields_state_become_resident(flags: npt.NDArray[np.uint8]) -> None:
+    with pytest.raises(TypeError, match="Outer"):
+        resident(outer()._replace(flags=flags))
+
+
+def test_what_is_declared_and_what_is_spread_is_checked() -> None:
+    assert (change.__name__, change.__doc__) == ("change", "What a kernel says of itself.")
+    with pytest.raises(TypeError, match="No matching definition"):
+        change(resident(outer()), events()._replace(lengths=np.zeros(2, np.int32)), 1)
+    with pytest.raises(TypeError, match="neither a named tuple"):
+
+        @array_kernel(types.int64, "Outer")
+        def _kernel(outer):
+            return 0
+
+
+# --- instructions ---------------------------------------------------------------------------------------------------
+
+
+def compiled(name: str, parameters: str) -> Any:
+    """Return a function that Python can call, with one instruction in it."""
+    names = {name: getattr(instructions, name)}
+    exec(f"def run({parameters}): return {name}({parameters})", names)  # numba inlines no variable arguments
+    return njit(names["run"])
+
+
+_lanes_equal = compiled("lanes_equal", "array, index, mask, wanted")
+_lowest_bit, _leading_zeros = compiled("lowest_bit", "word"), compiled("leading_zeros", "word")
+_upper_product = compiled("upper_product", "word, low, high")
+_eight_bytes, _put_eight = compiled("eight_bytes", "data, at"), compiled("put_eight", "target, at, word")
+_equal_bytes = compiled("equal_bytes", "data, at, byte")
+_copy_sixteen = compiled("copy_sixteen", "target, at, source, start")
+U64 = st.integers(0, 2**64 - 1)
+FEW = st.sampled_from([0, 1, 2, 2**32, 2**32 + 1, 2**63, 2**64 - 1])
+
+
+@given(st.lists(FEW, min_size=8, max_size=20), st.data(), FEW, FEW)
+def test_lanes_are_compared_in_their_order(words: list[int], data: st.DataObject, mask: int, wanted: int) -> None:
+    index = data.draw(st.integers(0, len(words) - 8))
+    expected = sum(1 << i for i, lane in enumerate(words[index : index + 8]) if lane & mask == wanted)
+    assert _lanes_equal(np.array(words, np.uint64), index, np.uint64(mask), np.uint64(wanted)) == expected
+
+
+@pytest.mark.parametrize("array", [np.zeros(16, np.uint32), np.zeros(32, np.uint64)[::2], np.zeros((2, 8), np.uint64)])
+def test_lanes_of_other_arrays_are_refused_when_compiled(array: npt.NDArray[Any]) -> None:
+    with pytest.raises(TypingError):
+        _lanes_equal(array, 0, np.uint64(1), np.uint64(1))
+
+
+@given(U64.filter(bool), U64, U64)
+def test_bits_are_counted_from_both_ends_and_words_multiplied(word: int, low: int, high: int) -> None:
+    assert _lowest_bit(np.uint64(word)) == f"{word:b}"[::-1].index("1")
+    assert _leading_zeros(np.uint64(word)) == 64 - word.bit_length()
+    product = word * (high << 64 | low) % 2**128 >> 64
+    assert int(_upper_product(np.uint64(word), np.uint64(low), np.uint64(high))) == product
+
+
+@given(st.binary(min_size=64, max_size=90), st.binary(min_size=16, max_size=40), st.data())
+def test_bytes_are_read_compared_and_copied_at_their_place_and_nowhere_else(
+    text: bytes, other: bytes, data: st.DataObject
+) -> None:
+    array, at = np.frombuffer(bytearray(text), np.uint8), data.draw(st.integers(0, len(text) - 64))
+    assert _eight_bytes(np.frombuffer(text, np.uint8), at) == int.from_bytes(text[at : at + 8], "big")
+    byte = data.draw(st.sampled_from(text))
+    expected = sum(1 << i for i, each in enumerate(text[at : at + 64]) if each == byte)
+    assert int(_equal_bytes(array, at, np.uint8(byte))) == expected
+    start, target = data.draw(st.integers(0, len(other) - 16)), np.frombuffer(bytearray(other), np.uint8)
+    _copy_sixteen(target, start, array, at)
+    assert target.tobytes() == other[:start] + text[at : at + 16] + other[start + 16 :]
+    _put_eight(target, start, np.uint64(2**63 + 5))
+    assert target[start : start + 9].tobytes() == (2**63 + 5).to_bytes(8, "little") + text[at + 8 : at + 9]
+
+
+# --- the digest -----------------------------------------------------------------------------------------------------
+
+
+@array_kernel(types.void, U64Vector, types.int64, U64Input)
+def _add(digest, medium, hashes):
+    for i in range(hashes.shape[0]):
+        add_page(digest, medium, hashes[i])
+
+
+@array_kernel(types.void, U64Vector, types.int64, U64Input)
+def _remove(digest, medium, hashes):
+    for i in range(hashes.shape[0]):
+        remove_page(digest, medium, hashes[i])
+
+
+PAGES = st.sets(st.tuples(U64, st.integers(0, 3)), max_size=20)
+
+
+@given(PAGES, PAGES)
+def test_adding_and_removing_in_any_order_equals_counting_from_scratch(
+    kept: set[tuple[int, int]], gone: set[tuple[int, int]]
+) -> None:
+    digest = empty_digest()
+    gone -= kept
+    for page, medium in [*gone, *kept]:
+        _add(digest, medium, np.array([page], np.uint64))
+    for page, medium in gone:
+        _remove(digest, medium, np.array([page], np.uint64))
+    assert digest_bytes(digest) == digest_of(kept)
+    assert page_counts(digest) == [sum(medium == m for _, medium in kept) for m in range(4)]
+
+
+def test_pages_are_mixed_by_splitmix_whose_outputs_do_not_cancel_out() -> None:
+    digest = empty_digest()
+    _add(digest, 0, np.array([0], np.uint64))
+    assert int(digest[4]) == 0xE220A8397B1DCDAF  # the published first output
+    _add(digest, 1, np.array([1, 2, 3], np.uint64))
+    assert int(digest[5]) != 0
+
+
+# --- zeros in small memory pages ------------------------------------------------------------------------------------
+
+MANY = 2**23
+
+
+@pytest.mark.parametrize("shape", [0, 10, MANY, (4, MANY)])
+def test_zeros_can_be_written(shape: int | tuple[int, ...]) -> None:
+    array = zeros(shape, np.uint64)
+    assert array.shape == np.zeros(shape, np.uint64).shape
+    assert array.dtype == np.uint64
+    assert not array.reshape(-1)[-1:].any()
+    array[-1:] = 7
+    assert (array[-1:] == 7).all()
+
+
+def test_large_memory_pages_are_not_used() -> None:
+    """The first write to a huge page takes milliseconds, and a store would wait for it."""
+    array = zeros(MANY, np.uint64)
+    before = _mappings()
+    (flags,) = [flags for (first, end), flags in before.items() if first <= array.ctypes.data < end]
+    assert "nh" in flags
+    index = OverlapIndex(2**20)
+    new = [flags for (first, end), flags in _mappings().items() if (first, end) not in before and end - first >= 2**21]
+    assert index.num_pages == 0
+    assert any("nh" in flags for flags in new)
+    assert not any("hg" in flags for flags in new)
+
+
+def _mappings() -> dict[tuple[int, int], list[str]]:
+    """Return the flags of each anonymous mapping that can be written. The system joins mappings that are alike."""
+    found = re.finditer(
+        r"^([0-9a-f]+)-([0-9a-f]+) rw-p \w+ \S+ 0 [^\n]*\n(?:[A-Z]\w+:[^\n]*\n)*?VmFlags: ([^\n]*)$",
+        Path("/proc/self/smaps").read_text(),
+        re.MULTILINE,
+    )
+    return {(int(each[1], 16), int(each[2], 16)): each[3].split() for each in found}
+
+
+def test_memory_is_given_back_in_steps() -> None:
+    array = zeros((MANY, 2), np.uint64)
+    array[:] = 1
+    used = array[: MANY // 2]
+    assert sum(1 for _ in give_back(used)) == used.nbytes // 2**22
+    assert not used.any()
+    assert array[MANY // 2 :].all()
+    assert list(give_back(zeros(10, np.uint64))) == []
+    with pytest.raises(MemoryError):
+        zeros(2**62, np.uint8)
+
+
+# --- private parts of numba; a failure shows what a new version changed ---------------------------------------------
+
+
+def test_the_option_that_leaves_the_memory_runtime_out() -> None:
+    def allocates() -> Any:
+        return np.zeros(3)[0]
+
+    assert njit(allocates)() == 0
+    with pytest.raises((NumbaError, NotImplementedError)):
+        njit(**NO_MEMORY_RUNTIME)(allocates)()
+
+
+def test_callers_get_the_code_of_a_function_as_it_was_lowered() -> None:
+    double: Any = njit(forceinline=True, **FOR_KERNELS_ONLY)(lambda number: 2 * number)
+
+    @njit(types.int64(types.int64))
+    def entry(number: int) -> Any:
+        return double(number) + 1
+
+    assert entry(20) == 41
+    (overload,) = double.overloads.values()
+    linked = str(overload.library._get_module_for_linking())
+    is_translated = overload.library._codegen._engine.is_symbol_defined(overload.fndesc.llvm_func_name)
+    assert not is_translated, "numba translates functions of kernels by themselves: see _UntranslatedLibrary"
+    assert "cpython" not in linked, "njit ignores no_cpython_wrapper: functions of kernels take longer to compile"
+    assert "cfunc" not in linked, "njit ignores no_cfunc_wrapper: functions of kernels take longer to compile"
+
+
+def test_kernels_are_kept_in_a_given_folder_and_found_there(tmp_path: Path) -> None:
+    signature: Any = types.int64()
+
+    def answer() -> int:
+        return 42
+
+    for was_kept in (False, True):
+        kernel: Any = njit(answer)
+        code = KernelCode(kernel, tmp_path, is_writable=True)
+        assert code.is_kept(signature) is was_kept, "numba.core.caching keeps or finds nothing in the folder"
+        code.compile(signature)
+        assert kernel() == 42
+        assert sum(kernel.stats.cache_hits.values()) == was_kept
+    assert [*tmp_path.glob("*.nbi")], "numba.core.caching ignores the locator"

@@ -1,0 +1,93 @@
+"""Applications that are asked without a server, or over one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+
+from api.app import Application, create_app
+from api.server import running_server
+from api.service import LiveService
+from api.settings import ApiSettings, RegistrationSettings
+from api.workers.registrations import Registrations
+from bridge import BridgeSettings
+from indexer.consumer import Consumer
+from kv_events.log.memory import MemoryLog
+from tests.support.log.hand_fed import HandFed
+
+Serving = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, HandFed]]]
+
+
+@asynccontextmanager
+async def asking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """Run an application, and yield a client of it."""
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        yield client
+
+
+@pytest.fixture
+def serving() -> Serving:
+    """`async with serving(**settings) as (client, fed)`: a client of an application, and what feeds its consumer."""
+
+    @asynccontextmanager
+    async def serve(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, HandFed]]:
+        fed = HandFed()
+        async with asking(create_app(LiveService(fed.consumer, ApiSettings(**settings)))) as client:
+            yield client, fed
+
+    return serve
+
+
+@pytest.fixture
+def fed() -> HandFed:
+    """Feeds the consumer of `client`."""
+    return HandFed()
+
+
+@pytest.fixture
+async def client(fed: HandFed) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application with the default settings."""
+    async with asking(create_app(LiveService(fed.consumer, ApiSettings()))) as client:
+        yield client
+
+
+def embedding(consumer: Consumer, log: MemoryLog, bridge: BridgeSettings | None = None, **settings: Any) -> Application:
+    """Return an application that reads engines itself. log: that the consumer reads."""
+    registrations = Registrations(consumer, log, RegistrationSettings(**settings), bridge or BridgeSettings(), None)
+    return create_app(LiveService(consumer, ApiSettings(), registrations))
+
+
+@asynccontextmanager
+async def served(
+    consumer: Consumer, verify: Any = True, registrations: Registrations | None = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Run a server of a consumer, and yield a client of it. verify: as for the client. settings: of the service."""
+    api = ApiSettings(port=0, **settings)
+    app = create_app(LiveService(consumer, api, registrations))
+    async with running_server(app, api) as url, httpx.AsyncClient(base_url=url, verify=verify, timeout=60) as client:
+        yield client
+
+
+async def samples(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    """Scrape: (name, label values in the order of the label names) -> value."""
+    families = text_string_to_metric_families((await client.get("/metrics")).text)
+    return {
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def replace(file: Path, text: str) -> None:
+    """Replace a file at once, as secrets of Kubernetes are."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)

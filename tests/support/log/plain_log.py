@@ -1,0 +1,45 @@
+"""A log of records of equal length, whose content follows from their index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.records import LogRecord
+
+RECORD_BYTES = 12 + 24 + 3 + 100
+HEADER_BYTES = 24
+SEGMENT = 1000
+"""Bytes of a segment with room for seven records."""
+
+
+def record(i: int) -> LogRecord:
+    return LogRecord(i % 3, 1000 + i, 1_700_000_000_000 + 10 * i, b"w-%d" % (i % 3), b"%100d" % i)
+
+
+def write(folder: Path, records: range, segment_bytes: int = 64 * 2**20) -> None:
+    with EventLogWriter(folder, segment_bytes=segment_bytes) as writer:
+        for i in records:
+            assert writer.append(record(i)) == i
+
+
+def read(folder: Path, start: int = 0) -> list[tuple[int, LogRecord]]:
+    return list(EventLogReader(folder).read(start))
+
+
+def expected(records: range) -> list[tuple[int, LogRecord]]:
+    return [(i, record(i)) for i in records]
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.kvlog"))
+
+
+def flip(path: Path, position: int, bits: int = 0x10) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= bits
+    path.write_bytes(data)
+
+
+def payloads(folder: Path) -> list[LogRecord]:
+    return [item for _, item in read(folder)]
