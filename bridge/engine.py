@@ -21,8 +21,7 @@ from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
 from bridge.threads import DecodeThreads
 from bridge.worker_stream import StreamStatus
-from kv_events.endpoints import Locate
-from kv_events.engine_wire import parse_topic
+from kv_events.engine_wire import Locate, parse_topic
 from kv_events.errors import shorten
 from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger

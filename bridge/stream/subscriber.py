@@ -21,7 +21,7 @@ from bridge.settings import BridgeSettings, EngineSettings
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import MAX_MESSAGES, Backlog, Inbox, Inboxes, SenderMessages, receiving
 from bridge.stream.replay import MAX_MESSAGE_BYTES
-from kv_events.endpoints import Locate, LocateError, is_ipv6
+from kv_events.engine_wire import Locate, LocateError, is_ipv6
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
