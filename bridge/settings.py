@@ -106,7 +106,6 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
         return self.num_ranks * SOCKET_FILES * (1 if self.replay_endpoint is None else 2)
 
     def of_rank(self, offset: int) -> EngineSettings:
-        """The entry of one rank."""
         replay = self.replay_endpoint
         return msgspec.structs.replace(
             self,

@@ -154,7 +154,6 @@ class _Answer:
         """Ask for the batches from `start`."""
         self.frames: deque[list[bytes]] = deque()
         self.is_cut = False
-        """Whether the rest is dropped."""
         self._socket = socket
         # a readable socket may be empty again once the engine has died, so reads must not block; waits have a limit
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
@@ -162,7 +161,6 @@ class _Answer:
         self._reader.send_multipart(replay_request(start), zmq.NOBLOCK)
 
     def receive(self) -> None:
-        """Receive the messages that wait."""
         with suppress(zmq.Again):
             while not self.is_cut:
                 self.frames.append(self._reader.recv_multipart(zmq.NOBLOCK))
@@ -172,7 +170,6 @@ class _Answer:
                     self.is_cut = True
 
     def next(self) -> list[bytes]:
-        """Remove and return the oldest message."""
         frames = self.frames.popleft()
         self._num_bytes -= sum(map(len, frames))
         return frames

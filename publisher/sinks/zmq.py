@@ -101,7 +101,6 @@ class ZmqSink:
             await asyncio.to_thread(context.term)
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Wait forever."""
         await asyncio.Event().wait()
         yield ResyncRequest("", 0)  # never reached; makes this function a generator
 
