@@ -152,7 +152,8 @@ async def test_there_is_a_bound_on_clients_even_on_those_that_came_together() ->
         async with client.stream("GET", "/events") as response:
             statuses.append(response.status_code)
             if response.is_success:
-                await anext(response.aiter_bytes())
+                chunks = response.aiter_bytes()  # closes the answer when it is deleted
+                await anext(chunks)
                 await asyncio.Event().wait()
 
     limits = httpx.Limits(max_connections=None)

@@ -91,7 +91,7 @@ def random_moments(log: Path, number: int) -> list[str]:
 async def test_random_moments_are_those_of_the_command(client: httpx.AsyncClient, log: Path, tmp_path: Path) -> None:
     query = {"model_name": "m", "seq_hashes": list(range(1, 40))}
     (tmp_path / "query.json").write_text(json.dumps(query))
-    for at in random_moments(log, 20):
+    for at in random_moments(log, 8):
         expected = {(view["model"], view["worker"], view["dp_rank"]): view for view in replayed(log, "--at", at)}
         workers = (await client.get("/workers", params={"at": at})).json()
         shown = {
