@@ -69,10 +69,9 @@ def demo(
 ) -> None:
     """Run simulated engines, the index and the API in one process.
 
-    Compares routing policies on a generated workload. hiradix and himamba have a host and a disk tier.
-    Then runs a live fleet, serves the page that shows it, and asks the API which worker holds a
-    prompt. Needs no Kafka, Redis, Docker or GPU. Of the KVSIGHT_ variables only the port and the hash seed are used.
-    Stop with Ctrl-C.
+    Compares routing policies on a generated workload. hiradix and himamba have a host and a disk tier. Then runs a live
+    fleet, serves the page that shows it, and asks the API which worker holds a prompt. Needs no Kafka, Redis, Docker or
+    GPU. Of the KVSIGHT_ variables only the port and the hash seed are used. Stop with Ctrl-C.
 
     With --engine, runs one worker that publishes to Kafka, for trying out a deployment without GPUs. It has a real
     radix cache and a generated workload. --capacity and all options below it are for this worker. After Ctrl-C it

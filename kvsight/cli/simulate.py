@@ -48,10 +48,9 @@ def simulate(
     The caches and the events are real. hiradix and himamba have a host and a disk tier, mamba and himamba recurrent
     states. Without --trace, the workload is generated.
 
-    Shows for each policy the share of
-    prompt tokens found in the caches, the load of the workers, and the wrong pages: those that were in a cache or in
-    the router's view of it at the end, but not in both. Their number must be 0. With --groups, wrong answers about the
-    last prompts count, too.
+    Shows for each policy the share of prompt tokens found in the caches, the load of the workers, and the wrong pages:
+    those that were in a cache or in the router's view of it at the end, but not in both. Their number must be 0. With
+    --groups, wrong answers about the last prompts count, too.
 
     Example: kvsight simulate --trace conversation_trace.jsonl.gz --workers 8
     """
