@@ -393,7 +393,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     def iter_announced(self) -> Iterator[tuple[str, BlockStored]]:
         """Return storage key and event of every page that events report in the storage backend."""
-        return iter(()) if self.store is None else self.store.announced()
+        return iter(()) if self.store is None else iter(self.store.announced.items())
 
     def prefetch_from_storage(
         self,

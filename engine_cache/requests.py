@@ -185,9 +185,9 @@ class Requests:
         return slot
 
     def _free_slots(self, req: Request, given: IndexArray | None) -> None:
-        """Free the slots of a request that the tree did not accept. A slot that a load still fills is freed later."""
+        """Free the slots of a request that the tree did not accept."""
         assert self._states is not None
         for slot in (req.mamba_pool_idx, req.mamba_track_idx):
-            if slot is not None and slot is not given and not self._states.loading_slots.release(slot):
-                self._states.allocator.free(slot)
+            if slot is not None and slot is not given:
+                self._states.release_slot(slot)
         req.mamba_pool_idx = req.mamba_track_idx = req.mamba_cow_src_index = req.mamba_last_track_seqlen = None

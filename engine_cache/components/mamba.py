@@ -17,7 +17,7 @@ from engine_cache.storage.operations import PrefetchOperation
 from engine_cache.tree.events import LAST_PAGE, EventRecorder
 from engine_cache.tree.node import ComponentType, TreeNode
 from engine_cache.tree.tree import RadixTree
-from engine_cache.types import IndexArray, no_indices
+from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 from kv_events.streams import MAMBA_GROUP
 
@@ -27,40 +27,6 @@ class StatePool(Protocol):
 
     def copy_from(self, src: IndexArray, dst: IndexArray) -> None:
         """Copy the states of the slots `src` to the slots `dst`, in all layers."""
-
-
-class LoadingSlots:
-    """Prevents the reuse of a slot that its request releases during a load, until the load has ended.
-
-    Otherwise the load would overwrite the state of the next owner. Belongs to the tree's thread.
-    """
-
-    def __init__(self) -> None:
-        self._slots: dict[int, int] = {}  # load -> slot it writes to
-        self._released: set[int] = set()
-
-    def begin(self, load: int, slot: IndexArray) -> None:
-        """Record that a load writes to this slot, [1], of a request."""
-        self._slots[load] = int(slot[0])
-
-    def release(self, slot: IndexArray) -> bool:
-        """Release the slot of a request. Returns True if a load still writes to it; `end` returns the slot then."""
-        is_loading = int(slot[0]) in self._slots.values()
-        if is_loading:
-            self._released.add(int(slot[0]))
-        return is_loading
-
-    def end(self, load: int) -> IndexArray:
-        """Record the end of a load. Returns the slot that can be freed now, [1], or an empty array."""
-        slot = self._slots.pop(load, None)
-        if slot is None or slot not in self._released or slot in self._slots.values():
-            return no_indices()
-        self._released.remove(slot)
-        return np.array([slot], np.int64)
-
-    def released(self) -> IndexArray:
-        """Return the slots that were released by their requests and are still in use by loads."""
-        return np.array(sorted(self._released), np.int64)
 
 
 class MambaComponent(AuxiliaryComponent):
@@ -101,8 +67,8 @@ class MambaComponent(AuxiliaryComponent):
 
     def clear(self) -> None:
         super().clear()
-        self.loading_slots = LoadingSlots()
-        self._loading: set[int] = set()  # loads of states that have not ended
+        self._loads: dict[int, int | None] = {}  # load of a state -> slot of a request that it writes to as well
+        self._released: set[int] = set()  # slots that their requests have released and loads still write to
 
     @property
     def device_allocator(self) -> PagedTokenToKVPoolAllocator:
@@ -170,19 +136,35 @@ class MambaComponent(AuxiliaryComponent):
         assert slots[0] is not None
         self.put_on_device(node, slots[0])
         self.lock_host(node)  # until `end_load`
-        self._loading.add(ack_id)
+        self._loads[ack_id] = None
         if req is not None:
             assert slots[1] is not None
             req.mamba_pool_idx, req.mamba_cow_src_index = slots[1], None
-            self.loading_slots.begin(ack_id, slots[1])
+            self._loads[ack_id] = int(slots[1][0])
 
     def end_load(self, ack_id: int, node: TreeNode) -> None:
-        if ack_id in self._loading:
-            self._loading.remove(ack_id)
-            self.unlock_host(node)
-        free = self.loading_slots.end(ack_id)
-        if len(free):
-            self.allocator.free(free)
+        if ack_id not in self._loads:
+            return
+        slot = self._loads.pop(ack_id)
+        self.unlock_host(node)
+        if slot in self._released and slot not in self._loads.values():
+            self._released.remove(slot)
+            self.allocator.free(np.array([slot], np.int64))
+
+    def release_slot(self, slot: IndexArray) -> None:
+        """Free the slot of a request, [1].
+
+        A slot that a load still writes to is freed when the load has ended, because the load would overwrite the state
+        of the next owner.
+        """
+        if int(slot[0]) in self._loads.values():
+            self._released.add(int(slot[0]))
+        else:
+            self.allocator.free(slot)
+
+    def released_slots(self) -> IndexArray:
+        """Return the slots that were released by their requests and are still in use by loads."""
+        return np.array(sorted(self._released), np.int64)
 
     def archive_transfer(self, node: TreeNode, keys: list[str]) -> PoolTransfer:
         return _trailing_state(self.data(node).host_value, keys[-1:])

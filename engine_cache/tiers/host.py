@@ -194,7 +194,14 @@ class LoadBacks:
             self._device.unlock(lock.node, lock.tickets)
         if rows is None:
             return None
-        self._assign(ack_id, node, nodes, rows, extras, req)
+        start = 0
+        for step in nodes:
+            self._device.put(step, rows[start : start + len(step.key)])
+            start += len(step.key)
+        for component in self._components:
+            component.commit_load(ack_id, node, [each for each in extras if each.name is component.pool], req)
+        self.ongoing[ack_id] = node
+        self._locks[ack_id] = self._device.lock(node)
         return rows
 
     def _is_worth_loading(self, num_units: int, quota: int | None, extras: list[PoolTransfer]) -> bool:
@@ -228,24 +235,6 @@ class LoadBacks:
                 if data.host_value is not None:
                     component.lock_host(step)
                     held.callback(component.unlock_host, step)
-
-    def _assign(
-        self,
-        ack_id: int,
-        node: TreeNode,
-        nodes: list[TreeNode],
-        rows: IndexArray,
-        extras: list[PoolTransfer],
-        req: Request | None,
-    ) -> None:
-        start = 0
-        for step in nodes:
-            self._device.put(step, rows[start : start + len(step.key)])
-            start += len(step.key)
-        for component in self._components:
-            component.commit_load(ack_id, node, [each for each in extras if each.name is component.pool], req)
-        self.ongoing[ack_id] = node
-        self._locks[ack_id] = self._device.lock(node)
 
     def loading_check(self) -> None:
         """Unlock the nodes whose load has finished. Raises TransferError after a failed load: reset the cache then."""

@@ -9,7 +9,7 @@ the backend holds become nodes on the host. All methods run on the thread that o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,7 +43,8 @@ class StorageTier:
         self.ongoing_prefetches: dict[str, PrefetchOperation] = {}
         self.archive_tokens_occupied = 0
         self.prefetch_tokens_occupied = 0
-        self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that the backend holds
+        self.announced: dict[str, BlockStored] = {}
+        """Storage key -> event of every page that events report in storage."""
         self._host = host
         self._leaves = host.leaves
         self._tree = host.device.tree
@@ -62,7 +63,7 @@ class StorageTier:
         self.ongoing_archives.clear()
         self.ongoing_prefetches.clear()
         self.archive_tokens_occupied = self.prefetch_tokens_occupied = 0
-        self._announced.clear()
+        self.announced.clear()
         self.io.reset()
 
     def detach(self) -> str | None:
@@ -75,7 +76,7 @@ class StorageTier:
         if not self._controller.engine.drain(_DETACH_TIMEOUT_S):
             return f"transfers did not end within {_DETACH_TIMEOUT_S:g} s"
         self.check_events()
-        self._withdraw(list(self._announced))
+        self._withdraw(list(self.announced))
         self.io.backend.unregister_host_pools()
         self._host.backups.archiver = None
         return None
@@ -134,8 +135,8 @@ class StorageTier:
         self.archive_tokens_occupied -= operation.num_units
         operation.held.close()
         for key, event in zip(operation.keys[: operation.completed_pages], operation.events, strict=False):
-            if key not in self._announced and self._is_held(key):
-                self._announced[key] = event
+            if key not in self.announced and self._is_held(key):
+                self.announced[key] = event
                 self._events.queue.append(event)
 
     def _hold(self, node: TreeNode) -> ExitStack:
@@ -151,14 +152,10 @@ class StorageTier:
 
     # --- stored pages -----------------------------------------------------------------------------------------------
 
-    def announced(self) -> Iterator[tuple[str, BlockStored]]:
-        """Yield storage key and event of every page that events report in storage."""
-        yield from self._announced.items()
-
     def clear_store(self) -> None:
         """Remove every page of this model and rank from the backend."""
         self.io.backend.clear()
-        self._withdraw(list(self._announced))
+        self._withdraw(list(self.announced))
 
     def _is_held(self, key: str) -> bool:
         try:
@@ -174,12 +171,12 @@ class StorageTier:
         try:
             return self.io.backend.take_removed()
         except StorageClosedError:
-            return list(self._announced)
+            return list(self.announced)
 
     def _withdraw(self, keys: Iterable[str]) -> None:
         """Record the removal of the pages that were announced. Ignores other pages."""
         for key in keys:
-            event = self._announced.pop(key, None)
+            event = self.announced.pop(key, None)
             if event is not None:
                 self._events.queue.append(BlockRemoved(event.block_hashes, event.medium, event.extra_key))
 

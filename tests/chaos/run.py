@@ -12,11 +12,10 @@ from random import Random
 import msgspec
 
 from tests.chaos.answers import Answers, joined, left_out, live_dips, read_answers
-from tests.chaos.compare import compare
 from tests.chaos.engine import PINNED_TOKENS
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.rig import Rig
-from tests.chaos.watch import FRESH_S, Watch
+from tests.chaos.watch import FRESH_S, Watch, compare
 
 _OVERLAP = 0.3
 """Share of the injections with two faults at once."""

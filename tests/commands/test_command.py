@@ -16,7 +16,8 @@ import pytest
 from kv_events.log.event_log import EventLogReader
 from kv_events.schema import CLOSED
 from kvsight import Client, StateChanged
-from tests.support.bridge.rig import GPU, View, on
+from tests.models.stream_reader import StreamReader
+from tests.rigs.bridge import GPU, on
 from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight
 from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
@@ -139,7 +140,7 @@ def engine() -> Iterator[ZmqEngine]:
 
 def held(folder: Path) -> set[tuple[int, int]]:
     """Return the pages that the only stream of an event log holds at its end."""
-    view = View()
+    view = StreamReader()
     reader = EventLogReader(folder)
     for _, record in reader.read(reader.first_index):
         view.read(record.payload)

@@ -129,7 +129,7 @@ def check_component(
         mapped = None if request_indices is None else component.allocator.translate(request_indices)
         owned = None if mapped is None else mapped[mapped > 0]
     elif isinstance(component, MambaComponent) and owned is not None:
-        owned = np.concatenate((owned, component.loading_slots.released()))
+        owned = np.concatenate((owned, component.released_slots()))
     check_pages(component.device_allocator, _joined([data.value for data in held]), owned)
 
 

@@ -2,6 +2,18 @@
 
 from engine_cache import Request
 from engine_cache.base import InitLoadBackParams
+from tests.rigs.cache import CacheRig
+from tests.rigs.cache_stores import MemoryStorage
+
+
+def archived(rig, *prompts):
+    """Return a store to which another cache of this kind has archived the prompts. The rig is attached to it."""
+    store = MemoryStorage()
+    writer = CacheRig(rig.name, window=rig.window, swa_pages=8, host_pages=16).attach(store, batch_pages=2)
+    writer.turns(*prompts)
+    assert writer.cache.detach_storage_backend()[0]
+    rig.attach(store, batch_pages=2)
+    return store
 
 
 def on_host(rig, tokens):

@@ -1,0 +1,208 @@
+"""Locks: what they hold, on each tier, and releases that undo exactly their own lock."""
+
+import pytest
+
+from engine_cache import CacheStateError, DecLockRefParams, EvictParams, EvictResult, IncLockRefResult
+from kv_events.errors import InvalidValueError
+from tests.rigs.cache import AB, ABC, ABCD, EVERYTHING, A, CacheRig, rigs
+
+pytestmark = pytest.mark.torch
+
+ALL = ("radix", "mamba", "hiradix", "himamba", "unified", "unified+mamba+swa")
+
+
+def locked(rig, kind="full", field="lock_ref"):
+    return rig.ends(kind, field)
+
+
+def ends(*prompts):
+    return {tuple(tokens) for tokens in prompts}
+
+
+# --- locks ---
+
+
+@rigs(*ALL)
+def test_a_locked_prefix_is_not_evicted_and_locks_count(rig):
+    rig.turns(A, AB, [1, 1, 5, 5])
+    node = rig.match(AB).last_device_node
+    locks = [rig.cache.inc_lock_ref(node) for _ in range(2)]
+    assert [(lock.delta, lock.node) for lock in locks] == [(-4, node), (0, node)]
+    assert (rig.cache.evictable_size(), rig.cache.protected_size()) == (2, 4)
+    assert rig.cache.evict(EvictParams(100)).num_tokens_evicted == 2
+    assert len(rig.match(AB).device_indices) == 4
+    assert [rig.cache.release(lock).delta for lock in locks] == [0, 4]
+    with pytest.raises(CacheStateError, match="lock_ref 0"):
+        rig.cache.dec_lock_ref(node, DecLockRefParams())
+    assert (node.lock_ref, rig.cache.evict(EvictParams(100)).num_tokens_evicted) == (0, 4)
+
+
+@rigs(*ALL)
+def test_the_root_is_locked_and_unlocked_for_free(rig):
+    lock = rig.cache.inc_lock_ref(rig.cache.root_node)
+    assert (lock.delta, lock.tickets, rig.cache.release(lock).delta) == (0, (), 0)
+
+
+@rigs(*ALL)
+def test_nodes_of_another_tree_or_of_none_are_refused(rig):
+    rig.insert(A)
+    rig.settle()
+    node, other = rig.node_of(A), CacheRig(rig.name).cache
+    with pytest.raises(CacheStateError, match="is not below"):
+        other.inc_lock_ref(node)
+    with pytest.raises(CacheStateError):
+        other.dec_lock_ref(node, DecLockRefParams())
+    rig.cache.evict(EvictParams(2))
+    rig.cache.evict_host(2)
+    with pytest.raises(CacheStateError):
+        rig.cache.inc_lock_ref(node)
+
+
+@rigs("hiradix")
+def test_an_evicted_node_can_be_neither_locked_nor_unlocked(rig):
+    rig.demoted(A)
+    for method in (rig.cache.inc_lock_ref, rig.cache.dec_lock_ref):
+        with pytest.raises(CacheStateError, match="not on the device"):
+            method(rig.node_of(A))
+
+
+@rigs("mamba")
+def test_locks_keep_the_way_and_the_state_but_not_the_states_on_the_way(rig):
+    rig.turns(A, AB)
+    lock = rig.cache.inc_lock_ref(rig.node_of(AB))
+    states = rig.cache.states
+    assert (rig.cache.protected_size(), states.protected_size) == (4, 1)
+    with pytest.raises(CacheStateError, match="mamba_lock_ref 0"):
+        rig.cache.dec_lock_ref(rig.node_of(A))
+    assert rig.node_of(A).lock_ref == 1
+    assert rig.cache.evict(EVERYTHING) == EvictResult(0, 1)
+    assert (rig.ends(), rig.ends("mamba")) == (ends(A, AB), ends(AB))
+    rig.cache.release(lock)
+    assert (states.evictable_size, states.protected_size) == (1, 0)
+
+
+@rigs("himamba")
+def test_locking_what_is_not_on_the_device_locks_the_way_to_it_and_names_it(rig):
+    upper, lower = rig.turns(A, AB)
+    rig.cache.evict(EvictParams(2))
+    lock = rig.cache.inc_lock_ref(lower)
+    assert lock == IncLockRefResult(-2, upper)
+    assert (upper.lock_ref, lower.lock_ref) == (1, 0)
+    with pytest.raises(CacheStateError, match=f"node {lower.id} is not on the device"):
+        rig.cache.dec_lock_ref(lower)
+    assert rig.cache.evict(EvictParams(2)) == EvictResult(0, 0)
+    rig.cache.dec_lock_ref(lock.node)
+    assert (upper.lock_ref, rig.data(upper, "mamba").lock_ref) == (0, 0)
+    rig.cache.evict_host(2)
+    with pytest.raises(CacheStateError, match="has no ancestor on the device"):
+        rig.cache.inc_lock_ref(lower)
+
+
+@pytest.mark.parametrize("is_demoted", [False, True])
+@rigs("himamba", "unified+mamba")
+def test_a_lock_is_taken_back_where_it_was_taken_whatever_was_loaded_or_demoted_since(rig, is_demoted):
+    upper, lower = rig.turns(A, AB)
+    rig.cache.evict(EvictParams(2))
+    lock = rig.cache.inc_lock_ref(lower)
+    assert (lock.node, lock.tickets) == (upper, ())
+    rig.load(AB)
+    rig.settle()
+    rig.end_requests()
+    if is_demoted:
+        rig.cache.evict(EvictParams(2))
+        rig.cache.release(lock)
+        assert (upper.lock_ref, rig.data(upper, "mamba").lock_ref, lower.lock_ref) == (0, 0, 0)
+        return
+    other = rig.cache.inc_lock_ref(lower)
+    assert (upper.lock_ref, lower.lock_ref, rig.data(lower, "mamba").lock_ref) == (2, 1, 1)
+    rig.cache.release(lock)
+    assert (upper.lock_ref, lower.lock_ref, rig.data(lower, "mamba").lock_ref) == (1, 1, 1)
+    rig.cache.release(other)
+    assert locked(rig) == locked(rig, "mamba") == set()
+
+
+@rigs("unified+mamba+swa", tiers=1)
+def test_a_state_that_is_locked_keeps_the_swa_rows_of_its_node(rig):
+    node, _ = rig.turns(A, AB)
+    mamba, swa = rig.cache.auxiliaries
+    mamba.lock(node)
+    node.lock_ref += 1
+    assert (rig.cache._evictor.evict_component(swa, 100), rig.has(A, "swa")[0]) == (2, True)
+    rig.reset()
+
+
+@rigs("unified+mamba")
+def test_a_release_must_state_what_it_takes_back(rig):
+    node, _ = rig.turns(A, AB)
+    lock = rig.cache.inc_lock_ref(node)
+    with pytest.raises(InvalidValueError, match="params"):
+        rig.cache.dec_lock_ref(lock.node)
+    rig.cache.dec_lock_ref(lock.node, lock.to_dec_params())
+
+
+@rigs("unified")
+def test_a_tree_of_kv_alone_needs_no_word_on_a_release(rig):
+    _, node = rig.turns(A, AB)
+    assert (rig.cache.inc_lock_ref(node).delta, rig.cache.dec_lock_ref(node).delta) == (-4, 4)
+
+
+# --- locks of a sliding window with gaps ---
+
+
+def make_gap(rig, node):
+    """Free the SWA rows of a node on both tiers."""
+    (swa,) = rig.cache.auxiliaries
+    swa.free_on_device(node)
+    swa.free_on_host(node)
+
+
+def acquire(rig, tokens, tier="lock_ref"):
+    """Lock the window that ends with these tokens. Returns the function that releases it."""
+    (swa,), node = rig.cache.auxiliaries, rig.node_of(tokens)
+    if tier == "lock_ref":
+        lock = rig.cache.inc_lock_ref(node)
+        return lambda: rig.cache.release(lock)
+    ticket = swa.acquire(node, on_host=True)
+    return lambda: swa.release(ticket)
+
+
+WIDE = {"window": 4, "device_pages": 10, "swa_pages": 10}
+
+
+@pytest.mark.parametrize(("gap", "held"), [(ABC, (AB, ABCD)), (ABCD, (AB, ABC))])
+@pytest.mark.parametrize("tier", ["lock_ref", "host_lock_ref"])
+@rigs("unified+swa", **WIDE)
+def test_a_lock_continues_behind_a_gap_and_above_a_tombstone(rig, tier, gap, held):
+    rig.turns(A, AB, ABC, ABCD)
+    make_gap(rig, rig.node_of(gap))
+    release = acquire(rig, ABCD, tier)
+    assert locked(rig, "swa", tier) == ends(*held)
+    release()
+    assert locked(rig, "swa", tier) == set()
+
+
+@rigs("unified+swa", **WIDE)
+def test_a_release_leaves_locks_that_came_to_a_gap_after_it_was_filled(rig):
+    rig.turns(A, AB, ABC, ABCD)
+    make_gap(rig, rig.node_of(ABC))
+    first = acquire(rig, ABCD)
+    rig.turns(ABCD)
+    second = acquire(rig, ABCD)
+    first()
+    assert locked(rig, "swa") == ends(ABC, ABCD)
+    second()
+    assert locked(rig, "swa") == set()
+
+
+@rigs("unified+swa", page_size=1, device_pages=20, swa_pages=20, host_pages=30, swa_host_pages=30)
+def test_both_parts_of_a_gap_that_is_split_stay_gaps_of_the_lock(rig):
+    _, gap, _ = rig.turns([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5])
+    make_gap(rig, gap)
+    first = acquire(rig, [1, 2, 3, 4, 5])
+    rig.match([1, 2, 3])
+    rig.turns([1, 2, 3, 4, 5])
+    second = acquire(rig, [1, 2, 3, 4, 5])
+    first()
+    assert locked(rig, "swa") == {(1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 4, 5)}
+    second()
+    assert locked(rig, "swa") == set()

@@ -1,0 +1,263 @@
+"""Insert, match and split: what a tree adopts, frees, restores and returns, for each kind of state."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from engine_cache import EvictParams, InsertParams, Lane, MatchPrefixParams, RadixCache, RadixKey, ThreadCopyEngine
+from tests.models.cache_checks import check_cache
+from tests.rigs.cache import AB, ABC, ABCD, CLEARED, CPU, GPU, NOTHING, A, CacheRig, rigs, stored
+
+pytestmark = pytest.mark.torch
+
+DEVICE = ("radix", "mamba")
+HOST = ("hiradix", "himamba", "unified")
+SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}
+
+
+def path(rig, tokens, kind="full"):
+    """Return (units, has device data of the kind) of the nodes along a prefix, starting at the root."""
+    nodes = list(rig.up(rig.node_of(tokens)))
+    return [(len(node.key), rig.data(node, kind).value is not None) for node in reversed(nodes)]
+
+
+def uses(rig):
+    return [(len(place.node.key), place.node.priority, place.node.hit_count) for place in rig.walk()]
+
+
+# --- a tree of KV alone ---
+
+
+def insert(cache, tokens, rows=None, extra_key=None, **params):
+    value = None if rows is None else np.asarray(rows)
+    return cache.insert(InsertParams(RadixKey(tokens, extra_key), value, **params))[:2]
+
+
+def match(cache, tokens, extra_key=None):
+    return cache.match_prefix(MatchPrefixParams(RadixKey(tokens, extra_key)))
+
+
+def rows_of(cache, tokens, extra_key=None):
+    return match(cache, tokens, extra_key).device_indices.tolist()
+
+
+@pytest.fixture
+def cache():
+    cache = RadixCache(page_size=2)
+    yield cache
+    check_cache(cache)
+
+
+def test_a_split_copies_lock_hits_and_priority(cache):
+    for _ in range(2):
+        insert(cache, [1, 2, 3, 4], priority=7)
+    (old,) = cache.root_node.children.values()
+    cache.inc_lock_ref(old)
+    upper = match(cache, [1, 2]).last_device_node
+    assert (upper.lock_ref, upper.hit_count, old.hit_count, upper.priority) == (1, 2, 2, 7)
+    assert cache.protected_size() == 4
+    cache.dec_lock_ref(old)
+    assert upper.lock_ref == 0
+
+
+def test_priority_rises_along_the_path_and_never_falls(cache):
+    for tokens, priority in (([1, 2], 3), ([1, 2, 3, 4], 5), ([1, 2], 1)):
+        insert(cache, tokens, priority=priority)
+    assert match(cache, [1, 2]).last_device_node.priority == 5
+
+
+def test_hits_count_inserts_unless_chunked(cache):
+    insert(cache, [1, 2], chunked=True)
+    node = match(cache, [1, 2]).last_device_node
+    for chunked, expected in ((False, 1), (True, 1)):
+        assert node.hit_count == expected - (not chunked)
+        insert(cache, [1, 2], chunked=chunked)
+        assert node.hit_count == expected
+
+
+def test_insert_copies_the_rows(cache):
+    rows = np.array([10, 11])
+    insert(cache, [1, 2], rows)
+    rows[:] = 0
+    match(cache, [1, 2]).device_indices[:] = 0
+    assert rows_of(cache, [1, 2]) == [10, 11]
+
+
+def test_what_does_not_fit_the_key_or_the_cache_is_refused(cache):
+    with pytest.raises(ValueError, match=r"value: got '3 rows'.*4 units"):
+        insert(cache, [1, 2, 3, 4], [1, 2, 3])
+    with pytest.raises(ValueError, match="is_bigram"):
+        cache.match_prefix(MatchPrefixParams(RadixKey([1, 2, 3], is_bigram=True)))
+
+
+@rigs(*DEVICE, *HOST, "unified+mamba+swa")
+def test_a_reset_forgets_everything_on_every_tier(rig):
+    rig.insert(A)
+    rig.settle()
+    rig.insert([3, 3])  # its copy is in flight
+    rig.cache.inc_lock_ref(rig.match(A).last_device_node)
+    rig.cache.take_events()
+    rig.reset()
+    rig.settle()
+    assert rig.events() == [CLEARED]
+    assert (rig.cache.evictable_size(), rig.cache.protected_size(), len(rig.match(A).device_indices)) == (0, 0, 0)
+    assert all((each.evictable_size, each.protected_size) == (0, 0) for each in rig.cache.auxiliaries)
+    for pool in (rig.pool, rig.slots, *rig.host_pools.values(), *([rig.swa.swa] if rig.swa else [])):
+        assert pool.available_size() == pool.size
+    rig.insert(AB)
+    rig.settle()
+
+
+@rigs(*DEVICE, *HOST, "unified+mamba", disable=True)
+def test_a_disabled_cache_takes_nothing(rig):
+    assert rig.insert(AB)[:2] == (0, 0)
+    result = rig.match(AB)
+    assert result.best_match_node is rig.cache.root_node
+    assert rig.cache.inc_lock_ref(result.last_device_node).delta == 0
+    assert rig.cache.dec_lock_ref(result.last_device_node) == (0,)
+    rig.tokens.clear()  # the caller keeps its rows
+    is_taken = rig.cls in ("radix", "hiradix")
+    assert rig.cache.insert(InsertParams(RadixKey(AB), np.arange(4), mamba_value=np.array([1]))) == (0, 0, not is_taken)
+
+
+# --- what an insert adopts ---
+
+
+@rigs(*HOST)
+def test_a_prompt_that_is_computed_again_is_reported_again_and_its_rows_are_taken(rig):
+    rig.demoted(AB)
+    free = rig.pool.available_size()
+    result = rig.insert(ABC)
+    known = 4 if rig.cls == "unified" else 0
+    assert (result.prefix_len, result.total_len, result.mamba_exist) == (known, 6, False)
+    assert rig.events() == stored(GPU, [1, 1], [2, 2], [3, 3])
+    assert (rig.pool.available_size(), len(rig.held(GPU))) == (free - 6, 3)
+
+
+@rigs(*HOST)
+def test_an_insert_is_a_hit_of_evicted_nodes_but_not_in_a_tree_of_kv_alone(rig):
+    rig.demoted(A)
+    hits = rig.node_of(A).hit_count
+    rig.insert(A)
+    assert rig.node_of(A).hit_count - hits == int(rig.cls != "hiradix")
+    rig.settle()
+
+
+@rigs("himamba", "unified+mamba")
+def test_what_is_on_the_device_counts_and_its_duplicates_are_freed(rig):
+    rig.turns(A, AB)
+    rig.cache.evict(EvictParams(2))
+    free = rig.pool.available_size()
+    result = rig.insert(ABC)
+    known = 4 if rig.cls == "unified" else 2
+    assert (result.prefix_len, result.total_len, rig.pool.available_size()) == (known, 6, free - 4)
+
+
+@pytest.mark.parametrize("was_evicted", [False, True])
+@rigs("unified+swa")
+def test_a_node_is_cut_where_its_swa_rows_begin(rig, was_evicted):
+    if was_evicted:
+        rig.demoted(ABC)
+    rig.insert(ABC, evicted=1)
+    assert path(rig, ABC, "swa") == [(2, False), (4, True)]
+    assert rig.match(ABC).last_device_node is rig.node_of(ABC)
+    assert rig.match(AB).last_device_node is rig.cache.root_node
+    rig.settle()
+
+
+@rigs("unified+swa", tiers=1)
+def test_a_leaf_longer_than_the_window_is_cut_so_that_a_lock_holds_one_window(rig):
+    tokens = [*ABCD, 5, 5]
+    rig.insert(tokens)
+    assert path(rig, tokens, "swa") == [(6, True), (4, True)]
+    lock = rig.cache.inc_lock_ref(rig.node_of(tokens))
+    assert rig.cache.evict(EvictParams(100, swa_num_tokens=100)) == (0, 0, 6)
+    rig.cache.release(lock)
+
+
+@pytest.mark.parametrize(("evicted", "expected"), [(3, (0, 0, True)), (5, (0, 0, True)), (2, (0, 6, False))])
+@rigs("unified+swa+mamba")
+def test_a_leaf_outside_the_window_is_not_made(rig, evicted, expected):
+    assert tuple(rig.insert(ABC, evicted=evicted)) == expected
+    rig.settle()
+
+
+@rigs("unified+swa")
+def test_what_is_known_of_a_vetoed_leaf_is_reported(rig):
+    rig.insert(A)
+    assert tuple(rig.insert(ABC, evicted=3)) == (2, 2, True)
+    assert rig.match(ABC).device_indices.tolist() == rig.node_of(A).value.tolist()
+
+
+@pytest.mark.parametrize(("evicted", "expected"), [(0, [(6, True)]), (1, [(2, False), (4, True)]), (3, [(6, False)])])
+@rigs("unified+swa", window=6, device_pages=12, swa_pages=12, tiers=1)
+def test_a_tombstone_inside_the_window_takes_over_the_swa_rows_of_the_caller(rig, evicted, expected):
+    rig.turns(ABC, ABCD)
+    node = rig.node_of(ABC)
+    rig.cache.auxiliaries[0].free_on_device(node)
+    kept = node.value.tolist()
+    lock = rig.cache.inc_lock_ref(node)  # a reader of these rows
+    rig.insert(ABCD, evicted=evicted)
+    rig.cache.release(lock)
+    assert path(rig, ABC, "swa") == expected
+    assert rig.match(ABC).device_indices.tolist() in (kept, [])
+    assert [row for step in reversed(list(rig.up(rig.node_of(ABC)))) for row in step.value] == kept
+
+
+@rigs("mamba", "unified+mamba")
+def test_a_key_without_a_unit_takes_nothing(rig):
+    assert tuple(rig.cache.insert(InsertParams(RadixKey([]), NOTHING))) == (0, 0, True)
+
+
+# --- splits ---
+
+
+SWA = {"page_size": 1, "window": 8, "device_pages": 20, "swa_pages": 20, "host_pages": 30}
+
+
+@pytest.mark.parametrize("was_evicted", [False, True])
+@rigs("unified+swa", **SWA)
+def test_both_parts_of_a_node_that_an_insert_cuts_count_as_used(rig, was_evicted):
+    """Where the SWA rows of a tombstone begin again, or those of a node that comes back from the host."""
+    (node,) = rig.turns([1, 2, 3, 4])
+    if was_evicted:
+        rig.cache.host.evict_leaf(node)
+    else:
+        rig.cache.auxiliaries[0].free_on_device(node)
+    rig.insert([1, 2, 3, 4], evicted=2, priority=9)
+    assert uses(rig) == [(2, 9, 2), (2, 9, 2)]
+    rig.settle()
+
+
+@pytest.mark.parametrize("evicted", [0, 2])
+@rigs("unified+swa", page_size=1, window=2, device_pages=8, swa_pages=8, host_pages=10, swa_host_pages=10)
+def test_a_leaf_that_is_cut_is_backed_up_as_a_whole(rig, evicted):
+    rig.insert([1, 2, 3, 4, 5], evicted=evicted, priority=3)
+    assert len(uses(rig)) > 1
+    assert [use[1:] for use in uses(rig)] == [(3, 0)] * (len(uses(rig)) - 1) + [(3, 1)]
+    rig.settle()
+    assert all(place.node.host_value is not None for place in rig.walk())
+
+
+# --- whole requests and copies on threads ---
+
+
+@pytest.mark.parametrize("name", ["hiradix", "himamba"])
+def test_copies_on_threads_end_as_those_by_hand_do_and_no_caller_waits_for_them(name):
+    rig, gate = CacheRig(name, engine=ThreadCopyEngine()), threading.Event()
+    rig.engine.submit(Lane.WRITE, [gate.wait])
+    rig.insert(A)
+    rig.cache.check_hicache_events()
+    assert rig.held(CPU) == set()
+    gate.set()
+    rig.settle()
+    assert rig.held(CPU) == {(None, tuple(A))}
+    for turn in range(40):
+        rig.insert([turn % 7, 1, turn % 3, 2, 3, 4])
+        rig.cache.check_hicache_events()
+        rig.load([turn % 5, 1, turn % 3, 2])
+        rig.cache.ready_to_load_host_cache()
+    rig.settle()
+    rig.check()
+    rig.engine.close()
