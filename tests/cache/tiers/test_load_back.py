@@ -51,7 +51,7 @@ def test_a_load_of_another_kind_alone_makes_kv_that_was_there_usable(rig):
 
 
 @rigs("unified+mamba")
-def test_nothing_is_gained_when_the_request_stands_at_the_best_match_already(rig):
+def test_nothing_is_gained_when_the_request_is_at_the_best_match_already(rig):
     _, node, _ = rig.turns(A, AB, ABC)
     rig.cache.states.free_on_device(node)
     req = Request("r", [], 0, last_node=node, mamba_host_hit_length=1)

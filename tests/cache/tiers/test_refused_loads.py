@@ -216,7 +216,7 @@ def continued_from(rig, match):
 
 @TURNS
 @rigs(*CLASSES)
-def test_so_does_a_path_that_was_deleted_one_by_one(rig):
+def test_after_a_path_was_deleted_a_request_continues_from_what_is_left_of_it(rig):
     rig.cache.evict(EvictParams(2))
     match = rig.match(ABC)
     lock = rig.cache.inc_lock_ref(match.last_device_node)
