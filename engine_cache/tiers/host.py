@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 
@@ -111,7 +110,10 @@ class HostTier:
                     leaves.add(above)
             self._evict_waiting(waiting)
         finally:
-            self._restore_leaves(looked_at)
+            for node in looked_at:
+                if node.parent is not None:  # those that remain, and their parents, may be leaves now
+                    tree.update_leaf(node)
+                    tree.update_leaf(node.parent)
 
     def _make_room(self, num_units: int) -> None:
         is_short = self.device.variant.evicts_shortage_only
@@ -125,13 +127,6 @@ class HostTier:
         waiting: dict[TreeNode, None] = {}
         self._evict_or_wait(leaf, waiting)
         self._evict_waiting(waiting)
-
-    def _restore_leaves(self, looked_at: Iterable[TreeNode]) -> None:
-        """Return the remaining nodes, and their parents, to the eviction queues that they belong in."""
-        for node in looked_at:
-            if node.parent is not None:
-                self._tree.update_leaf(node)
-                self._tree.update_leaf(node.parent)
 
     def _evict_or_wait(self, leaf: TreeNode, waiting: dict[TreeNode, None]) -> TreeNode | None:
         """Evict the leaf, or add it to `waiting`. Returns the remaining node above it.

@@ -89,7 +89,7 @@ class StorageTier:
                 operation.take()
                 self._end_prefetch(operation)
             is_over = operation.is_over  # first, because no row becomes unused afterwards
-            self._leaves.free(operation.take_unused())
+            self._leaves.pool.free(operation.take_unused())
             if is_over:
                 io.prefetches.remove(operation)
                 self._free_extras(operation.extras)
@@ -187,7 +187,7 @@ class StorageTier:
             rows = self._alloc(len(key))
             if rows is None:
                 return
-            undo.callback(self._leaves.free, rows)
+            undo.callback(self._leaves.pool.free, rows)
             extras = self._prefetch_extras(start_node, len(rows))
             if extras is None:
                 return
@@ -271,7 +271,7 @@ class StorageTier:
     def abort_prefetch(self, req_id: str) -> None:
         operation = self.ongoing_prefetches.get(req_id)
         if operation is not None:
-            self._leaves.free(operation.take())
+            self._leaves.pool.free(operation.take())
             self._end_prefetch(operation)
 
     def _end_prefetch(self, operation: PrefetchOperation) -> None:
@@ -291,7 +291,7 @@ class StorageTier:
         tree = self._tree
         key, node, done = operation.key[: len(rows)], operation.start_node, 0
         with ExitStack() as undo:
-            undo.callback(lambda: self._leaves.free(rows[done:]))
+            undo.callback(lambda: self._leaves.pool.free(rows[done:]))
             self._wait_for_backup(node)
             if node.host_value is None and node is not tree.root:
                 return len(rows)  # the backup of the node failed, so no node below it can be on the host
@@ -317,7 +317,7 @@ class StorageTier:
 
     def _adopt_or_free(self, node: TreeNode, rows: IndexArray) -> None:
         if node.host_value is not None:
-            self._leaves.free(rows)
+            self._leaves.pool.free(rows)
         else:
             self._events.store(node, StorageMedium.CPU)  # first, because hashing the pages may fail
             node.host_value = rows.copy()
