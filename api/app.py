@@ -13,8 +13,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api.access.guard import Guard, check_tokens
-from api.access.origins import check_origin
+from api.access.guard import Guard, check_origin, check_tokens
 from api.openapi import answers, complete, problem
 from api.page.routes import page_routes
 from api.problems import ProblemError, ProblemKind, install

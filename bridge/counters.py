@@ -65,5 +65,4 @@ class BridgeCounters:
     """Pages left out because there are too many attention groups and owners."""
 
     def copy(self) -> BridgeCounters:
-        """A copy of the current values."""
         return replace(self, bad_events=Counter(self.bad_events), unknown_media=Counter(self.unknown_media))

@@ -12,16 +12,12 @@ import zmq
 import zmq.asyncio
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.messages import Inboxes
 from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
-from bridge.threads import DecodeThreads
 from bridge.worker_stream import StreamStatus
-from kv_events.endpoints import Locate
 from kv_events.engine_wire import parse_topic
 from kv_events.errors import shorten
 from kv_events.runtime.backoff import Backoff
@@ -36,8 +32,6 @@ _LEAVING_DEADLINE_S = 0.2
 
 
 class EngineStatus(NamedTuple):
-    """Status of one rank of an engine."""
-
     engine: EngineSettings
     state: ConnectionState
     failure: str | None
@@ -56,25 +50,11 @@ class EngineConnection:
     A task that fails is restarted with a growing delay.
     """
 
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        engine: EngineSettings,
-        registry: StreamRegistry,
-        decoder: Decoder,
-        threads: DecodeThreads,
-        inboxes: Inboxes,
-        locate: Locate,
-    ) -> None:
-        """engine: one rank. threads, inboxes, locate: shared by the whole fleet."""
+    def __init__(self, context: zmq.asyncio.Context, engine: EngineSettings, registry: StreamRegistry) -> None:
         self.engine = engine
         self.counters = BridgeCounters()
         self._context = context
         self._registry = registry
-        self._decoder = decoder
-        self._threads = threads
-        self._inboxes = inboxes
-        self._locate = locate
         self._limited_logger = RateLimitedLogger(logger, f"engine {engine.worker or engine.endpoint}")
         self._failure: str | None = None
         self._engine_streams: OrderedDict[str, EngineStream] = OrderedDict()  # by topic; least recently heard first
@@ -86,7 +66,6 @@ class EngineConnection:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to read, in the running event loop."""
         self._task = asyncio.create_task(self._run(), name=f"bridge:{self.engine.worker or self.engine.endpoint}")
 
     async def stop(self, deadline_s: float, *, clear: bool) -> None:
@@ -97,7 +76,6 @@ class EngineConnection:
         await asyncio.gather(*(each.ranks.close(deadline_s, clear=clear) for each in self._all_streams()))
 
     def status(self) -> EngineStatus:
-        """Current status."""
         streams = [status for each in list(self._engine_streams.values()) for status in each.ranks.status()]
         return EngineStatus(
             self.engine,
@@ -133,11 +111,9 @@ class EngineConnection:
         return Subscriber(
             self._context,
             self.engine,
-            self._registry.settings,
+            self._registry,
             self.counters,
             self._limited_logger,
-            self._inboxes,
-            self._locate,
             self._stream_of_topic,
             lambda: list(self._engine_streams.values()),
             self._tidy_up,
@@ -191,12 +167,13 @@ class EngineConnection:
         return next((failure for failure in failures if failure is not None), None)
 
     def _new_stream(self, model: str, worker: str) -> EngineStream:
-        engine, settings = self.engine, self._registry.settings
+        engine, registry = self.engine, self._registry
         replay: Any = None
         if engine.replay_endpoint is not None:
-            replay = ReplayClient(self._context, engine.replay_endpoint, settings.bridge_replay_timeout_s, self._locate)
+            timeout_s = registry.settings.bridge_replay_timeout_s
+            replay = ReplayClient(self._context, engine.replay_endpoint, timeout_s, registry.locate)
         stream = StreamId(model, engine.tenant, worker, engine.dp_rank)
-        return EngineStream(stream, engine, self._registry, self._decoder, self.counters, replay, self._threads)
+        return EngineStream(stream, engine, registry, self.counters, replay)
 
 
 def _publisher_failure(streams: list[StreamStatus]) -> str | None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Self
 
 import zmq.asyncio
 
-from bridge.decoding.decoder import Decoder
 from bridge.engine import EngineConnection, EngineStatus
 from bridge.registry import StreamRegistry
 from bridge.settings import BridgeSettings, EngineSettings
 from bridge.shared_sink import SharedSink
-from bridge.stream.messages import Inboxes
-from bridge.threads import DecodeThreads
-from kv_events.endpoints import Locate, as_given
+from kv_events.engine_wire import Locate, as_given
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.log.memory import MemoryLog
 from publisher.settings import PublisherSettings
@@ -52,11 +48,7 @@ class Fleet:
         if template.with_tokens:
             raise InvalidValueError("KVSIGHT_WITH_TOKENS", True, "false: a bridge does not forward tokens")
         self._sink = SharedSink(sink)
-        self._registry = StreamRegistry(settings, template, self._sink)
-        self._decoder = Decoder()
-        self._threads = DecodeThreads()
-        self._inboxes = Inboxes()
-        self._locate = locate
+        self._registry = StreamRegistry(settings, template, self._sink, locate)
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._readers: dict[_Key, EngineConnection] = {}
@@ -84,9 +76,7 @@ class Fleet:
                 raise EngineConflictError(reader.engine, rank)
         new = [rank for rank in ranks if _key(rank) not in self._readers]
         for rank in new:
-            reader = self._readers[_key(rank)] = EngineConnection(
-                self._context, rank, self._registry, self._decoder, self._threads, self._inboxes, self._locate
-            )
+            reader = self._readers[_key(rank)] = EngineConnection(self._context, rank, self._registry)
             reader.start()
         return bool(new)
 
@@ -115,7 +105,6 @@ class Fleet:
         return removed
 
     def status(self) -> list[EngineStatus]:
-        """Status of every rank that is read."""
         return [reader.status() for reader in list(self._readers.values())]
 
     async def close(self, deadline_s: float = 5.0) -> None:
@@ -124,15 +113,13 @@ class Fleet:
         self._readers.clear()
         await asyncio.gather(*(reader.stop(deadline_s, clear=False) for reader in readers), *stopping)
         await self._sink.stop()
-        self._threads.close()
+        self._registry.threads.close()
         self._context.destroy(linger=0)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _stop(self, key: _Key, deadline_s: float) -> asyncio.Task[None]:

@@ -12,9 +12,8 @@ from prometheus_client.registry import Collector
 from bridge.counters import BridgeCounters
 from bridge.engine import EngineStatus
 from bridge.stream.subscriber import ConnectionState
-from publisher.metrics import publisher_families
+from publisher.metrics import LABELS, publisher_families, stream_labels
 
-_LABELS = ("worker", "model", "tenant", "dp_rank")
 _DETAILS = {"bad_events": "reason", "unknown_media": "medium"}
 """Counters that have one more label."""
 
@@ -29,7 +28,6 @@ class BridgeMetrics(Collector):
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families."""
         engines = self._status()
         yield from _gauges(engines)
         yield from _publishers(engines)
@@ -39,7 +37,7 @@ class BridgeMetrics(Collector):
 
 def _counter(name: str, engines: Sequence[EngineStatus]) -> Metric:
     words, detail = name.replace("_", " "), _DETAILS.get(name)
-    labels = _LABELS if detail is None else (*_LABELS, detail)
+    labels = LABELS if detail is None else (*LABELS, detail)
     family = CounterMetricFamily(f"kvsight_bridge_{name}", words, labels=labels)
     for engine in engines:
         value: int | Counter[str] = getattr(engine.counters, name)
@@ -52,9 +50,9 @@ def _counter(name: str, engines: Sequence[EngineStatus]) -> Metric:
 
 
 def _gauges(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
-    links = GaugeMetricFamily("kvsight_bridge_link", "1 for the state of the connection", labels=[*_LABELS, "state"])
-    silent = GaugeMetricFamily("kvsight_bridge_silent_seconds", "Time since the last message", labels=_LABELS)
-    failed = GaugeMetricFamily("kvsight_bridge_failed", "1: its status names a failure", labels=_LABELS)
+    links = GaugeMetricFamily("kvsight_bridge_link", "1 for the state of the connection", labels=[*LABELS, "state"])
+    silent = GaugeMetricFamily("kvsight_bridge_silent_seconds", "Time since the last message", labels=LABELS)
+    failed = GaugeMetricFamily("kvsight_bridge_failed", "1: its status names a failure", labels=LABELS)
     for engine in engines:
         for state in ConnectionState:
             links.add_metric([*_labels(engine), state.value], float(state is engine.state))
@@ -65,10 +63,9 @@ def _gauges(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
 
 def _publishers(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
     streams = [status for engine in engines for status in engine.streams]
-    pages = GaugeMetricFamily("kvsight_bridge_pages", "Distinct pages that a stream holds", labels=_LABELS)
+    pages = GaugeMetricFamily("kvsight_bridge_pages", "Distinct pages that a stream holds", labels=LABELS)
     for status in streams:
-        model, tenant, worker, rank = status.stream
-        pages.add_metric([worker, model, tenant, str(rank)], status.pages_held)
+        pages.add_metric(stream_labels(status.stream), status.pages_held)
     yield pages
     yield from publisher_families((each.stream, each.publisher) for each in streams if each.publisher is not None)
 

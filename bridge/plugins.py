@@ -91,7 +91,7 @@ class EnginePublisher:
             if self._replacing is not None:
                 self._replacing.join(_CLOSE_S)
             deadline = time.monotonic() + _CLOSE_S
-            for publisher in self._stream.publishers:
+            for publisher in self._stream.translator.publishers:
                 publisher.close(max(0.0, deadline - time.monotonic()))
             self._end_metrics()
         except Exception:  # at interpreter exit a sink may be unable to start threads
@@ -118,7 +118,7 @@ class EnginePublisher:
         """Serve the publisher's metrics. An engine runs without them if the port is taken."""
         from publisher.metrics import PublisherMetrics, serve_metrics
 
-        metrics = PublisherMetrics(lambda: self._stream.publishers[:1])
+        metrics = PublisherMetrics(lambda: self._stream.translator.publishers[:1])
         try:
             self._end_metrics = serve_metrics(port, metrics)
         except OSError as error:

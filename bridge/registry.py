@@ -6,9 +6,13 @@ import threading
 
 from bridge.context import EngineContext
 from bridge.counters import BridgeCounters
+from bridge.decoding.decoder import Decoder
 from bridge.settings import BridgeSettings, EngineDefaults
 from bridge.shared_sink import SharedSink
+from bridge.stream.messages import Inboxes
+from bridge.threads import DecodeThreads
 from bridge.worker_stream import EngineState, WorkerStream
+from kv_events.engine_wire import Locate, as_given
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher.kernels.blocks import BlockTable
@@ -17,11 +21,18 @@ from publisher.settings import PublisherSettings
 
 
 class StreamRegistry:
-    """Ensures that every worker stream has one owner. Streams may be opened on any thread."""
+    """Ensures that every worker stream has one owner, and holds what the engines of a process share.
 
-    def __init__(self, settings: BridgeSettings, template: PublisherSettings, sink: SharedSink) -> None:
-        """template: settings of all publishers, except for names and block sizes."""
+    Streams may be opened on any thread.
+    """
+
+    def __init__(
+        self, settings: BridgeSettings, template: PublisherSettings, sink: SharedSink, locate: Locate = as_given
+    ) -> None:
+        """template: settings of all publishers, except for names and block sizes. locate: see `Fleet`."""
         self.settings = settings
+        self.locate = locate
+        self.decoder, self.threads, self.inboxes = Decoder(), DecodeThreads(), Inboxes()
         self._template = template
         self._sink = sink
         self._streams: dict[StreamId, WorkerStream] = {}
@@ -31,17 +42,11 @@ class StreamRegistry:
     def context(
         self, defaults: EngineDefaults, counters: BridgeCounters, limited_logger: RateLimitedLogger
     ) -> EngineContext:
-        """Return the context of an engine."""
         pages = self._template.ledger_pages, self.settings.bridge_name_pages
         return EngineContext(defaults, counters, limited_logger, self._new_publisher, *pages)
 
     def open(
-        self,
-        stream: StreamId,
-        context: EngineContext,
-        state: EngineState,
-        *,
-        is_registered: bool,
+        self, stream: StreamId, context: EngineContext, state: EngineState, *, is_registered: bool
     ) -> WorkerStream | None:
         """Open a stream. Returns None if it has another owner.
 
@@ -60,7 +65,6 @@ class StreamRegistry:
             return opened
 
     def release(self, stream: WorkerStream) -> None:
-        """Note that a stream is closed."""
         with self._lock:
             if self._streams.get(stream.stream) is stream:
                 del self._streams[stream.stream]

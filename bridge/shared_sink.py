@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import keep_running
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
@@ -20,8 +19,6 @@ _MAX_WAITING_REQUESTS = 256
 
 
 class _Part:
-    """Records of one publisher that are being sent."""
-
     def __init__(self, records: Sequence[OutRecord]) -> None:
         self.records = records
         self.is_done = False
@@ -76,7 +73,6 @@ class SharedSink:
             raise part.error
 
     def forget(self, sink: StreamSink) -> None:
-        """Remove the sink of a publisher that was closed."""
         if self._sinks.get(sink.key) is sink:
             del self._sinks[sink.key]
 
@@ -109,20 +105,14 @@ class StreamSink:
 
     def __init__(self, shared: SharedSink, key: str) -> None:
         self.key = key
+        self.outage = shared.outage
         self._shared = shared
         self._requests: asyncio.Queue[ResyncRequest | None] = asyncio.Queue(_MAX_WAITING_REQUESTS)
 
-    @property
-    def outage(self) -> Outage:
-        """The outage of the real sink, which all of them share."""
-        return self._shared.outage
-
     async def start(self) -> None:
-        """Start the real sink if needed."""
         await self._shared.open()
 
     async def send(self, records: Sequence[OutRecord]) -> None:
-        """Send records together with those of other streams."""
         await self._shared.send(records)
 
     async def stop(self) -> None:

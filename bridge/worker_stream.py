@@ -19,8 +19,6 @@ _OLD_DEADLINE_S = 0.2
 
 
 class StreamStatus(NamedTuple):
-    """Status of one worker stream or group stream."""
-
     stream: StreamId
     block_size: int | None
     """None until the first store arrives, unless it was registered."""
@@ -32,7 +30,6 @@ class StreamStatus(NamedTuple):
 
     @property
     def pages_held(self) -> int:
-        """Distinct pages."""
         return 0 if self.publisher is None else self.publisher.pages["held"]
 
 
@@ -68,27 +65,12 @@ class WorkerStream:
         self._state = state
         self._is_incomplete = False  # the engine may hold pages that its events since then did not name
         self._context = context
-        self._translator = self._new_translator()
+        self.translator = self._new_translator()
         self._update_degraded_reason()
-
-    @property
-    def publishers(self) -> list[EventPublisher]:
-        """See `EventTranslator.publishers`."""
-        return self._translator.publishers
-
-    @property
-    def problem(self) -> str:
-        """See `EventTranslator.problem`."""
-        return self._translator.problem
-
-    @property
-    def must_end_batch(self) -> bool:
-        """See `EventTranslator.must_end_batch`."""
-        return self._translator.must_end_batch
 
     def apply(self, run: Run) -> None:
         """Apply one run of events, at once or in `end_batch`."""
-        self._translator.apply(run)
+        self.translator.apply(run)
         if isinstance(run, ClearedRun):
             self._is_incomplete = False
         elif isinstance(run, InvalidEvent) and run.may_remove:
@@ -96,11 +78,10 @@ class WorkerStream:
 
     def end_batch(self) -> Iterator[None]:
         """Apply what waited for the end of the engine's batch, in steps."""
-        yield from self._translator.end_batch_in_steps()
+        yield from self.translator.end_batch_in_steps()
         self._update_degraded_reason()
 
     def set_state(self, state: EngineState) -> None:
-        """Note the engine's state."""
         self._state = state
         self._update_degraded_reason()
 
@@ -111,11 +92,11 @@ class WorkerStream:
 
     def clear(self) -> None:
         """Publish that the worker holds no pages."""
-        self._translator.clear()
+        self.translator.clear()
 
     def drop_all_pages(self) -> None:
         """Note that batches were lost: drop all pages, because some may have been removed."""
-        self._translator.clear()
+        self.translator.clear()
         self.mark_incomplete()
 
     def restart(self, *, is_certain: bool) -> None:
@@ -124,13 +105,13 @@ class WorkerStream:
         is_certain: whether the engine surely restarted. If not, its hashes are kept, because the same engine may go on
         to name pages by them.
         """
-        old = self._translator.publisher
+        old = self.translator.publisher
         self._is_incomplete = False
         if old is not None and old is not self._provisional:  # a provisional one has published nothing yet
             if is_certain:
                 self._forget(old.block_size)
             else:
-                self._translator.replace_publisher(old.block_size)
+                self.translator.replace_publisher(old.block_size)
         self._update_degraded_reason()
 
     def take_publishers(self) -> ChangedPublishers:
@@ -139,7 +120,6 @@ class WorkerStream:
         return taken
 
     async def start_and_close_publishers(self) -> None:
-        """Start new publishers and close those of old incarnations."""
         unstarted, retired = self.take_publishers()
         for new in unstarted:
             await new.start()
@@ -151,26 +131,24 @@ class WorkerStream:
         """Publish what is queued for at most `deadline_s`. clear: first publish that the worker holds no pages."""
         await self.start_and_close_publishers()
         if clear:
-            self._translator.clear()
-        await asyncio.gather(
-            *(
-                each.aclose(deadline_s, ends_stream=not self.is_replaced or each.stream != self.stream)
-                for each in self.publishers
-            )
-        )
+            self.translator.clear()
+        closing = [
+            each.aclose(deadline_s, ends_stream=not self.is_replaced or each.stream != self.stream)
+            for each in self.translator.publishers
+        ]
+        await asyncio.gather(*closing)
 
     def status(self) -> list[StreamStatus]:
-        """Current status of the stream and of its group streams."""
-        size, names = self._translator.block_size, self._translator.num_remembered
+        size, names = self.translator.block_size, self.translator.num_remembered
         own = StreamStatus(self.stream, size, None, None, names)
         found = [
-            StreamStatus(each.stream, size, each.epoch, each.stats(), names) for each in self._translator.publishers
+            StreamStatus(each.stream, size, each.epoch, each.stats(), names) for each in self.translator.publishers
         ]
         return found or [own]
 
     def _update_degraded_reason(self) -> None:
         reason = self._degraded_reason()
-        for publisher in self.publishers:
+        for publisher in self.translator.publishers:
             publisher.set_degraded_reason(reason)
 
     def _degraded_reason(self) -> str:
@@ -178,14 +156,14 @@ class WorkerStream:
             return ENGINE_UNHEARD
         if self._is_incomplete:
             return BATCHES_LOST
-        return REPLAYING if self._state.is_replaying else self.problem
+        return REPLAYING if self._state.is_replaying else self.translator.problem
 
     def _forget(self, block_size: int) -> None:
         """Begin with an empty translator, and with a publisher whose block size is not certain yet."""
-        self._translator.close()
-        self._translator = self._new_translator()
-        if self._translator.publisher is None:
-            self._provisional = self._translator.open_publisher(block_size)
+        self.translator.close()
+        self.translator = self._new_translator()
+        if self.translator.publisher is None:
+            self._provisional = self.translator.open_publisher(block_size)
 
     def _new_translator(self) -> EventTranslator:
         context = self._context._replace(new_publisher=self._publisher_of_size)

@@ -14,8 +14,6 @@ from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
 class PageChanges(NamedTuple):
-    """Page changes in order, as columns."""
-
     kinds: npt.NDArray[np.uint8]
     """[n] medium for a store, REMOVAL + medium for a removal, or CLEARED."""
     hashes: npt.NDArray[np.uint64]
@@ -58,7 +56,6 @@ class ChangeQueue:
 
     @property
     def num_queued(self) -> int:
-        """Number of waiting changes."""
         cursors = self.arrays.cursors
         return int(cursors[HEAD] - cursors[TAKEN])
 
@@ -76,7 +73,6 @@ class ChangeQueue:
         return PageChanges._make(self.arrays[:5]).part(start, start + min(max_pages, self.num_queued))
 
     def take(self, num_pages: int) -> None:
-        """Mark the oldest `num_pages` changes as in flight."""
         self.arrays.cursors[TAKEN] += num_pages
 
     def confirm(self) -> None:

@@ -78,7 +78,6 @@ class ChangeTracker:
     """
 
     def __init__(self, settings: PublisherSettings, blocks: BlockTable | None = None) -> None:
-        """blocks: None for a table of its own."""
         self._worker = settings.worker
         self._block_size = settings.block_size
         self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
@@ -87,18 +86,19 @@ class ChangeTracker:
         if settings.with_tokens:
             self._tokens = deque()
             self._token_bytes = 4 * (settings.block_size + 1) + EVENT_BYTES + MAX_EXTRA_KEY_BYTES
-        self._lock = FairLock()  # guards everything below
-        self._change_queue = ChangeQueue(settings.queue_pages)
+        self._lock = FairLock()  # guards everything below; other modules only read flags and numbers without it
+        self.queue = ChangeQueue(settings.queue_pages)
         if blocks is None:
             blocks = BlockTable(settings.ledger_pages)
-        self._ledger = Ledger(settings.ledger_pages, self._change_queue, blocks)
+        self.ledger = Ledger(settings.ledger_pages, self.queue, blocks)
         self._rejected: Counter[str] = Counter()
         self._logged: dict[str, int] = {}
         self._logged_at = -_LOG_INTERVAL_S
         self._is_closed = False
         self._deferred: deque[tuple[EngineEvent, ...]] = deque()  # filled without the lock
         self._is_deferring = False
-        self._has_lost_events = False
+        self.has_lost_events = False
+        """Whether `pop_lost_events` would return True."""
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -133,12 +133,11 @@ class ChangeTracker:
                 if self._is_closed:
                     self._reject("closed", len(part.kinds))
                 else:
-                    self._ledger.change(part, extra_key)
+                    self.ledger.change(part, extra_key)
 
     def require_groups(self, num_groups: int) -> None:
-        """See `Ledger.require_groups`."""
         with self._lock:
-            self._ledger.require_groups(num_groups)
+            self.ledger.require_groups(num_groups)
 
     def _can_defer(self, call: tuple[EngineEvent, ...]) -> bool:
         if not self._is_deferring or len(call) > _MAX_DEFERRED_PAGES:
@@ -165,7 +164,7 @@ class ChangeTracker:
             elif kind is BlockRemoved:
                 self._record_run(self._remove, cast(list[BlockRemoved], list(run)))
             elif kind is AllBlocksCleared:
-                self._ledger.clear()
+                self.ledger.clear()
             else:
                 self._reject("type", len(list(run)))
 
@@ -180,7 +179,7 @@ class ChangeTracker:
     def _note_lost_events(self) -> None:
         """Log the current exception, and let a resync follow."""
         logger.exception("publisher %s: events lost; a resync follows", self._worker)
-        self._has_lost_events = True
+        self.has_lost_events = True
 
     def _record_run(self, take: Callable[[list[_E], Any, Any], None], run: list[_E]) -> None:
         for (medium, extra_key), events in _by_place(run):
@@ -206,23 +205,23 @@ class ChangeTracker:
         check_extra_key(extra_key)
         columns = self._columns(events)
         tokens = self._page_tokens(events) if self._tokens is not None else None
-        queued = self._ledger.change(columns.stored_on(tier), extra_key)
+        queued = self.ledger.change(columns.stored_on(tier), extra_key)
         if self._tokens is not None and tokens is not None:
             self._tokens.extend(entry for entry, is_queued in zip(tokens, queued, strict=True) if is_queued)
-            if self._change_queue.is_broken:
+            if self.queue.is_broken:
                 self._tokens.clear()
 
     def _remove(self, events: list[BlockRemoved], medium: Any, extra_key: Any) -> None:
         tier = medium_index(medium)
         check_extra_key(extra_key)
-        self._ledger.change(PageEvents.removed(removed_words(events), tier), extra_key)
+        self.ledger.change(PageEvents.removed(removed_words(events), tier), extra_key)
 
     def _columns(self, events: list[BlockStored]) -> PageEvents:
         if len(events) > 1 or events[0].sequence_hashes:
             return stored_columns(events, self._block_size)
         event, parent = events[0], None
         if event.parent_block_hash is not None:
-            parent = self._ledger.sequence_hash(_integer(event.parent_block_hash), event.extra_key)
+            parent = self.ledger.sequence_hash(_integer(event.parent_block_hash), event.extra_key)
             if parent is None:
                 raise InvalidEventError("unidentified", f"parent {event.parent_block_hash} is not held")
         return derived_columns(event, self._block_size, parent)
@@ -244,7 +243,7 @@ class ChangeTracker:
     @property
     def needs_sending(self) -> bool:
         """Whether changes wait, or a resync must follow lost ones."""
-        return bool(self.num_queued or self._change_queue.is_broken or self._has_lost_events)
+        return bool(self.queue.num_queued or self.queue.is_broken or self.has_lost_events)
 
     @property
     def has_deferred(self) -> bool:
@@ -252,13 +251,12 @@ class ChangeTracker:
         return bool(self._deferred)
 
     def record_deferred(self) -> None:
-        """Record the calls that were kept."""
         with self._lock:
             self._record_deferred()
 
     def pop_lost_events(self) -> bool:
         """Return whether events were lost by an internal error since the last call. A resync must follow."""
-        has_lost, self._has_lost_events = self._has_lost_events, False
+        has_lost, self.has_lost_events = self.has_lost_events, False
         return has_lost
 
     def take(self) -> tuple[PageChanges, list[PageTokens] | None, Digest | None]:
@@ -268,18 +266,17 @@ class ChangeTracker:
         tokens; and the ledger's digest, or None while more changes wait.
         """
         with self._lock:
-            changes = self._change_queue.peek(self._limits.pages)
+            changes = self.queue.peek(self._limits.pages)
             changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
-            self._change_queue.take(len(changes.kinds))
+            self.queue.take(len(changes.kinds))
             tokens = None
             if self._tokens is not None:
                 tokens = [self._tokens.popleft() for _ in range(int((changes.kinds < REMOVAL).sum()))]
-            return changes, tokens, None if self._change_queue.num_queued else self._ledger.digest()
+            return changes, tokens, None if self.queue.num_queued else self.ledger.digest()
 
     def confirm(self) -> None:
-        """Confirm the changes in flight."""
         with self._lock:
-            self._change_queue.confirm()
+            self.queue.confirm()
 
     def restart(self) -> LedgerCopy:
         """Return a copy of the ledger, drop all waiting changes, and queue the changes that follow the copy.
@@ -287,68 +284,46 @@ class ChangeTracker:
         Takes at least 25 ms per million pages. `record` can be called during this time.
         """
         with self._lock:
-            held = self._ledger.start_copy()
+            held = self.ledger.start_copy()
         for _ in range(_COPY_PASSES):
-            for number in self._ledger.stale_slices():
+            for number in self.ledger.stale_slices():
                 with self._lock:
-                    self._ledger.copy_slice(number, held)
+                    self.ledger.copy_slice(number, held)
         with self._lock:
-            self._change_queue.restart()
+            self.queue.restart()
             if self._tokens is not None:
                 self._tokens.clear()
-            return self._ledger.finish_copy(held)
+            return self.ledger.finish_copy(held)
 
     def close(self) -> None:
-        """Refuse all further events."""
         with self._lock:
             self._is_deferring = False
             self._record_deferred()
             self._is_closed = True
 
     @property
-    def num_queued(self) -> int:
-        """Number of waiting page changes."""
-        return self._change_queue.num_queued
-
-    @property
     def num_held(self) -> int:
-        """Number of distinct pages held now."""
         with self._lock:
             self._record_deferred()
-            return self._ledger.num_pages
-
-    @property
-    def has_lost_events(self) -> bool:
-        """Whether `pop_lost_events` would return True."""
-        return self._has_lost_events
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the queue overflowed and the resync has not begun yet."""
-        return self._change_queue.is_broken
-
-    @property
-    def is_incomplete(self) -> bool:
-        """See `Ledger.is_incomplete`."""
-        return self._ledger.is_incomplete
+            return self.ledger.num_pages
 
     def digest_if_idle(self) -> Digest | None:
         """Return the digest of what the worker holds now, or None while unsent changes wait."""
         with self._lock:
-            return None if self._change_queue.num_queued else self._ledger.digest()
+            return None if self.queue.num_queued else self.ledger.digest()
 
     def stats(self) -> tuple[tuple[int, int, int, int], dict[str, int], dict[str, int]]:
         """Return the queue's numbers of changes, total pages by result with those held now, and dropped events."""
         with self._lock:
             self._record_deferred()
-            pages = {**self._ledger.counts(), "held": self._ledger.num_pages}
-            return self._change_queue.stats(), pages, dict(self._rejected)
+            pages = {**self.ledger.counts(), "held": self.ledger.num_pages}
+            return self.queue.stats(), pages, dict(self._rejected)
 
     def check(self) -> None:
         """Recount the ledger from scratch. Raises AssertionError with both figures."""
         with self._lock:
             self._record_deferred()
-            self._ledger.check()
+            self.ledger.check()
 
 
 def _by_place(run: list[_E]) -> Iterator[tuple[tuple[Any, Any], list[_E]]]:

@@ -73,7 +73,6 @@ class Drain:
         return not self._sink.outage.is_failing(self._user)
 
     def start(self) -> None:
-        """Start the tasks in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._tracker.accept_deferred_calls()
         self._task = self._supervised(self._run, "publisher-drain", self._note_lost_records)

@@ -83,7 +83,6 @@ class Ledger:
 
     @property
     def num_pages(self) -> int:
-        """Number of distinct pages held on any medium."""
         if self._arrays.num_groups[0] > 1:  # the table also has pages that only some groups hold
             return int(np.count_nonzero(self._arrays.page_media[: self._num_used]))
         return page_table.num_live(self._arrays.pages)
@@ -98,7 +97,6 @@ class Ledger:
         return self._arrays.digest.copy()
 
     def counts(self) -> dict[str, int]:
-        """Return total pages by result."""
         return dict(zip(COUNT_NAMES, self._arrays.counts.tolist(), strict=True))
 
     def change(self, events: PageEvents, extra_key: str | None) -> npt.NDArray[np.bool_]:
@@ -192,7 +190,6 @@ class Ledger:
         return page_table.high_water(self._arrays.pages)
 
     def check(self) -> None:
-        """Recount everything from scratch. Raises AssertionError with both figures."""
         arrays = self._arrays
         page_table.check(arrays.blocks.table)
         page_table.check(arrays.pages)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _PATIENCE_S = 2.0
-_LABELS = ("worker", "model", "tenant", "dp_rank")
+LABELS = ("worker", "model", "tenant", "dp_rank")
 
 
 class PublisherMetrics(Collector):
@@ -35,38 +35,45 @@ class PublisherMetrics(Collector):
         self._publishers = publishers
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families."""
         yield from publisher_families((each.stream, each.stats()) for each in self._publishers())
+
+
+_GAUGES: dict[str, tuple[str, Callable[[PublisherStats], float]]] = {
+    "held_pages": ("Distinct pages that the worker holds", lambda stats: stats.pages["held"]),
+    "queued_pages": ("Page changes that the sink has not confirmed yet", lambda stats: stats.queued + stats.in_flight),
+    "sink_available": ("1: the sink takes records", lambda stats: stats.is_sink_available),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[PublisherStats], float]]] = {
+    "delivered_pages": ("Page changes that the sink has confirmed", lambda stats: stats.delivered),
+    "dropped_pages": ("Page changes dropped because the queue was full", lambda stats: stats.dropped),
+    "resyncs": ("Resyncs sent, including the first one", lambda stats: stats.resyncs),
+    "resync_pages": ("Pages sent in resyncs, once for each tier", lambda stats: stats.resync_pages),
+    "rejected_records": ("Records that the sink refused", lambda stats: stats.rejected_records),
+    "skipped_requests": ("Messages of the control topic that are no requests", lambda stats: stats.skipped_requests),
+    "left_out_pages": ("Stores of pages for which the ledger had no room", lambda stats: stats.pages["ledger_full"]),
+}
+
+
+def stream_labels(stream: StreamId) -> list[str]:
+    """Values of the labels worker, model, tenant and dp_rank."""
+    return [stream.worker, stream.model, stream.tenant, str(stream.dp_rank)]
 
 
 def publisher_families(publishers: Iterable[tuple[StreamId, PublisherStats]]) -> Iterator[Metric]:
     """Yield the metric families of some publishers, given by stream and statistics."""
-    held = _gauge("held_pages", "Distinct pages that the worker holds")
-    queued = _gauge("queued_pages", "Page changes that the sink has not confirmed yet")
-    reach = _gauge("sink_available", "1: the sink takes records")
-    delivered = _counter("delivered_pages", "Page changes that the sink has confirmed")
-    dropped = _counter("dropped_pages", "Page changes dropped because the queue was full")
-    resyncs = _counter("resyncs", "Resyncs sent, including the first one")
-    resent = _counter("resync_pages", "Pages sent in resyncs, once for each tier")
-    records = _counter("rejected_records", "Records that the sink refused")
-    requests = _counter("skipped_requests", "Messages of the control topic that are no requests")
-    left_out = _counter("left_out_pages", "Stores of pages for which the ledger had no room")
-    events = _counter("rejected_events", "Events dropped because they are invalid", "reason")
-    for (model, tenant, worker, rank), stats in publishers:
-        labels = [worker, model, tenant, str(rank)]
-        held.add_metric(labels, stats.pages["held"])
-        queued.add_metric(labels, stats.queued + stats.in_flight)
-        reach.add_metric(labels, float(stats.is_sink_available))
-        delivered.add_metric(labels, stats.delivered)
-        dropped.add_metric(labels, stats.dropped)
-        resyncs.add_metric(labels, stats.resyncs)
-        resent.add_metric(labels, stats.resync_pages)
-        records.add_metric(labels, stats.rejected_records)
-        requests.add_metric(labels, stats.skipped_requests)
-        left_out.add_metric(labels, stats.pages["ledger_full"])
+    rows = [(stream_labels(stream), stats) for stream, stats in publishers]
+    for new, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for name, (text, value) in table.items():
+            family: Any = new(f"kvsight_publisher_{name}", text, labels=LABELS)
+            for labels, stats in rows:
+                family.add_metric(labels, float(value(stats)))
+            yield family
+    text = "Events dropped because they are invalid"
+    events = CounterMetricFamily("kvsight_publisher_rejected_events", text, labels=(*LABELS, "reason"))
+    for labels, stats in rows:
         for reason, number in stats.rejected_events.items():
             events.add_metric([*labels, reason], number)
-    yield from (held, queued, reach, delivered, dropped, resyncs, resent, records, requests, left_out, events)
+    yield events
 
 
 def serve_metrics(
@@ -130,11 +137,3 @@ class _Impatient(StreamRequestHandler):
     def handle(self) -> None:
         with suppress(TimeoutError):
             super().handle()
-
-
-def _gauge(name: str, help_text: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"kvsight_publisher_{name}", help_text, labels=_LABELS)
-
-
-def _counter(name: str, help_text: str, *more_labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"kvsight_publisher_{name}", help_text, labels=(*_LABELS, *more_labels))

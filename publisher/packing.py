@@ -31,8 +31,6 @@ class PageTokens(NamedTuple):
 
 
 class BatchLimits(NamedTuple):
-    """Upper bounds of one batch."""
-
     pages: int
     bytes: int
 

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from kv_events.errors import InvalidValueError, KvsightError, check_type
@@ -103,28 +102,19 @@ class EventPublisher:
         """
         check_type("settings", settings, PublisherSettings)
         check_type("sink", sink, Sink)
+        self.stream: StreamId = settings.stream
+        """The stream that this publisher writes."""
+        self.block_size = settings.block_size
+        """Tokens per page."""
+        self.epoch = next_epoch()
+        """Epoch of this publisher: nanoseconds since 1970 at construction."""
         self._settings = settings
         self._tracker = ChangeTracker(settings, blocks)
-        self._builder = RecordBuilder(settings, self._tracker, epoch=next_epoch())
+        self._builder = RecordBuilder(settings, self._tracker, self.epoch)
         self._drain = Drain(settings, self._tracker, self._builder, sink)
         self._is_started = False
         self._thread: threading.Thread | None = None
         self._thread_loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def stream(self) -> StreamId:
-        """The stream that this publisher writes."""
-        return self._settings.stream
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per page."""
-        return self._settings.block_size
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of this publisher: nanoseconds since 1970 at construction, see `next_epoch`."""
-        return self._builder.epoch
 
     def publish(self, events: Sequence[EngineEvent]) -> None:
         """Publish events in order. Thread-safe. Never waits for the sink and never raises.
@@ -184,7 +174,7 @@ class EventPublisher:
             in_flight=in_flight,
             delivered=delivered,
             dropped=dropped,
-            is_broken=self._tracker.is_broken,
+            is_broken=self._tracker.queue.is_broken,
             pages=pages,
             rejected_events=rejected_events,
             next_seq=self._builder.seq,
@@ -234,9 +224,7 @@ class EventPublisher:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     # --- on its own thread ------------------------------------------------------------------------------------------
@@ -269,9 +257,7 @@ class EventPublisher:
         self.start_in_thread()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _end_thread(self, thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> None:

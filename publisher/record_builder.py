@@ -23,8 +23,6 @@ from publisher.sinks.base import OutRecord
 
 @dataclass(slots=True)
 class _ActiveResync:
-    """A resync that is being sent."""
-
     changes: PageChanges
     digest: Digest
     reason: str
@@ -99,7 +97,7 @@ class RecordBuilder:
         self._advance(now)
         if self._resync is not None:
             return False
-        if self._tracker.is_broken:
+        if self._tracker.queue.is_broken:
             self._set_pending("overflow", 0)
         if self._tracker.pop_lost_events():
             self.request_resync("internal error")
@@ -128,13 +126,12 @@ class RecordBuilder:
 
     @property
     def is_lingering(self) -> bool:
-        """Whether changes wait to share a batch with later ones."""
-        return self._tracker.num_queued > 0
+        return self._tracker.queue.num_queued > 0
 
     def seconds_until_due(self, now: float) -> float:
         """Return the seconds until something is due if no event arrives. 0 if there are unseen requests."""
         self._advance(now)
-        is_requested = self._pending is not None or self._tracker.is_broken or self._tracker.has_lost_events
+        is_requested = self._pending is not None or self._tracker.queue.is_broken or self._tracker.has_lost_events
         unseen_request = is_requested and self._resync_at is None
         if unseen_request or self._is_reason_new:
             return 0.0
@@ -147,7 +144,7 @@ class RecordBuilder:
 
     @property
     def _reason(self) -> str:
-        return self.degraded_reason or (LEDGER_FULL if self._tracker.is_incomplete else "")
+        return self.degraded_reason or (LEDGER_FULL if self._tracker.ledger.is_incomplete else "")
 
     @property
     def _is_reason_new(self) -> bool:
@@ -175,7 +172,7 @@ class RecordBuilder:
     def num_resync_pages_left(self) -> int:
         """Return the number of unsent pages of requested and unfinished resyncs."""
         left = 0 if self._resync is None else self._resync.num_left
-        if self._pending is not None or self._tracker.is_broken:
+        if self._pending is not None or self._tracker.queue.is_broken:
             left += self._tracker.num_held
         return left
 
@@ -219,7 +216,7 @@ class RecordBuilder:
 
     def _changes_due(self, force: bool) -> bool:
         """Return whether changes are due: at once after a pause, under load one record per linger time."""
-        num_queued = self._tracker.num_queued
+        num_queued = self._tracker.queue.num_queued
         if num_queued == 0:
             return False
         if force or num_queued >= self._limits.pages:
@@ -228,7 +225,7 @@ class RecordBuilder:
 
     def _changes_record(self, now: float) -> OutRecord | None:
         """Return a batch of changes, or None if an overflow has just dropped all of them."""
-        self._marks.append((self._num_taken + self._tracker.num_queued, now))
+        self._marks.append((self._num_taken + self._tracker.queue.num_queued, now))
         changes, tokens, digest = self._tracker.take()
         if not len(changes.kinds):
             return None
@@ -252,18 +249,13 @@ class RecordBuilder:
         return self._record(now, [], 0, self._tracker.digest_if_idle())
 
     def _record(
-        self,
-        now: float,
-        events: list[bytes],
-        num_pages: int,
-        digest: Digest | None = None,
-        as_of: float | None = None,
+        self, now: float, events: list[bytes], num_pages: int, digest: Digest | None = None, as_of: float | None = None
     ) -> OutRecord:
         """Return the next record. as_of: up to when it states what the worker held. None: now, as no changes wait."""
         self._digest = self._digest if digest is None else digest
         if as_of is None or as_of == now:
             self._nothing_waits(now)
-        if self._reason or not self._tracker.num_queued:  # a reason holds for all changes that came under it
+        if self._reason or not self._tracker.queue.num_queued:  # a reason holds for all changes that came under it
             self._sent_degraded_reason = self._reason
         payload = encode_batch(
             self._stream,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.effort import SOAK, register_profiles
-from tests.support.servers.child_process import PartMissingError
+from tests.support.servers.child_process import PartMissingError, RestartableServer
 from tests.support.servers.kafka_broker import KafkaBroker, LinkedKafka
 from tests.support.servers.mooncake_master import MooncakeAccess, MooncakeMaster
 from tests.support.servers.redis_server import RedisServer
@@ -41,6 +40,7 @@ _CRASHES = pytest.StashKey[list[str]]()
 _RECORD = _ROOT / "build" / "tests"
 _CRASHED_STATUS = 70
 _T = TypeVar("_T")
+_Server = TypeVar("_Server", bound=RestartableServer)
 
 register_profiles()
 
@@ -160,10 +160,7 @@ def secure_kafka(request: pytest.FixtureRequest) -> SecureKafka:
 
 @pytest.fixture(scope="module")
 def _own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    broker = _present(lambda: KafkaBroker(tmp_path_factory.mktemp("own-kafka")))
-    broker.restart()
-    yield broker
-    broker.kill()
+    yield from _running(lambda: KafkaBroker(tmp_path_factory.mktemp("own-kafka")))
 
 
 @pytest.fixture
@@ -177,10 +174,7 @@ def kafka_broker(_own_kafka: KafkaBroker) -> KafkaBroker:
 @pytest.fixture(scope="module")
 def linked_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedKafka]:
     """A running broker of this module's own with two links, ENGINES and SERVICES, which a test may cut and heal."""
-    broker = _present(lambda: LinkedKafka(tmp_path_factory.mktemp("linked-kafka"), ["ENGINES", "SERVICES"]))
-    with closing(broker):
-        broker.restart()
-        yield broker
+    yield from _running(lambda: LinkedKafka(tmp_path_factory.mktemp("linked-kafka"), ["ENGINES", "SERVICES"]))
 
 
 @pytest.fixture(scope="session")
@@ -192,10 +186,7 @@ def redis_url(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A running, empty server of this test's own, which it may `kill()` and `restart()`."""
-    server = _present(lambda: RedisServer(tmp_path))
-    server.restart()
-    yield server
-    server.kill()
+    yield from _running(lambda: RedisServer(tmp_path))
 
 
 @pytest.fixture(scope="session")
@@ -209,11 +200,9 @@ def mooncake_master(request: pytest.FixtureRequest) -> Iterator[MooncakeAccess]:
 @pytest.fixture
 def own_mooncake_master(tmp_path: Path) -> Iterator[MooncakeMaster]:
     """A running, empty master of this test's own, which it may `kill()` and `restart()`."""
-    master = _present(lambda: MooncakeMaster(tmp_path))
-    master.restart()
-    master.lend()
-    yield master
-    master.close()
+    for master in _running(lambda: MooncakeMaster(tmp_path)):
+        master.lend()
+        yield master
 
 
 @pytest.fixture(scope="session")
@@ -227,6 +216,14 @@ def trace_path() -> Path:
 
 def _shared(request: pytest.FixtureRequest, name: str) -> str:
     return _present(lambda: request.config.stash[_SERVERS].address(name))
+
+
+def _running(make: Callable[[], _Server]) -> Iterator[_Server]:
+    """Start a server of a test's or a module's own, and end it."""
+    server = _present(make)
+    server.restart()
+    yield server
+    server.close()
 
 
 def _present(make: Callable[[], _T]) -> _T:

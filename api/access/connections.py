@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from starlette.types import ASGIApp, Scope
 
-from api.access.guard import Guard
+from api.access.guard import PROBES, Guard
 from api.problems import ProblemError, ProblemKind
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
@@ -26,7 +26,6 @@ SMALL_BYTES = 2**16
 BODIES = 8
 """Bodies of the largest size that have room at once."""
 
-_PROBES = frozenset({"/health", "/ready"})
 _PART = 16  # a sixteenth of the connections lose their place at once, so that it is rarely decided
 _PAUSE_S = 0.1  # before it is decided again, if most are being answered
 
@@ -84,7 +83,7 @@ class ConnectionLimit:
         return Guard(app, [self._check_probe])
 
     def _check_probe(self, scope: Scope) -> ProblemError | None:
-        if scope["path"] in _PROBES:
+        if scope["path"] in PROBES:
             return None
         detail = f"more than {self._most} connections are open (--max-connections)"
         return ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import httptools
 
-from api.access.origins import refusal_of
+from api.access.guard import refusal_of
 from api.access.rate_limits import RateLimit
 from api.access.tokens import TokenRegistry
 from api.queries.body_formats import CONTENT_TYPES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -21,7 +20,12 @@ def encode_answer(
     """Return the answer as JSON. now: seconds since 1970. missing: what the answer of a group lacks."""
     if question.is_peer:
         workers = {each.worker: PeerInstance(**_fields(each, question, now)) for each in scores}
-        return _encoder.encode(PeerAnswer(scores=dict(_on_device(scores)), instances=workers, missing=missing))
+        on_device = {
+            each.worker: {rank: tiers.gpu for rank, tiers in each.ranks.items() if tiers.gpu}
+            for each in scores
+            if each.tiers.gpu
+        }
+        return _encoder.encode(PeerAnswer(scores=on_device, instances=workers, missing=missing))
     asked = [each for each in scores if question.instance is None or each.worker == question.instance]
     return _encoder.encode(
         {question.tenant: {each.worker: RfcInstance(**_fields(each, question, now)) for each in asked}}
@@ -34,7 +38,7 @@ def _fields(worker: WorkerScore, question: ParsedQuery, now: float) -> dict[str,
     fields: dict[str, Any] = {
         "longest_matched": worker.longest_matched,
         "gpu": tiers.gpu,
-        "dp": _device_tokens(worker),
+        "dp": {rank: each.gpu for rank, each in worker.ranks.items()},
         "cpu": tiers.cpu,
         "disk": tiers.external,  # as in Dynamo: disk or external
         "external": tiers.external,
@@ -57,10 +61,6 @@ def age_ms(last_batch_at: float, now: float) -> int:
     return max(0, round((now - last_batch_at) * 1000))
 
 
-def _device_tokens(worker: WorkerScore) -> dict[int, int]:
-    return {rank: tiers.gpu for rank, tiers in worker.ranks.items()}
-
-
 def _blocks_dp(worker: WorkerScore, block_size: int) -> dict[int, RankBlocks]:
     return {
         rank: RankBlocks(
@@ -71,9 +71,3 @@ def _blocks_dp(worker: WorkerScore, block_size: int) -> dict[int, RankBlocks]:
         )
         for rank, tiers in worker.ranks.items()
     }
-
-
-def _on_device(scores: list[WorkerScore]) -> Iterator[tuple[str, dict[int, int]]]:
-    for worker in scores:
-        if worker.tiers.gpu:
-            yield worker.worker, {rank: tokens for rank, tokens in _device_tokens(worker).items() if tokens}

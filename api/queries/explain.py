@@ -6,7 +6,6 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable
-from http import HTTPStatus
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 
@@ -58,26 +57,18 @@ class ExplainRoute:
                 "this service keeps no log to explain from; start it with --record FOLDER, or run "
                 "`kvsight record` and `kvsight explain`"
             )
-            raise ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.NO_LOG, detail)
+            raise ProblemError(404, ProblemKind.NO_LOG, detail)
         if self._is_busy:
             detail = "another explanation is being made, and only one is made at a time"
-            raise ProblemError(
-                HTTPStatus.TOO_MANY_REQUESTS, ProblemKind.EXPLAINING, detail, retry_after_s=_BUSY_RETRY_S
-            )
+            raise ProblemError(429, ProblemKind.EXPLAINING, detail, retry_after_s=_BUSY_RETRY_S)
         self._is_busy = True
         try:
-            return await self._run(await _job(body, body_format, self._folder, self._timeout_s, self._present()))
+            job = await _job(body, body_format, self._folder, self._timeout_s, self._present())
+            return json_response(await run_in_daemon_thread(lambda: self._explained(job)))
         finally:
             self._is_busy = False
-
-    async def _run(self, job: ExplainJob) -> Response:
-        answers: list[bytes] = []
-        try:
-            await run_in_daemon_thread(lambda: answers.append(self._explained(job)))
-        finally:
             if self._process is not None:
                 self._process.kill()  # harmless if it has ended; it has not if the service stops
-        return json_response(answers[0])
 
     def _explained(self, job: ExplainJob) -> bytes:
         """Return the explanation as JSON. Raises ProblemError."""
@@ -89,7 +80,7 @@ class ExplainRoute:
             except TimeoutExpired:
                 self._process.kill()
                 detail = f"not explained within {job.timeout_s:g} s; run `kvsight explain` on the log"
-                raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, detail) from None
+                raise ProblemError(503, ProblemKind.UNAVAILABLE, detail) from None
         exit_code = self._process.returncode
         if exit_code == EXIT_REFUSED:
             raise _refused(msgspec.json.decode(answer, type=ExplainError), job)
@@ -97,7 +88,7 @@ class ExplainRoute:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
             logger.error("an explanation failed with exit code %s: %s", exit_code, last)
             detail = "the explanation failed; the service's log says why"
-            raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, detail)
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, detail)
         return answer
 
 
@@ -131,16 +122,10 @@ def _decoded(body: bytes | bytearray, body_format: BodyFormat) -> tuple[ExplainR
 def _refused(refusal: ExplainError, job: ExplainJob) -> ProblemError:
     match refusal.field:
         case "model_name":
-            return ProblemError(
-                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_MODEL, refusal.detail, "model_name", job.query.model
-            )
+            return ProblemError(404, ProblemKind.UNKNOWN_MODEL, refusal.detail, "model_name", job.query.model)
         case "worker":
-            return ProblemError(
-                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_WORKER, refusal.detail, "worker", job.prompt.worker
-            )
+            return ProblemError(404, ProblemKind.UNKNOWN_WORKER, refusal.detail, "worker", job.prompt.worker)
         case "at":
-            return ProblemError(
-                HTTPStatus.UNPROCESSABLE_ENTITY, ProblemKind.INVALID_VALUE, refusal.detail, "at", job.moment.time_s
-            )
+            return ProblemError(422, ProblemKind.INVALID_VALUE, refusal.detail, "at", job.moment.time_s)
         case _:
-            return ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, refusal.detail)
+            return ProblemError(503, ProblemKind.UNAVAILABLE, refusal.detail)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from api.queries.large_bodies import JSON, BodyFormat, Data, is_large, number_sl
 from api.queries.number_kernels import read_u32
 from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray, Weights
-from kv_events.http.queries import PeerQuery, RfcQuery, TierWeights
+from kv_events.http.queries import PeerQuery, TierWeights
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY
 from kv_events.streams import DEFAULT_TENANT
 
@@ -67,30 +66,24 @@ def question_of(query: Query, fields: Collection[str]) -> tuple[ParsedQuery, Pro
 
     fields: the fields in which this route accepts a prompt. Raises ProblemError.
     """
+    lora_name, salt = query.lora_name, query.cache_salt
+    of_rfc: dict[str, Any] = {}
     if isinstance(query, PeerQuery):
-        return _question(query, fields, query.model_name, query.routing_group, query.cache_salt)
-    salt = query.cache_salt or query.additionalsalt or query.additional_salt
-    model = query.modelname if query.model is UNSET else query.model
-    assert isinstance(model, str)  # checked by the decoder
-    lora_name = query.lora_name
-    if lora_name is None and query.lora_id:  # the bridge uses the number as the name if the engine sends no name
-        lora_name = str(query.lora_id)
-    instance = None if query.instance_id is None else str(query.instance_id)
-    question, numbers = _question(query, fields, model, query.tenant_id, salt)
-    rfc = replace(
-        question,
-        is_peer=False,
-        block_size=query.block_size,
-        instance=instance,
-        lora_name=lora_name,
-        is_detailed=bool(query.hit_detail),
-    )
-    return rfc, numbers
-
-
-def _question(
-    query: PeerQuery[Any] | RfcQuery[Any], fields: Collection[str], model: str, tenant: str | None, salt: str | None
-) -> tuple[ParsedQuery, PromptArray]:
+        model, tenant = query.model_name, query.routing_group
+    else:
+        salt = salt or query.additionalsalt or query.additional_salt
+        named = query.modelname if query.model is UNSET else query.model
+        assert isinstance(named, str)  # checked by the decoder
+        model, tenant = named, query.tenant_id
+        if lora_name is None and query.lora_id:  # the bridge uses the number as the name if the engine sends no name
+            lora_name = str(query.lora_id)
+        instance = None if query.instance_id is None else str(query.instance_id)
+        of_rfc = {
+            "is_peer": False,
+            "block_size": query.block_size,
+            "instance": instance,
+            "is_detailed": bool(query.hit_detail),
+        }
     field = _prompt_field(query, fields)
     if field == "block_hashes" and salt:
         detail = "cache_salt: not accepted with block_hashes, which already contain it; leave it out"
@@ -104,10 +97,11 @@ def _question(
         model=model,
         tenant=tenant or DEFAULT_TENANT,
         field=field,
-        lora_name=query.lora_name,
+        lora_name=lora_name,
         cache_salt=salt,
         is_bigram=bool(query.is_eagle),
         weights=weights,
+        **of_rfc,
     )
     return question, numbers
 

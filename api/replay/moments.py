@@ -178,14 +178,12 @@ class OpenMoments:
         return found
 
     async def _in_thread(self, do: Callable[[], _T]) -> _T:
-        results: list[_T] = []
         try:
-            await run_in_daemon_thread(lambda: results.append(do()))
+            return await run_in_daemon_thread(do)
         except ProblemError:
             raise
         except (OSError, KvsightError) as error:
             raise ProblemError(503, ProblemKind.UNAVAILABLE, f"the log cannot be read: {error}") from error
-        return results[0]
 
 
 def _refreshed(timeline: Timeline) -> LogExtent:

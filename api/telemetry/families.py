@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from indexer.recording.recorder import Recorder
+
+Values: TypeAlias = float | Mapping[Any, float]
 
 
 class Collected(Collector):
@@ -21,24 +24,14 @@ class Collected(Collector):
         return self._read()
 
 
-def counter(name: str, text: str, value: float) -> Metric:
-    """Return a counter without labels."""
-    return CounterMetricFamily(name, text, value=value)
+def counter(name: str, text: str, values: Values, *labels: str) -> Metric:
+    """Return a counter. values: a number; with labels, their values -> number, the value of one label as str."""
+    return _family(CounterMetricFamily, name, text, values, labels)
 
 
-def gauge(name: str, text: str, value: float) -> Metric:
-    """Return a gauge without labels."""
-    return GaugeMetricFamily(name, text, value=value)
-
-
-def counter_by(label: str, name: str, text: str, counts: Mapping[str, int]) -> Metric:
-    """Return a counter with one label. counts: its values -> counts."""
-    return _by(CounterMetricFamily(name, text, labels=[label]), counts)
-
-
-def gauge_by(label: str, name: str, text: str, values: Mapping[str, int]) -> Metric:
-    """Return a gauge with one label."""
-    return _by(GaugeMetricFamily(name, text, labels=[label]), values)
+def gauge(name: str, text: str, values: Values, *labels: str) -> Metric:
+    """Return a gauge. See `counter`."""
+    return _family(GaugeMetricFamily, name, text, values, labels)
 
 
 def recording_families(recorder: Recorder) -> Iterator[Metric]:
@@ -48,7 +41,12 @@ def recording_families(recorder: Recorder) -> Iterator[Metric]:
     yield gauge("kvsight_recording_degraded_seconds", "Time without writing, or 0", recorder.degraded_seconds)
 
 
-def _by(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, int]) -> Metric:
-    for value, number in values.items():
-        family.add_metric([value], number)
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, values: Values, labels: tuple[str, ...]
+) -> Metric:
+    if not isinstance(values, Mapping):
+        return kind(name, text, value=values)
+    family = kind(name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric([key] if isinstance(key, str) else key, value)
     return family

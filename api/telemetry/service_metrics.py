@@ -11,12 +11,12 @@ from itertools import accumulate
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client import Counter as PrometheusCounter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from api.access.rate_limits import TenantRates
-from api.telemetry.families import Collected, counter, counter_by, gauge, gauge_by
+from api.telemetry.families import Collected, counter, gauge
 from api.telemetry.view_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
 from api.view_source import ViewSource
 from indexer.consumer import Consumer
@@ -113,7 +113,7 @@ class QueryMetrics(Collector):
 
 def consumer_families(consumer: Consumer) -> Iterator[Metric]:
     """Yield the families of the consumer."""
-    yield counter_by("reason", "kvsight_resync_requests", "Resyncs requested", consumer.resyncs.requested)
+    yield counter("kvsight_resync_requests", "Resyncs requested", consumer.resyncs.requested, "reason")
     yield counter("kvsight_snapshots_written", "Snapshots written", consumer.snapshot_counts.written)
     failures = consumer.snapshot_counts.failures
     yield counter("kvsight_snapshot_failures", "Snapshots that could not be written", failures)
@@ -128,8 +128,8 @@ def consumer_families(consumer: Consumer) -> Iterator[Metric]:
 def decision_families(log: DecisionLog) -> Iterator[Metric]:
     """Yield the families of the records of routers."""
     dropped = {reason.replace(" ", "_"): count for reason, count in log.dropped.items()}
-    yield counter_by("kind", "kvsight_decisions", "Records of routers accepted", log.accepted)
-    yield counter_by("reason", "kvsight_decisions_dropped", "Records of routers dropped", dropped)
+    yield counter("kvsight_decisions", "Records of routers accepted", log.accepted, "kind")
+    yield counter("kvsight_decisions_dropped", "Records of routers dropped", dropped, "reason")
     yield counter("kvsight_decisions_written", "Records of routers written", log.written)
     yield gauge("kvsight_decisions_queued", "Records of routers that wait to be written", log.num_queued)
 
@@ -146,10 +146,10 @@ def tenant_families(served: ViewSource, rates: TenantRates) -> Iterator[Metric]:
         pages[label] += namespaces.num_pages(tenant)
         refusals[label] += refused[tenant]
         queries[label] += rates.refused[tenant]
-    yield gauge_by("tenant", "kvsight_tenant_worker_streams", "Worker streams that have a view", streams)
-    yield gauge_by("tenant", "kvsight_tenant_pages", "Distinct pages, over all namespaces", pages)
-    yield gauge_by("tenant", "kvsight_tenant_refused_streams", "Worker streams beyond the limit", refusals)
-    yield counter_by("tenant", "kvsight_tenant_refused_queries", "Queries beyond the limit", queries)
+    yield gauge("kvsight_tenant_worker_streams", "Worker streams that have a view", streams, "tenant")
+    yield gauge("kvsight_tenant_pages", "Distinct pages, over all namespaces", pages, "tenant")
+    yield gauge("kvsight_tenant_refused_streams", "Worker streams beyond the limit", refusals, "tenant")
+    yield counter("kvsight_tenant_refused_queries", "Queries beyond the limit", queries, "tenant")
 
 
 class ViewMetrics(Collector):
@@ -171,7 +171,7 @@ class ViewMetrics(Collector):
 
     def _record_families(self) -> Iterator[Metric]:
         yield counter("kvsight_records", "Records read from the log", self._served.applier.records)
-        yield counter_by("reason", "kvsight_records_rejected", "Dead letters", self._served.applier.dead_letters.counts)
+        yield counter("kvsight_records_rejected", "Dead letters", self._served.applier.dead_letters.counts, "reason")
 
     def _stream_counters(self) -> Iterator[Metric]:
         """Yield sums over all streams, which never decrease, then those of each worker."""
@@ -192,26 +192,23 @@ class ViewMetrics(Collector):
             by_state[state] += 1
             if state is not ViewState.EXPIRED:
                 last_batch_at.append(view.last_batch_at)
-        workers = GaugeMetricFamily("kvsight_workers", "Worker streams", labels=["state"])
-        for state in ViewState:
-            workers.add_metric([state.value], by_state[state])
-        yield workers
+        yield gauge("kvsight_workers", "Worker streams", {state.value: by_state[state] for state in ViewState}, "state")
         now = served.now()
         oldest = max(0.0, now - min(last_batch_at, default=now))
         yield gauge("kvsight_view_age_seconds", "Age of the oldest view that counts in scores", oldest)
 
     def _index_families(self) -> Iterator[Metric]:
-        labels = ["model", "tenant", "block_size"]
-        pages = GaugeMetricFamily("kvsight_pages", "Pages held, summed over workers", labels=[*labels, "medium"])
-        distinct = GaugeMetricFamily("kvsight_index_pages", "Distinct pages", labels=labels)
-        sets = GaugeMetricFamily("kvsight_index_holder_sets", "Distinct holder sets", labels=labels)
-        size = GaugeMetricFamily("kvsight_index_bytes", "Bytes of the arrays in use", labels=labels)
-        for namespace in self._served.namespaces:
-            key = [str(part) for part in namespace.key]
+        labels = "model", "tenant", "block_size"
+        namespaces = {tuple(map(str, namespace.key)): namespace for namespace in self._served.namespaces}
+        pages = {}
+        for key, namespace in namespaces.items():
             held = [view.num_pages for view in namespace.views.values()]
             for tier, medium in enumerate(MEDIA):
-                pages.add_metric([*key, medium.value], sum(counts[tier] for counts in held))
-            distinct.add_metric(key, namespace.index.num_pages)
-            sets.add_metric(key, namespace.index.num_sets)
-            size.add_metric(key, namespace.index.bytes_used)
-        yield from (pages, distinct, sets, size)
+                pages[*key, medium.value] = sum(counts[tier] for counts in held)
+        yield gauge("kvsight_pages", "Pages held, summed over workers", pages, *labels, "medium")
+        for name, text, attribute in (
+            ("kvsight_index_pages", "Distinct pages", "num_pages"),
+            ("kvsight_index_holder_sets", "Distinct holder sets", "num_sets"),
+            ("kvsight_index_bytes", "Bytes of the arrays in use", "bytes_used"),
+        ):
+            yield gauge(name, text, {key: getattr(each.index, attribute) for key, each in namespaces.items()}, *labels)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
+from api.telemetry.families import counter, gauge
 from indexer.freshness import Freshness
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.schema import MEDIA
@@ -103,26 +104,20 @@ class WorkerMetrics:
 
     def families(self, now: float) -> Iterator[Metric]:
         """Yield the metric families of the last update. now: seconds since 1970."""
-        pages = GaugeMetricFamily("kvsight_worker_pages", "Pages that a worker holds", labels=[*_LABELS, "medium"])
-        states = GaugeMetricFamily(
-            "kvsight_worker_state", "Workers in a state: 1 for the state of a worker", labels=[*_LABELS, "state"]
-        )
-        ages = GaugeMetricFamily(
-            "kvsight_worker_view_age_seconds", "Time since the worker was last heard", labels=_LABELS
-        )
+        pages, states, ages = {}, {}, {}
         for labels, each in self._figures.items():
             for medium, number in zip(MEDIA, each.pages, strict=True):
-                pages.add_metric([*labels, medium.value], number)
+                pages[*labels, medium.value] = number
             found = list(each.states.values())
             for state in ViewState:
-                states.add_metric([*labels, state.value], found.count(state))
+                states[*labels, state.value] = found.count(state)
             if found:
-                ages.add_metric(labels, max(0.0, now - each.last_batch_at))
-        yield pages
-        yield from (states, ages)
+                ages[labels] = max(0.0, now - each.last_batch_at)
+        yield gauge("kvsight_worker_pages", "Pages that a worker holds", pages, *_LABELS, "medium")
+        text = "Workers in a state: 1 for the state of a worker"
+        yield gauge("kvsight_worker_state", text, states, *_LABELS, "state")
+        yield gauge("kvsight_worker_view_age_seconds", "Time since the worker was last heard", ages, *_LABELS)
         for column, name in enumerate(WORKER_COUNTERS):
             text = f"{name.replace('_', ' ').capitalize()}, by worker"
-            family = CounterMetricFamily(f"kvsight_worker_{name}", text, labels=_LABELS)
-            for labels, counts in self._counters.items():
-                family.add_metric(labels, int(counts[column]))
-            yield family
+            counts = {labels: int(each[column]) for labels, each in self._counters.items()}
+            yield counter(f"kvsight_worker_{name}", text, counts, *_LABELS)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from bridge.decoding.events import AttentionSpec, ClearedRun, InvalidEvent, PageRun, Run, tier_of
 from bridge.decoding.kernels import columns, scan
-from bridge.decoding.mooncake import decode_any, decode_mooncake_event, may_remove
+from bridge.decoding.mooncake import decode_mooncake_event, may_remove
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
@@ -66,17 +66,14 @@ class Messages:
         return len(self.seqs)
 
     def one(self, number: int) -> tuple[int, memoryview]:
-        """Sequence number and payload of one batch."""
         start, stop = self.borders[number : number + 2].tolist()
         return int(self.seqs[number]), self.data[start:stop]
 
     def part(self, start: int, stop: int) -> Messages:
-        """Batches start:stop, in the same buffer."""
         return Messages(self.seqs[start:stop], self.data, self.borders[start : stop + 1])
 
     @property
     def num_bytes(self) -> int:
-        """Total size of the payloads."""
         return int(self.borders[-1] - self.borders[0])
 
 
@@ -95,8 +92,6 @@ class Batch(NamedTuple):
 
 
 class UnreadableBatch(NamedTuple):
-    """A payload that is not a batch of events."""
-
     number: int
     """Position among the messages."""
     reason: str
@@ -180,7 +175,6 @@ class Decoder(threading.local):
                 return InvalidEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE, stop - start)
 
     def _single(self, data: memoryview, number: int) -> Run:
-        """One event of a run that cannot be read as a whole."""
         row = self._events.rows[number].tolist()
         row[columns.STORE_ROW] = number if row[columns.KIND] == columns.STORED else -1
         try:
@@ -224,7 +218,7 @@ class Decoder(threading.local):
             spec=AttentionSpec(_text(data, store, columns.SPEC), store[columns.WINDOW]),
             lora_name=_text(data, store, columns.LORA) or str(store[columns.LORA_ID] or ""),
             cache_salt=_text(data, store, columns.SALT),
-            extra_keys=decode_any(extra) if extra else (),
+            extra_keys=msgspec.msgpack.decode(extra) if extra else (),
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from bridge.decoding.kernels.columns import EXTERNAL, REMOVAL, TIERS, UNKNOWN
 from bridge.decoding.mooncake import MooncakeEvent
-from kv_events.hashing import U32Array, U64Array
+from kv_events.hashing import U32Array
 from publisher.event_columns import PageEvents
 
 MASK64 = 2**64 - 1
@@ -111,11 +111,6 @@ class InvalidEvent(NamedTuple):
     may_remove: bool = True
     """Whether it may have removed pages."""
     num_events: int = 1
-
-
-def hashes_of(event: MooncakeEvent) -> U64Array:
-    """uint64[n]: the hashes of an event."""
-    return np.array([value & MASK64 for value in event.seq_hashes], np.uint64)
 
 
 Run: TypeAlias = PageRun | ClearedRun | MooncakeEvent | InvalidEvent

@@ -37,12 +37,7 @@ class MooncakeEvent(msgspec.Struct, frozen=True, kw_only=True):
         return "pool " + msgspec.json.encode([part or "" for part in parts]).decode()
 
 
-class _Kind(msgspec.Struct, frozen=True):
-    event_type: str
-
-
 _decoder = msgspec.msgpack.Decoder(MooncakeEvent)
-_kind_decoder = msgspec.msgpack.Decoder(_Kind)
 
 
 def decode_mooncake_event(data: bytes | memoryview) -> MooncakeEvent:
@@ -56,11 +51,6 @@ def decode_mooncake_event(data: bytes | memoryview) -> MooncakeEvent:
 def may_remove(data: bytes | memoryview) -> bool:
     """Whether an event that cannot be decoded may have removed pages."""
     try:
-        return _kind_decoder.decode(data).event_type != "stored"
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return bool(msgspec.msgpack.decode(data, type=dict[str, Any])["event_type"] != "stored")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
         return True
-
-
-def decode_any(data: bytes | memoryview) -> Any:
-    """Decode msgpack to plain objects. Raises the same as `decode_mooncake_event`."""
-    return msgspec.msgpack.decode(data)

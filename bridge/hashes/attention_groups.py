@@ -130,7 +130,7 @@ class AttentionGroups:
         return [group] if group in self._stream_of else []
 
     def learn(self, run: PageRun) -> bool:
-        """Learn the group of a store. Returns whether this was news.
+        """Learn the group of a store. Returns whether the groups changed.
 
         Only stores on the device tell block sizes. A store without kind and tokens tells nothing of a group with a
         number: storage behind the engine also names groups of other kinds in this way.
@@ -176,7 +176,6 @@ class AttentionGroups:
         return size // self._unit if self._unit and size and size % self._unit == 0 else 1
 
     def _assign(self) -> None:
-        """Give each group its stream."""
         self._unknown_rule = ""
         counted = {g: known for g, known in self._known.items() if known.spec.kind not in _IGNORED_KINDS}
         sizes = {known.block_size for known in counted.values() if known.block_size}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from bridge.context import EngineContext
-from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageRun, Run, hashes_of, tier_of
+from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageRun, Run, tier_of
 from bridge.decoding.mooncake import MooncakeEvent
 from bridge.hashes.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
 from bridge.hashes.hash_memory import HashMemory, HashNamespace, TranslatedPages
@@ -36,10 +36,7 @@ class EventTranslator:
     """Translates the events of one worker. Publishes as soon as the block size is known. Not thread-safe."""
 
     def __init__(
-        self,
-        stream: StreamId,
-        context: EngineContext,
-        drop_publisher: Callable[[EventPublisher], None],
+        self, stream: StreamId, context: EngineContext, drop_publisher: Callable[[EventPublisher], None]
     ) -> None:
         """stream: events of another model or tenant are left out. drop_publisher: called with each publisher that is no
         longer used.
@@ -81,7 +78,6 @@ class EventTranslator:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens a page. None until it is known."""
         return self._size.tokens
 
     @property
@@ -96,7 +92,6 @@ class EventTranslator:
 
     @property
     def num_remembered(self) -> int:
-        """Pages whose hashes are remembered."""
         return len(self._hashes)
 
     def apply(self, run: Run) -> None:
@@ -130,15 +125,15 @@ class EventTranslator:
             return
         waiting, self._waiting = self._waiting, []
         parts: list[PageRun] = []
-        is_news = False
+        has_changed = False
         for run in waiting:
             for part in run.parts():
                 parts.append(part)
-                is_news |= not part.is_removal and self._groups.learn(part)
+                has_changed |= not part.is_removal and self._groups.learn(part)
                 yield
-        if is_news:
+        if has_changed:
             self._resize()
-        if is_news or any(output.publisher is None for output in self._outputs.values()):
+        if has_changed or any(output.publisher is None for output in self._outputs.values()):
             self._open_streams()
         for apply in (self._apply_to_own_stream, self._apply_to_groups):
             for part in parts:
@@ -162,7 +157,6 @@ class EventTranslator:
             output.clear()
 
     def close(self) -> None:
-        """Drop all publishers."""
         for publisher in self.publishers:
             self._drop_publisher(publisher)
 
@@ -324,7 +318,7 @@ class EventTranslator:
             other = shorten((event.model_name, event.tenant_id))
             self._limited_logger.warning("events of (model_name, tenant_id) %s left out: another stream's", other)
             return
-        hashes = hashes_of(event)
+        hashes = np.array([value & MASK64 for value in event.seq_hashes], np.uint64)
         if event.event_type == "stored":
             namespace = self._namespace(event.owner, len(hashes))
             if namespace is not None:
@@ -394,7 +388,6 @@ class BlockSizeRule:
         return self.tokens is None or (is_on_device and (not self._is_proved or self._refused > _MAX_REFUSED))
 
     def learn(self, size: int) -> None:
-        """Assume this size."""
         self.tokens = size
         self.forget_proof()
 
@@ -403,7 +396,6 @@ class BlockSizeRule:
         self._is_proved, self._has_matched, self._refused, self.mismatch = self.is_registered, False, 0, ""
 
     def admits(self, size: int, *, is_on_device: bool) -> bool:
-        """Whether a store has the stream's size."""
         if size == self.tokens:
             self._is_proved = self._is_proved or is_on_device
             self._has_matched, self._refused, self.mismatch = True, 0, ""

@@ -31,8 +31,6 @@ class HashNamespace(NamedTuple):
 
 
 class NamespaceSeed(NamedTuple):
-    """Seed of an event's pages."""
-
     seed: int
     is_stated: bool
     """Whether the event itself states it. If not, a page inherits the seed of its parent: engines name a cache salt
@@ -175,12 +173,10 @@ class HashMemory:
         return hashes
 
     def clear(self) -> None:
-        """Forget all pages."""
         self.blocks.clear()
         self._arrays.clock[kernels.HAND], self._arrays.clock[kernels.HAS_COLLISIONS] = -1, 0
 
     def _room(self, num_pages: int, num_events: int) -> tuple[kernels.TranslatedColumns, U64Array]:
-        """Buffers for the columns and for the events' seeds."""
         if num_pages > len(self._translated.sequence_hashes) or num_events > len(self._translated.lengths):
             self._translated = _empty_columns(2 * num_pages, 2 * num_events)
             self._seeds = np.empty(2 * num_events, np.uint64)

@@ -170,5 +170,4 @@ class HashCollisions:
         return np.concatenate((block_hashes, np.array(others, np.uint64))) if others else block_hashes
 
     def clear(self) -> None:
-        """Forget all collisions."""
         self._hashes.clear()

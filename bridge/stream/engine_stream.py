@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from contextlib import aclosing
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, Messages
+from bridge.decoding.decoder import Messages
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults
 from bridge.stream.messages import Backlog
@@ -23,7 +23,6 @@ from bridge.stream.replay import (
     ReplayUnreachableError,
 )
 from bridge.stream.sequence_check import BatchOrder, RestartLimit, SequenceCheck
-from bridge.threads import DecodeThreads
 from kv_events.engine_wire import Payload
 from kv_events.streams import StreamId
 
@@ -50,10 +49,8 @@ class EngineStream:
         stream: StreamId,
         defaults: EngineDefaults,
         registry: StreamRegistry,
-        decoder: Decoder,
         counters: BridgeCounters,
         replay: ReplayClient | None,
-        threads: DecodeThreads,
     ) -> None:
         """stream: as registered; batches may name other ranks. Nothing is published while it has another owner."""
         self.last_message_at = time.monotonic()
@@ -65,10 +62,10 @@ class EngineStream:
         self.replay_failure: str | None = None
         """Why the last replay failed; None if it did not. Live batches are applied all the same."""
         self._name = stream.key
-        self.ranks = RankStreams(stream, defaults, registry, decoder, counters)
+        self.ranks = RankStreams(stream, defaults, registry, counters)
         self._counters = counters
         self._replay = replay
-        self._threads = threads
+        self._threads = registry.threads
         self._attempts = registry.settings.bridge_replay_attempts
         self._deadline_s = registry.settings.bridge_replay_deadline_s
         self._sequence = SequenceCheck()
@@ -327,7 +324,6 @@ class EngineStream:
         await self.ranks.start_and_close_publishers()
 
     def _apply(self, seq: int, payload: Payload) -> None:
-        """Queue the next batch."""
         if not self._sequence.has_begun and seq > _HIGHEST_FIRST:
             self.ranks.mark_incomplete()
         self._sequence.applied(seq, payload)
@@ -335,7 +331,6 @@ class EngineStream:
 
 
 async def _has_batches(replay: ReplayClient, deadline: float) -> bool:
-    """Whether the engine keeps any batch."""
     async with aclosing(replay.batches(0, deadline)) as answer:
         async for _ in answer:
             return True

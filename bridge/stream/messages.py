@@ -139,7 +139,6 @@ class Inboxes:
 
     @contextmanager
     def one(self) -> Iterator[Inbox]:
-        """An inbox for the duration of the block."""
         inbox = self._free.pop() if self._free else Inbox()
         try:
             yield inbox
@@ -200,7 +199,6 @@ class Backlog:
         return bool(self._passes)
 
     def add(self, inbox: Inbox) -> None:
-        """Add a copy of the messages in an inbox."""
         sent, num_bytes = inbox.copied()
         self._passes.append((num_bytes + _BYTES_A_MESSAGE * len(inbox), sent))
         self._grow(self._passes[-1][0])
@@ -210,13 +208,11 @@ class Backlog:
             self._counters.dropped_batches += sum(len(each.messages) for each in self.take())
 
     def take(self) -> list[SenderMessages]:
-        """Remove and return the oldest messages."""
         num_bytes, sent = self._passes.popleft()
         self._grow(-num_bytes)
         return sent
 
     def clear(self) -> None:
-        """Drop all messages."""
         self._passes.clear()
         self._grow(-self._num_bytes)
 

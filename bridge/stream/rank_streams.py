@@ -7,7 +7,7 @@ import logging
 from collections.abc import Generator, Iterator
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, Messages, UnreadableBatch
+from bridge.decoding.decoder import Messages, UnreadableBatch
 from bridge.decoding.events import InvalidEvent, Run
 from bridge.decoding.mooncake import MooncakeEvent
 from bridge.registry import StreamRegistry
@@ -32,17 +32,12 @@ class RankStreams:
     """
 
     def __init__(
-        self,
-        registered: StreamId,
-        defaults: EngineDefaults,
-        registry: StreamRegistry,
-        decoder: Decoder,
-        counters: BridgeCounters,
+        self, registered: StreamId, defaults: EngineDefaults, registry: StreamRegistry, counters: BridgeCounters
     ) -> None:
         """registered: the stream of batches that name no rank. Nothing is published while it has another owner."""
         self._registered = registered
         self._registry = registry
-        self._decoder = decoder
+        self._decoder = registry.decoder
         self._counters = counters
         self._limited_logger = RateLimitedLogger(logger, f"engine {registered.key}")
         self._context = registry.context(defaults, counters, self._limited_logger)
@@ -61,7 +56,6 @@ class RankStreams:
         return None if is_ours else f"{self._registered.key} has another owner"
 
     def take(self, seq: int, payload: Payload) -> None:
-        """Queue the next batch."""
         self._waiting.append((seq, payload))
         self.waiting_bytes += len(payload)
 
@@ -114,7 +108,6 @@ class RankStreams:
             stream.restart(is_certain=is_certain)
 
     async def start_and_close_publishers(self) -> None:
-        """Start and close publishers as needed."""
         for rank, stream in list(self._streams.items()):
             if stream.is_replaced:
                 del self._streams[rank]
@@ -130,11 +123,9 @@ class RankStreams:
         self._streams.clear()
 
     def status(self) -> list[StreamStatus]:
-        """Status of all ranks."""
         return [status for stream in list(self._streams.values()) for status in stream.status()]
 
     def warn(self, template: str, *facts: object) -> None:
-        """See `RateLimitedLogger.warning`."""
         self._limited_logger.warning(template, *facts)
 
     async def _close(self, stream: WorkerStream, deadline_s: float, *, clear: bool) -> None:
@@ -164,11 +155,11 @@ class RankStreams:
                     if run.may_remove:
                         self.drop_all_pages(1)
             for each in touched:
-                if each is None or not (batch.is_complete or each.must_end_batch):
+                if each is None or not (batch.is_complete or each.translator.must_end_batch):
                     continue
                 yield from each.end_batch()
-                if each.problem:
-                    self.warn("the view of rank %d is degraded: %s", each.stream.dp_rank, each.problem)
+                if problem := each.translator.problem:
+                    self.warn("the view of rank %d is degraded: %s", each.stream.dp_rank, problem)
             yield
 
     def _apply_run(self, run: Run, stream: WorkerStream | None) -> WorkerStream | None:
@@ -195,7 +186,6 @@ class RankStreams:
         return None
 
     def _open(self, rank: int) -> WorkerStream | None:
-        """Open a rank's stream. None if it has another owner."""
         own = self._registered
         stream = self._registry.open(
             own._replace(dp_rank=rank), self._context, self._state, is_registered=rank == own.dp_rank

@@ -12,8 +12,16 @@ import zmq.asyncio
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES
 from bridge.stream.messages import Backlog, receiving
-from kv_events.endpoints import Locate, LocateError, as_given, is_ipv6
-from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay, replay_request
+from kv_events.engine_wire import (
+    FrameError,
+    Locate,
+    LocateError,
+    ReplayMessage,
+    as_given,
+    is_ipv6,
+    parse_replay,
+    replay_request,
+)
 from kv_events.errors import KvsightError
 
 MAX_MESSAGE_BYTES = 4 * MAX_PAYLOAD_BYTES
@@ -146,7 +154,6 @@ class _Answer:
         """Ask for the batches from `start`."""
         self.frames: deque[list[bytes]] = deque()
         self.is_cut = False
-        """Whether the rest is dropped."""
         self._socket = socket
         # a readable socket may be empty again once the engine has died, so reads must not block; waits have a limit
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
@@ -154,7 +161,6 @@ class _Answer:
         self._reader.send_multipart(replay_request(start), zmq.NOBLOCK)
 
     def receive(self) -> None:
-        """Receive the messages that wait."""
         with suppress(zmq.Again):
             while not self.is_cut:
                 self.frames.append(self._reader.recv_multipart(zmq.NOBLOCK))
@@ -164,7 +170,6 @@ class _Answer:
                     self.is_cut = True
 
     def next(self) -> list[bytes]:
-        """Remove and return the oldest message."""
         frames = self.frames.popleft()
         self._num_bytes -= sum(map(len, frames))
         return frames

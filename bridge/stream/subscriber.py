@@ -17,11 +17,12 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from bridge.counters import BridgeCounters
-from bridge.settings import BridgeSettings, EngineSettings
+from bridge.registry import StreamRegistry
+from bridge.settings import EngineSettings
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.messages import MAX_MESSAGES, Backlog, Inbox, Inboxes, SenderMessages, receiving
+from bridge.stream.messages import MAX_MESSAGES, Backlog, Inbox, SenderMessages, receiving
 from bridge.stream.replay import MAX_MESSAGE_BYTES
-from kv_events.endpoints import Locate, LocateError, is_ipv6
+from kv_events.engine_wire import LocateError, is_ipv6
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,6 @@ _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 15_000
 
 
 class ConnectionState(str, Enum):  # noqa: UP042  (serialised as its value)
-    """State of the connection to an engine."""
-
     CONNECTING = "connecting"
     CONNECTED = "connected"
     UNREACHABLE = "unreachable"
@@ -53,11 +52,9 @@ class Subscriber:
         self,
         context: zmq.asyncio.Context,
         engine: EngineSettings,
-        settings: BridgeSettings,
+        registry: StreamRegistry,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
-        inboxes: Inboxes,
-        locate: Locate,
         stream_of_topic: Callable[[str], EngineStream | None],
         engine_streams: Callable[[], list[EngineStream]],
         tidy_up: Callable[[], Awaitable[None]],
@@ -70,11 +67,11 @@ class Subscriber:
         """Time of the last message, or of creation. By `time.monotonic()`."""
         self._context = context
         self._engine = engine
-        self._settings = settings
+        self._settings = registry.settings
         self._counters = counters
         self._limited_logger = limited_logger
-        self._inboxes = inboxes
-        self._locate = locate
+        self._inboxes = registry.inboxes
+        self._locate = registry.locate
         self._address: str | None = None  # that the endpoint led to
         self._locate_at = 0.0
         self._stream_of_topic = stream_of_topic
@@ -250,7 +247,6 @@ class Subscriber:
             await asyncio.sleep(_PROBE_S)
 
     def _update_state(self) -> None:
-        """Update the state from the connections."""
         if self._connections:
             if self._why_unreachable is not None:
                 logger.warning("bridge: connected to %s", self._engine.endpoint)
@@ -326,7 +322,6 @@ class Connections:
         return bool(self._made)
 
     def take(self, event: int, descriptor: int) -> None:
-        """Apply an event of the monitor. descriptor: the event's value."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if self._begun:
                 self._made.add(self._begun.pop())

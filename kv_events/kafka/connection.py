@@ -41,7 +41,7 @@ _ORDINARY = (
 )
 """Beginnings of lines about what happens whenever a topic or a group begins or its members change."""
 _ORDINARY_S = 10.0
-"""Time for which they may be repeated: a broker that never gets ready for groups is told by nothing else."""
+"""Time for which they may be repeated: no other line says that a broker never gets ready for groups."""
 _REFUSED_LOGIN = "it refuses the token"
 
 

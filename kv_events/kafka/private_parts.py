@@ -70,7 +70,7 @@ def adapt(client: Any, fresh_options: Callable[[], dict[str, Any]]) -> None:
 
 
 def _report_loss(connection: Any) -> None:
-    """Let a connection raise KafkaConnectionError if it was lost a moment ago.
+    """Let a connection raise KafkaConnectionError if it has just been lost.
 
     A write then raises RuntimeError under uvloop, which ends aiokafka's fetching or its place in a group for good.
     """

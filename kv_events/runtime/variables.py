@@ -1,7 +1,7 @@
 """Names of all `KVSIGHT_*` environment variables, the check that a process knows all that are set, and quantities.
 
 The list is separate from the settings classes, so that every process can check its environment without importing
-packages that it does not use. `tests/unit/kvsight/test_variables.py` compares it with the classes and the commands.
+packages that it does not use. `tests/commands/test_settings.py` compares it with the classes and the commands.
 """
 
 from __future__ import annotations

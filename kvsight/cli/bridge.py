@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +12,16 @@ from kvsight.cli.shared.flags import AWAY, BROKER, KAFKA, LOG_LINES, METRICS_POR
 from kvsight.cli.shared.process import allow_open_files, import_without_kernels, keep_freed_memory, stop_signals
 
 if TYPE_CHECKING:
-    from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
+    from bridge import BridgeSettings, EngineSettings, EngineStatus
     from publisher import PublisherSettings
 
 
-_FLAGS = {"kafka": BROKER, "event_log_dir": Flag(Path, "Write an event log in this folder."), **METRICS_PORT, **AWAY}
+_FLAGS = {
+    "kafka": BROKER,
+    "event_log_dir": Flag(Path, "Folder of an event log to write, if there is no Kafka.", True),
+    **METRICS_PORT,
+    **AWAY,
+}
 
 
 @with_flags(_FLAGS, KAFKA, LOG_LINES)
@@ -54,7 +58,6 @@ def bridge(
     # every stream has a name and a block size of its own
     template = PublisherSettings.from_flags(model="bridge", worker="bridge", dp_rank=0, block_size=1, **flags)
     load_kernels()
-    gc.freeze()  # as `kvsight serve` does
     settings = BridgeSettings.from_flags(**flags)
     uvloop.run(_serve(engines, settings, template, metrics_port), loop_factory=new_event_loop)
 
@@ -70,19 +73,15 @@ async def _serve(
         for engine in engines:
             await fleet.add(engine)
         if metrics_port is not None:
-            _serve_metrics(fleet, metrics_port)
+            from bridge.metrics import BridgeMetrics
+            from publisher.metrics import serve_metrics
+
+            serve_metrics(metrics_port, BridgeMetrics(fleet.status), lambda: _why_not_ready(fleet.status()))
         err.print(f"reading {len(fleet.status())} streams of {len(engines)} engines; Ctrl-C stops")
         await stop.wait()
         counters = [status.counters for status in fleet.status()]
     batches, events = sum(c.batches for c in counters), sum(c.events for c in counters)
     err.print(f"stopped after {events} events in {batches} batches")
-
-
-def _serve_metrics(fleet: Fleet, port: int) -> None:
-    from bridge.metrics import BridgeMetrics
-    from publisher.metrics import serve_metrics
-
-    serve_metrics(port, BridgeMetrics(fleet.status), lambda: _why_not_ready(fleet.status()))
 
 
 def _why_not_ready(ranks: list[EngineStatus]) -> str:

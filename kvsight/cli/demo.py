@@ -43,8 +43,8 @@ _PAGE_SIZE = 16
 _SHOWN_RATE = 5.0
 _FLAGS = {
     "kafka": BROKER,
-    "model": Flag(str, "Model of the worker and of the prompt.", default="demo-model"),
-    "block_size": Flag(int, "Tokens per page.", default=64),
+    "model": Flag(str, "Model of the worker and of the prompt.", True, default="demo-model"),
+    "block_size": Flag(int, "Tokens per page.", True, default=64),
     **METRICS_PORT,
 }
 """Of `PublisherSettings`."""
@@ -52,7 +52,7 @@ _FLAGS = {
 
 @with_flags(_FLAGS, KAFKA, LOG_LINES)
 def demo(
-    port: Annotated[int, typer.Option(help="Port of the API.", envvar="KVSIGHT_PORT")] = 8000,
+    port: Annotated[int, typer.Option(help="Port of the API, if 8000 is taken.", envvar="KVSIGHT_PORT")] = 8000,
     requests: Annotated[
         int, typer.Option(help="Requests that the policies serve.", min=_WARM_REQUESTS + 1)
     ] = _NUM_REQUESTS,

@@ -17,42 +17,39 @@ if TYPE_CHECKING:
     from api.service import LiveService
     from api.settings import ApiSettings, RegistrationSettings
     from bridge.settings import BridgeSettings
-    from indexer.recording.thread import RecordingThread
+    from indexer.recording.recorder import RecordingThread
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 
 
-_SERVICE = "Service"
 _FLAGS = {
-    "host": Flag(str, "Address to listen on."),
-    "port": Flag(int, "Port to listen on."),
+    "host": Flag(str, "Address to listen on: 0.0.0.0 if routers run on other machines."),
+    "port": Flag(int, "Port to listen on, if 8000 is taken. 0: any free one.", True),
     "kafka": BROKER,
-    "event_log_dir": Flag(Path, "Follow an event log in this folder."),
-    "redis": Flag(str, "Save snapshots: redis://HOST:PORT/DB"),
-    "group": Flag(str, "Share partitions with this group."),
-    "advertise_url": Flag(str, "Address of this member for the others."),
-}
-_FURTHER_FLAGS = {
-    "snapshot_dir": Flag(Path, "Save snapshots in a folder.", _SERVICE),
-    "record": Flag(Path, "Record into an event log in this folder.", _SERVICE),
-    "record_keep": Flag(str, "Age of records that are deleted: 24h, 7d.", _SERVICE),
-    "record_max_bytes": Flag(str, "Bound on the size of the log: 20GiB.", _SERVICE),
-    "dead_letter_dir": Flag(Path, "Folder for records that cannot be decoded.", _SERVICE),
-    "tenant_limits_file": Flag(Path, "TOML file of limits by tenant.", _SERVICE),
-    "register_allow": Flag(str, "Where engines may be: 10.0.0.0/16:5557,...", _SERVICE),
-    "max_registrations": Flag(int, "Registered engine ranks at most.", _SERVICE),
+    "event_log_dir": Flag(Path, "Folder of an event log to follow, if there is no Kafka.", True),
+    "redis": Flag(str, "Redis, to start from snapshots: redis://HOST:PORT/DB", True),
+    "group": Flag(str, "Group whose members share the partitions, if one service is not enough.", True),
+    "advertise_url": Flag(str, "Address of this member, if others cannot reach that of its socket.", True),
+    "snapshot_dir": Flag(Path, "Folder, to start from snapshots without Redis."),
+    "record": Flag(Path, "Folder of an event log, to replay and explain later what routers saw."),
+    "record_keep": Flag(str, "Age after which its files are deleted, if 24h is too short or too long."),
+    "record_max_bytes": Flag(str, "Bound on its size, if the disk is small: 20GiB."),
+    "dead_letter_dir": Flag(Path, "Folder for records that cannot be decoded, to look into them."),
+    "tenant_limits_file": Flag(Path, "TOML file of limits, if tenants share the service."),
+    "register_allow": Flag(str, "Where engines may be, if callers are not trusted: 10.0.0.0/16:5557,..."),
+    "max_registrations": Flag(int, "Bound on registered engine ranks, for more than 1024."),
     **AWAY,
-    "reuse_port": Flag(bool, "Share the port with other services.", _SERVICE),
-    "answer_before_ready": Flag(bool, "Answer queries before the log is applied.", _SERVICE),
-    "tokenize_url": Flag(str, "Engine that tokenizes text for the page.", _SERVICE),
-    "group_deadline_s": Flag(float, "Seconds to wait for another member.", _SERVICE),
-    "group_session_s": Flag(float, "Seconds until a silent member is out.", _SERVICE),
-    "group_token_file": Flag(Path, "File with the token for other members.", _SERVICE),
-    "group_ca_file": Flag(Path, "CAs trusted for other members.", _SERVICE),
+    "reuse_port": Flag(bool, "Share the port, if several services of this machine listen on it."),
+    "answer_before_ready": Flag(bool, "Answer queries before the log is applied; not, if routers need complete views."),
+    "tokenize_url": Flag(str, "Engine that tokenizes, if the page shall accept text: http://HOST:PORT"),
+    "group_deadline_s": Flag(float, "Seconds to wait for another member, if 0.25 are too few under load."),
+    "group_session_s": Flag(float, "Seconds of silence before others take over, if members pause longer than 6."),
+    "group_token_file": Flag(Path, "File with the token for other members, if they require one."),
+    "group_ca_file": Flag(Path, "CAs of the members' certificates, if the system lacks them."),
 }
 
 
-@with_flags(_FLAGS, KAFKA, REDIS, HTTP, _FURTHER_FLAGS, LOG_LINES)
+@with_flags(_FLAGS, KAFKA, REDIS, HTTP, LOG_LINES)
 def serve(*, flags: dict[str, Any]) -> None:
     """Run the indexer and its HTTP API.
 
@@ -167,7 +164,7 @@ def _embedded(
     recording = _recording(indexer, settings)
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
-    store = create_store(indexer, "registrations")
+    store = create_store(indexer, "registrations", "registrations.json")
     parts = consumer, log, registration, bridge, store, lambda: report_compilation(load)
     registrations = Registrations(*parts, own_port=port, max_files=max_files)
     return LiveService(consumer, settings, registrations, create_decision_log(indexer, recording), recording)

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 import typer
 
+from kv_events.http.fleet import Fleet, FleetWorker
 from kv_events.http.service import DEFAULT_URL
+from kv_events.http.workers import Worker
 from kv_events.runtime.words import count, duration, printable
 from kvsight.cli.shared.console import UsageError, at_most_one, err, out, print_lines, print_result
 from kvsight.cli.shared.flags import ApiToken, AsJson, Url
@@ -27,8 +29,6 @@ from kvsight.cli.shared.tables import Column, table_lines
 from kvsight.errors import KvsightConnectionError, KvsightHttpError
 
 if TYPE_CHECKING:
-    from kv_events.http.fleet import Fleet, FleetWorker
-    from kv_events.http.workers import Worker
     from kvsight.client import Client
 
 _TIMEOUT_S = 10.0
@@ -160,7 +160,7 @@ def _printer(table: _Table, as_json: bool) -> _Show:
     def show(found: Any, outage: str) -> None:
         nonlocal reported
         if outage and not reported:
-            err.print(outage, markup=False)
+            err.print(outage)
         reported = bool(outage)
         if outage:
             return
@@ -206,7 +206,7 @@ def _fleet_lines(fleet: Fleet, width: int, height: int | None) -> Iterator[Line]
     yield Line("")
     room = len(fleet.workers) if height is None else max(1, height - len(head) - 3)
     shown = fleet.workers if room >= len(fleet.workers) else fleet.workers[: max(1, room - 1)]
-    title, *rows = table_lines(list(_columns(shown, fleet)), width)
+    title, *rows = table_lines(_columns(shown, fleet), width)
     yield Line(title, "bold")
     yield from (Line(row, _STYLES.get(worker.state, "")) for row, worker in zip(rows, shown, strict=True))
     if len(shown) < fleet.num_selected:

@@ -42,7 +42,6 @@ class FileSink:
         await self._in_thread(self._thread, lambda: self._write(records))
 
     async def stop(self) -> None:
-        """Close the log after a write in progress."""
         thread, self._thread = self._thread, None
         if thread is not None:
             closing = asyncio.get_running_loop().run_in_executor(thread, self._close)
@@ -50,7 +49,6 @@ class FileSink:
             await asyncio.shield(closing)
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Wait forever."""
         await asyncio.Event().wait()
         yield ResyncRequest("", 0)  # never reached; makes this function a generator
 

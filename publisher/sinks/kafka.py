@@ -248,11 +248,7 @@ class KafkaSink:
     async def _start_consumer(self) -> None:
         topic = self._settings.control_topic
         partitions = await self._producer.partitions_for(topic)
-        consumer = self._connection.consumer(
-            group_id=None,
-            enable_auto_commit=False,
-            auto_offset_reset="latest",
-        )
+        consumer = self._connection.consumer(group_id=None, enable_auto_commit=False, auto_offset_reset="latest")
         try:
             await consumer.start()
             consumer.assign([TopicPartition(topic, partition) for partition in sorted(partitions)])

@@ -27,7 +27,6 @@ class MemorySink:
         self._stop_listening: Callable[[], None] | None = None
 
     async def start(self) -> None:
-        """Start to receive requests."""
         loop = asyncio.get_running_loop()
         self._stop_listening = self._log.listen(lambda request: self._forward(loop, request))
 
@@ -37,13 +36,11 @@ class MemorySink:
             self._log.append(record.key, record.payload, record.timestamp_ms)
 
     async def stop(self) -> None:
-        """Stop receiving requests."""
         if self._stop_listening is not None:
             self._stop_listening()
             self._stop_listening = None
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Yield the requests made on the log."""
         while True:
             yield await self._requests.get()
 

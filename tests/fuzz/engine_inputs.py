@@ -110,7 +110,7 @@ class FloodTarget:
         asyncio.run(self._run(data))
 
     async def _run(self, data: bytes) -> None:
-        streams = RankStreams(STREAM, EngineDefaults(), small_registry(), Decoder(), BridgeCounters())
+        streams = RankStreams(STREAM, EngineDefaults(), small_registry(), BridgeCounters())
         for batch in (data, _many_times(data)):
             _apply(streams, batch)
             await streams.start_and_close_publishers()

@@ -71,10 +71,10 @@ def published_records() -> list[bytes]:
 def run_published(data: bytes) -> None:
     """Decode as the ZMQ sink does. Its output must be readable."""
     for encoding in ENCODINGS:
-        told = EngineEvents(encoding)
+        events = EngineEvents(encoding)
         with contextlib.suppress(RecordRejectedError):
             for _ in range(2):
-                payload = told.encode(data)
+                payload = events.encode(data)
                 if payload is not None:
                     Decoder().decode(payload)
 

@@ -12,19 +12,18 @@ import zmq.asyncio
 
 from bridge import BridgeSettings, EngineSettings, Fleet
 from bridge.counters import BridgeCounters
-from bridge.decoding.decoder import Decoder, Messages
+from bridge.decoding.decoder import Messages
 from bridge.settings import EngineDefaults
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import Inbox
 from bridge.stream.subscriber import ConnectionState
-from bridge.threads import DecodeThreads
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
 from kv_events.log.memory import MemoryLog
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
 from tests.fuzz.engine_inputs import PAYLOADS, STREAM, small_publisher, small_registry
-from tests.support.bridge.inboxes import of_protocol, received
 from tests.support.engines.event_payloads import payload, stored
+from tests.support.engines.inboxes import of_protocol, received
 from tests.support.engines.zmq_engine import END, ZmqEngine
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until
@@ -82,9 +81,6 @@ class FramesTarget:
 class ReplayTarget:
     """Live batches and replay answers of one engine, by sequence number."""
 
-    def __init__(self) -> None:
-        self._threads = DecodeThreads()
-
     def __call__(self, data: bytes) -> None:
         asyncio.run(self._run(_frames(data)))
 
@@ -93,13 +89,13 @@ class ReplayTarget:
             ReplayMessage(int.from_bytes(frame[:1], "big", signed=True), frame[1:]) for frame in frames if frame
         ]
         replay: Any = _ScriptedReplay(messages[len(messages) // 2 :])
-        engine_stream = EngineStream(
-            STREAM, EngineDefaults(block_size=4), small_registry(), Decoder(), BridgeCounters(), replay, self._threads
-        )
+        registry = small_registry()
+        engine_stream = EngineStream(STREAM, EngineDefaults(block_size=4), registry, BridgeCounters(), replay)
         await engine_stream.open()
         for message in messages[: len(messages) // 2]:
             await engine_stream.take_live(Messages.of([(abs(message.seq), message.payload)]))
         await engine_stream.ranks.close(0.0, clear=True)
+        registry.threads.close()
 
 
 NUMBERED = [

@@ -170,7 +170,7 @@ async def ways() -> AsyncIterator[Ways]:
     fed = HandFed(IndexerSettings(max_pages=2**18, worker_ttl_s=1e6, forget_after_s=1e6))
     settings = ApiSettings(port=0, max_connections=10 * _AT_ONCE, tokenize_url="http://127.0.0.1:9")
     app = create_app(LiveService(fed.consumer, settings))
-    apps: list[Any] = [_Beside(app), app, _BesideWithLane(app)]
+    apps: list[Any] = [_Beside(app), app, _BesideWithFastPath(app)]
     async with AsyncExitStack() as listeners:
         urls = [await listeners.enter_async_context(running_server(each, settings)) for each in apps]
         await fed.hold(Stream("1"), TOKENS)
@@ -183,7 +183,7 @@ class _Beside:
 
     def __init__(self, app: Application) -> None:
         self._app = app
-        self.state = app.state
+        self.service = app.service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
@@ -194,7 +194,7 @@ class _Beside:
             await send({"type": f"lifespan.{event}.complete"})
 
 
-class _BesideWithLane(_Beside, Application):
+class _BesideWithFastPath(_Beside, Application):
     """The same with the fast path."""
 
 

@@ -32,7 +32,8 @@ from kvsight.plugins import (
     publisher_factory,
     set_publisher,
 )
-from tests.support.bridge.rig import CPU, GPU, Pages, View, on
+from tests.models.stream_reader import Pages, StreamReader
+from tests.rigs.bridge import CPU, GPU, on
 from tests.support.engines.event_payloads import names_of
 from tests.support.engines.released_modules import (
     RELEASES,
@@ -100,7 +101,7 @@ def store(kind: Engine, module: ModuleType, medium: str = "GPU") -> Any:
 
 def pages_in(folder: Path, rank: int = 0) -> Pages:
     """Return the pages that a reader of the log sees now."""
-    view = View()
+    view = StreamReader()
     key = StreamId("m", "default", "w", rank).key.encode()
     for _, record in EventLogReader(folder).read():
         if record.key == key:
@@ -218,7 +219,7 @@ from bridge.plugins import EnginePublisher
 
 publisher = EnginePublisher(attn_dp_rank=0)
 publisher.publish([1.5, [["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU"]], 0])
-while publisher._stream.publishers[0].stats().next_seq == 0:
+while publisher._stream.translator.publishers[0].stats().next_seq == 0:
     time.sleep(0.01)
 """
 
@@ -237,7 +238,7 @@ async def test_events_reach_kafka(to_kafka: Callable[[], AIOKafkaConsumer]) -> N
     module = engine_module("sglang", engine_folder(*SGLANG_ARRAYS))
     publisher = made("sglang", module)
     await asyncio.to_thread(publisher.publish, batch(module, store("sglang", module)))
-    view, wanted = View(), on(GPU, names_of(TOKENS, 16))
+    view, wanted = StreamReader(), on(GPU, names_of(TOKENS, 16))
     async with asyncio.timeout(30), to_kafka() as records:
         while view.pages != wanted:
             view.read((await records.getone()).value)
@@ -250,7 +251,7 @@ async def test_an_engine_that_ends_without_a_word_holds_nothing(
 ) -> None:
     command = [sys.executable, "-c", _ENGINE_WITHOUT_SHUTDOWN]
     await asyncio.to_thread(subprocess.run, command, cwd=ROOT, check=True, timeout=60)
-    view = View()
+    view = StreamReader()
     lengths: list[int] = []
     async with asyncio.timeout(30), to_kafka() as records:
         while lengths[-2:] != [1, 0]:

@@ -6,8 +6,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from bridge import EngineSettings
-from kv_events.endpoints import LocateError
-from tests.support.bridge.rig import LiveBridge
+from kv_events.engine_wire import LocateError
+from tests.rigs.bridge import LiveBridge
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import check_problem

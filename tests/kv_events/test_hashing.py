@@ -275,7 +275,7 @@ def test_a_bad_argument_is_named(call: Callable[[], object], message: str) -> No
 # The hashes that each part of a process computes for the prompt 1 to 16 in pages of 4, in hex.
 _EVERY_PART = """
 import numpy as np
-from tests.support.bridge.rig import Rig
+from tests.rigs.bridge import Rig
 from tests.support.engines.event_payloads import stored
 from api.queries.body_formats import format_of
 from api.queries.parsing import BY_ANY, decode_question

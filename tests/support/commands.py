@@ -1,4 +1,4 @@
-"""The `kvsight` command as a process: until it ends, or as a service of a log."""
+"""The `kvsight` command: in this process, as a process until it ends, and as a service of a log."""
 
 from __future__ import annotations
 
@@ -11,14 +11,28 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from typer.testing import CliRunner, Result
 
+from kvsight.cli.main import app
 from tests.support.prepared_python import run_module
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
 KVSIGHT = [sys.executable, "-m", "kvsight"]
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
-"""No settings of the developer."""
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith("KVSIGHT_") and name not in ("COLUMNS", "TERM")
+} | {"TERM": "dumb", "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1"}
+"""No settings of the developer, and no colours.
+
+Where colorama is installed, as for MkDocs, numba starts it, and it writes `ESC[0m` at the end of a process.
+"""
+
+
+def invoke(*words: object, stdin: str = "") -> Result:
+    """Run a command in this process, with pipes of 80 columns. An error of kvsight is its `exception`."""
+    return CliRunner().invoke(app, list(map(str, words)), input=stdin, env={"COLUMNS": "80"})
 
 
 def kvsight(

@@ -29,7 +29,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timing("a service and its views must recover within seconds")
 
-_LONGEST_LIE_S = 2.0
+_LONGEST_WRONG_S = 2.0
 """How long a view may be `live` although it lacks pages."""
 _ANSWERS = 20
 """Answers about a missing topic that are timed."""
@@ -53,7 +53,7 @@ def are_right(service: ServiceProcess, engines: list[PublishingProcess]) -> bool
     return all(map(service.is_right, engines))
 
 
-def lies(service: ServiceProcess, engine: PublishingProcess) -> bool:
+def is_live_and_wrong(service: ServiceProcess, engine: PublishingProcess) -> bool:
     """Return whether a view is said to be live although it lacks pages."""
     return service.listener(engine.worker)["state"] == "live" and service.pages(engine.worker) < engine.held
 
@@ -61,7 +61,7 @@ def lies(service: ServiceProcess, engine: PublishingProcess) -> bool:
 # --- the broker -----------------------------------------------------------------------------------------------------
 
 
-def test_an_outage_of_kafka_is_told(kafka_broker: KafkaBroker, tmp_path: Path) -> None:
+def test_an_outage_of_kafka_is_reported(kafka_broker: KafkaBroker, tmp_path: Path) -> None:
     topics = own_topics(kafka_broker.bootstrap)
     with PublishingProcess("w", **topics) as engine, ServiceProcess(tmp_path, **topics) as service:
         engine.store(1, 2, 3)
@@ -120,15 +120,15 @@ def test_topics_that_are_deleted_and_created_again_are_followed(
         delete(topics)
         for engine in engines:
             engine.store(1000, 1001)
-        lied_since: float | None = None
-        longest_lie_s, give_up = 0.0, time.monotonic() + 90
+        wrong_since: float | None = None
+        longest_wrong_s, give_up = 0.0, time.monotonic() + 90
         while not are_right(service, engines):
-            is_lie = any(lies(service, engine) for engine in engines)
-            lied_since = (lied_since or time.monotonic()) if is_lie else None
-            longest_lie_s = max(longest_lie_s, time.monotonic() - lied_since if lied_since is not None else 0.0)
+            is_wrong = any(is_live_and_wrong(service, engine) for engine in engines)
+            wrong_since = (wrong_since or time.monotonic()) if is_wrong else None
+            longest_wrong_s = max(longest_wrong_s, time.monotonic() - wrong_since if wrong_since is not None else 0.0)
             assert time.monotonic() < give_up, [service.listener(engine.worker) for engine in engines]
             time.sleep(0.05)
-        assert longest_lie_s < _LONGEST_LIE_S
+        assert longest_wrong_s < _LONGEST_WRONG_S
         wait_until(lambda: service.get("/ready").status_code == 200, 30, "a service that is ready")
         engines[0].store(2000)
         wait_until(lambda: are_right(service, engines), 60, "later pages")

@@ -108,7 +108,7 @@ async def test_registrations_are_kept_over_tls(redis: SecureRedis) -> None:
         ("", {"redis": "redis://127.0.0.1:1/0", "redis_ca_file": None}, "connection refused"),
     ],
 )
-async def test_a_client_that_is_refused_is_told_why_in_one_line(
+async def test_a_client_that_is_refused_gets_the_reason_in_one_line(
     redis: SecureRedis, user: str, changes: dict[str, Any], reason: str
 ) -> None:
     settings = redis.settings(user, **changes)

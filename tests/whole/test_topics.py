@@ -138,9 +138,9 @@ async def test_topics_that_differ_from_the_settings_are_one_warning_each(
     async with EventPublisher(settings, create_sink(settings)), consumer.running():
         await async_wait_until(lambda: consumer.namespaces.views, deadline_s=60, what="a view")
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    (told,) = [line for line in lines if "TOPIC_PARTITIONS" in line]
-    assert told.startswith(f"topic {own['events_topic']}: it has 1 partition, and KVSIGHT_TOPIC_PARTITIONS is 8; ")
-    assert told.endswith("add some with kafka-topics.sh --alter, or set KVSIGHT_TOPIC_PARTITIONS=1")
+    (line,) = [each for each in lines if "TOPIC_PARTITIONS" in each]
+    assert line.startswith(f"topic {own['events_topic']}: it has 1 partition, and KVSIGHT_TOPIC_PARTITIONS is 8; ")
+    assert line.endswith("add some with kafka-topics.sh --alter, or set KVSIGHT_TOPIC_PARTITIONS=1")
     assert (
         len([line for line in lines if "retention.ms=1000 is shorter than KVSIGHT_SNAPSHOT_INTERVAL_S=30" in line]) == 1
     )
@@ -153,8 +153,8 @@ def test_a_default_is_a_lower_bound_and_a_setting_is_exact() -> None:
     assert mismatches(topic, KafkaSettings(topic_partitions=12)) == [
         "it has 16 partitions, and KVSIGHT_TOPIC_PARTITIONS is 12; set KVSIGHT_TOPIC_PARTITIONS=16"
     ]
-    (told,) = mismatches(topic._replace(num_replicas=1), KafkaSettings(topic_replication=3))
-    assert told.endswith("reassign its partitions, or set KVSIGHT_TOPIC_REPLICATION=1")
+    (line,) = mismatches(topic._replace(num_replicas=1), KafkaSettings(topic_replication=3))
+    assert line.endswith("reassign its partitions, or set KVSIGHT_TOPIC_REPLICATION=1")
     unknown = topic._replace(configs={})  # this user may not read them
     assert retention_mismatches(unknown, 30.0) == []
 

@@ -94,7 +94,7 @@ CHUNKED = iter([b'{"model_name":"m",', b'"seq_hashes":[1]}'])
     ("content", "status"),
     [
         pytest.param(b'{"model_name":"m","seq_hashes":[1]}', 200, id="fast path"),
-        pytest.param(CHUNKED, 200, id="ordinary way"),
+        pytest.param(CHUNKED, 200, id="passed to FastAPI"),
         pytest.param(b'{"model_name":"unknown","seq_hashes":[1]}', 404, id="refused"),
     ],
 )

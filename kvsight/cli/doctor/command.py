@@ -25,11 +25,11 @@ _DEFAULT_TENANT = "default"
 
 _FLAGS = {
     "kafka": BROKER,
-    "redis": Flag(str, "Redis of the snapshots: redis://HOST:PORT/DB"),
-    "topic_partitions": Flag(int, "Partitions of events and of decisions."),
-    "topic_replication": Flag(int, "Replicas of all topics."),
-    "topic_retention_s": Flag(int, "Seconds for which new topics keep records."),
-    "snapshot_interval_s": Flag(float, "Seconds between snapshots."),
+    "redis": Flag(str, "Redis of the snapshots, to check it: redis://HOST:PORT/DB", True),
+    "topic_partitions": Flag(int, "Partitions of new topics, for more than 8 members of a group.", True),
+    "topic_replication": Flag(int, "Replicas of new topics: 3 to survive the loss of a broker.", True),
+    "topic_retention_s": Flag(int, "Seconds for which new topics keep records, if not a day.", True),
+    "snapshot_interval_s": Flag(float, "Seconds between the service's snapshots, if not 30.", True),
 }
 """Of `IndexerSettings`."""
 

@@ -148,7 +148,7 @@ def create_topics(settings: IndexerSettings) -> None:
     for topic in topics.found.values():
         print_lines([f"{'created' if topic.name in topics.created else 'exists'}: {_described(topic)}"])
         for problem in _problems(topic, settings):
-            err.print(f"warning: {topic.name}: {problem}", markup=False)
+            err.print(f"warning: {topic.name}: {problem}")
 
 
 def _problems(topic: Topic, settings: IndexerSettings) -> list[str]:

@@ -14,21 +14,20 @@ import typer
 
 from kv_events.log.format import list_segments
 from kv_events.runtime.words import count, duration, local_time, natural_order, printable
-from kvsight.cli.logs.reading import LogFolder, LogInput
+from kvsight.cli.logs.reading import EXIT_DAMAGED, LogFolder, LogInput
 from kvsight.cli.shared.console import HtmlReport, check_html, out, print_result, progress_bar, write_html
 from kvsight.cli.shared.flags import AsJson
 from kvsight.cli.shared.process import compile_kernels
+from kvsight.cli.shared.streams import MEDIA
 from kvsight.cli.shared.tables import Column, table_lines
 from kvsight.extras import require
 
 if TYPE_CHECKING:
     from analysis.audit.report import AuditReport, Example, Funnel, Loss
 
-EXIT_DAMAGED = 1
 _MOST_ROWS = 10
 _MOST_DAMAGE = 20
 _LONGEST_NAME = 200
-_MEDIA = ("gpu", "cpu", "disk", "external")
 
 
 def audit(
@@ -117,6 +116,7 @@ def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
     shown = worst[:_MOST_ROWS]
     yield ""
     yield f"streams{_of(len(shown), len(worst))}, the worst first"
+    first_bad = [each.first_bad_batch for each in shown]
     columns = [
         Column("stream", [each.stream for each in shown]),
         Column("batches", [each.batches for each in shown], rank=3),
@@ -124,7 +124,7 @@ def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
         Column("gaps", [each.gaps for each in shown]),
         Column("missing", [each.missing_batches for each in shown], rank=2),
         Column("wrong digests", [each.digest_mismatches for each in shown]),
-        Column("first bad record", [_index(each.first_bad_batch) for each in shown], is_number=True, rank=1),
+        Column("first bad record", [None if bad is None else bad.index for bad in first_bad], rank=1),
         Column("resyncs", [each.resyncs for each in shown], rank=2),
         Column("not live", [duration(int(each.not_live_s * 1000)) for each in shown], is_number=True, rank=1),
         Column("pages held", [each.pages_held for each in shown], rank=4),
@@ -132,20 +132,15 @@ def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
     yield from table_lines(columns, width)
 
 
-def _index(place: object) -> str:
-    return "" if place is None else str(getattr(place, "index"))  # noqa: B009  (a struct that is not imported here)
-
-
 def _page_lines(report: AuditReport, width: int) -> Iterator[str]:
     from analysis.audit.report import PAGE_COUNTS
 
-    totals = [sum(counts[medium] for counts in report.pages.values()) for medium in range(len(_MEDIA))]
-    used = [medium for medium, total in enumerate(totals) if total] or [0]
+    totals = [sum(counts[medium] for counts in report.pages.values()) for medium in range(len(MEDIA))]
     yield ""
     columns = [Column("pages", [text.format(churn=report.churn_s) for text in PAGE_COUNTS.values()])]
-    for medium in used:
-        cells = [str(report.pages[name][medium]) for name in PAGE_COUNTS]
-        columns.append(Column(_MEDIA[medium], cells, is_number=True))
+    for medium, tier in enumerate(MEDIA.values()):
+        if totals[medium] or (not any(totals) and not medium):
+            columns.append(Column(tier, [report.pages[name][medium] for name in PAGE_COUNTS]))
     yield from table_lines(columns, width)
     yield f"{count(report.orphans, 'page')} held at the end whose parent is not held: no prompt can use them"
     if report.untracked:
@@ -177,10 +172,10 @@ def _prefix_lines(report: AuditReport, width: int) -> Iterator[str]:
     yield "prefixes that are used most"
     columns = [
         Column("last page", [f"{each.sequence_hash:016x}" for each in report.hottest]),
-        Column("pages", [str(each.pages) for each in report.hottest], is_number=True),
-        Column("requests", [str(each.requests) for each in report.hottest], is_number=True),
-        Column("stores", [str(each.stores) for each in report.hottest], is_number=True),
-        Column("workers now", [str(each.workers) for each in report.hottest], is_number=True),
+        Column("pages", [each.pages for each in report.hottest]),
+        Column("requests", [each.requests for each in report.hottest]),
+        Column("stores", [each.stores for each in report.hottest]),
+        Column("workers now", [each.workers for each in report.hottest]),
     ]
     yield from table_lines(columns, width)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from kv_events.http.explanations import Explanation, Finding, WorkerExplanation
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.runtime.words import count, local_time, names, natural_order, printable
 from kvsight.cli.logs.reading import LogSource, extent_text, moment_fault, open_source
@@ -23,7 +24,6 @@ from kvsight.extras import require
 if TYPE_CHECKING:
     from analysis.explain.asked_prompt import AskedPrompt
     from analysis.explain.tracer import History as Records
-    from kv_events.http.explanations import Explanation, Finding, WorkerExplanation
 
 
 @with_flags(KAFKA)
@@ -56,7 +56,7 @@ def explain(
     found, extent = _explain(asked, source, moment)
     print_result(found, _lines(found, asked, out.width), as_json=as_json)
     as_of = f"as of {local_time(found.time)}, after {count(found.records, 'record')}"
-    err.print(f"{extent_text(extent)}\n{as_of}", markup=False)
+    err.print(f"{extent_text(extent)}\n{as_of}")
     source.exit_if_damaged()
 
 
@@ -94,7 +94,7 @@ def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:
     if size or asked.tokens is None:
         sizes_of_prompt.append(count(asked.num_pages(size), "page"))
     yield f"prompt of {', '.join(sizes_of_prompt)}; {namespace_text(found.model_name, found.routing_group, size)}"
-    yield from table_lines(list(_columns(workers)), width)
+    yield from table_lines(_columns(workers), width)
     yield ""
     yield from _sentences(workers)
 
@@ -116,7 +116,7 @@ def _columns(workers: Sequence[WorkerExplanation]) -> Iterator[Column]:
         yield Column("gpu", [worker.held["gpu"] for worker in workers], rank=2)
     yield Column("state", [worker.state or "" for worker in workers], rank=3)
     yield Column("cause", [worker.cause.replace("_", " ") for worker in workers])
-    yield Column("page", ["" if each.page is None else str(each.page) for each in main], is_number=True)
+    yield Column("page", [each.page for each in main])
     if not any(each.evidence for each in main):
         return
     yield Column("at", [_time(each) for each in main], rank=1)

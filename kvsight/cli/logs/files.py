@@ -22,7 +22,7 @@ from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.words import count, local_time, natural_order
 from kvsight.cli.logs.reading import LogFolder, LogInput, damage_facts, exit_if_any_damaged, moment_fault
-from kvsight.cli.logs.records import From, LogRange, OfChannel, RecordFilter, Selection, To, channels_of
+from kvsight.cli.logs.records import From, LogRange, OfChannel, RecordFilter, Selection, To
 from kvsight.cli.shared.console import UsageError, err, out, print_json, print_result, progress_bar
 from kvsight.cli.shared.flags import AsJson
 from kvsight.cli.shared.process import compile_kernels
@@ -97,7 +97,7 @@ def info(
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a log has: its span, size, channels, worker streams, pages and damage.
+    """Show the span, size, streams, pages and damage of a log.
 
     --verify checks every byte: checksums, missing segments, a torn tail, key frames and the time index. Damage is
     listed on stderr with segment, byte and record, and the exit code is 1.
@@ -171,7 +171,7 @@ def _lines(source: LogInput, contents: _Contents) -> Iterator[str]:
     streams = sorted(contents.streams.values(), key=lambda each: (each.model, each.tenant, natural_order(each.worker)))
     if streams:
         yield ""
-        yield from table_lines(list(_columns(streams)), out.width)
+        yield from table_lines(_columns(streams), out.width)
 
 
 def _columns(streams: list[_Stream]) -> Iterator[Column]:
@@ -218,9 +218,7 @@ def slice_log(
     Example: kvsight log slice run.log noon.log --from 2026-01-31T12:00:00Z --to 2026-01-31T12:10:00Z
     """
     source = LogInput(log)
-    selection = Selection(
-        LogRange.of(first, last), RecordFilter(worker=worker, model=model, channels=channels_of(channel))
-    )
+    selection = Selection(LogRange.of(first, last), RecordFilter.parse(worker, model, channel=channel))
     begin: int | None = None
     with _new_log(new_log) as writer:
         for chunk in source.chunks("copying"):
@@ -325,7 +323,7 @@ def export(
     at: Annotated[str | None, typer.Option(help="The moment of the views. Default: the end of the log.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the events of a log, and its views at a moment, as Parquet files.
+    """Write the events and the views of a log as Parquet files.
 
     events.parquet has a row for each page that a batch stores or removes, views.parquet one for each page that a worker
     holds. --at accepts what `kvsight replay --at` does.
@@ -365,5 +363,5 @@ def _report(facts: dict[str, object], line: str, sources: list[LogInput], as_jso
     if as_json:
         print_json(facts | damage_facts(*sources))
     else:
-        err.print(line, markup=False)
+        err.print(line)
     exit_if_any_damaged(sources)

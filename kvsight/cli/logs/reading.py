@@ -191,10 +191,10 @@ def exit_if_any_damaged(logs: Iterable[LogInput]) -> None:
     """Print the warnings of some logs and what could not be read. Ends with exit code 1 unless everything was read."""
     logs = list(logs)
     for line in dict.fromkeys(line for log in logs for line in log.warnings):
-        err.print(f"warning: {line}", markup=False)
+        err.print(f"warning: {line}")
     lines = list(dict.fromkeys(line for log in logs for line in log.damage_lines))  # the logs may be the same
     for line in lines[:_MOST_SHOWN]:
-        err.print(f"damaged: {line}", markup=False)
+        err.print(f"damaged: {line}")
     if len(lines) > _MOST_SHOWN:
         err.print(f"and {len(lines) - _MOST_SHOWN} more")
     if lines:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from kv_events.log.moments import LogMoment
 from kv_events.records import Channel
 from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity
 from kvsight.cli.logs.reading import write_key_frames
+from kvsight.cli.logs.records import OF_EVENTS, OfChannel, channels_of
 from kvsight.cli.shared.console import UsageError, err
 from kvsight.cli.shared.flags import BROKER, KAFKA, METRICS_PORT, with_flags
 from kvsight.cli.shared.process import compile_kernels, stop_signals
@@ -29,15 +29,6 @@ _SHOW_S = 0.5
 _FLAGS = {"kafka": BROKER._replace(default=...), **METRICS_PORT}
 
 
-class Kind(str, Enum):  # noqa: UP042  (typer shows its values)
-    """What can be recorded."""
-
-    EVENTS = "events"
-    CONTROL = "control"
-    DECISIONS = "decisions"
-    DEAD_LETTERS = "dead_letters"
-
-
 @with_flags(_FLAGS, KAFKA)
 def record(
     folder: Annotated[Path, typer.Argument(help="Folder of the event log, new or to continue.")],
@@ -46,7 +37,7 @@ def record(
     until: Annotated[str | None, typer.Option("--to", help="Last moment, in the same forms; then stop.")] = None,
     worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
     model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
-    channel: Annotated[list[Kind] | None, typer.Option(help="Only this channel. Repeatable.")] = None,
+    channel: OfChannel = None,
     *,
     max_bytes: Annotated[str | None, typer.Option(help="Bound on the log's size, such as 20GiB.")] = None,
     max_age: Annotated[str | None, typer.Option(help="Bound on the age of records, such as 7d.")] = None,
@@ -55,9 +46,9 @@ def record(
 ) -> None:
     """Copy the topics of a deployment into an event log.
 
-    These are events, control messages, decisions and dead letters.
-    `kvsight replay` and `kvsight explain` read it. Runs until Ctrl-C, or until the moment of --to. Records keep their
-    partition, offset and timestamp. A bound is kept by deleting whole files of the log, oldest first.
+    These are events, control messages, decisions and dead letters. `kvsight replay` and `kvsight explain` read the log.
+    Runs until Ctrl-C, or until the moment of --to. Records keep their partition, offset and timestamp. A bound is kept
+    by deleting whole files of the log, oldest first.
 
     Moments are times (ISO 8601, or @SECONDS since 1970), or offsets of the events' topic: PARTITION:OFFSET,... Records
     from --from up to --to are copied; the offset of --to is not.
@@ -72,7 +63,7 @@ def record(
     settings = KafkaSettings.from_flags(**flags)
     first, last = _moment("--from", since), _moment("--to", until)
     has_offsets = first.offsets is not None or last.offsets is not None
-    feeds = _feeds(settings, channel, last, Selection(worker, model), has_offsets=has_offsets)
+    feeds = _feeds(settings, channels_of(channel), last, Selection(worker, model), has_offsets=has_offsets)
     size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES))
     age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
     segment = segment_bytes_within(size)
@@ -120,18 +111,14 @@ async def _record(
     from indexer.replay.background import indexing
 
     if metrics_port is not None:
-        _serve_metrics(recorder, metrics_port)
+        from api.telemetry.families import Collected, recording_families
+        from publisher.metrics import serve_metrics
+
+        serve_metrics(metrics_port, Collected(lambda: recording_families(recorder)), lambda: recorder.obstacle)
     for feed in feeds:
         await _begin(feed, since)
     async with nullcontext() if indexed is None else indexing(indexed):
         await _run(recorder, feeds, stop, once=once)
-
-
-def _serve_metrics(recorder: Recorder, port: int) -> None:
-    from api.telemetry.families import Collected, recording_families
-    from publisher.metrics import serve_metrics
-
-    serve_metrics(port, Collected(lambda: recording_families(recorder)), lambda: recorder.obstacle)
 
 
 async def _run(recorder: Recorder, feeds: list[Feed], stop: asyncio.Event, *, once: bool) -> None:
@@ -158,19 +145,18 @@ async def _begin(feed: Feed, since: LogMoment) -> None:
 
 
 def _feeds(
-    settings: KafkaSettings, channels: list[Kind] | None, until: LogMoment, selection: Selection, *, has_offsets: bool
+    settings: KafkaSettings, channels: frozenset[int], until: LogMoment, selection: Selection, *, has_offsets: bool
 ) -> list[Feed]:
     """The topics to read. Offsets belong to the events' topic, so a range of offsets contains nothing else."""
     from indexer.assembly import create_feeds
 
-    kinds = set(channels or ((Kind.EVENTS, Kind.DEAD_LETTERS) if has_offsets else Kind))
-    events, *others = create_feeds(settings)
-    if has_offsets and kinds - {Kind.EVENTS, Kind.DEAD_LETTERS}:
+    wanted = channels or frozenset(OF_EVENTS if has_offsets else Channel)
+    if has_offsets and wanted - OF_EVENTS:
         raise UsageError("--from and --to name offsets of the events' topic: give times for other kinds of records")
-    names = {Channel.CONTROL: Kind.CONTROL, Channel.DECISIONS: Kind.DECISIONS}
-    events.is_recorded, events.has_dead_letters = Kind.EVENTS in kinds, Kind.DEAD_LETTERS in kinds
-    feeds = [events] if events.is_recorded or events.has_dead_letters else []
-    feeds += [feed for feed in others if names[feed.channel] in kinds]
+    events, *others = create_feeds(settings)
+    events.is_recorded, events.has_dead_letters = Channel.EVENTS in wanted, Channel.DEAD_LETTERS in wanted
+    feeds = [events] if wanted & OF_EVENTS else []
+    feeds += [feed for feed in others if feed.channel in wanted]
     for feed in feeds:
         feed.accepts, feed.until = selection.takes, until
     return feeds

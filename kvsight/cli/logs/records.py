@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Self, TypeAlias, TypeVar
 
 import typer
 
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel
-from kvsight.cli.logs.lines import RecordLine, of_batch
+from kvsight.cli.logs.lines import KINDS, RecordLine, of_batch
 from kvsight.cli.shared.console import UsageError
 from kvsight.cli.shared.streams import MEDIA
 
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 _NAMES_BYTES = 8192
 """The names of a batch are within its first bytes."""
-_OF_EVENTS = (int(Channel.EVENTS), int(Channel.DEAD_LETTERS))
+OF_EVENTS = frozenset({int(Channel.EVENTS), int(Channel.DEAD_LETTERS)})
 """Channels with the partitions and offsets of the events' topic."""
 
 From: TypeAlias = Annotated[str | None, typer.Option("--from", help="First moment: a time, index or offsets.")]
 To: TypeAlias = Annotated[str | None, typer.Option("--to", help="Last moment, in the same forms.")]
 OfChannel: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--channel", help="Only this channel. Repeatable."),
+    typer.Option("--channel", help="Only events, control, decisions or dead_letters. Repeatable."),
 ]
 
 
@@ -79,7 +79,7 @@ class LogRange:
         if first.time_s is not None:
             taken &= chunk.timestamps_ms >= first.time_s * 1000
         if self.has_offsets:
-            taken &= np.isin(chunk.channels, _OF_EVENTS)
+            taken &= np.isin(chunk.channels, list(OF_EVENTS))
         partitions, offsets = chunk.rows[:, PARTITION], chunk.rows[:, OFFSET]
         for partition, offset in (first.offsets or {}).items():
             taken &= (partitions != partition) | (offsets >= offset)
@@ -100,6 +100,33 @@ class RecordFilter:
     block_hashes: frozenset[int] = frozenset()
     seqs: tuple[int, int] | None = None
     """First and last number."""
+
+    @classmethod
+    def parse(
+        cls,
+        worker: str | None = None,
+        model: str | None = None,
+        tenant: str | None = None,
+        medium: list[str] | None = None,
+        kind: list[str] | None = None,
+        channel: list[str] | None = None,
+        seq: str | None = None,
+        *,
+        sequence_hash: list[str] | None = None,
+        block_hash: list[str] | None = None,
+    ) -> Self:
+        """Read the flags of these names. Raises InvalidValueError."""
+        return cls(
+            worker=worker,
+            model=model,
+            tenant=tenant,
+            media=_one_of("--medium", medium, {tier: name for name, tier in MEDIA.items()}),
+            kinds=_one_of("--kind", kind, {name: name for name in KINDS}),
+            channels=channels_of(channel),
+            sequence_hashes=_hashes("--sequence-hash", sequence_hash),
+            block_hashes=_hashes("--block-hash", block_hash),
+            seqs=_seqs(seq),
+        )
 
     @property
     def is_of_batches(self) -> bool:
@@ -174,7 +201,7 @@ class Selection:
     """Records in the range so far, whatever they are."""
 
     def __post_init__(self) -> None:
-        if self.range.has_offsets and not self.filter.channels <= set(_OF_EVENTS):
+        if self.range.has_offsets and not self.filter.channels <= OF_EVENTS:
             raise UsageError(f"{self.range} names offsets of the events' topic: give times for other channels")
 
     def records(self, chunk: RecordChunk) -> Iterator[tuple[int, LogRecord]]:
@@ -190,7 +217,7 @@ class Selection:
                 yield chunk.first_index + row, record
 
 
-def one_of(flag: str, names: list[str] | None, known: Mapping[str, T]) -> frozenset[T]:
+def _one_of(flag: str, names: list[str] | None, known: Mapping[str, T]) -> frozenset[T]:
     """Read a repeatable flag whose values have names. Raises InvalidValueError."""
     for name in names or []:
         if name.lower() not in known:
@@ -200,10 +227,10 @@ def one_of(flag: str, names: list[str] | None, known: Mapping[str, T]) -> frozen
 
 def channels_of(names: list[str] | None) -> frozenset[int]:
     """Read `--channel`. Raises InvalidValueError."""
-    return one_of("--channel", names, {channel.name.lower(): int(channel) for channel in Channel})
+    return _one_of("--channel", names, {channel.name.lower(): int(channel) for channel in Channel})
 
 
-def hashes_of(flag: str, texts: list[str] | None) -> frozenset[int]:
+def _hashes(flag: str, texts: list[str] | None) -> frozenset[int]:
     """Read hashes: 64-bit integers, signed or unsigned, decimal or hexadecimal. Raises InvalidValueError."""
     found = set()
     for text in texts or []:
@@ -217,7 +244,7 @@ def hashes_of(flag: str, texts: list[str] | None) -> frozenset[int]:
     return frozenset(found)
 
 
-def seqs_of(text: str | None) -> tuple[int, int] | None:
+def _seqs(text: str | None) -> tuple[int, int] | None:
     """Read `--seq`: NUMBER or FIRST-LAST. Raises InvalidValueError."""
     if text is None:
         return None

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from kv_events.http.log import MovedPage, StreamDiff
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.runtime.words import count, local_time, natural_order
+from kv_events.streams import split_group
 from kvsight.cli.logs.reading import LogInput, LogSource, exit_if_any_damaged, extent_text, moment_fault, open_source
 from kvsight.cli.shared.answers import Asked, answer_lines
 from kvsight.cli.shared.console import (
@@ -35,7 +37,6 @@ from kvsight.extras import require
 if TYPE_CHECKING:
     from analysis.diff import Holdings
     from indexer.replay import Replay
-    from kv_events.http.log import MovedPage, StreamDiff
     from kv_events.http.parsed_query import ParsedQuery, PromptArray
 
 
@@ -50,8 +51,8 @@ def replay(
     to: Annotated[str | None, typer.Option(help="Moment of that log. Default: its end.")] = None,
     api_token: ApiToken = None,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page and the HTTP API over the past.")] = False,
-    host: Annotated[str | None, typer.Option(help="Address to listen on, with --serve.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on, with --serve.", envvar="KVSIGHT_PORT")] = None,
+    host: Annotated[str | None, typer.Option(help="Address, with --serve: 0.0.0.0 for other machines.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port, with --serve.", envvar="KVSIGHT_PORT")] = None,
     *,
     flags: dict[str, Any],
 ) -> None:
@@ -106,9 +107,9 @@ def replay(
         _show_views(replayed, as_json)
     else:
         _show_answer(body, *asked, replayed, as_json)
-    err.print(f"{extent_text(extent)}\n{_used(moment, replayed)}", markup=False)
+    err.print(f"{extent_text(extent)}\n{_used(moment, replayed)}")
     if fault:
-        err.print(f"warning: {fault}", markup=False)
+        err.print(f"warning: {fault}")
         raise typer.Exit(EXIT_USAGE)
     source.exit_if_damaged()
 
@@ -147,8 +148,8 @@ def _serve(folder: Path, at: str | None, **flags: Any) -> None:
         raise UsageError(f"--at {error}") from None
     bound = listen(settings)
     for line in log.damage_lines:
-        err.print(f"damaged: {line}", markup=False)
-    err.print(f"the past of {folder} is served on {url_of(bound, settings)} (docs at /docs)", markup=False)
+        err.print(f"damaged: {line}")
+    err.print(f"the past of {folder} is served on {url_of(bound, settings)} (docs at /docs)")
     run_server(app, settings, bound)
 
 
@@ -188,8 +189,6 @@ def _show_answer(
 
 
 def _views(replayed: Replay) -> Iterator[dict[str, Any]]:
-    from kv_events.schema import MEDIA
-
     for view in replayed.namespaces.views:
         yield {
             "model": view.stream.model,
@@ -198,14 +197,12 @@ def _views(replayed: Replay) -> Iterator[dict[str, Any]]:
             "state": replayed.freshness.state(view).value,
             "epoch": view.epoch,
             "next_seq": view.next_seq,
-            **{medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
+            **dict(zip(MEDIA, view.num_pages, strict=True)),
         }
 
 
 def _rows(replayed: Replay) -> Iterator[StreamRow]:
     from api.queries.encoding import age_ms
-    from kv_events.schema import MEDIA
-    from kv_events.streams import split_group
 
     for view in replayed.namespaces.views:
         model, group = split_group(view.stream.model)
@@ -219,7 +216,7 @@ def _rows(replayed: Replay) -> Iterator[StreamRow]:
             replayed.freshness.state(view).value,
             view.reason,
             age_ms(view.last_batch_at, replayed.now),
-            {medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
+            dict(zip(MEDIA, view.num_pages, strict=True)),
         )
 
 
@@ -257,7 +254,6 @@ def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
         raise UsageError(f"{flag} {moment.typed}: no record is before this moment: {extent_text(extent)}")
     err.print(
         f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}",
-        markup=False,
     )
     return holdings_of(views)
 
@@ -268,7 +264,7 @@ def _of_service(url: str, api_token: str | None) -> Holdings:
 
     with Client(url, token=api_token) as client:
         dump = client.dump()
-    err.print(f"{url}: views as of now", markup=False)
+    err.print(f"{url}: views as of now")
     return holdings_of_dump(dump)
 
 
@@ -278,7 +274,7 @@ def _diff_lines(found: Sequence[StreamDiff], width: int) -> Iterator[str]:
         key=lambda each: (each.model, each.tenant, natural_order(each.worker), each.dp_rank),
     )
     if different:
-        yield from table_lines(list(_columns(different)), width)
+        yield from table_lines(_columns(different), width)
     num_equal = len(found) - len(different)
     yield f"{count(num_equal, 'worker stream')} without a difference" if different else "no difference"
     for each in different:

@@ -13,38 +13,21 @@ import msgspec
 import typer
 
 from kv_events.http.service import DEFAULT_URL
-from kv_events.records import Channel
-from kvsight.cli.logs.lines import KINDS, RecordLine, full_record, of_feed, of_record
+from kvsight.cli.logs.lines import RecordLine, full_record, of_feed, of_record
 from kvsight.cli.logs.reading import LogInput
-from kvsight.cli.logs.records import (
-    From,
-    LogRange,
-    OfChannel,
-    RecordFilter,
-    Selection,
-    To,
-    channels_of,
-    hashes_of,
-    one_of,
-    seqs_of,
-)
+from kvsight.cli.logs.records import OF_EVENTS, From, LogRange, OfChannel, RecordFilter, Selection, To
 from kvsight.cli.shared.console import UsageError, at_most_one, err, print_lines
-from kvsight.cli.shared.flags import KAFKA, ApiToken, with_flags
+from kvsight.cli.shared.flags import KAFKA, ApiToken, Url, with_flags
 from kvsight.cli.shared.process import run_until_interrupted
-from kvsight.cli.shared.streams import MEDIA
 
 if TYPE_CHECKING:
     from indexer.sources.base import Source
-
-_CHANNELS_OF_BATCHES = (Channel.EVENTS, Channel.DEAD_LETTERS)
 
 
 @with_flags(KAFKA)
 def tail(
     *,
-    url: Annotated[
-        str | None, typer.Option(help="Address of the API.", envvar="KVSIGHT_URL", show_default=DEFAULT_URL)
-    ] = None,
+    url: Url = DEFAULT_URL,
     api_token: ApiToken = None,
     kafka: Annotated[str | None, typer.Option(help="Read Kafka instead: HOST:PORT,...")] = None,
     log: Annotated[Path | None, typer.Option(help="Read an event log instead: its folder.")] = None,
@@ -67,9 +50,9 @@ def tail(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     flags: dict[str, Any],
 ) -> None:
-    """Show events as they come, until Ctrl-C, or those of an event log.
+    """Show events as they come, or those of an event log.
 
-    Reads GET /events of a running indexer, or with --kafka or --log the records that engines publish.
+    Ends with Ctrl-C. Reads GET /events of a running indexer, or with --kafka or --log the records that engines publish.
 
     Kinds: stored, removed, cleared, heartbeat, state (of a view; API only), dropped (API only), resync and rejected
     (records only).
@@ -87,22 +70,13 @@ def tail(
         raise UsageError(f"{of_past} needs --log")
     if from_beginning and (records_from is None or of_past is not None):
         raise UsageError("--from-beginning needs --kafka or --log: the API shows new events only")
-    wanted = RecordFilter(
-        worker=worker,
-        model=model,
-        tenant=tenant,
-        media=one_of("--medium", medium, {tier: name for name, tier in MEDIA.items()}),
-        kinds=one_of("--kind", kind, {name: name for name in KINDS}),
-        channels=channels_of(channel),
-        sequence_hashes=hashes_of("--sequence-hash", sequence_hash),
-        block_hashes=hashes_of("--block-hash", block_hash),
-        seqs=seqs_of(seq),
-    )
+    hashes = {"sequence_hash": sequence_hash, "block_hash": block_hash}
+    wanted = RecordFilter.parse(worker, model, tenant, medium, kind, channel, seq, **hashes)
     try:
         if log is not None and of_past is not None:
             _print_past(LogInput(log), Selection(LogRange.of(first, last), wanted), limit, full, as_json)
         elif records_from is None:
-            with closing(_feed(url or DEFAULT_URL, api_token, wanted)) as events:
+            with closing(_feed(url, api_token, wanted)) as events:
                 for event in islice(events, limit):
                     _show(event, as_json)
         else:
@@ -119,7 +93,7 @@ def _print_past(source: LogInput, selection: Selection, limit: int | None, full:
         for index, record in selection.records(chunk):
             if full:
                 write(encode(full_record(index, record)) + b"\n")
-            elif record.channel in _CHANNELS_OF_BATCHES:
+            elif record.channel in OF_EVENTS:
                 _show(of_record(record), as_json)
             else:
                 continue
@@ -183,7 +157,7 @@ async def _records(source: Source, from_beginning: bool) -> AsyncGenerator[Recor
         reader = SourceReader(source)
         while True:
             for record in await reader.fetch():
-                if record.channel in _CHANNELS_OF_BATCHES:
+                if record.channel in OF_EVENTS:
                     yield of_record(record)
     finally:
         await source.stop()

@@ -59,7 +59,7 @@ def answer_lines(answer: Mapping[str, Any], asked: Asked, streams: Sequence[Stre
         known = [row for row in known if row.worker == asked.worker]
     yield from _question_lines(asked, known)
     if held:
-        yield from table_lines(list(_columns(held, known)), width)
+        yield from table_lines(_columns(held, known), width)
         yield "Tokens held on a tier include those on the faster tiers."
     elif known and any(asked.fills_a_page(row.block_size) for row in known):
         yield "No worker holds its first page."

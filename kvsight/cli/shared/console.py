@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from kv_events.errors import KvsightError
 from kvsight.extras import require
 
-out = Console()
+out = Console(markup=False, highlight=False, emoji=False)
 """Standard output: data and tables."""
 
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+err = Console(stderr=True, markup=False, highlight=False, emoji=False, soft_wrap=True)
 """Standard error: progress and messages, never data. Lines are never wrapped."""
 
 HtmlReport: TypeAlias = Annotated[Path | None, typer.Option("--html", help="Write a report with plots to one file.")]
@@ -43,7 +43,7 @@ def at_most_one(flags: Mapping[str, object]) -> str | None:
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines to stdout as they are: never wrapped, never cut."""
     for line in lines:
-        out.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -102,4 +102,4 @@ def write_html(path: Path, write: Callable[[Path], int]) -> None:
         raise UsageError(f"--html: {path}: {error.strerror}") from error
     from analysis.words import size
 
-    err.print(f"{path}: {size(num_bytes)}", markup=False)
+    err.print(f"{path}: {size(num_bytes)}")

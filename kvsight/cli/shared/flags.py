@@ -19,7 +19,7 @@ from kvsight.extras import require
 _OURS = ("api", "bridge", "engine_cache", "indexer", "kv_events", "kvsight", "publisher", "simulation")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-Url: TypeAlias = Annotated[str, typer.Option(help="Address of the API.", envvar="KVSIGHT_URL")]
+Url: TypeAlias = Annotated[str, typer.Option(help="Address of the API, if it runs elsewhere.", envvar="KVSIGHT_URL")]
 ApiToken: TypeAlias = Annotated[
     str | None, typer.Option(help="Bearer token, if the API requires one.", envvar="KVSIGHT_API_TOKEN")
 ]
@@ -47,56 +47,56 @@ class Flag(NamedTuple):
 
     kind: type
     help: str
-    panel: str | None = None
+    is_common: bool = False
+    """Whether the help shows the variable, too."""
     default: Any = None
     """None: the settings have it. Ellipsis: the flag or the variable is required."""
     bounds: tuple[float, float] | tuple[None, None] = (None, None)
     shorter: tuple[str, ...] = ()
 
 
-_KAFKA, _REDIS, _HTTP, _SERVICE = "Kafka connection and topics", "Redis connection", "HTTP", "Service"
-BROKER = Flag(str, "Kafka bootstrap servers: HOST:PORT,...")
-METRICS_PORT = {"metrics_port": Flag(int, "Serve Prometheus metrics on this port.", bounds=(1, 65_535))}
+BROKER = Flag(str, "Bootstrap servers, if events go through Kafka: HOST:PORT,...", is_common=True)
+METRICS_PORT = {"metrics_port": Flag(int, "Port for Prometheus, if metrics are collected.", True, bounds=(1, 65_535))}
 KAFKA = {
-    "kafka_client_id": Flag(str, "Name of this client for the broker.", _KAFKA),
-    "kafka_tls": Flag(bool, "Use TLS.", _KAFKA),
-    "kafka_ca_file": Flag(Path, "CAs trusted for the broker's certificate.", _KAFKA),
-    "kafka_cert_file": Flag(Path, "Client certificate.", _KAFKA),
-    "kafka_key_file": Flag(Path, "Its key, if that is in another file.", _KAFKA),
-    "kafka_key_password_file": Flag(Path, "File with the password of that key.", _KAFKA),
-    "kafka_sasl_mechanism": Flag(str, "PLAIN, SCRAM-SHA-256/-512 or OAUTHBEARER.", _KAFKA),
-    "kafka_username": Flag(str, "User of PLAIN and SCRAM.", _KAFKA),
-    "kafka_password_file": Flag(Path, "File with the password of that user.", _KAFKA),
-    "kafka_token_file": Flag(Path, "File with the token of OAUTHBEARER.", _KAFKA),
-    "kafka_token_command": Flag(str, "Command that prints such a token.", _KAFKA),
-    "events_topic": Flag(str, "Topic of the events.", _KAFKA),
-    "control_topic": Flag(str, "Topic of the resync requests.", _KAFKA),
-    "decisions_topic": Flag(str, "Topic of the routers' decisions.", _KAFKA),
+    "kafka_client_id": Flag(str, "Client name, if the broker's quotas or metrics need one."),
+    "kafka_tls": Flag(bool, "Use TLS, if the listener does."),
+    "kafka_ca_file": Flag(Path, "CAs of the broker's certificate, if the system lacks them."),
+    "kafka_cert_file": Flag(Path, "Client certificate, if the broker asks for one."),
+    "kafka_key_file": Flag(Path, "Its key, if that is in another file."),
+    "kafka_key_password_file": Flag(Path, "File with the key's password, if it has one."),
+    "kafka_sasl_mechanism": Flag(str, "PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER, if a login is required."),
+    "kafka_username": Flag(str, "User, with PLAIN and SCRAM."),
+    "kafka_password_file": Flag(Path, "File with the user's password, with PLAIN and SCRAM."),
+    "kafka_token_file": Flag(Path, "File with the token, with OAUTHBEARER."),
+    "kafka_token_command": Flag(str, "Command that prints the token, if no file has it."),
+    "events_topic": Flag(str, "Topic of the events, if deployments share a broker."),
+    "control_topic": Flag(str, "Topic of the resync requests, if deployments share a broker."),
+    "decisions_topic": Flag(str, "Topic of the routers' decisions, if deployments share a broker."),
 }
 """Of `KafkaSettings`. A password has no flag, because other users see command lines."""
 REDIS = {
-    "redis_password_file": Flag(Path, "File with the password of the URL's user.", _REDIS),
-    "redis_ca_file": Flag(Path, "CAs trusted for the server's certificate.", _REDIS),
-    "redis_cert_file": Flag(Path, "Client certificate.", _REDIS),
-    "redis_key_file": Flag(Path, "Its private key, if it is in another file.", _REDIS),
-    "redis_key_password_file": Flag(Path, "File with the password of that key.", _REDIS),
+    "redis_password_file": Flag(Path, "File with the password, if the URL's user has one."),
+    "redis_ca_file": Flag(Path, "CAs of the server's certificate, if the system lacks them."),
+    "redis_cert_file": Flag(Path, "Client certificate, if the server asks for one."),
+    "redis_key_file": Flag(Path, "Its key, if that is in another file."),
+    "redis_key_password_file": Flag(Path, "File with the key's password, if it has one."),
 }
 """Of `RedisSettings`."""
-AWAY = {"bridge_away_s": Flag(float, "Seconds until a lost engine's pages go.", _SERVICE)}
+AWAY = {"bridge_away_s": Flag(float, "Seconds until an unreachable engine's pages are dropped, for more than 30.")}
 HTTP = {
-    "api_tokens_file": Flag(Path, "TOML file of tokens with scopes.", _HTTP),
-    "tls_cert_file": Flag(Path, "Serve HTTPS with this certificate.", _HTTP, shorter=("--tls-cert",)),
-    "tls_key_file": Flag(Path, "Its key, if that is in another file.", _HTTP, shorter=("--tls-key",)),
-    "tls_key_password_file": Flag(Path, "File with the password of that key.", _HTTP),
-    "allowed_hosts": Flag(str, "Names of this service for callers.", _HTTP),
-    "max_connections": Flag(int, "Open connections at most.", _HTTP),
-    "metrics_max_workers": Flag(int, "Workers with series of their own.", _HTTP),
-    "explain_timeout_s": Flag(float, "Seconds until POST /explain gives up.", _HTTP),
+    "api_tokens_file": Flag(Path, "TOML file of tokens with scopes, if callers have different rights."),
+    "tls_cert_file": Flag(Path, "Certificate, to serve HTTPS only.", shorter=("--tls-cert",)),
+    "tls_key_file": Flag(Path, "Its key, if that is in another file.", shorter=("--tls-key",)),
+    "tls_key_password_file": Flag(Path, "File with the key's password, if it has one."),
+    "allowed_hosts": Flag(str, "Names of this service for callers, if browsers reach it."),
+    "max_connections": Flag(int, "Bound on open connections, for more than 1024."),
+    "metrics_max_workers": Flag(int, "Workers with series of their own, for more than 200."),
+    "explain_timeout_s": Flag(float, "Seconds until POST /explain gives up, for logs that take longer than 60."),
 }
 """Of `ApiSettings`."""
 LOG_LINES = {
-    "log_level": Flag(Level, "Least severe log lines to write.", default=Level.INFO),
-    "log_format": Flag(Format, "Form of the log lines on stderr.", default=Format.TEXT),
+    "log_level": Flag(Level, "Least severe log lines to write: debug to see more.", default=Level.INFO),
+    "log_format": Flag(Format, "Form of the log lines: json if a log collector reads them.", default=Format.TEXT),
 }
 """Of a service. They are applied before its command runs."""
 
@@ -160,11 +160,10 @@ def _parameter(field: str, flag: Flag) -> inspect.Parameter:
         *flag.shorter,
         help=flag.help,
         envvar=f"{PREFIX}{field.upper()}" if has_variable else None,
-        show_envvar=flag.panel is None and field not in LOG_LINES,
+        show_envvar=flag.is_common,
         case_sensitive=False,
         min=flag.bounds[0],
         max=flag.bounds[1],
-        rich_help_panel=flag.panel,
     )
     kind = flag.kind | None if flag.default is None else flag.kind
     default = inspect.Parameter.empty if flag.default is ... else flag.default

@@ -1,16 +1,14 @@
-"""Worker streams as tables: what `kvsight workers` and `kvsight replay` show."""
+"""Worker streams as tables: what `kvsight top --ranks` and `kvsight replay` show."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from kv_events.http.workers import Worker
 from kv_events.runtime.words import count, duration, natural_order, printable
 from kvsight.cli.shared.tables import Column, table_lines
-
-if TYPE_CHECKING:
-    from kv_events.http.workers import Listener, Worker
 
 MEDIA = {"GPU": "gpu", "CPU_PINNED": "cpu", "DISK": "disk", "EXTERNAL": "external"}
 """Medium -> tier, fastest first."""
@@ -42,26 +40,22 @@ class StreamRow(NamedTuple):
 def rows_of(workers: Iterable[Worker]) -> list[StreamRow]:
     """The streams of the answer of GET /workers."""
     return [
-        _row(worker, group, rank, listener)
+        StreamRow(
+            worker.model_name,
+            worker.routing_group,
+            worker.block_size,
+            worker.instance_id,
+            rank,
+            group,
+            listener.state,
+            listener.failure or listener.stale_reason,
+            listener.age_ms,
+            listener.pages,
+        )
         for worker in workers
         for group, listeners in {"": worker.listeners, **worker.groups}.items()
         for rank, listener in listeners.items()
     ]
-
-
-def _row(worker: Worker, group: str, rank: int, listener: Listener) -> StreamRow:
-    return StreamRow(
-        worker.model_name,
-        worker.routing_group,
-        worker.block_size,
-        worker.instance_id,
-        rank,
-        group,
-        listener.state,
-        listener.failure or listener.stale_reason,
-        listener.age_ms,
-        listener.pages,
-    )
 
 
 def streams_lines(rows: Iterable[StreamRow], width: int) -> Iterator[str]:
@@ -72,7 +66,7 @@ def streams_lines(rows: Iterable[StreamRow], width: int) -> Iterator[str]:
         if number:
             yield ""
         yield f"{namespace_text(*namespace)}: {count(len({row.worker for row in streams}), 'worker')}"
-        yield from table_lines(list(_columns(streams)), width)
+        yield from table_lines(_columns(streams), width)
 
 
 def namespace_text(model: str, tenant: str, block_size: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -15,7 +15,8 @@ class Column(NamedTuple):
 
     title: str
     """Of one line, or of as many as the titles of the other columns."""
-    cells: Sequence[str | int]
+    cells: Sequence[str | int | None]
+    """None is shown as nothing."""
     is_number: bool = False
     """Texts of numbers are aligned to the right, as numbers are."""
     rank: int = 0
@@ -23,14 +24,14 @@ class Column(NamedTuple):
 
     def lines(self) -> list[str]:
         """The title and the cells, padded to the width of the column."""
-        shown = [*self.title.split("\n"), *(printable(str(cell)) for cell in self.cells)]
+        shown = [*self.title.split("\n"), *("" if cell is None else printable(str(cell)) for cell in self.cells)]
         width = max(map(cell_len, shown))
-        is_right = self.is_number or all(isinstance(cell, int) for cell in self.cells)
+        is_right = self.is_number or all(isinstance(cell, int | None) for cell in self.cells)
         padded = ((" " * (width - cell_len(text)), text) for text in shown)
         return [pad + text if is_right else text + pad for pad, text in padded]
 
 
-def table_lines(columns: Sequence[Column], width: int) -> Iterator[str]:
+def table_lines(columns: Iterable[Column], width: int) -> Iterator[str]:
     """Yield the titles and then the rows. width: terminal cells.
 
     Columns are left out until the lines fit. If the columns of rank 0 alone do not fit, the lines are longer.

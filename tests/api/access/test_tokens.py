@@ -23,10 +23,10 @@ from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from tests.rigs.api import replace, served
+from tests.support.commands import ENVIRONMENT, KVSIGHT
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
-from tests.support.terminal import ENVIRONMENT, command
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
@@ -172,7 +172,13 @@ async def test_top_waits_out_a_limit_of_requests(file: Path) -> None:
     replace(file, table("slow", "read", limit=1))
     async with a_service(file) as client:
         process = await asyncio.create_subprocess_exec(
-            *command("top", "--json", "--interval", 0.1, "--url", client.base_url),
+            *KVSIGHT,
+            "top",
+            "--json",
+            "--interval",
+            "0.1",
+            "--url",
+            str(client.base_url),
             env={**ENVIRONMENT, "KVSIGHT_API_TOKEN": secret("slow")},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -15,7 +15,7 @@ from kv_events.schema import AllBlocksCleared, BlockStored
 from publisher import EventPublisher, PublisherSettings
 from publisher.metrics import publisher_families
 from publisher.sinks import MemorySink
-from tests.support.bridge.rig import LiveBridge
+from tests.rigs.bridge import LiveBridge
 from tests.support.engines.event_payloads import cleared, payload
 from tests.support.engines.event_payloads import stored as stored_blocks
 from tests.support.engines.zmq_engine import ZmqEngine

@@ -26,8 +26,8 @@ from publisher.sinks import MemorySink
 from simulation import Request, SimulationSettings
 from simulation.run import DirectFleet
 from tests.rigs.api import asking
+from tests.rigs.bridge import GPU, Rig, on
 from tests.rigs.cache import CacheRig
-from tests.support.bridge.rig import GPU, Rig, on
 from tests.support.engines.event_payloads import names_of, stored
 from tests.support.waiting import async_wait_until
 

@@ -6,11 +6,12 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import unquote
 
+import msgspec
 import pytest
 from aiohttp import web
 from starlette.responses import JSONResponse, Response
@@ -32,31 +33,34 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def member(handler: Handler, partition: int = 1) -> AsyncIterator[Member]:
-    """Another member, all whose answers a test gives."""
-    application = web.Application()
-    application.router.add_route("*", "/{anything:.*}", handler)
-    runner = web.AppRunner(application, shutdown_timeout=0.01)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield Member(f"member-{partition}", f"http://127.0.0.1:{runner.addresses[0][1]}", [partition])
-    finally:
-        await runner.cleanup()
+async def members(
+    *handlers: Handler, deadline_s: float = DEADLINE_S, **options: Any
+) -> AsyncIterator[tuple[list[Member], Members]]:
+    """Other members, all whose answers a test gives, and the connections to them. They have the partitions 1, 2, ..."""
+    async with AsyncExitStack() as stack:
+        found = []
+        for partition, handler in enumerate(handlers, 1):
+            application = web.Application()
+            application.router.add_route("*", "/{anything:.*}", handler)
+            runner = web.AppRunner(application, shutdown_timeout=0.01)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            found.append(Member(f"member-{partition}", f"http://127.0.0.1:{runner.addresses[0][1]}", [partition]))
+        peers = Members("me", deadline_s, TOKEN, **options)
+        stack.push_async_callback(peers.close)
+        yield found, peers
 
 
 @asynccontextmanager
 async def asking(
-    *others: Member, own: ASGIApp, deadline_s: float = DEADLINE_S, is_assigned: bool = True
+    *handlers: Handler, is_assigned: bool = True, deadline_s: float = DEADLINE_S
 ) -> AsyncIterator[ForwardToMembers]:
-    """The middleware of a member that has no workers, unless `own` has some."""
-    assignment = Assignment(7, 0, [Member("me", "http://127.0.0.1:1", [0]), *others])
-    membership = SimpleNamespace(id="me", group="g", assignment=assignment, is_assigned=is_assigned)
-    peers = Members("me", deadline_s, TOKEN)
-    try:
-        yield ForwardToMembers(own, cast(Membership, membership), peers)
-    finally:
-        await peers.close()
+    """The middleware of a member without workers, which asks others."""
+    async with members(*handlers, deadline_s=deadline_s) as (others, peers):
+        assignment = Assignment(7, 0, [Member("me", "http://127.0.0.1:1", [0]), *others])
+        membership = SimpleNamespace(id="me", group="g", assignment=assignment, is_assigned=is_assigned)
+        yield ForwardToMembers(nobody, cast(Membership, membership), peers)
 
 
 async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +112,7 @@ async def test_a_path_that_could_lead_to_another_route_is_not_forwarded(path: st
         asked.append(request.raw_path)
         return web.json_response({"pages": "all of them"})
 
-    async with member(handler) as other, asking(other, own=nobody) as app:
+    async with asking(handler) as app:
         assert (await call(app, path, method, f"Bearer {TOKEN}")).status_code == 404
     assert not asked
 
@@ -133,7 +137,7 @@ async def test_a_forwarded_request_has_the_path_of_its_route_and_the_rights_of_i
         asked.append((request.method, request.raw_path, request.headers.get("Authorization")))
         return web.json_response([])
 
-    async with member(handler) as other, asking(other, own=nobody) as app:
+    async with asking(handler) as app:
         assert (await call(app, path, method, authorization)).status_code == 200
     assert asked == [(method, forwarded, authorization)]
 
@@ -150,26 +154,14 @@ async def hang(_request: web.Request) -> web.Response:
     raise AssertionError
 
 
-@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
-async def test_the_member_that_has_a_worker_answers_whatever_others_say(status: int) -> None:
-    async with (
-        member(answering(status), 1) as first,
-        member(answering(200, {"pages": []}), 2) as second,
-        asking(first, second, own=nobody) as app,
-    ):
-        answer = await call(app, "/workers/w/view")
-    assert (answer.status_code, answer.body) == (200, b'{"pages": []}')
-
-
 @pytest.mark.parametrize("status", [401, 403, 429, 500, 503, 302])
 async def test_a_worker_is_unknown_only_if_all_members_say_so(status: int) -> None:
-    async with (
-        member(answering(404), 1) as first,
-        member(answering(status), 2) as second,
-        asking(first, own=nobody) as all_answer,
-        asking(first, second, own=nobody) as app,
-    ):
-        assert (await call(all_answer, "/workers/w/view")).status_code == 404
+    async with asking(answering(status), answering(200, {"pages": []})) as app:
+        answer = await call(app, "/workers/w/view")
+    assert (answer.status_code, answer.body) == (200, b'{"pages": []}')
+    async with asking(answering(404)) as app:
+        assert (await call(app, "/workers/w/view")).status_code == 404
+    async with asking(answering(404), answering(status)) as app:
         answer = await call(app, "/workers/w/view")
     assert answer.status_code == 503
     assert f"status {status}" in bytes(answer.body).decode()
@@ -177,10 +169,9 @@ async def test_a_worker_is_unknown_only_if_all_members_say_so(status: int) -> No
 
 
 async def test_a_member_that_hangs_costs_a_list_of_workers_two_deadlines_and_is_named() -> None:
-    async with member(hang) as other, asking(other, own=nobody, deadline_s=0.1) as app:
-        async with asyncio.timeout(9):  # without a bound, it hangs for ever
-            workers = await call(app, "/workers")
-            view = await call(app, "/workers/w/view")
+    async with asking(hang, deadline_s=0.1) as app, asyncio.timeout(9):  # without a bound, it hangs for ever
+        workers = await call(app, "/workers")
+        view = await call(app, "/workers/w/view")
     assert (workers.status_code, workers.body, workers.headers["Kvsight-Missing"]) == (200, b"[]", "1")
     assert (view.status_code, view.headers["Kvsight-Missing"]) == (503, "1")
 
@@ -195,31 +186,19 @@ def worker(**fields: Any) -> dict[str, Any]:
 )
 async def test_a_list_of_workers_that_cannot_be_read_is_missing(wrong: Any) -> None:
     good = [worker(), worker(age_ms=3), worker(state="stale", age_ms=1), worker(instance_id="a")]
-    async with (
-        member(answering(200, wrong), 1) as first,
-        member(answering(200, good), 2) as second,
-        asking(first, second, own=nobody) as app,
-    ):
+    async with asking(answering(200, wrong), answering(200, good)) as app:
         answer = await call(app, "/workers")
     assert (answer.status_code, answer.headers["Kvsight-Missing"]) == (200, "1")
     assert json.loads(bytes(answer.body)) == [worker(instance_id="a"), worker(age_ms=3)]
 
 
-@pytest.mark.parametrize("path", ["/workers", "/workers/w/view"])
-async def test_before_it_has_joined_a_member_says_so(path: str) -> None:
-    async with asking(own=nobody, is_assigned=False) as app:
-        answer = await call(app, path)
-    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-    assert b"has not joined the consumer group g yet" in answer.body
-
-
-async def test_before_it_has_joined_a_member_refuses_queries() -> None:
-    membership: Any = SimpleNamespace(group="g", is_assigned=False)
+async def test_before_it_has_joined_a_member_says_so() -> None:
     nothing: Any = None
-    gatherer = ScatterGather(nothing, membership, nothing)
-    routes = QueryRoutes(gatherer, lambda: True, 1000)
-    for path in ("/query", "/query_by_hash", "/query/batch"):
-        answer = await call(routes.endpoints()[path], path, "POST")
+    gatherer = ScatterGather(nothing, cast(Membership, SimpleNamespace(group="g", is_assigned=False)), nothing)
+    routes = QueryRoutes(gatherer, lambda: True, 1000).endpoints()
+    async with asking(is_assigned=False) as app:
+        answers = [await call(app, path) for path in ("/workers", "/workers/w/view")]
+    for answer in [*answers, *[await call(endpoint, path, "POST") for path, endpoint in routes.items()]]:
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
         assert b"has not joined the consumer group g yet" in answer.body
 
@@ -251,13 +230,9 @@ async def ask(body: bytes, headers: dict[str, str] | None = None, max_answer_byt
             await response.write(body[start : start + 1000])
         return response
 
-    async with member(handler) as other:
-        peers = Members("me", 30, TOKEN, max_answer_bytes=max_answer_bytes)
-        try:
-            (peer,) = peers.of([other])
-            return await peer.ask(b"")
-        finally:
-            await peers.close()
+    async with members(handler, max_answer_bytes=max_answer_bytes) as (others, peers):
+        (peer,) = peers.of(others)
+        return await peer.ask(b"")
 
 
 async def test_a_good_answer_can_be_read() -> None:
@@ -287,16 +262,12 @@ async def test_a_good_answer_can_be_read() -> None:
         in_row(8, 2**63),
         {},
         None,
+        msgspec.Raw(encode(told())[:-1].replace(b"\x95", b"\x96", 1) + b"\xc0" + b"\x91" * 100_000 + b"\xc0"),
     ],
 )
 async def test_an_answer_beyond_its_bounds_cannot_be_read(answer: Any) -> None:
     with pytest.raises(MemberError, match=r"^its answer cannot be read$"):
         await ask(encode(answer))
-
-
-async def test_an_answer_that_is_nested_deeply_cannot_be_read() -> None:
-    with pytest.raises(MemberError, match=r"^its answer cannot be read$"):
-        await ask(encode(told())[:-1].replace(b"\x95", b"\x96", 1) + b"\xc0" + b"\x91" * 100_000 + b"\xc0")
 
 
 async def test_an_answer_in_parts_has_a_bound_and_none_is_decompressed() -> None:
@@ -314,15 +285,11 @@ async def test_a_member_with_tls_sends_no_token_to_an_address_without_it(authori
         asked.append(request.headers.get("Authorization"))
         return web.json_response([])
 
-    async with member(handler) as other:
-        peers = Members("me", 30, TOKEN, serves_tls=True)
-        try:
-            (peer,) = peers.of([other])
-            with pytest.raises(MemberError, match="without TLS"):
-                await peer.ask(b"")
-            headers = {} if authorization is None else {"Authorization": authorization}
-            is_refused = isinstance(await peer.forward("GET", "/workers", headers), MemberError)
-        finally:
-            await peers.close()
+    async with members(handler, serves_tls=True) as (others, peers):
+        (peer,) = peers.of(others)
+        with pytest.raises(MemberError, match="without TLS"):
+            await peer.ask(b"")
+        headers = {} if authorization is None else {"Authorization": authorization}
+        is_refused = isinstance(await peer.forward("GET", "/workers", headers), MemberError)
     assert is_refused == (authorization is not None)
     assert asked == ([] if is_refused else [None])

@@ -69,10 +69,7 @@ def written(event: Event, form: Form = "array") -> Any:
 
 
 def payload(
-    *events: Any,
-    rank: int | None = 0,
-    form: Form = "array",
-    batch: Literal["array", "pair", "map"] = "array",
+    *events: Any, rank: int | None = 0, form: Form = "array", batch: Literal["array", "pair", "map"] = "array"
 ) -> bytes:
     """Encode an event batch. Events that are not tagged dicts are passed through."""
     plain = [written(event, form) if isinstance(event, dict) and "type" in event else event for event in events]

@@ -98,11 +98,7 @@ class Life:
 def main(options: dict[str, Any]) -> None:
     module = engine_module(options["engine"], Path(options["folder"]))
     publisher = module.ZmqEventPublisher(
-        options["rank"],
-        options["endpoint"],
-        options["replay_endpoint"],
-        buffer_steps=1_000_000,
-        hwm=options["hwm"],
+        options["rank"], options["endpoint"], options["replay_endpoint"], buffer_steps=1_000_000, hwm=options["hwm"]
     )
     life = Life(module, options["engine"], options["seed"])
     ledger = Path(options["ledger"])

@@ -99,6 +99,14 @@ class RestartableServer:
         if self.process is not None:
             self.process.kill()
 
+    def restart(self) -> None:
+        """Start or restart, and block until the server can be used."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End everything."""
+        self.kill()
+
     def stop(self) -> None:
         """Send SIGSTOP: the server then accepts connections and never answers."""
         assert self.process is not None

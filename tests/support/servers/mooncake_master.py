@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,3 +106,15 @@ class MooncakeMaster(MooncakeAccess, RestartableServer):
         if self._lender is not None:
             self._lender.close()
         self.kill()
+
+
+def lend_memory(address: str, ready: Path) -> None:
+    """Lend memory to a master until the process is killed. The file `ready` is created when it is available."""
+    lender = MooncakeAccess(address).connect(mooncake_segment_bytes=LENT_BYTES)
+    ready.touch()
+    signal.pause()
+    lender.close()
+
+
+if __name__ == "__main__":
+    lend_memory(sys.argv[1], Path(sys.argv[2]))

@@ -49,7 +49,9 @@ class SharedServers:
     def address(self, name: str) -> str:
         with self._lock:
             if name not in self._addresses:
-                self._addresses[name], stop = _STARTS[name](Path(self._folder.name))
+                folder = Path(self._folder.name) / name
+                folder.mkdir()
+                self._addresses[name], stop = _STARTS[name](folder)
                 self._stops.append(stop)
             return self._addresses[name]
 
@@ -106,31 +108,30 @@ class RemoteServers:
 
 
 def _start_kafka(folder: Path) -> tuple[str, Callable[[], None]]:
-    broker = KafkaBroker(_made(folder / "kafka"))
+    broker = KafkaBroker(folder)
     broker.restart()
     return broker.bootstrap, broker.kill
 
 
 def _start_secure_kafka(folder: Path) -> tuple[str, Callable[[], None]]:
-    own = _made(folder / "secure-kafka")
-    broker = SecureKafka.create(own)
+    broker = SecureKafka.create(folder)
     broker.restart()
-    return str(own), broker.kill
+    return str(folder), broker.kill
 
 
 def _start_redis(folder: Path) -> tuple[str, Callable[[], None]]:
-    server = RedisServer(_made(folder / "redis"))
+    server = RedisServer(folder)
     server.restart()
     return server.url, server.kill
 
 
 def _start_mooncake(folder: Path) -> tuple[str, Callable[[], None]]:
-    master = MooncakeMaster(_made(folder / "mooncake"))
+    master = MooncakeMaster(folder)
     master.restart()
     # A separate process, because its memory must remain until the last test process has ended.
-    ready = folder / "mooncake" / "lent"
-    lender: list[str | Path] = [sys.executable, "-m", "tests.support.servers.memory_lender", master.address, ready]
-    process = ChildProcess(lender, folder / "mooncake" / "lender.log", env={"PYTHONPATH": str(_ROOT)})
+    ready = folder / "lent"
+    lender: list[str | Path] = [sys.executable, "-m", "tests.support.servers.mooncake_master", master.address, ready]
+    process = ChildProcess(lender, folder / "lender.log", env={"PYTHONPATH": str(_ROOT)})
     wait_until(ready.exists, deadline_s=60.0, what="memory lent to the Mooncake master")
 
     def stop() -> None:
@@ -138,11 +139,6 @@ def _start_mooncake(folder: Path) -> tuple[str, Callable[[], None]]:
         master.close()
 
     return master.address, stop
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 _STARTS: dict[str, Callable[[Path], tuple[str, Callable[[], None]]]] = {

@@ -1,0 +1,74 @@
+"""What only a process of its own shows: kept memory, kernels that are loaded in one step, missing extras."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvsight.extras import SERVE
+
+ROUNDS, PAGES_A_ROUND = 20, 6 * 2**22 // 4096
+MEMORY = f"""
+import resource, sys
+from kvsight.cli.shared.process import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+for round in range({ROUNDS} + 1):
+    if round == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffers = [b"x" * 2**22 for _ in range(6)]
+    del buffers
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+KERNELS = """
+import sys
+from kv_events.kernels.load import declared_kernels
+from kvsight.cli.shared.process import import_without_kernels
+first, later = (words.split(",") for words in sys.argv[1:])
+import_without_kernels(*first)
+print(*(kernel.source for kernel in declared_kernels(tuple(later))))
+"""
+
+
+def printed(program: str, *arguments: str) -> str:
+    """What a program prints."""
+    words = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def test_buffers_that_are_used_again_are_not_zeroed_again() -> None:
+    """A process uses 24 MiB repeatedly. The page faults of the first use are not counted."""
+    assert int(printed(MEMORY, "keep")) < PAGES_A_ROUND
+    assert int(printed(MEMORY, "give back")) > ROUNDS * PAGES_A_ROUND / 2
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ("api.app", "api.server,indexer.assembly,api.queries.parsing,api.fast.local_answers"),
+        ("indexer.replay,api.queries.encoding", "indexer.replay,indexer.sources.kafka"),
+        (
+            "indexer.replay,api.queries.encoding,api.fast.local_answers,api.queries.parsing",
+            "indexer.replay,api.queries.body_formats",
+        ),
+        ("simulation,publisher.ledger", "simulation.live,publisher.sinks.kafka,publisher.sinks.memory"),
+        ("bridge", "bridge.metrics,publisher.sinks.kafka"),
+        (
+            "publisher.ledger,bridge,indexer.replay,api.app",
+            "simulation,engine_cache,bridge.plugins,indexer.replay,api.server",
+        ),
+    ],
+    ids=["serve", "replay", "replay --query", "simulate", "bridge", "compile-kernels"],
+)
+def test_no_kernel_is_declared_after_the_first_import(first: str, later: str) -> None:
+    assert printed(KERNELS, first, later) == "\n"
+
+
+@pytest.mark.parametrize("words", [("query", "--show-hashes", "--tokens", "1,2,3,4", "--block-size", "4"), ("--help",)])
+def test_commands_of_the_base_install_need_no_extra(words: tuple[str, ...]) -> None:
+    program = f"import sys; sys.modules.update(dict.fromkeys({SERVE!r})); from kvsight.cli.main import run; run()"
+    assert printed(program, *words)

@@ -1,0 +1,166 @@
+"""`EventPublisher` without tasks: which events become which records, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kv_events.codec import StoredPages, encode_event
+from kv_events.hashing import namespace_seed, sequence_hashes
+from kv_events.limits import MAX_RECORD_BYTES
+from kv_events.schema import BlockRemoved, BlockStored, SnapshotBegin, SnapshotEnd, StorageMedium
+from publisher import EventPublisher
+from tests.rigs.publisher import NOW, batches_of, make_publisher, num_pages, steps_of, stored
+from tests.support.log.records import words
+
+
+def make(**settings: Any) -> EventPublisher:
+    """Return a publisher that has sent its first, empty resync."""
+    publisher = make_publisher(**settings)
+    (first,) = publisher.take_records(NOW)
+    assert steps_of([first]) == [SnapshotBegin("start"), SnapshotEnd()]
+    assert encode_event(SnapshotBegin("start")) in first.payload
+    return publisher
+
+
+def drain(publisher: EventPublisher, now: float = NOW) -> list[Any]:
+    return steps_of(publisher.take_records(now, force=True))
+
+
+def test_a_record_has_the_streams_key_numbers_and_time() -> None:
+    publisher = make()
+    publisher.publish([stored(1)])
+    (record,) = publisher.take_records(NOW, force=True)
+    (batch,) = batches_of([record])
+    assert (batch.seq, batch.epoch, batch.stream, batch.timestamp) == (1, publisher.epoch, publisher.stream, NOW)
+    assert (record.key, record.timestamp_ms, record.num_pages) == (b"default/m/w/0", int(NOW * 1000), 1)
+
+
+SALTED = stored(1, extra_key="x", sequence_hashes=words([555]))
+SAME_PAGE = stored(2, sequence_hashes=words([101]))
+STEPS: list[tuple[list[Any], list[tuple[list[int], list[int]]], dict[str, int]]] = [
+    (  # pages of one prompt, stored one by one, are one chain
+        [stored(1), stored(2, parent=1), stored(3, parent=2), stored(4, parent=3)],
+        [([101, 102, 103, 104], [0])],
+        {"stored": 4},
+    ),
+    ([stored(7, parent=2)], [([107], [0])], {"parent_unknown": 1}),
+    (  # what changes nothing is only counted
+        [stored(1), stored(1), BlockRemoved([9]), BlockRemoved([1], StorageMedium.DISK)],
+        [([101], [0])],
+        {"stored": 1, "stored_again": 1, "removed_unknown": 2},
+    ),
+    ([stored(1), SALTED, BlockRemoved([1])], [([101, 555], [0, 0]), ([101], [])], {"held": 1}),
+    ([stored(1), SAME_PAGE, BlockRemoved([1])], [([101], [0])], {"held": 1}),
+    ([stored(1), SAME_PAGE, BlockRemoved([1, 2])], [([101], [0]), ([101], [])], {"held": 0, "removed": 1}),
+    ([stored(1), stored(1, sequence_hashes=words([9]))], [([101], [0])], {"kept_first_hash": 1}),
+]
+
+
+@pytest.mark.parametrize(("events", "steps", "counts"), STEPS)
+def test_events_become_steps_and_are_counted(events: list[Any], steps: list[Any], counts: dict[str, int]) -> None:
+    publisher = make()
+    for event in events:
+        publisher.publish([event])
+    found = [(step.hashes.tolist(), getattr(step, "parents", np.zeros(0)).tolist()) for step in drain(publisher)]
+    assert found == steps
+    assert counts.items() <= publisher.stats().pages.items()
+    publisher.check()
+
+
+def test_a_child_names_its_parent_by_the_sequence_hash() -> None:
+    publisher = make()
+    publisher.publish([stored(1, 2)])
+    drain(publisher)
+    publisher.publish([stored(7, parent=2)])
+    (step,) = drain(publisher)
+    assert step.parents.tolist() == [102]
+
+
+def test_pages_without_sequence_hashes_are_named_from_their_tokens() -> None:
+    publisher = make()
+    tokens = np.arange(12, dtype=np.uint32)
+    names = sequence_hashes(tokens, 4, namespace_seed(cache_salt="salt")).tolist()
+    first = BlockStored([1, 2], None, tokens[:8].tolist(), 4, extra_key="salt")
+    second = BlockStored([3], 2, tokens[8:].tolist(), 4, extra_key="salt")
+    orphan = BlockStored([4], 77, tokens[8:].tolist(), 4, extra_key="salt")
+    publisher.publish([first, second, orphan])
+    (step,) = drain(publisher)
+    assert step.hashes.tolist() == names
+    assert publisher.stats().rejected_events == {"unidentified": 1}
+
+
+def test_a_full_ledger_drops_the_page_from_the_stream_too() -> None:
+    publisher = make(ledger_pages=2)
+    publisher.publish([stored(1, 2, 3)])
+    (batch,) = batches_of(publisher.take_records(NOW, force=True))
+    assert [step.hashes.tolist() for step in batch.steps if isinstance(step, StoredPages)] == [[101, 102]]
+    assert batch.digest.tolist()[0] == 2
+    assert publisher.stats().pages["ledger_full"] == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (stored(5, medium="TAPE"), "medium"),
+        (stored(5, extra_key=7), "type"),
+        (BlockStored([5], None, [], 3, sequence_hashes=words([5])), "block_size"),
+        (BlockStored("abc", None, [], 4), "type"),  # type: ignore[arg-type]
+        (BlockStored([1.5], None, [], 4, sequence_hashes=words([1])), "type"),  # type: ignore[list-item]
+        (BlockRemoved(None), "type"),  # type: ignore[arg-type]
+        (BlockRemoved([2**64]), "hash_range"),
+        (stored(5, parent="x", sequence_hashes=b""), "type"),  # type: ignore[arg-type]
+        (stored(5, medium=np.zeros(2)), "medium"),
+        ("BlockStored", "type"),
+        (None, "type"),
+    ],
+)
+def test_a_bad_event_is_dropped_and_counted_and_the_rest_continues(bad: Any, reason: str) -> None:
+    publisher = make()
+    publisher.publish([stored(1), bad, stored(2)])
+    assert [h for step in drain(publisher) for h in step.hashes.tolist()] == [101, 102]
+    assert publisher.stats().rejected_events == {reason: 1}
+    publisher.check()
+
+
+def test_bad_events_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    publisher = make()
+    for _ in range(50):
+        publisher.publish([None])  # type: ignore[list-item]
+    assert [r.getMessage() for r in caplog.records] == ["publisher w: engine events dropped so far: {'type': 1}"]
+
+
+def test_what_is_no_list_of_events_never_raises(caplog: pytest.LogCaptureFixture) -> None:
+    publisher = make()
+    with caplog.at_level(logging.CRITICAL):
+        publisher.publish(None)  # type: ignore[arg-type]
+    publisher.publish([stored(1)])
+    steps = drain(publisher)
+    assert steps[0] == SnapshotBegin("internal error")
+    assert steps[1].hashes.tolist() == [101]
+
+
+def test_tokens_travel_only_when_asked_for() -> None:
+    event = BlockStored([1], None, [70_000, 1, 2, 3], 4, sequence_hashes=words([9]), extra_key="secret salt")
+    plain, with_tokens = make(), make(with_tokens=True)
+    for publisher in (plain, with_tokens):
+        publisher.publish([event, event, stored(2)])
+    (record,) = plain.take_records(NOW, force=True)
+    assert b"secret" not in record.payload
+    (record,) = with_tokens.take_records(NOW, force=True)
+    assert np.array([70_000, 1, 2, 3], "<u4").tobytes() in record.payload
+    assert b"secret salt" in record.payload
+    assert len(batches_of([record])[0].steps) == 2
+
+
+def test_records_with_tokens_keep_within_the_largest_record() -> None:
+    publisher = make(with_tokens=True, block_size=1024, batch_bytes=900_000)
+    for i in range(500):
+        event = BlockStored([i], None, [2**31] * 1024, 1024, sequence_hashes=words([i]), extra_key=f"{i}" * 300)
+        publisher.publish([event])
+    records = publisher.take_records(NOW, force=True)
+    assert max(len(record.payload) for record in records) <= MAX_RECORD_BYTES
+    assert num_pages(steps_of(records)) == 500
