@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from indexer.replay import Replay
-from indexer.scores import score
+from indexer.scores import stream_scores
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
@@ -128,7 +128,7 @@ async def test_an_answer_distinguishes_gpu_cpu_and_disk(cache: str) -> None:
             fleet.run.step(Request(0.0, tokens))
         await fleet.wait_until_synced()
         (namespace,) = fleet.consumer.namespaces.find(settings.model_of("random"), DEFAULT_TENANT)
-        (answer,) = score(namespace, sequence_hashes(talk, 16, namespace_seed()), fleet.consumer.freshness)
+        (answer,) = stream_scores(namespace, sequence_hashes(talk, 16, namespace_seed()), fleet.consumer.freshness)
     assert answer.tiers == (256, 512, 768, 768)
 
 
