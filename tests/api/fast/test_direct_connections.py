@@ -16,17 +16,7 @@ from api.fast.heads import Head
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
-from tests.rigs.raw_http import (
-    HEALTH,
-    QUERY,
-    TOKENS,
-    Connect,
-    Line,
-    a_service,
-    body_of,
-    prompts,
-    request,
-)
+from tests.rigs.raw_http import HEALTH, QUERY, TOKENS, Connect, Line, a_service, body_of, prompts, request
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.fast import connection
-from tests.rigs.raw_http import (
-    HEALTH,
-    QUERY,
-    Connect,
-    a_service,
-    every_kind,
-    prompts,
-    request,
-)
+from tests.rigs.raw_http import HEALTH, QUERY, Connect, a_service, every_kind, prompts, request
 from tests.support.effort import num_examples
 
 

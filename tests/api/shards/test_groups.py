@@ -129,11 +129,7 @@ async def test_a_killed_member_is_taken_over_and_comes_back(kafka_bootstrap: str
 
 
 def check_a_killed_member(settings: dict[str, Any], folder: Path) -> None:
-    with (
-        engines(settings),
-        ServiceProcess(folder, **settings) as first,
-        ServiceProcess(folder, **settings) as second,
-    ):
+    with engines(settings), ServiceProcess(folder, **settings) as first, ServiceProcess(folder, **settings) as second:
         wait_until(lambda: is_shared_out(first) and is_shared_out(second), 60, "two partitions each")
         assert answers_for_all(first)
         assert answers_for_all(second)
