@@ -53,7 +53,7 @@ coverage: $(VENV)/.installed-dev ## lines that unit tests and contracts reach in
 .PHONY: test-bounds
 test-bounds: $(VENV)/.installed-dev ## the kernels' tests again, every array index checked
 	@rm -rf .cache/numba-bounds  # whatever was compiled without the checks
-	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-bounds $(PYTEST) $(addprefix tests/properties/test_,chunks.py explain.py overlap_index.py reuse.py timeline.py) tests/kv_events/test_page_table.py tests/kv_events/test_kernels.py tests/unit/indexer tests/bridge tests/publisher/test_ledger.py tests/publisher/test_streams.py $(addprefix tests/api/fast/test_,answer_writer.py both_ways.py fast_path.py number_kernels.py) $(ARGS)
+	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-bounds $(PYTEST) tests/properties/test_explain.py tests/kv_events/test_page_table.py tests/kv_events/test_kernels.py tests/indexer tests/bridge tests/publisher/test_ledger.py tests/publisher/test_streams.py $(addprefix tests/api/fast/test_,answer_writer.py both_ways.py fast_path.py number_kernels.py) $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.installed-dev ## format, lint and types; changes nothing

@@ -35,7 +35,7 @@ from api.workers.register import RegisterRoutes
 from api.workers.routes import worker_routes
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
-from indexer.recording.thread import RecordingThread
+from indexer.recording.recorder import RecordingThread
 from kv_events.http.service import Status
 from kv_events.runtime.tracing import open_spans
 

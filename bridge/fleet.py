@@ -11,7 +11,7 @@ from bridge.engine import EngineConnection, EngineStatus
 from bridge.registry import StreamRegistry
 from bridge.settings import BridgeSettings, EngineSettings
 from bridge.shared_sink import SharedSink
-from kv_events.endpoints import Locate, as_given
+from kv_events.engine_wire import Locate, as_given
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.log.memory import MemoryLog
 from publisher.settings import PublisherSettings

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 from pydantic import Field
 
-from kv_events.endpoints import endpoint_of_rank, has_wildcard
+from kv_events.engine_wire import endpoint_of_rank, has_wildcard
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, SOCKET_FILES
 from kv_events.runtime.settings import KvsightSettings

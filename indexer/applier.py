@@ -19,7 +19,7 @@ from indexer.kernels.apply import Pages
 from indexer.kernels.batches import DIGEST_DIFFERS, NO_SPACE, Arrivals, Space, Streams, apply_batches
 from indexer.kernels.views import ViewColumns
 from indexer.namespaces import NamespaceKey, Namespaces
-from indexer.tenants import Arrival, TenantGate
+from indexer.tenants import TenantGate
 from indexer.views import View
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import KvsightError, RecordRejectedError
@@ -186,8 +186,8 @@ class Applier:
             if view is not None:
                 raise IndexFullError("holder sets, so that the old pages stay", 0)
         if view is None:
-            arrival = Arrival(batch, at, tick)
-            if self._tenants and not (yield from self._tenants.admits(self.namespaces, arrival, self.freshness)):
+            gate = self._tenants
+            if gate is not None and not (yield from gate.admits(self.namespaces, batch, at, tick, self.freshness)):
                 return
             yield from self.namespaces.make_room(batch.stream, batch.block_size)
             view = self.namespaces.add_view(batch.stream, batch.block_size)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.decisions.log import DecisionLog
+from indexer.decisions.log import DecisionLog, FileDecisions
 from indexer.namespaces import Namespaces
 from indexer.recording.feed import Feed
-from indexer.recording.recorder import Recorder, segment_bytes_within
-from indexer.recording.thread import RecordingThread
+from indexer.recording.recorder import Recorder, RecordingThread, segment_bytes_within
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotStore
 from indexer.snapshots.folder import SNAPSHOT_NAME, FolderStore
@@ -56,29 +55,25 @@ def create_consumer(
         from indexer.sources.kafka import KafkaSource
 
         divisible = KafkaSource(settings, settings.interval_of_snapshots)
-        stores = partial(_create_store_of_partition, settings, membership.group)
-        owned = partial(OwnedPartitions, membership, divisible, applier, settings, stores)
+
+        def store_of(partition: int) -> SnapshotStore | None:
+            name = f"group-{membership.group}-{partition}"
+            return create_store(settings, f"snapshot:{name}", f"{name}.kvsnap")
+
+        owned = partial(OwnedPartitions, membership, divisible, applier, settings, store_of)
         return Consumer(divisible, applier, settings, limits=limits, owned=owned)
     store = None if settings.is_embedded else create_store(settings)
     source = _create_source(settings, log)
     return Consumer(source, applier, settings, store, limits=limits)
 
 
-def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | None:
+def create_store(
+    settings: IndexerSettings, key: str = "snapshot", file_name: str = SNAPSHOT_NAME
+) -> SnapshotStore | None:
     """Create the store of snapshots, or of another image next to them. Returns None if the settings name no store.
 
-    what: part of the names of files and keys for the other image.
+    key, file_name: of the other image, in Redis or in the folder.
     """
-    return _store(settings, what, f"{what}.json") if what else _store(settings, "snapshot", SNAPSHOT_NAME)
-
-
-def _create_store_of_partition(settings: IndexerSettings, group: str, partition: int) -> SnapshotStore | None:
-    """Create the store of the snapshots of one partition, which all members of a group use."""
-    name = f"group-{group}-{partition}"
-    return _store(settings, f"snapshot:{name}", f"{name}.kvsnap")
-
-
-def _store(settings: IndexerSettings, key: str, file_name: str) -> SnapshotStore | None:
     if settings.redis is not None:
         from indexer.snapshots.redis import RedisStore
 
@@ -133,8 +128,6 @@ def create_decision_log(settings: IndexerSettings, recording: RecordingThread | 
         topic = KafkaDecisions(settings)
         return DecisionLog(topic.write, topic.stop)
     if settings.event_log_dir is not None:
-        from indexer.decisions.file import FileDecisions
-
         folder = FileDecisions(settings.event_log_dir / DECISIONS_FOLDER)
         return DecisionLog(folder.write, folder.stop)
     if recording is None:

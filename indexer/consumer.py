@@ -13,7 +13,7 @@ from indexer.applier import Applier
 from indexer.freshness import NO_HEARTBEAT, Freshness
 from indexer.namespaces import Namespaces
 from indexer.progress import Progress
-from indexer.resync import ResyncPlanner, ResyncRequester
+from indexer.resync import ResyncPlanner
 from indexer.settings import IndexerSettings
 from indexer.slices import Interval, Slices
 from indexer.snapshots.base import SnapshotStore
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 1.0
+_PLAN_S = 0.1
 _STOP_S = 5.0
 _JOIN_WAIT_S = 0.1
 _UNTRACED = nullcontext()
@@ -92,7 +93,8 @@ class Consumer:
         is_behind = (lambda _: False) if self.owned is None else self.owned.is_behind
         self.resyncs = ResyncPlanner(settings, self.freshness, is_behind=is_behind)
         """Chooses whose publishers are asked to send everything again."""
-        self._requester = ResyncRequester(self.resyncs, self._reader)
+        self._plan_interval = Interval(_PLAN_S)
+        self._requesting: asyncio.Task[None] | None = None
         self._forget_after_s = settings.forget_after_s
         self._removals: list[_Removal] = []
         self._snapshots = SnapshotKeeper(store, settings, now, self.snapshot_counts)
@@ -173,7 +175,7 @@ class Consumer:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await self._stop_probing()
-            await self._requester.stop()
+            await _cancelled(self._requesting)
             is_complete = is_between_records and self.progress.is_started
             await self._snapshots.close(self._copy if is_complete else None)
             if self.owned is not None:
@@ -264,12 +266,20 @@ class Consumer:
             probed.result()
         elif self._probing is None and self._probe_interval.is_due(now):
             self._probing = asyncio.create_task(self._probe(), name="log-probe")
-        if self.ready and self._requester.start_when_due(self.namespaces, now):
+        is_requesting = self._requesting is not None and not self._requesting.done()
+        if self.ready and not is_requesting and self._plan_interval.is_due(now):
+            self._requesting = asyncio.create_task(self._request_resyncs(now), name="resync-requests")
             await self._forget_silent()
         self.worker_log.look(self.namespaces.views, now)
         await self._snapshots.save_when_due(now, self._copy)
         if self.owned is not None:
             await self.owned.save_when_due(now)
+
+    async def _request_resyncs(self, now: float) -> None:
+        """Send the requests that are due. A task of its own, so that a slow source does not delay records."""
+        for request in self.resyncs.plan(self.namespaces, now):
+            if not await self._reader.request(request):
+                return
 
     async def _forget_demanded(self) -> None:
         """Drop the streams of calls of `forget` whose goal has been reached."""
@@ -304,9 +314,7 @@ class Consumer:
 
     async def _stop_probing(self) -> None:
         probing, self._probing = self._probing, None
-        if probing is not None:
-            probing.cancel()
-            await asyncio.gather(probing, return_exceptions=True)
+        await _cancelled(probing)
 
     async def _copy(self) -> SnapshotParts:
         """Copy the views in slices. The loop waits for the copy, so nothing changes the views during this time."""
@@ -315,3 +323,10 @@ class Consumer:
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = error
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task, if there is one, and wait for its end."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -11,8 +10,6 @@ from dataclasses import dataclass
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
-from indexer.slices import Interval
-from indexer.sources.reader import SourceReader
 from indexer.views import INDEX_FULL, RESYNC_CUT_OFF, TENANT_PAGES, View, ViewState
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
@@ -29,38 +26,8 @@ RESYNC_REASONS = (
 )
 """All reasons of requests."""
 
-_PLAN_S = 0.1
 _LONGEST_PAUSE_S = 60.0
 _KNOWN_IN_A_ROW = 4
-
-
-class ResyncRequester:
-    """Sends planned requests in a task of its own, so that a slow source does not delay records."""
-
-    def __init__(self, planner: ResyncPlanner, reader: SourceReader) -> None:
-        self._planner = planner
-        self._reader = reader
-        self._interval = Interval(_PLAN_S)
-        self._task: asyncio.Task[None] | None = None
-
-    def start_when_due(self, namespaces: Namespaces, now: float) -> bool:
-        """Plan and send requests, if the last ones are sent and a tenth of a second has passed. now: monotonic."""
-        is_busy = self._task is not None and not self._task.done()
-        if is_busy or not self._interval.is_due(now):
-            return False
-        self._task = asyncio.create_task(self._send(self._planner.plan(namespaces, now)), name="resync-requests")
-        return True
-
-    async def stop(self) -> None:
-        """Cancel requests that are not sent yet."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _send(self, requests: list[ResyncRequest]) -> None:
-        for request in requests:
-            if not await self._reader.request(request):
-                return
 
 
 @dataclass(slots=True)

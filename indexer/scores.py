@@ -83,20 +83,13 @@ class WorkerScore(NamedTuple):
         return self.tiers.external
 
 
-def score(
-    namespace: Namespace, hashes: U64Array, freshness: Freshness, num_positions: int | None = None
-) -> list[WorkerScore]:
-    """Return the scores of all workers that can reuse a page of the prompt from any tier, except expired ones.
-
-    hashes: uint64[n], C order, sequence hashes of the prompt's complete pages. num_positions: see `reusable`.
-    """
-    return worker_scores(stream_scores(namespace, hashes, freshness, num_positions))
-
-
 def stream_scores(
     namespace: Namespace, hashes: U64Array, freshness: Freshness, num_positions: int | None = None
 ) -> list[StreamScore]:
-    """Return the scores of all streams that can reuse a page of the prompt from any tier, except expired ones."""
+    """Return the scores of all streams that can reuse a page of the prompt from any tier, except expired ones.
+
+    hashes: uint64[n], C order, sequence hashes of the prompt's complete pages. num_positions: see `reusable`.
+    """
     matches = namespace.index.find(hashes)
     group_states = None
     if namespace.groups:
@@ -147,21 +140,11 @@ def score_all(
 
     hashes: block size -> uint64[pages], the prompt's sequence hashes. num_positions: see `reusable`.
     """
-    return worker_scores(all_stream_scores(namespaces, hashes, freshness, num_positions))
-
-
-def all_stream_scores(
-    namespaces: Iterable[Namespace],
-    hashes: Callable[[int], U64Array],
-    freshness: Freshness,
-    num_positions: int | None = None,
-) -> list[StreamScore]:
-    """Return the scores of the streams of all namespaces. See `score_all`."""
-    return [
+    return worker_scores(
         stream
         for namespace in namespaces
         for stream in stream_scores(namespace, hashes(namespace.key.block_size), freshness, num_positions)
-    ]
+    )
 
 
 class Reuse(NamedTuple):

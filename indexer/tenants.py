@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
@@ -78,14 +78,6 @@ class TenantLimits:
         return list(self._by_tenant)
 
 
-class Arrival(NamedTuple):
-    """A batch and the time at which it was received, see `Applier.apply`."""
-
-    batch: DecodedBatch
-    last_batch_at: float
-    last_batch_tick: float
-
-
 class TenantGate:
     """Refuses streams beyond the limit of their tenant, and bounds the pages of its indexes.
 
@@ -98,10 +90,9 @@ class TenantGate:
         self._limited_logger = RateLimitedLogger(logger, "a worker stream is refused")
 
     def admits(
-        self, namespaces: Namespaces, arrival: Arrival, freshness: Freshness | None
+        self, namespaces: Namespaces, batch: DecodedBatch, at: float, tick: float, freshness: Freshness | None
     ) -> Generator[None, None, bool]:
-        """Return whether a stream without a view may have one. In slices."""
-        batch, at, tick = arrival
+        """Return whether a stream without a view may have one. In slices. at, tick: see `Applier.apply`."""
         tenant = batch.stream.tenant
         most = self._limits.of(tenant).worker_streams
         if most is not None and namespaces.num_streams(tenant) >= most:

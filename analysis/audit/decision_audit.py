@@ -18,7 +18,7 @@ from analysis.audit.curves import AuditCurves
 from analysis.audit.report import Example, ExampleQuery, Funnel, Loss
 from analysis.audit.residency import milliseconds
 from analysis.audit.stream_audit import StreamAudit
-from indexer.scores import WorkerScore, score
+from indexer.scores import WorkerScore, stream_scores, worker_scores
 from kv_events.decisions import Decision, DecisionRecord, Outcome
 from kv_events.hashing import U64Array
 from kv_events.streams import StreamId
@@ -133,7 +133,9 @@ class DecisionAudit:
             each.worker: each
             for namespace in replay.namespaces.find(decision.model, decision.tenant)
             if namespace.key.block_size == decision.block_size
-            for each in score(namespace, hashes, replay.freshness, decision.prompt_tokens or None)
+            for each in worker_scores(
+                stream_scores(namespace, hashes, replay.freshness, decision.prompt_tokens or None)
+            )
         }
 
     def _stream_number(self, decision: Decision, score_of_chosen: WorkerScore | None) -> int | None:

@@ -202,7 +202,7 @@ class ScatterGather:
 
         has_patience: also ask those that did not answer the last time.
         """
-        has_patience = has_patience or self._membership.is_doubtful  # another member knows who has its partitions
+        has_patience = has_patience or self._membership.may_be_replaced  # another member knows who has its partitions
         assignment = self._membership.assignment
         request = ShardRequest(assignment.generation, prompts)
         others = self._peers.of(assignment.members)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from api.problems import ProblemError, ProblemKind
 from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
 from bridge import EngineSettings
-from kv_events.endpoints import LocateError, has_wildcard
+from kv_events.engine_wire import LocateError, has_wildcard
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId

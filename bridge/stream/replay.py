@@ -12,8 +12,16 @@ import zmq.asyncio
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES
 from bridge.stream.messages import Backlog, receiving
-from kv_events.endpoints import Locate, LocateError, as_given, is_ipv6
-from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay, replay_request
+from kv_events.engine_wire import (
+    FrameError,
+    Locate,
+    LocateError,
+    ReplayMessage,
+    as_given,
+    is_ipv6,
+    parse_replay,
+    replay_request,
+)
 from kv_events.errors import KvsightError
 
 MAX_MESSAGE_BYTES = 4 * MAX_PAYLOAD_BYTES

@@ -22,7 +22,7 @@ from bridge.settings import EngineSettings
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import MAX_MESSAGES, Backlog, Inbox, SenderMessages, receiving
 from bridge.stream.replay import MAX_MESSAGE_BYTES
-from kv_events.endpoints import LocateError, is_ipv6
+from kv_events.engine_wire import LocateError, is_ipv6
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)

@@ -135,21 +135,16 @@ class MooncakeStorage(HiCacheStorage):
     def _register_buffers(self, name: PoolName, buffers: Sequence[torch.Tensor]) -> None:
         """Register each tensor once, and unregister those of a previous pool of that name."""
         known = {buffer.data_ptr() for each in self._registered.values() for buffer in each.buffers}
-        new = [buffer for buffer in buffers if buffer.data_ptr() not in known]
-        done: list[int] = []
-        try:
-            for buffer in new:
-                self._client.register(name.value, buffer.data_ptr(), buffer.nbytes)
-                done.append(buffer.data_ptr())
-        except BaseException:
-            for address in done:
-                self._client.unregister(address)
-            raise
         kept = {buffer.data_ptr() for buffer in buffers}
+        with contextlib.ExitStack() as undo:
+            for buffer in buffers:
+                if buffer.data_ptr() not in known:
+                    self._client.register(name.value, buffer.data_ptr(), buffer.nbytes)
+                    undo.callback(self._client.unregister, buffer.data_ptr())
+            undo.pop_all()
         before = self._registered[name].buffers if name in self._registered else []
-        for buffer in before:
-            if buffer.data_ptr() not in kept:
-                self._client.unregister(buffer.data_ptr())
+        for address in {buffer.data_ptr() for buffer in before} - kept:
+            self._client.unregister(address)
 
     def _present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
         return [bool(there) for there in self._look(name, keys)]

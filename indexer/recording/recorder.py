@@ -7,8 +7,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 
 from indexer.recording.feed import Feed
@@ -36,6 +36,7 @@ _PROBE_S = 1.0
 _UPKEEP_S = 1.0
 _POLL_S = 0.05
 _RETRY_S = 1.0
+_STOP_S = 5.0
 _STUCK_S = 5.0
 """Time for one access to the disk, after which it counts as hanging."""
 
@@ -318,3 +319,53 @@ class Recorder:
     def _opened(self) -> EventLogWriter:
         assert self._writer is not None
         return self._writer
+
+
+class RecordingThread:
+    """Runs a recorder. The process neither waits for it nor ends with it: a disk may hang."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        feeds: Callable[[], Sequence[Feed]] = list,
+        beside: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:
+        """feeds: makes the sources, in the thread, because they belong to its event loop. beside: what runs there
+        meanwhile.
+        """
+        self.recorder = recorder
+        self._feeds = feeds
+        self._beside = beside
+        self._failure = ""
+
+    @property
+    def degraded(self) -> str:
+        """Why records may be missing from the log now, or "" if none are."""
+        return self.recorder.degraded or self._failure
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Record in the background of a block. Leaving it writes what is waiting, for at most five seconds."""
+        loop, stop, ended = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
+        threading.Thread(target=self._run, args=(loop, stop, ended), name="recording", daemon=True).start()
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # the recording has ended, and its loop is closed
+                loop.call_soon_threadsafe(stop.set)
+            if not await asyncio.to_thread(ended.wait, _STOP_S):
+                logger.warning("the recording does not end; its last records may be missing until the next start")
+
+    def _run(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, ended: threading.Event) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(self._record(stop))
+        except Exception as error:
+            self._failure = f"recording failed: {type(error).__name__}"
+            logger.exception("recording has failed; the service goes on without it")
+        finally:
+            ended.set()
+
+    async def _record(self, stop: asyncio.Event) -> None:
+        async with self._beside():
+            await self.recorder.run(self._feeds(), stop)

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from indexer.replay.frames import FRAME_SUFFIX, checksum, save_frame
 from indexer.replay.timeline import Timeline
 from indexer.settings import IndexerSettings
+from kv_events.kernels.log_records import END, PAYLOAD
 from kv_events.log.moments import LogMoment
+from kv_events.log.reader import RecordChunk
 from kv_events.log.time_index import TIMES_SUFFIX, delete_unfinished
 from kv_events.records import LogRecord
 
@@ -44,6 +48,7 @@ class LogIndexer:
         self._frame_cost = frame_cost
         self.timeline = Timeline(folder, settings)
         """The log. Its `damage` and `faults` name what could not be used."""
+        self._next_index = self._segment = 0
         self._begin()
         self.frames_written = 0
         """Key frames written so far."""
@@ -58,8 +63,7 @@ class LogIndexer:
     def advance(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
         """Read everything that was appended since, and write key frames that are due.
 
-        on_progress: receives the index of the next record, before each 256th record. Raises OSError if the log cannot
-        be read.
+        on_progress: receives the index of the next record, now and then. Raises OSError if the log cannot be read.
         """
         self.timeline.refresh()
         if self._next_index < self.timeline.first_index:
@@ -67,14 +71,12 @@ class LogIndexer:
                 "%s: records from %d on were deleted before they were indexed", self._folder, self._next_index
             )
             self._begin()
-        segment = self._next_segment()
-        for index, record in self.timeline.records(self._next_index):
-            if index % 256 == 0:
-                on_progress(index)
-            while segment is not None and segment <= index:
-                self._begin_segment(segment)
-                segment = self._next_segment()
-            self._apply(index, record)
+        for chunk in self.timeline.chunks(self._next_index):
+            while (segment := self.timeline.segment_after(self._segment)) is not None and segment <= chunk.first_index:
+                self._segment = self._next_index = segment  # records before it that were not read are damaged
+                self._write_frame()
+            on_progress(self._next_index)
+            self._apply(chunk)
         self._write("time index", self.timeline.save_times)
 
     def _begin(self) -> None:
@@ -82,28 +84,28 @@ class LogIndexer:
         self._views, self._next_index = self.timeline.nearest(LogMoment())
         self._segment = self._next_index  # no key frame is due for files that begin here or before
         self._cost = 0
-        self._newest: tuple[int, LogRecord] | None = None  # the last record that was applied
+        self._newest: tuple[LogRecord, int] | None = None  # the last record that was applied, and the index after it
         self._began_at: float | None = None  # time of the first record that was applied
 
-    def _next_segment(self) -> int | None:
-        return self.timeline.segment_after(self._segment)
+    def _apply(self, chunk: RecordChunk) -> None:
+        """Apply the records of a chunk from the next one on, and write the key frames that are due in it."""
+        row = max(0, self._next_index - chunk.first_index)
+        if self._began_at is None and row < len(chunk.rows):
+            self._began_at = float(chunk.timestamps_ms[row]) / 1000
+        costs = np.cumsum(_RECORD_COST + (chunk.rows[:, END] - chunk.rows[:, PAYLOAD]) // _PAGE_BYTES)
+        while row < len(chunk.rows):
+            spent = int(costs[row - 1]) if row else 0
+            left = max(self._frame_cost, self._cost_of_held()) - self._cost
+            stop = min(len(costs), int(np.searchsorted(costs, spent + left, "right")) + 1)
+            self._views.apply_chunk(chunk, row, np.ones(stop - row, np.bool_))
+            self._cost += int(costs[stop - 1]) - spent
+            row, self._next_index = stop, chunk.first_index + stop
+            self._newest = chunk.record(stop - 1), self._next_index
+            if self._cost > max(self._frame_cost, self._cost_of_held()):
+                self._write_frame()
 
-    def _begin_segment(self, first_index: int) -> None:
-        """Write the key frame at the first record of a file. Records before it that were not read are damaged."""
-        self._segment = self._next_index = first_index
-        self._write_frame()
-
-    def _apply(self, index: int, record: LogRecord) -> None:
-        self._views.apply(record)
-        if self._began_at is None:
-            self._began_at = self._views.now
-        self._newest, self._next_index = (index, record), index + 1
-        self._cost += _RECORD_COST + len(record.payload) // _PAGE_BYTES
-        if self._cost > self._frame_cost and self._cost > _HELD_COST * self._num_held():
-            self._write_frame()
-
-    def _num_held(self) -> int:
-        return sum(namespace.index.num_pages for namespace in self._views.namespaces)
+    def _cost_of_held(self) -> int:
+        return _HELD_COST * sum(namespace.index.num_pages for namespace in self._views.namespaces)
 
     def _knows_all(self) -> bool:
         """Return whether every worker was heard since the beginning, unless it is silent, and its view was live."""
@@ -114,8 +116,8 @@ class LogIndexer:
     def _write_frame(self) -> None:
         self._cost = 0
         self._views.lacks_beginning = self._views.lacks_beginning and not self._knows_all()
-        index, record = self._newest or (-1, None)
-        last = checksum(record) if record is not None and index == self._next_index - 1 else 0  # 0: it is damaged
+        record, after = self._newest or (None, -1)
+        last = checksum(record) if record is not None and after == self._next_index else 0  # 0: it is damaged
         if self._write("key frame", lambda: save_frame(self._folder, self._views, self._next_index, last)):
             self.frames_written += 1
 

@@ -69,7 +69,6 @@ class Timeline:
         self._lacks_beginning = False  # whether views were opened without what precedes the log
         self._times = TimeIndex(folder, self._note_damage)
         self._views: Replay | None = None  # of the last call
-        self._ahead: Iterator[tuple[int, LogRecord]] | None = None  # the records from `index` on
 
     @property
     def first_index(self) -> int:
@@ -121,7 +120,6 @@ class Timeline:
     def refresh(self) -> None:
         """Take the records along that were appended since. Raises OSError."""
         self._times.refresh()
-        self._ahead = None
 
     def save_times(self) -> None:
         """Write the files of the time index. Raises OSError."""
@@ -133,14 +131,14 @@ class Timeline:
         A moment before the log gives empty views, one behind it those at its end. Raises OSError.
 
         views: the result of an earlier call. If they can move to the moment, they are changed and returned. Other
-        results are new objects, which no later call changes, except `next`.
+        results are new objects.
         """
         moment = moment or LogMoment()
         if views is None or not self.can_move(views, moment) or not self._move(views, moment):
             views, start = self.nearest(moment)
             views.index = views.next_index = start
             self._apply(views, moment)
-        self._views, self._ahead = views, None
+        self._views = views
         return views
 
     def can_move(self, views: Replay, moment: LogMoment) -> bool:
@@ -204,23 +202,12 @@ class Timeline:
             views.pass_time(min(time_s, self._times.last_event_ms / 1000))
 
     def next(self) -> Replay | None:
-        """Apply the next record of events. Returns the views, or None at the end of the log.
+        """Return the views after the next record of events, or None at the end of the log.
 
-        The result of the last call changes if it was returned by `at` of an index, or by this method. Raises OSError.
+        The views of the last call are changed, if they can move. Raises OSError.
         """
-        if self._ahead is None:
-            self._ahead = self.records(self.index)
-        for index, record in self._ahead:
-            if record.channel != Channel.EVENTS:
-                continue
-            views, after = self._views, LogMoment(index=index + 1)
-            if views is None or views.moment.time_s is not None or views.moment.offsets is not None:
-                return self.at(after)
-            views.apply(record)
-            views.moment, views.index, views.next_index = after, index + 1, index + 1
-            return views
-        self._ahead = None
-        return None
+        following = self.event_from(self.index)
+        return None if following is None else self.at(LogMoment(index=following[0] + 1), self._views)
 
     def previous(self) -> Replay | None:
         """Return the views before the newest record of events of the present moment. None at the beginning of the log.

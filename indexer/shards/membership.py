@@ -77,7 +77,7 @@ class Membership:
         self._session_s = shards.group_session_s
         self._joined = asyncio.Event()
         self._awake_at = time.monotonic()
-        self._doubtful_until = 0.0
+        self._uncertain_until = 0.0
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
     @property
@@ -86,13 +86,13 @@ class Membership:
         return self.assignment is not NOBODY
 
     @property
-    def is_doubtful(self) -> bool:
+    def may_be_replaced(self) -> bool:
         """Whether this process stood still for so long that others may have its partitions by now.
 
         Until a new assignment, or until a heartbeat would have shown that it is no member any longer.
         """
         now = time.monotonic()
-        return now < self._doubtful_until or now - self._awake_at > self._session_s
+        return now < self._uncertain_until or now - self._awake_at > self._session_s
 
     @property
     def own(self) -> frozenset[int]:
@@ -129,7 +129,7 @@ class Membership:
         while True:
             now = time.monotonic()
             if now - self._awake_at > self._session_s:
-                self._doubtful_until = now + self._session_s / 2
+                self._uncertain_until = now + self._session_s / 2
                 logger.warning("this process stood still for %.1f s", now - self._awake_at)
             self._awake_at = now
             await asyncio.sleep(_CLOCK_S)
@@ -184,7 +184,7 @@ class Membership:
         own = assignment.partitions_of(self.id)
         self.lent = frozenset(self.held) - own if was_in_touch and assignment.has(self.id) else frozenset()
         self.assignment = assignment
-        self._doubtful_until, self._awake_at = 0.0, time.monotonic()
+        self._uncertain_until, self._awake_at = 0.0, time.monotonic()
         self._joined.set()
         logger.info(
             "consumer group %s: %d of %d partitions, %d members",

@@ -5,26 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from indexer.applier import Applier
+from indexer.index import SLICE_PAGES, IndexFullError, StreamPages
 from indexer.namespaces import Namespaces
 from indexer.progress import Progress
 from indexer.settings import IndexerSettings
-from indexer.shards.copies import copy_views
 from indexer.slices import Slices
 from indexer.snapshots.base import SnapshotStore
 from indexer.snapshots.image import Snapshot, SnapshotParts, take
 from indexer.snapshots.keeper import SnapshotCounts, SnapshotKeeper
 from indexer.sources.base import DivisibleSource, SourceUnavailableError
 from indexer.views import LATE_S, View
+from kv_events.codec import StoredPages
+from kv_events.schema import NUM_MEDIA
 
 if TYPE_CHECKING:
     from indexer.shards.membership import Membership
 
 logger = logging.getLogger(__name__)
+
+_NO_HASHES = np.zeros(0, np.uint64)
 
 
 class OwnedPartitions:
@@ -55,7 +61,7 @@ class OwnedPartitions:
 
     def owned(self) -> dict[int, bool]:
         """Return the partitions that this member answers for -> whether their views are up to date with the log."""
-        if self.membership.is_doubtful:
+        if self.membership.may_be_replaced:
             return {}
         is_ready = self._progress.is_caught_up
         return {
@@ -147,3 +153,45 @@ class OwnedPartitions:
 
     def _views(self, partition: int) -> list[View]:
         return [view for view in self._applier.namespaces.views if view.partition == partition]
+
+
+def copy_views(views: Iterable[View], target: Namespaces, partition: int) -> Iterator[None]:
+    """Copy views with their pages, in slices. Streams that the target knows already are left out.
+
+    views: they must not change before the end. Views that do not fit are left out: their publishers send
+    everything again. partition: that of the copies.
+    """
+    for view in views:
+        if target.view(view.stream) is None:
+            try:
+                copy = yield from _copy(view, target)
+                copy.partition = partition
+            except IndexFullError as error:
+                logger.warning("%s is not copied: %s", view.stream.key, error)
+
+
+def _copy(view: View, target: Namespaces) -> Generator[None, None, View]:
+    yield from target.make_room(view.stream, view.block_size)
+    copy = target.add_view(view.stream, view.block_size)
+    for held in view.index.stream_pages(view.number):
+        for event in _events(held):
+            for start in range(0, len(event.hashes), SLICE_PAGES):
+                stop = min(start + SLICE_PAGES, len(event.hashes))
+                _, refused = copy.index.store(copy.number, event, start, stop)
+                copy.count_refused(refused)
+                yield
+    copy.position, copy.counters = view.position, view.counters
+    copy.state, copy.stale_reason, copy.degraded_reason = view.state, view.stale_reason, view.degraded_reason
+    copy.last_batch_at, copy.last_batch_tick = view.last_batch_at, view.last_batch_tick
+    copy.agreed_at, copy.silent_from = view.agreed_at, view.silent_from
+    return copy
+
+
+def _events(held: StreamPages) -> Iterator[StoredPages]:
+    """Yield one store for each tier that holds some of the pages. Each page names its own parent."""
+    for medium in range(NUM_MEDIA):
+        is_held = (held.tiers >> np.uint8(medium) & np.uint8(1)).astype(np.bool_)
+        if is_held.any():
+            hashes = held.hashes[is_held]
+            chain_starts = np.full(-(-len(hashes) // 8), 0xFF, np.uint8)
+            yield StoredPages(medium, hashes, _NO_HASHES, chain_starts, held.parents[is_held])

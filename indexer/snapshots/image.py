@@ -48,6 +48,13 @@ class _ExactImage(msgspec.Struct, frozen=True, array_like=True):
     is_delayed: bool
 
 
+EXACT_FIELDS = (
+    *("last_batch_tick", "refused_now", "resync_began", "agreed_at"),
+    *("missing_batches", "silent_from", "is_delayed"),
+)
+"""Fields of a view that an exact image has as they are."""
+
+
 class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
     worker: str
     dp_rank: int
@@ -203,18 +210,8 @@ def _view_image(view: View, is_exact: bool) -> _ViewImage:
 
 def _exact_image(view: View) -> _ExactImage:
     marks = None if view.marks is None else view.marks[view.index.live_entries()].tobytes()
-    return _ExactImage(
-        view.last_batch_tick,
-        view.position.first_missing,
-        view.refused_now,
-        view.resync_began,
-        marks,
-        view.agreed_at,
-        view.missing_batches,
-        view.lateness.fields,
-        view.silent_from,
-        view.is_delayed,
-    )
+    fields = {name: getattr(view, name) for name in EXACT_FIELDS}
+    return _ExactImage(first_missing=view.position.first_missing, marks=marks, lateness=view.lateness.fields, **fields)
 
 
 def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
@@ -237,14 +234,7 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
     )
     for v in part.views:
         stream = StreamId(part.model, part.tenant, v.worker, v.dp_rank)
-        view = View(
-            stream,
-            part.block_size,
-            namespace.index,
-            v.number,
-            namespace.columns,
-            stale_reason=v.stale_reason,
-        )
+        view = View(stream, part.block_size, namespace.index, v.number, namespace.columns, v.stale_reason)
         view.position, view.counters = Position(v.epoch, v.next_seq), v.counters
         view.state, view.last_batch_at, view.degraded_reason = v.state, v.last_batch_at, v.degraded_reason
         view.agreed_at = v.last_batch_at if v.state is ViewState.LIVE else 0.0
@@ -254,15 +244,10 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
 
 
 def _restore_exactly(view: View, exact: _ExactImage) -> None:
-    view.last_batch_tick, view.refused_now, view.resync_began = (
-        exact.last_batch_tick,
-        exact.refused_now,
-        exact.resync_began,
-    )
-    view.agreed_at, view.missing_batches = exact.agreed_at, exact.missing_batches
+    for name in EXACT_FIELDS:
+        setattr(view, name, getattr(exact, name))
     view.position = view.position._replace(first_missing=exact.first_missing)
     view.lateness.fields = exact.lateness
-    view.silent_from, view.is_delayed = exact.silent_from, exact.is_delayed
     if exact.marks is not None:
         view.marks = view.index.new_marks()
         view.marks[view.index.live_entries()] = np.frombuffer(exact.marks, np.uint8)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from api.service import LiveService
     from api.settings import ApiSettings, RegistrationSettings
     from bridge.settings import BridgeSettings
-    from indexer.recording.thread import RecordingThread
+    from indexer.recording.recorder import RecordingThread
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 
@@ -164,7 +164,7 @@ def _embedded(
     recording = _recording(indexer, settings)
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
-    store = create_store(indexer, "registrations")
+    store = create_store(indexer, "registrations", "registrations.json")
     parts = consumer, log, registration, bridge, store, lambda: report_compilation(load)
     registrations = Registrations(*parts, own_port=port, max_files=max_files)
     return LiveService(consumer, settings, registrations, create_decision_log(indexer, recording), recording)

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import zmq
 
-from kv_events.endpoints import LOCAL_SCHEMES, endpoint_of_rank, has_wildcard, is_ipv6
-from kv_events.engine_wire import seq_frame
+from kv_events.engine_wire import LOCAL_SCHEMES, endpoint_of_rank, has_wildcard, is_ipv6, seq_frame
 from kv_events.errors import InvalidValueError, RecordRejectedError, check_type
 from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
-from kv_events.endpoints import is_ipv6
-from kv_events.engine_wire import END, FrameError, parse_replay_request, seq_frame
+from kv_events.engine_wire import END, FrameError, is_ipv6, parse_replay_request, seq_frame
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.runtime.supervised import keep_running
 from publisher.settings import PublisherSettings

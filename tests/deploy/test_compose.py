@@ -10,11 +10,25 @@ import shlex
 import pytest
 import yaml
 
+from api.settings import ApiSettings
 from bridge.settings import parse_engine
-from tests.support.compose import COMPOSE, ROOT, SERVICES, command, documented, environment
+from indexer.settings import IndexerSettings
+from publisher.settings import PublisherSettings
+from tests.support.compose import (
+    COMPOSE,
+    ROOT,
+    SERVICES,
+    check_command_line,
+    command,
+    documented,
+    environment,
+    unknown_settings,
+)  # fmt: skip
 from tests.support.engines.released_modules import SGLANG_MAPS, VLLM
 
 DEPLOY = ROOT / "deploy"
+PROMETHEUS = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+SCRAPES = {job["job_name"]: job for job in PROMETHEUS}
 ENGINES = {name for name in SERVICES if name.startswith("engine-")}
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
 
@@ -50,15 +64,7 @@ def literals(*packages: str) -> set[str]:
 
 @pytest.mark.parametrize("where", command_lines())
 def test_every_command_line_is_one_the_command_accepts(where: str) -> None:
-    from typer.main import get_command
-
-    from kvsight.cli.main import app
-
-    program, name, *arguments = command_lines()[where]
-    assert program == "kvsight"
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    assert name in commands
-    commands[name].make_context(name, arguments, resilient_parsing=False)
+    check_command_line(command_lines()[where])
 
 
 def test_every_simulated_engine_has_a_name_and_a_seed_of_its_own() -> None:
@@ -68,24 +74,15 @@ def test_every_simulated_engine_has_a_name_and_a_seed_of_its_own() -> None:
 
 
 def test_every_simulated_engine_is_scraped() -> None:
-    jobs = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
-    (targets,) = [job["static_configs"][0]["targets"] for job in jobs if job["job_name"] == "kvsight-engine"]
-    ports = {
-        name: option(service["command"], "--metrics-port") for name, service in SERVICES.items() if name in ENGINES
-    }
-    assert sorted(targets) == sorted(f"{name}:{port}" for name, port in ports.items())
+    (found,) = SCRAPES["kvsight-engine"]["static_configs"]
+    ports = {name: option(SERVICES[name]["command"], "--metrics-port") for name in ENGINES}
+    assert sorted(found["targets"]) == sorted(f"{name}:{port}" for name, port in ports.items())
 
 
 def test_every_setting_is_one_the_code_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from api.settings import ApiSettings
-    from indexer.settings import IndexerSettings
-    from kv_events.runtime.variables import SETTINGS, variable
-    from publisher.settings import PublisherSettings
-
     found = {name: value for service in SERVICES for name, value in environment(service).items()}
-    used = {name: value for name, value in found.items() if name.startswith("KVSIGHT_")}
-    assert set(used) <= {variable(name) for name in SETTINGS}
-    for name, value in used.items():
+    assert not unknown_settings(found)
+    for name, value in found.items():
         monkeypatch.setenv(name, value)
     ApiSettings()
     IndexerSettings()
@@ -98,8 +95,7 @@ def test_the_api_is_published_exposed_checked_and_scraped_on_the_port_it_listens
     assert instructions("EXPOSE") == [port]
     assert option(json.loads(instructions("CMD")[-1]), "--port") == port
     assert f"http://127.0.0.1:{port}/health" in instructions("HEALTHCHECK")[0]
-    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
-    assert scrape["static_configs"] == [{"targets": [f"indexer:{port}"]}]
+    assert SCRAPES["kvsight"]["static_configs"] == [{"targets": [f"indexer:{port}"]}]
 
 
 def test_every_member_of_the_group_is_published_and_scraped_on_the_port_it_listens_on() -> None:
@@ -110,14 +106,12 @@ def test_every_member_of_the_group_is_published_and_scraped_on_the_port_it_liste
     assert (host, container) == ("127.0.0.1", port)
     assert last - first + 1 >= member["deploy"]["replicas"] == 2
     assert instructions("EXPOSE") == [port]  # the image's health check asks it
-    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
-    assert scrape["dns_sd_configs"] == [{"names": ["member"], "type": "A", "port": int(port)}]
+    assert SCRAPES["kvsight"]["dns_sd_configs"] == [{"names": ["member"], "type": "A", "port": int(port)}]
     assert {str(first), str(first + 1)} <= set(re.findall(r":(80\d\d)", (ROOT / "docs/deployment.md").read_text()))
 
 
 def test_the_paths_that_are_checked_and_scraped_are_routes_of_the_api() -> None:
-    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
-    assert {"/health", scrape["metrics_path"]} <= literals("api")
+    assert {"/health", SCRAPES["kvsight"]["metrics_path"]} <= literals("api")
 
 
 def test_clients_name_the_ports_that_kafka_and_redis_listen_on() -> None:
@@ -185,9 +179,7 @@ def test_a_bridge_reads_the_ports_that_its_engine_publishes_on(engine: str) -> N
     assert read.model is not None
     assert read.model in command(engine)[0]
     metrics = option(command(f"{engine}-bridge"), "--metrics-port")
-    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][1]["dns_sd_configs"][
-        0
-    ]
+    (scrape,) = SCRAPES["kvsight-bridge"]["dns_sd_configs"]
     assert f"{engine}-bridge" in scrape["names"]
     assert str(scrape["port"]) == metrics
 

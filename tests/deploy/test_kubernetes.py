@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from bridge.settings import parse_engine, read_engines
-from tests.support.compose import ROOT, command, documented
+from tests.support.compose import ROOT, check_command_line, command, documented, unknown_settings
 from tests.support.helm_chart import CHART, DEPLOY, MANIFESTS, PLAIN, documents, manifests
 
 BRIDGE = {"enabled": True, "engines": [{"worker": "w", "model": "m", "endpoint": "tcp://e:5557", "num_ranks": 2}]}
@@ -74,6 +74,10 @@ def kinds(values: dict[str, Any]) -> list[str]:
     return sorted(each["kind"] for each in documents(values))
 
 
+def pods_of(values: dict[str, Any]) -> list[Any]:
+    return [each["spec"]["template"] for each in documents(values) if each["kind"] == "Deployment"]
+
+
 def one(kind: str, name: str, values: dict[str, Any]) -> Any:
     (found,) = [each for each in documents(values) if (each["kind"], each["metadata"]["name"]) == (kind, name)]
     return found
@@ -118,38 +122,26 @@ def test_objects_that_are_switched_off_are_not_rendered() -> None:
 
 @each_case
 def test_every_command_line_is_one_the_command_accepts(values: dict[str, Any]) -> None:
-    from typer.main import get_command
-
-    from kvsight.cli.main import app
-
-    for each in documents(values):
-        if each["kind"] == "Deployment":
-            program, name, *arguments = each["spec"]["template"]["spec"]["containers"][0]["args"]
-            assert program == "kvsight"
-            get_command(app).commands[name].make_context(  # type: ignore[attr-defined]
-                name, arguments, resilient_parsing=False
-            )
+    for pod in pods_of(values):
+        check_command_line(pod["spec"]["containers"][0]["args"])
 
 
 @each_case
 def test_no_container_has_more_rights_than_it_needs(values: dict[str, Any]) -> None:
-    for each in documents(values):
-        if each["kind"] == "Deployment":
-            pod = each["spec"]["template"]["spec"]
-            assert pod["securityContext"]["runAsNonRoot"]
-            assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-            assert pod["automountServiceAccountToken"] is False
-            assert pod["enableServiceLinks"] is False  # KVSIGHT_PORT of a service would be read as a setting
-            for context in (found["securityContext"] for found in (*pod["initContainers"], *pod["containers"])):
-                assert context["readOnlyRootFilesystem"] is True
-                assert context["allowPrivilegeEscalation"] is False
-                assert context["capabilities"] == {"drop": ["ALL"]}
+    for pod in (each["spec"] for each in pods_of(values)):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False  # KVSIGHT_PORT of a service would be read as a setting
+        for context in (found["securityContext"] for found in (*pod["initContainers"], *pod["containers"])):
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
 
 
 @each_case
 def test_every_selector_finds_its_pods_and_every_port_and_volume_exists(values: dict[str, Any]) -> None:
-    objects = documents(values)
-    pods = [each["spec"]["template"] for each in objects if each["kind"] == "Deployment"]
+    objects, pods = documents(values), pods_of(values)
     for pod in pods:
         volumes = {each["name"] for each in pod["spec"]["volumes"]}
         ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
@@ -175,13 +167,12 @@ def test_every_selector_finds_its_pods_and_every_port_and_volume_exists(values: 
 def test_kernels_of_the_image_are_copied_to_where_new_ones_can_be_kept(values: dict[str, Any]) -> None:
     image_folder = re.search(r"NUMBA_CACHE_DIR=(\S+)", (ROOT / "Dockerfile").read_text())
     assert image_folder is not None
-    for each in documents(values):
-        if each["kind"] == "Deployment":
-            (copying,), (main,) = (each["spec"]["template"]["spec"][name] for name in ("initContainers", "containers"))
-            folder = next(one["value"] for one in main["env"] if one["name"] == "NUMBA_CACHE_DIR")
-            assert copying["command"][-2:] == [f"{image_folder[1]}/.", folder]
-            for found in (copying, main):
-                assert {"name": "kernels", "mountPath": folder} in found["volumeMounts"]
+    for pod in pods_of(values):
+        (copying,), (main,) = (pod["spec"][name] for name in ("initContainers", "containers"))
+        folder = next(one["value"] for one in main["env"] if one["name"] == "NUMBA_CACHE_DIR")
+        assert copying["command"][-2:] == [f"{image_folder[1]}/.", folder]
+        for found in (copying, main):
+            assert {"name": "kernels", "mountPath": folder} in found["volumeMounts"]
 
 
 def test_a_cluster_may_choose_the_user() -> None:
@@ -238,11 +229,8 @@ def test_members_of_a_group_know_their_addresses_and_reach_each_other() -> None:
 
 
 def test_every_setting_is_one_the_code_reads() -> None:
-    from kv_events.runtime.variables import SETTINGS, variable
-
-    known = {variable(name) for name in SETTINGS}
     for name, values in (("serve", EVERYTHING), ("bridge", EVERYTHING), ("serve", GROUP)):
-        assert {each for each in variables(name, values) if each.startswith("KVSIGHT_")} <= known
+        assert not unknown_settings(variables(name, values))
 
 
 def test_the_bridge_reads_the_engines_of_the_values(tmp_path: Path) -> None:

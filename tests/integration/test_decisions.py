@@ -19,8 +19,7 @@ from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.assembly import create_decision_log
-from indexer.decisions.file import FileDecisions
-from indexer.decisions.log import DecisionLog
+from indexer.decisions.log import DecisionLog, FileDecisions
 from indexer.settings import IndexerSettings
 from kv_events.decisions import Decision as DecisionOnRecord
 from kv_events.decisions import DecisionRecord, decode_decision

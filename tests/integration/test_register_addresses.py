@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from bridge import EngineSettings
-from kv_events.endpoints import LocateError
+from kv_events.engine_wire import LocateError
 from tests.rigs.bridge import LiveBridge
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine

@@ -59,7 +59,7 @@ async def test_registrations_are_saved_once_their_store_is_back(redis_server: Re
             redis_server.restart()
 
             async def is_saved() -> bool:
-                store = create_store(IndexerSettings(redis=redis_server.url), "registrations")
+                store = create_store(IndexerSettings(redis=redis_server.url), "registrations", "")
                 assert store is not None
                 data = await store.load()
                 await store.close()

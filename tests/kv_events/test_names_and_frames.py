@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from kv_events.endpoints import endpoint_of_rank, has_wildcard
 from kv_events.engine_wire import (
     FrameError,
+    endpoint_of_rank,
+    has_wildcard,
     parse_replay,
     parse_replay_request,
     parse_topic,

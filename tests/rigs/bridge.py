@@ -16,7 +16,7 @@ from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
 from bridge.hashes.event_translator import EventTranslator
 from bridge.settings import EngineDefaults
-from kv_events.endpoints import Locate, as_given
+from kv_events.engine_wire import Locate, as_given
 from kv_events.log.memory import MemoryLog
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD

@@ -54,20 +54,14 @@ def _where(worker: SimulatedWorker, request: Request) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_what_was_served_is_found_again(make_worker, prompts, cache: str) -> None:
-    worker = make_worker(cache)
-    request = Request(0.0, prompts.tokens(100), prompts.tokens(60))
+def test_what_was_served_is_found_again_and_its_output_by_the_next_turn(make_worker, prompts, cache: str) -> None:
+    worker, request = make_worker(cache), Request(0.0, prompts.tokens(100), prompts.tokens(60))
+    assert worker.serve(prompts.request(15)) == (0, False)  # no whole page
+    assert _pages(worker, StorageMedium.GPU) == set()
     assert worker.serve(request).found_tokens == 0
     assert worker.serve(request).found_tokens == 96
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_an_output_is_found_by_the_next_turn(make_worker, prompts, cache: str) -> None:
-    worker = make_worker(cache)
-    first = Request(0.0, prompts.tokens(40), prompts.tokens(40))
-    worker.serve(first)
-    following = np.concatenate((first.token_ids, first.output_tokens, prompts.tokens(30)))
-    assert worker.serve(Request(1.0, following)).found_tokens == 80
+    following = np.concatenate((request.token_ids, request.output_tokens, prompts.tokens(30)))
+    assert worker.serve(Request(1.0, following)).found_tokens == 160
 
 
 @pytest.mark.parametrize("cache", HYBRID)
@@ -123,13 +117,6 @@ def test_a_request_beyond_the_capacity_keeps_its_beginning(make_worker, prompts,
     assert worker.serve(request).is_cut
     assert len(_pages(worker, StorageMedium.GPU)) == 64
     assert worker.serve(request).found_tokens == 1024
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_prompt_shorter_than_a_page_leaves_no_trace(make_worker, prompts, cache: str) -> None:
-    worker = make_worker(cache)
-    assert worker.serve(prompts.request(15)) == (0, False)
-    assert _pages(worker, StorageMedium.GPU) == set()
 
 
 @pytest.mark.parametrize("cache", CACHES)

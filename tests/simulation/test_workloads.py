@@ -31,22 +31,15 @@ def requests() -> list[Request]:
     return generate(WorkloadSettings(num_requests=400, seed=3))
 
 
-def test_equal_settings_give_equal_requests(requests: list[Request]) -> None:
-    again = generate(WorkloadSettings(num_requests=400, seed=3))
+def test_equal_settings_give_as_many_equal_requests_in_order_of_arrival(requests: list[Request]) -> None:
+    again, others = (generate(WorkloadSettings(num_requests=400, seed=seed)) for seed in (3, 4))
+    assert len(requests) == 400
     for one, other in zip(requests, again, strict=True):
         assert (one.arrival_s, one.session) == (other.arrival_s, other.session)
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         np.testing.assert_array_equal(one.output_tokens, other.output_tokens)
-
-
-def test_another_seed_gives_other_requests(requests: list[Request]) -> None:
-    other = generate(WorkloadSettings(num_requests=400, seed=4))
-    assert [r.arrival_s for r in requests] != [r.arrival_s for r in other]
-
-
-def test_there_are_as_many_requests_as_asked_for_in_order_of_arrival(requests: list[Request]) -> None:
-    assert len(requests) == 400
-    assert all(one.arrival_s <= other.arrival_s for one, other in pairwise(requests))
+    arrivals = [request.arrival_s for request in requests]
+    assert arrivals == sorted(arrivals) != [request.arrival_s for request in others]
 
 
 def test_a_prompt_continues_the_prompt_and_answer_before_it(requests: list[Request]) -> None:
@@ -112,17 +105,18 @@ def _line(**changes: object) -> str:
     return json.dumps(GOOD | changes)
 
 
-def test_a_line_becomes_a_request(tmp_path: Path) -> None:
-    (request,) = _trace(tmp_path, _line())
-    assert request.arrival_s == 1.5
-    assert request.token_ids.dtype == np.uint32
-    assert len(request.token_ids) == 600
-    assert len(request.output_tokens) == 0
-
-
-def test_equal_hash_ids_stand_for_equal_tokens(tmp_path: Path) -> None:
-    one, other = _trace(tmp_path, _line(input_length=1024), _line(input_length=900, hash_ids=[4, 8]))
-    np.testing.assert_array_equal(one.token_ids[:512], other.token_ids[:512])
+def test_lines_become_requests_in_order_of_arrival_the_same_in_every_pass(tmp_path: Path) -> None:
+    trace = _trace(tmp_path, _line(input_length=900, hash_ids=[4, 8], timestamp=2000), _line(), "")
+    for _ in range(2):
+        one, other = trace
+        assert (one.arrival_s, other.arrival_s) == (1.5, 2.0)
+        assert one.token_ids.dtype == np.uint32
+        assert (len(one.token_ids), len(other.token_ids)) == (600, 900)
+        assert len(one.output_tokens) == 0
+        np.testing.assert_array_equal(one.token_ids[:512], other.token_ids[:512])  # equal ids, equal tokens
+    first, second = (next(iter(trace)) for _ in range(2))
+    assert first.session == second.session
+    np.testing.assert_array_equal(first.token_ids, second.token_ids)
 
 
 def test_different_hash_ids_share_no_page_at_any_place(tmp_path: Path) -> None:
@@ -130,18 +124,6 @@ def test_different_hash_ids_share_no_page_at_any_place(tmp_path: Path) -> None:
     (request,) = _trace(tmp_path, _line(hash_ids=ids, input_length=512 * len(ids)))
     pages = request.token_ids.reshape(-1, 16)
     assert len(np.unique(pages, axis=0)) == len(pages)
-
-
-def test_every_pass_gives_the_same_requests(tmp_path: Path) -> None:
-    trace = _trace(tmp_path, _line(), _line(hash_ids=[5, 6]))
-    for one, other in zip(trace, trace, strict=True):
-        assert one.session == other.session
-        np.testing.assert_array_equal(one.token_ids, other.token_ids)
-
-
-def test_requests_come_in_order_of_arrival(tmp_path: Path) -> None:
-    trace = _trace(tmp_path, _line(timestamp=2000), _line(timestamp=1000))
-    assert [request.arrival_s for request in trace] == [1.0, 2.0]
 
 
 def test_gzip_is_read_like_plain_text_and_blank_lines_are_skipped(tmp_path: Path) -> None:
@@ -175,11 +157,6 @@ def test_a_bad_field_is_refused_with_line_name_and_value(
         _trace(tmp_path, _line(), "", _line(**changes))
 
 
-def test_a_missing_field_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match=r"line 1: hash_ids: got 'nothing'"):
-        _trace(tmp_path, json.dumps({k: v for k, v in GOOD.items() if k != "hash_ids"}))
-
-
 @pytest.mark.parametrize(
     "line", ["{", "[1]", "\udce4".encode("utf-8", "surrogateescape").decode("latin-1"), "null", "[" * 100_000]
 )
@@ -188,20 +165,17 @@ def test_a_line_that_is_no_object_is_refused_with_its_number(tmp_path: Path, lin
         _trace(tmp_path, _line(), line)
 
 
-@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(_line().encode(), mtime=0)[:-12]])
-def test_a_file_that_cannot_be_read_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+def test_a_missing_field_and_files_that_cannot_be_read_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # messages cut long paths
-    path = Path("trace.jsonl.gz")
-    path.write_bytes(content)
-    with pytest.raises(InvalidValueError, match=r"trace\.jsonl\.gz"):
-        MooncakeTrace(path)
-
-
-def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match=r"none\.jsonl"):
-        MooncakeTrace(tmp_path / "none.jsonl")
+    with pytest.raises(InvalidValueError, match=r"line 1: hash_ids: got 'nothing'"):
+        _trace(tmp_path, json.dumps({k: v for k, v in GOOD.items() if k != "hash_ids"}))
+    for content in (None, b"not gzip", gzip.compress(_line().encode(), mtime=0)[:-12]):
+        if content is not None:
+            Path("trace.jsonl.gz").write_bytes(content)
+        with pytest.raises(InvalidValueError, match=r"trace\.jsonl\.gz"):
+            MooncakeTrace(Path("trace.jsonl.gz"))
     with pytest.raises(InvalidValueError, match="at least one request"):
         _trace(tmp_path, "")
 

@@ -1,12 +1,17 @@
-"""The container files and the commands of docs/deployment.md, as they are in the repository."""
+"""The container files and the commands of docs/deployment.md, and checks of command lines and settings."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from typer.main import get_command
+
+from kv_events.runtime.variables import SETTINGS, variable
+from kvsight.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -35,3 +40,17 @@ def documented(section: str) -> list[str]:
 def _commands(block: str) -> list[str]:
     lines = block.replace("\\\n", " ").splitlines()
     return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+def check_command_line(words: list[str]) -> None:
+    """Fail unless a command line is one that `kvsight` accepts."""
+    program, name, *arguments = words
+    assert program == "kvsight"
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert name in commands
+    commands[name].make_context(name, arguments, resilient_parsing=False)
+
+
+def unknown_settings(names: Iterable[str]) -> set[str]:
+    """Return the `KVSIGHT_*` variables among the names that no process reads."""
+    return {name for name in names if name.startswith("KVSIGHT_")} - {variable(name) for name in SETTINGS}

@@ -6,7 +6,7 @@ import pytest
 
 from api.settings import RegistrationSettings
 from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
-from kv_events.endpoints import LocateError
+from kv_events.engine_wire import LocateError
 from kv_events.errors import InvalidValueError
 
 MANY = "10.0.0.0/16:5557-5560, *.Engines.example, [fd00::/8]:7, fd77::/16, LOCALHOST:9, ipc:///run/engines/*"

@@ -12,7 +12,6 @@ import signal
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ import pytest
 from api.shards.wire import ShardPrompt, ShardReply, ShardRequest, decode_reply, encode
 from tests.rigs.raw_http import Line, body_of, every_kind, request, run
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
-from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
@@ -196,39 +194,3 @@ def check_a_hanging_member(settings: dict[str, Any], folder: Path) -> None:
                 60,
                 "the stores",
             )
-
-
-def kafka_lines(*services: ServiceProcess) -> list[str]:
-    return [line for each in services for line in each.log.read_text().splitlines() if "aiokafka" in line]
-
-
-def has_two_members(service: ServiceProcess) -> bool:
-    return " 2 members" in service.log.read_text()
-
-
-def test_the_first_group_of_a_broker_and_a_second_member_are_no_errors(
-    kafka_broker: KafkaBroker, tmp_path: Path
-) -> None:
-    settings = own_topics(kafka_broker.bootstrap)
-    group = settings | {"KVSIGHT_GROUP": "members"}
-    with ServiceProcess(tmp_path, **group) as first, PublishingProcess("w", **settings):
-        wait_until(lambda: "1 members" in first.log.read_text(), 60, "a group")
-        with ServiceProcess(tmp_path, **group) as second:
-            for each in (first, second):
-                wait_until(partial(has_two_members, each), 60, "both members")
-            assert kafka_lines(first, second) == []
-
-
-def test_a_broker_that_never_gets_ready_for_groups_is_an_error(tmp_path: Path) -> None:
-    """Its internal topic shall have more replicas than there are brokers."""
-    broker = KafkaBroker(tmp_path, more="offsets.topic.replication.factor=3")
-    try:
-        broker.restart()
-        settings = own_topics(broker.bootstrap)
-        with PublishingProcess("w", **settings), ServiceProcess(tmp_path, **settings, KVSIGHT_GROUP="m") as service:
-            wait_until(lambda: kafka_lines(service) != [], 60, "the error")
-            assert (
-                "ERROR aiokafka.consumer.group_coordinator: Group Coordinator Request failed" in kafka_lines(service)[0]
-            )
-    finally:
-        broker.kill()

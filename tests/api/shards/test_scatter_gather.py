@@ -20,7 +20,7 @@ from indexer.consumer import Consumer
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.shards.assignment import Assignment, Candidate, Member, share_out
-from indexer.shards.copies import copy_views
+from indexer.shards.owned_partitions import copy_views
 from indexer.snapshots.image import take, unpack
 from indexer.sources.memory import MemorySource
 from kv_events.digest import digest_bytes
@@ -43,7 +43,7 @@ class Fixed:
     def __init__(self, name: str, assignment: Assignment) -> None:
         self.id, self.assignment, self.group = name, assignment, "g"
         self.lent: frozenset[int] = frozenset()
-        self.is_doubtful = False
+        self.may_be_replaced = False
 
     @property
     def wanted(self) -> frozenset[int]:

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from engine_cache import MambaSlotAllocator, PagedTokenToKVPoolAllocator
-from engine_cache.pools.device import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool, PoolShape, SWAKVPool
+from engine_cache.pools.device import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NSATokenToKVPool,
+    PoolShape,
+    SWAKVPool,
+)
 from engine_cache.pools.mamba import HybridReqToTokenPool, MambaPool
 from kv_events.errors import InvalidValueError
 
@@ -58,6 +65,24 @@ def test_an_empty_pool_is_refused(name):
     figures: Any = {"size": 4, "page_size": 4, "layer_num": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name}: got 0"):
         PoolShape(**figures, dtype=torch.float16)
+
+
+def test_keys_and_scales_of_a_token_are_in_their_page_keys_first():
+    pool = NSATokenToKVPool(SHAPE, 4, 3, index_head_dim=256)
+    keys = torch.arange(2 * 256).to(torch.uint8).view(2, 256)
+    scales = torch.tensor([[1.5, -2.0], [0.25, 8.0]])
+    pool.set_index_k_with_scale(1, np.array([6, 13]), keys, scales)
+    for row, (page, place) in enumerate([(1, 2), (3, 1)]):
+        index = pool.get_index_k_with_scale_buffer(1)[page]
+        assert torch.equal(index[place * 256 : (place + 1) * 256], keys[row])
+        assert torch.equal(index[4 * 256 :].view(4, 8)[place].clone().view(torch.float32), scales[row])
+    assert not pool.get_index_k_with_scale_buffer(0).any()
+
+
+@pytest.mark.parametrize("index_head_dim", [0, 64, -128])
+def test_a_key_is_whole_blocks_of_numbers(index_head_dim):
+    with pytest.raises(InvalidValueError, match="index_head_dim"):
+        NSATokenToKVPool(SHAPE, 6, 3, index_head_dim=index_head_dim)
 
 
 # --- models with layers of several kinds ---

@@ -193,12 +193,6 @@ def test_the_size_of_a_row_is_what_it_takes():
 # --- refusals ---
 
 
-def test_pages_that_are_no_run_of_memory_have_no_addresses(device):
-    host = host_pool(device)
-    with pytest.raises(InvalidValueError, match=rf"host pool {host.name}.*layer_first"):
-        host.get_page_buffer_meta(pages(host, 0))
-
-
 @pytest.mark.parametrize("wrong", [[5, 6, 7, 8], [7, 6, 5, 4], [4, 5, 6], [0, 1, 2, 7]])
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_rows_that_are_no_pages_are_refused_on_both_sides(device, wrong):
@@ -236,22 +230,26 @@ def test_a_page_that_does_not_exist_is_an_error_that_names_the_pool_before_anyth
     assert equal(held(device, *range(8)), before)
 
 
-def test_both_sides_of_a_copy_have_as_many_rows(device):
-    host = host_pool(device)
-    with pytest.raises(InvalidValueError, match=rf"one a device index, {host.page_size}|{host.name}.*2.*1"):
-        host.backup_from_device_all_layer(device, pages(host, 0, 1), pages(host, 1))
-
-
-@pytest.mark.parametrize(("kind", "other"), [("mha", "mla"), ("mla", "mha"), ("mamba", "mha")])
-def test_the_device_pool_of_another_kind_is_refused(device, other):
+@pytest.mark.parametrize(("kind", "other"), [("mha", "mla"), ("mla", "mha"), ("indexer", "mha"), ("mamba", "mha")])
+def test_layouts_rows_and_device_pools_that_do_not_fit_are_refused(device, other):
     host, foreign = host_pool(device), device_pool(other)
-    with pytest.raises(InvalidValueError, match=type(foreign).__name__):
-        host.backup_from_device_all_layer(foreign, pages(host, 0), pages(host, 1))
-
-
-def test_an_unknown_layout_is_refused_with_the_known_ones(device):
-    with pytest.raises(InvalidValueError, match=r"layout.*kv_first.*layer_first, page_first"):
-        host_pool(device, layout="kv_first")
+    for use, words in (
+        (lambda: host_pool(device, layout="kv_first"), r"layout.*kv_first.*layer_first, page_first"),
+        (
+            lambda: host.get_page_buffer_meta(pages(host, 0)),
+            rf"host pool {host.name}.*layer_first",
+        ),  # no runs of memory
+        (
+            lambda: host.backup_from_device_all_layer(device, pages(host, 0, 1), pages(host, 1)),
+            rf"one a device index, {host.page_size}|{host.name}.*2.*1",
+        ),
+        (
+            lambda: host.backup_from_device_all_layer(foreign, pages(host, 0), pages(host, 1)),
+            type(foreign).__name__,
+        ),
+    ):
+        with pytest.raises(InvalidValueError, match=words):
+            use()
 
 
 # --- the index of sparse attention ---
@@ -283,24 +281,6 @@ def test_the_index_has_no_rows_to_give_or_take():
     assert host.available_size() == host.size
 
 
-def test_keys_and_scales_of_a_token_are_in_their_page_keys_first():
-    pool, same = device_pool("indexer"), device_pool("indexer")
-    keys = torch.arange(2 * 256).to(torch.uint8).view(2, 256)
-    scales = torch.tensor([[1.5, -2.0], [0.25, 8.0]])
-    pool.set_index_k_with_scale(1, np.array([6, 13]), keys, scales)
-    for row, (page, place) in enumerate([(1, 2), (3, 1)]):
-        index = pool.get_index_k_with_scale_buffer(1)[page]
-        assert torch.equal(index[place * 256 : (place + 1) * 256], keys[row])
-        assert torch.equal(index[4 * 256 :].view(4, 8)[place].clone().view(torch.float32), scales[row])
-    assert torch.equal(pool.get_index_k_with_scale_buffer(0), same.get_index_k_with_scale_buffer(0))
-
-
-@pytest.mark.parametrize("index_head_dim", [0, 64, -128])
-def test_a_key_is_whole_blocks_of_numbers(index_head_dim):
-    with pytest.raises(InvalidValueError, match="index_head_dim"):
-        NSATokenToKVPool(PoolShape(SIZE, PAGE, LAYERS, torch.bfloat16), 6, 3, index_head_dim=index_head_dim)
-
-
 # --- memory ---
 
 
@@ -320,17 +300,17 @@ def test_the_size_follows_from_ratio_or_gigabytes():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("page_size", "options", "words"),
     [
-        ({"ratio": 0.5}, "56, expected more rows than the device pool's 100"),
-        ({"host_size_gb": 0.00005}, "56, expected more rows"),
-        ({"host_size_gb": -1}, "-1"),
-        ({"page_size": 0}, "page_size: got 0"),
+        (8, {"ratio": 0.5}, "56, expected more rows than the device pool's 100"),
+        (8, {"host_size_gb": 0.00005}, "56, expected more rows"),
+        (8, {"host_size_gb": -1}, "-1"),
+        (0, {}, "page_size: got 0"),
     ],
 )
-def test_a_host_that_cannot_hold_the_device_is_refused(options, words):
+def test_a_host_that_cannot_hold_the_device_is_refused(page_size, options, words):
     with pytest.raises(InvalidValueError, match=words):
-        host_pool_size(**({"device_size": 100, "page_size": 8, "size_per_token": 1000} | options))
+        host_pool_size(100, page_size, 1000, **options)
 
 
 def test_more_memory_than_is_free_less_the_reserve_is_refused_with_the_figures(monkeypatch):

@@ -130,17 +130,17 @@ def test_pools_that_make_no_group_are_refused(entries, words):
 
 
 @pytest.mark.parametrize(
-    ("mapper", "layers", "words"),
-    [({0: 0}.get, 2, "no pool moves"), ({0: 0, 1: 0}.get, 2, "each of 0"), ({}.get, 1, "each of 0")],
+    ("options", "layers", "words"),
+    [
+        ({"layer_mapper": {0: 0}.get}, 2, "no pool moves"),
+        ({"layer_mapper": {0: 0, 1: 0}.get}, 2, "each of 0"),
+        ({"layer_mapper": {}.get}, 1, "each of 0"),
+        ({"host_size": 8}, 1, "8, expected more rows than the device pool's 8"),
+    ],
 )
-def test_layers_without_a_pool_and_pools_without_layers_are_refused(mapper, layers, words):
+def test_layers_without_a_pool_pools_without_layers_and_a_small_host_are_refused(options, layers, words):
     with pytest.raises(InvalidValueError, match=words):
-        HiCacheController(byteless(layer_mapper=mapper), ManualCopyEngine(), transfer_layer_num=layers)
-
-
-def test_a_host_no_larger_than_the_device_is_refused():
-    with pytest.raises(InvalidValueError, match="8, expected more rows than the device pool's 8"):
-        HiCacheController(byteless(host_size=8), ManualCopyEngine())
+        HiCacheController(byteless(**options), ManualCopyEngine(), transfer_layer_num=layers)
 
 
 # --- the controller ---
@@ -244,9 +244,11 @@ def test_interleaved_layers_are_each_moved_once(engine):
     assert torch.equal(content(state, back.device_indices), before[1])
 
 
-def test_a_sharing_pool_moves_on_the_rows_of_kv_and_hands_out_none():
-    controller, index = nsa()
-    host_rows = controller.write(np.arange(2, 6), 0)
+def test_a_sharing_pool_moves_with_kv_and_not_with_other_sidecars_and_hands_out_no_rows():
+    controller, index = nsa(states())
+    state = PoolTransfer(MAMBA, device_indices=np.array([3]))
+    host_rows = controller.write(np.arange(2, 6), 0, [state])
+    assert len(state.host_indices) == 1
     loaded = controller.load(host_rows, 1)
     controller.start_loading()
     controller.engine.drain()
@@ -254,15 +256,6 @@ def test_a_sharing_pool_moves_on_the_rows_of_kv_and_hands_out_none():
         ("backup", host_rows.tolist(), [2, 3, 4, 5]),
         ("load", host_rows.tolist(), loaded.tolist()),
     ]
-
-
-def test_a_sharing_pool_moves_with_kv_and_not_with_other_sidecars():
-    controller, index = nsa(states())
-    state = PoolTransfer(MAMBA, device_indices=np.array([3]))
-    controller.write(np.arange(2), 0, [state])
-    assert len(state.host_indices) == 1
-    controller.engine.drain()
-    assert [len(rows) for _, rows, _ in index.copied] == [2]
 
 
 # --- what is refused takes nothing ---

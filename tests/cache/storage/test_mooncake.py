@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mooncake.store import MooncakeDistributedStore
 
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from engine_cache.storage import PoolName, PoolTransfer, mooncake_client  # noqa: E402
+from engine_cache.storage import PoolName, PoolTransfer  # noqa: E402
 from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
 from tests.models.event_replay import PageNames  # noqa: E402
 from tests.rigs.cache import CPU  # noqa: E402
@@ -75,14 +74,6 @@ def test_an_engine_of_another_process_wrote_it(mooncake_master):
         reader.check()
 
 
-def test_a_model_with_other_pages_finds_nothing(mooncake_master):
-    identity, settings = own_identity(), mooncake_master.settings()
-    other = own_identity()
-    with engine("mha", identity, settings) as writer, engine("mha", other, settings) as reader:
-        archive(writer)
-        assert prefetch(reader) == 0
-
-
 # --- further pools ---------------------------------------------------------------------------------------------------
 
 
@@ -118,49 +109,6 @@ def test_a_page_of_which_an_object_is_missing_is_not_there_until_it_is_written_a
     assert hybrid.batch_get_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True, False, True]}
     assert hybrid.batch_set_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True] * 3}
     assert hybrid.batch_get_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True] * 3}
-
-
-# --- costs -----------------------------------------------------------------------------------------------------------
-
-
-class CountingNative(MooncakeDistributedStore):
-    """Records every call for pages and its number of objects."""
-
-    calls: list[Any] = []  # noqa: RUF012
-
-    def batch_is_exist(self, names):
-        self.note("exist", names)
-        return super().batch_is_exist(names)
-
-    def batch_put_from(self, names, addresses, sizes):
-        self.note("put", names)
-        return super().batch_put_from(names, addresses, sizes)
-
-    def batch_get_into(self, names, addresses, sizes):
-        self.note("get", names)
-        return super().batch_get_into(names, addresses, sizes)
-
-    def note(self, what, names):
-        if not names[0].startswith("kvsight_"):
-            self.calls.append((what, len(names)))
-
-
-@pytest.mark.parametrize("pages", [1, 5])
-def test_a_batch_costs_as_many_calls_as_a_page(mooncake_master, monkeypatch, pages):
-    monkeypatch.setattr(mooncake_client, "MooncakeDistributedStore", CountingNative)
-    CountingNative.calls.clear()
-    store = MooncakeStorage.connect(own_identity(), mooncake_master.settings())
-    register(store, make_rig("hybrid"))
-    store.batch_set_v1(KEYS[:pages], rows(pages))
-    store.batch_exists(KEYS[:pages])
-    store.batch_get_v1(KEYS[:pages], rows(pages))
-    kv = 2 * pages
-    assert CountingNative.calls == [("exist", kv), ("put", kv), ("exist", kv), ("exist", kv), ("get", kv)]
-    CountingNative.calls.clear()
-    store.batch_set_v2([state(*range(pages))])
-    store.batch_get_v2([state(*range(pages))])
-    assert CountingNative.calls == [("exist", 2 * pages), ("put", 2 * pages), ("get", 2 * pages)]
-    store.close()
 
 
 # --- several threads of one engine ---

@@ -115,6 +115,25 @@ def test_a_page_of_which_an_object_was_removed_is_withdrawn_whatever_becomes_of_
     assert (store.take_removed(), held(store)) == ([KEYS[1]], [0, 2])
 
 
+def test_a_page_that_another_engine_is_writing_is_not_reported_but_stops_no_other(open_pages, monkeypatch):
+    """The store accepts an object that another engine is still writing, and reports it as absent."""
+    store = open_pages()
+    write = store.native.put
+    monkeypatch.setattr(store.native, "put", lambda name, data: 0 if f"{KEYS[1]}_0_v" in name else write(name, data))
+    assert put(store, 0, 1, 2) == [True] * 3
+    assert held(store) == [0, 2]
+
+
+@pytest.mark.parametrize("pages", [1, 5])
+def test_a_batch_costs_as_many_calls_as_a_page(open_pages, pages):
+    store, objects = open_pages(), 2 * pages
+    put(store, *range(pages))
+    store.batch_exists(KEYS[:pages])
+    get(store, *range(pages))
+    expected = [("exist", objects), ("put", objects), ("exist", objects), ("exist", objects), ("get", objects)]
+    assert store.native.calls == expected
+
+
 @pytest.fixture
 def watched(open_pages, monkeypatch):
     """Like `store`, but suspected losses are checked at once."""

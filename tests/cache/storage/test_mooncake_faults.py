@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mooncake.store import MooncakeDistributedStore
 
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache import EvictParams, ThreadCopyEngine  # noqa: E402
 from engine_cache.settings import MooncakeSettings  # noqa: E402
-from engine_cache.storage import PoolName, StorageClosedError, mooncake_client, page_keys  # noqa: E402
+from engine_cache.storage import PoolName, StorageClosedError, page_keys  # noqa: E402
 from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
 from engine_cache.storage.mooncake_client import (  # noqa: E402
     MooncakeClient,
@@ -178,25 +177,6 @@ def test_a_full_store_refuses_pages_and_loses_none_that_are_reported(connect, ow
     store._look_again()
     there = {key for key in keys if store.batch_exists([key])}
     assert {key for key in keys if store.is_held(key)} <= there
-
-
-class BusyNative(MooncakeDistributedStore):
-    """Answers as the store does for an object that another engine is still writing: it exists but cannot be read."""
-
-    def batch_put_from(self, names, addresses, sizes):
-        written = [place for place, name in enumerate(names) if f"{KEYS[1]}_0_v" not in name]
-        picked = ([values[place] for place in written] for values in (names, addresses, sizes))
-        assert not any(super().batch_put_from(*picked))
-        return [0] * len(names)
-
-
-def test_a_page_that_another_engine_is_writing_is_not_reported_but_stops_no_other(
-    connect, mooncake_master, monkeypatch
-):
-    monkeypatch.setattr(mooncake_client, "MooncakeDistributedStore", BusyNative)
-    store = connect(mooncake_master)
-    assert put(store, 0, 1, 2) == [True] * 3
-    assert [store.is_held(key) for key in KEYS[:3]] == [True, False, True]
 
 
 def test_a_page_that_the_store_dropped_is_withdrawn_when_it_is_missed(mooncake_master):

@@ -62,7 +62,7 @@ async def service(**settings: Any) -> AsyncIterator[Service]:
     indexer = IndexerSettings(max_pages=2**16, **settings)
     log = MemoryLog()
     consumer = create_consumer(indexer, log)
-    store = create_store(indexer, "registrations")
+    store = create_store(indexer, "registrations", "registrations.json")
     bridge = BridgeSettings(bridge_name_pages=10_000, bridge_idle_check_s=0.2)
     registrations = Registrations(consumer, log, RegistrationSettings(), bridge, store)
     async with served(consumer, registrations=registrations) as client:

@@ -15,17 +15,17 @@ from indexer.consumer import Consumer
 from indexer.freshness import NO_HEARTBEAT
 from indexer.namespaces import Namespaces
 from indexer.replay import Replay
-from indexer.scores import score
+from indexer.scores import stream_scores
 from indexer.settings import IndexerSettings
 from indexer.snapshots.folder import FolderStore
-from indexer.snapshots.image import take, unpack
+from indexer.snapshots.image import unpack
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
 from indexer.views import LATE_S, View, ViewState
 from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
-from kv_events.schema import ResyncRequest, SnapshotBegin
+from kv_events.schema import ResyncRequest
 from tests.support.log.records import Stream, log_records, removed, stored
 from tests.support.waiting import async_wait_until
 
@@ -57,30 +57,17 @@ def view_of(consumer: Consumer, stream: Stream) -> View:
     return view
 
 
-def taken(namespaces: Namespaces, positions: dict[int, int], now: float) -> bytes:
-    copying = take(namespaces, positions, now)
-    while True:
-        try:
-            next(copying)
-        except StopIteration as end:
-            return b"".join(end.value.pack())
-
-
 async def caught_up(consumer: Consumer, log: MemoryLog) -> None:
     await async_wait_until(
         lambda: consumer.ready and consumer.positions.get(0, 0) == log.next_offset, what="the consumer to catch up"
     )
 
 
-async def test_it_is_ready_only_when_it_has_caught_up() -> None:
-    log, stream = MemoryLog(), Stream()
-    for i in range(50):
-        put(log, stream.batch(stored((0, [i + 1]))))
-    consumer = new_consumer(log)
-    assert not consumer.ready
+async def ran_to_the_end(log: MemoryLog, folder: Path) -> None:
+    """Run a consumer, which leaves a snapshot of the whole log."""
+    consumer = new_consumer(log, folder)
     async with consumer.running():
-        await async_wait_until(lambda: consumer.ready, what="ready")
-        assert consumer.applier.records == 50
+        await caught_up(consumer, log)
 
 
 class SlowProbes(MemorySource):
@@ -124,9 +111,7 @@ async def test_a_restart_loads_the_snapshot_and_reads_only_what_came_since(tmp_p
     log, stream = MemoryLog(), Stream()
     for i in range(20):
         put(log, stream.batch(stored((i, [i + 1])), stored((0, [i + 1]), tier=i % 4)))
-    first = new_consumer(log, tmp_path)
-    async with first.running():
-        await caught_up(first, log)
+    await ran_to_the_end(log, tmp_path)
     put(log, stream.batch(stored((20, [21]))))
     second = new_consumer(log, tmp_path)
     async with second.running():
@@ -140,9 +125,7 @@ async def test_a_restart_loads_the_snapshot_and_reads_only_what_came_since(tmp_p
 async def test_a_view_that_was_heard_long_before_the_restart_is_live_from_the_next_record_on(tmp_path: Path) -> None:
     log, stream = MemoryLog(), Stream()
     put(log, stream.batch(stored((0, [1]))))
-    first = new_consumer(log, tmp_path)
-    async with first.running():
-        await caught_up(first, log)
+    await ran_to_the_end(log, tmp_path)
     second = new_consumer(log, tmp_path, ahead_s=LATE_S + 1)
     async with second.running():
         await caught_up(second, log)
@@ -156,9 +139,7 @@ async def test_a_view_that_was_heard_long_before_the_restart_is_live_from_the_ne
 async def test_a_damaged_snapshot_is_a_cold_start(tmp_path: Path) -> None:
     log, stream = MemoryLog(), Stream()
     put(log, stream.batch(stored((0, [1]))))
-    first = new_consumer(log, tmp_path)
-    async with first.running():
-        await caught_up(first, log)
+    await ran_to_the_end(log, tmp_path)
     snapshot = tmp_path / "views.kvsnap"
     damaged = bytearray(snapshot.read_bytes())
     damaged[-1] ^= 1
@@ -167,27 +148,6 @@ async def test_a_damaged_snapshot_is_a_cold_start(tmp_path: Path) -> None:
     async with second.running():
         await caught_up(second, log)
         assert second.applier.records == 1
-
-
-def test_a_snapshot_keeps_every_view_and_its_scores() -> None:
-    applier = Applier(Namespaces(SETTINGS), DeadLetters())
-    streams = [Stream(f"w{i}", dp_rank=i % 2, block_size=4 + 4 * (i % 2)) for i in range(70)]
-    for i, stream in enumerate(streams):
-        for record in (stream.batch(stored((0, list(range(1, i + 2))), tier=i % 4)), stream.batch()):
-            list(applier.apply(record, 5.0))
-    list(applier.apply(streams[0].batch(SnapshotBegin()), 5.0))
-    snapshot = unpack(taken(applier.namespaces, {0: 7, 3: 9}, 6.0), SETTINGS)
-    assert (snapshot.positions, snapshot.taken_at) == ({0: 7, 3: 9}, 6.0)
-    prompt = np.arange(1, 80, dtype=np.uint64)
-    for old in applier.namespaces:
-        (new,) = [n for n in snapshot.namespaces if n.key == old.key]
-        new.index.check()
-        before, after = old.index.find(prompt), new.index.find(prompt)
-        assert before.streams.tolist() == after.streams.tolist()
-        assert before.pages[before.streams].tolist() == after.pages[after.streams].tolist()
-    cut_off = snapshot.namespaces.view(streams[0].id)
-    assert cut_off is not None
-    assert (cut_off.state, cut_off.stale_reason) == (ViewState.STALE, "resync cut off")
 
 
 async def test_a_stale_view_asks_its_publisher_and_is_mended() -> None:
@@ -206,29 +166,6 @@ async def test_a_stale_view_asks_its_publisher_and_is_mended() -> None:
         assert view.num_pages[0] == 4
 
 
-async def test_a_request_without_an_answer_is_repeated() -> None:
-    (log, requests), stream = heard_log(), Stream()
-    stream.batch()  # lost
-    put(log, stream.batch(stored((0, [1])), digest=bytes(64)))
-    consumer = new_consumer(log)
-    async with consumer.running():
-        await async_wait_until(lambda: len(requests) >= 3, what="three requests")
-
-
-async def test_many_stale_streams_are_asked_one_after_another() -> None:
-    log, requests = heard_log()
-    for i in range(50):
-        stream = Stream(f"w{i}")
-        stream.batch()  # lost
-        put(log, stream.batch(digest=b"\1" * 64))
-    settings = IndexerSettings(max_pages=1000, resync_rate_per_s=10.0)
-    consumer = new_consumer(log, settings=settings)
-    async with consumer.running():
-        await async_wait_until(lambda: len(requests) >= 12, what="some requests")
-        assert len(requests) < 25
-        assert len({r.stream for r in requests}) == len(requests)
-
-
 async def test_a_silent_worker_expires_then_is_forgotten() -> None:
     log, stream, other = MemoryLog(), Stream("silent"), Stream("alive")
     settings = IndexerSettings(max_pages=1000, worker_ttl_s=0.6, forget_after_s=1.5)
@@ -245,7 +182,7 @@ async def test_a_silent_worker_expires_then_is_forgotten() -> None:
 
         await async_wait_until(expired, what="expiry")
         (namespace,) = consumer.namespaces
-        found = score(namespace, np.array([1], np.uint64), consumer.freshness)
+        found = stream_scores(namespace, np.array([1], np.uint64), consumer.freshness)
         assert [s.worker for s in found] == ["alive"]
 
         def forgotten() -> bool:
@@ -254,18 +191,6 @@ async def test_a_silent_worker_expires_then_is_forgotten() -> None:
 
         await async_wait_until(forgotten, what="the worker to be forgotten")
         assert namespace.index.num_pages == 1
-
-
-async def test_dead_letters_are_kept_for_a_look(tmp_path: Path) -> None:
-    log = MemoryLog()
-    log.append(b"key", b"\xc1 not a batch", 5)
-    applier = Applier(Namespaces(SETTINGS), DeadLetters(tmp_path / "dead"))
-    consumer = Consumer(MemorySource(log), applier, SETTINGS)
-    async with consumer.running():
-        await caught_up(consumer, log)
-        assert consumer.failure is None
-    ((_, kept),) = EventLogReader(tmp_path / "dead").read()
-    assert (kept.key, kept.payload, kept.timestamp_ms) == (b"key", b"\xc1 not a batch", 5)
 
 
 async def test_queries_get_through_while_a_large_backlog_is_applied() -> None:
@@ -280,7 +205,7 @@ async def test_queries_get_through_while_a_large_backlog_is_applied() -> None:
         while not consumer.ready:
             await asyncio.sleep(0)
             turns += 1
-    assert consumer.applier.records == 96
+        assert consumer.applier.records == 96
     assert turns > 8
 
 
@@ -377,9 +302,7 @@ async def test_a_recreated_log_is_read_from_its_beginning(tmp_path: Path) -> Non
     old, stream = MemoryLog(), Stream()
     for i in range(20):
         put(old, stream.batch(stored((0, [i + 1]))))
-    first = new_consumer(old, tmp_path)
-    async with first.running():
-        await caught_up(first, old)
+    await ran_to_the_end(old, tmp_path)
     recreated = MemoryLog()
     stream.restart()
     put(recreated, stream.batch(stored((0, [77]))))
@@ -390,18 +313,23 @@ async def test_a_recreated_log_is_read_from_its_beginning(tmp_path: Path) -> Non
         assert (view.epoch, view.state, view.num_pages[0]) == (2, ViewState.LIVE, 1)
 
 
-async def test_a_dead_letter_of_any_size_is_never_fatal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "payload", "reason"),
+    [(b"key", b"\xc1 not a batch", "msgpack"), (b"k" * 70_000, bytes(1_050_000), "record_size")],
+)
+async def test_dead_letters_of_any_size_are_kept_and_never_fatal(
+    tmp_path: Path, key: bytes, payload: bytes, reason: str
+) -> None:
     log, stream = MemoryLog(), Stream()
-    log.append(b"k" * 70_000, bytes(1_050_000), 5)
+    log.append(key, payload, 5)
     put(log, stream.batch(stored((0, [1]))))
     applier = Applier(Namespaces(SETTINGS), DeadLetters(tmp_path / "dead"))
     consumer = Consumer(MemorySource(log), applier, SETTINGS)
     async with consumer.running():
         await caught_up(consumer, log)
-        assert consumer.failure is None
-        assert applier.dead_letters.counts == {"record_size": 1}
+        assert (consumer.failure, applier.dead_letters.counts) == (None, {reason: 1})
     ((_, kept),) = EventLogReader(tmp_path / "dead").read()
-    assert len(kept.key) <= 200
+    assert (kept.key, kept.payload, kept.timestamp_ms) == (key[:200], payload[:1_000_000], 5)
 
 
 async def test_an_operators_resync_reaches_a_busy_stream() -> None:
@@ -420,24 +348,6 @@ async def test_an_operators_resync_reaches_a_busy_stream() -> None:
 
         await async_wait_until(is_asked, what="the operator's request")
         assert requests[0].reason == "operator"
-
-
-async def test_views_that_do_not_fit_do_not_ask_for_ever() -> None:
-    (log, requests), stream = heard_log(), Stream()
-    settings = IndexerSettings(max_pages=10, resync_retry_s=0.05)
-    put(log, stream.batch(stored((0, list(range(1, 21))))))
-    consumer = new_consumer(log, settings=settings)
-    async with consumer.running():
-        await caught_up(consumer, log)
-        view = view_of(consumer, stream)
-        assert (view.state, view.stale_reason) == (ViewState.STALE, "index full")
-        for _ in range(5):
-            put(log, stream.batch())
-            await caught_up(consumer, log)
-            await asyncio.sleep(0.1)
-        assert requests == []
-        put(log, stream.batch(removed(list(range(1, 21)))))
-        await async_wait_until(lambda: view.state is ViewState.LIVE, what="a view that fits")
 
 
 def damage_second_segment(folder: Path) -> None:

@@ -59,15 +59,6 @@ def damage(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-def test_moments_open_with_and_without_key_frames(log: Path) -> None:
-    expected = [facts(Timeline(log, SETTINGS).at(LogMoment(index=i))) for i in range(NUM_RECORDS)]
-    assert len(index_log(log)) > 3
-    timeline = Timeline(log, SETTINGS)
-    assert [facts(timeline.at(LogMoment(index=i))) for i in range(NUM_RECORDS)] == expected
-    assert num_pages(timeline, LogMoment(time_s=1029.5)) == 30
-    assert (timeline.first_index, timeline.next_index, timeline.extent.span_s) == (0, NUM_RECORDS, (1000.0, 1059.0))
-
-
 def test_an_indexer_continues_where_another_one_ended(log: Path) -> None:
     before = index_log(log)
     with EventLogWriter(log) as writer:
@@ -109,15 +100,6 @@ def test_a_damaged_key_frame_is_named_and_an_earlier_one_is_used(log: Path) -> N
     timeline = Timeline(log, SETTINGS)
     assert facts(timeline.at()) == expected
     assert len(timeline.faults) == 1
-
-
-def test_lost_key_frames_are_replaced_by_replay(log: Path) -> None:
-    expected = facts(Timeline(log, SETTINGS).at())
-    for frame in index_log(log):
-        frame.unlink()
-    timeline = Timeline(log, SETTINGS)
-    assert facts(timeline.at()) == expected
-    assert timeline.faults == []
 
 
 def test_key_frames_of_another_log_or_of_other_settings_are_not_used(log: Path, tmp_path: Path) -> None:
@@ -166,32 +148,6 @@ def test_a_missing_segment_is_named_and_the_others_are_used(log: Path) -> None:
     assert [
         (error.index, f"records up to {int(third.stem)} are missing" in str(error)) for error in timeline.damage
     ] == [(int(second.stem), True)]
-
-
-def test_after_old_segments_are_deleted_moments_start_at_the_oldest_key_frame(log: Path) -> None:
-    index_log(log)
-    with EventLogWriter(log, segment_bytes=1000) as writer:
-        assert LogRetention(log, writer, max_bytes=num_bytes(log) // 2, max_age_s=None).enforce()
-    oldest = min(int(path.stem) for path in log.glob("*.kvlog"))
-    assert 0 < oldest <= min(int(path.stem) for path in frames(log))
-    assert oldest <= min(int(path.stem) for path in log.glob("*.kvtimes"))
-    assert num_pages(Timeline(log, SETTINGS)) == NUM_RECORDS
-
-
-def test_after_old_segments_are_deleted_the_first_record_has_the_views_of_that_moment(log: Path) -> None:
-    whole = Timeline(log, SETTINGS)
-    expected = [facts(whole.at(LogMoment(index=i))) for i in range(NUM_RECORDS + 1)]
-    num_segments = len(list(log.glob("*.kvlog")))
-    assert [int(path.stem) for path in index_log(log, frame_cost=10**9)] == [
-        int(path.stem) for path in sorted(log.glob("*.kvlog"))[1:]
-    ]
-    assert num_segments > 2
-    for _ in range(1, num_segments):
-        min(log.glob("*.kvlog")).unlink()
-        timeline = Timeline(log, SETTINGS)
-        first = timeline.first_index
-        assert [facts(timeline.at(LogMoment(index=i))) for i in range(first, NUM_RECORDS + 1)] == expected[first:]
-        assert (timeline.faults, timeline.warnings) == ([], [])
 
 
 def test_a_segment_after_a_damaged_end_has_a_key_frame_at_its_first_record(log: Path) -> None:
@@ -291,12 +247,15 @@ def test_a_worker_that_is_silent_for_long_is_dropped_as_in_a_service(tmp_path: P
     assert [facts(timeline.at(moment)) for moment in moments] == expected
 
 
-def test_the_size_of_a_bounded_log_counts_key_frames(log: Path) -> None:
+def test_the_size_of_a_bounded_log_counts_key_frames_which_are_deleted_with_it(log: Path) -> None:
     index_log(log)
     with EventLogWriter(log, segment_bytes=1000) as writer:
         bound = num_bytes(log) // 2
         LogRetention(log, writer, bound, max_age_s=None).enforce()
     assert num_bytes(log) <= bound
+    oldest = min(int(path.stem) for path in log.glob("*.kvlog"))
+    assert 0 < oldest <= min(int(path.stem) for path in (*frames(log), *log.glob("*.kvtimes")))
+    assert num_pages(Timeline(log, SETTINGS)) == NUM_RECORDS
 
 
 def test_a_timeline_sees_what_is_appended_after_a_refresh(log: Path) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from indexer.recording.feed import Feed, Selection
-from indexer.recording.recorder import MAX_WAITING_BYTES, Recorder
-from indexer.recording.thread import RecordingThread
+from indexer.recording.recorder import MAX_WAITING_BYTES, Recorder, RecordingThread
 from indexer.sources.memory import MemorySource
 from kv_events.decisions import VERSION, Decision, Outcome, encode_decision
 from kv_events.log.event_log import EventLogReader, EventLogWriter
@@ -72,9 +71,9 @@ async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(tmp_path: Path
 
 
 async def test_records_that_are_offered_beyond_the_bound_are_lost_and_counted(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
-    size = 500_000
-    fitting = MAX_WAITING_BYTES // size
+    recorder, small, size = Recorder(tmp_path), record(0, 30), 500_000
+    assert small.memory_bytes > 256  # small records count with the memory that they take
+    fitting = MAX_WAITING_BYTES // record(0, size).memory_bytes
     for number in range(fitting + 3):
         recorder.offer(record(number, size))
     assert recorder.lost == 3
@@ -82,16 +81,6 @@ async def test_records_that_are_offered_beyond_the_bound_are_lost_and_counted(tm
         await async_wait_until(lambda: recorder.written == fitting, 30, "the records that fit")
         recorder.offer(record(fitting, size))
         await async_wait_until(lambda: recorder.written == fitting + 1, 30, "a further one")
-
-
-async def test_small_records_count_with_the_memory_that_they_take() -> None:
-    recorder = Recorder(Path("unused"))
-    fitting = MAX_WAITING_BYTES // record(0, 30).memory_bytes
-    small = record(0, 30)
-    for _ in range(fitting + 2):
-        recorder.offer(small)
-    assert recorder.lost == 2
-    assert fitting < MAX_WAITING_BYTES / 256
 
 
 async def test_what_is_offered_last_is_written_before_the_end(tmp_path: Path) -> None:
@@ -218,14 +207,15 @@ def test_offsets_are_counted_for_each_channel_and_partition(tmp_path: Path) -> N
     assert positions.of(Channel.DECISIONS) == {0: 41}
 
 
-async def test_a_range_of_times_is_recorded(tmp_path: Path) -> None:
-    log = _log(b"0", b"1", b"2", b"3", b"4")
-    assert await _record(log, tmp_path, since_s=1.0, until=LogMoment(time_s=3.0)) == [b"1", b"2", b"3"]
-
-
-async def test_a_range_of_offsets_is_recorded(tmp_path: Path) -> None:
-    log = _log(b"0", b"1", b"2", b"3", b"4")
-    assert await _record(log, tmp_path, begins={0: 1}, until=LogMoment(offsets={0: 3})) == [b"1", b"2"]
+@pytest.mark.parametrize(
+    ("bounds", "recorded"),
+    [
+        ({"since_s": 1.0, "until": LogMoment(time_s=3.0)}, [b"1", b"2", b"3"]),
+        ({"begins": {0: 1}, "until": LogMoment(offsets={0: 3})}, [b"1", b"2"]),
+    ],
+)
+async def test_a_range_is_recorded(tmp_path: Path, bounds: dict[str, object], recorded: list[bytes]) -> None:
+    assert await _record(_log(b"0", b"1", b"2", b"3", b"4"), tmp_path, **bounds) == recorded
 
 
 async def test_a_recording_ends_when_its_range_does(tmp_path: Path) -> None:

@@ -1,19 +1,27 @@
-"""The whole path of a first day, step by step. Each step asserts what people see: stdout, the log and GET /workers."""
+"""The first day with kvsight, from an empty broker to a broker that comes back, on one machine without containers.
+
+Each step asserts what people see: stdout, the log and `GET /workers`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import signal
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.first_day.site import NOBODY, Api, Running, Site
+from tests.support.commands import KVSIGHT
+from tests.support.compose import ROOT
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.child_process import ChildProcess, free_port
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.secure_kafka import PASSWORD, USER, SecureKafka
@@ -28,6 +36,105 @@ pytestmark = [
     pytest.mark.soak,
     pytest.mark.timeout(600),
 ]
+
+
+NOBODY = 65534
+"""A user without a name, a home folder or write access, as in containers on OpenShift."""
+
+
+class Site:
+    """The environment of all processes, and the folder for their output."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self.folder = folder
+        self._environment = {"PYTHONPATH": str(ROOT), "COLUMNS": "80", **environment}
+        self._processes: list[ChildProcess] = []
+
+    def run(self, *words: object, rc: int = 0) -> str:
+        """Run a `kvsight` command to its end and return stdout. rc: the expected exit status."""
+        done = subprocess.run(
+            [*KVSIGHT, *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=self.folder,
+            env={**os.environ, **self._environment},
+        )
+        assert done.returncode == rc, f"kvsight {' '.join(map(str, words))}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def start(self, name: str, *words: object, user: int | None = None, **variables: object) -> Running:
+        """Start a `kvsight` service. user: number of the user and group that it runs as."""
+        command = [*KVSIGHT, *map(str, words)]
+        if user is not None:
+            command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *command]
+        environment = self._environment | {name: str(value) for name, value in variables.items()}
+        running = Running(command, self.folder / f"{name}.log", environment)
+        self._processes.append(running)
+        return running
+
+    def close(self) -> None:
+        """Kill whatever still runs."""
+        for process in self._processes:
+            process.kill()
+
+
+class Running(ChildProcess):
+    """A service of the site."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the service alone and wait for its end."""
+        self.send(signal.SIGTERM)
+        wait_until(lambda: not self.running, deadline_s=30, what="the service to end")
+
+    @property
+    def output(self) -> str:
+        """All that the service has written to stdout and stderr."""
+        return self._log.read_text(errors="replace")
+
+    def lines(self, *words: str) -> list[str]:
+        """Return the lines that contain all the words."""
+        return [line for line in self.output.splitlines() if all(word in line for word in words)]
+
+    def wait_for(self, *words: str) -> None:
+        """Return as soon as a line contains all the words."""
+        wait_until(lambda: self.lines(*words), 60, f"a line with {words} in:\n{self.output}")
+
+
+class Api:
+    """The service, as a router and an operator see it."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def ready(self) -> tuple[int, str]:
+        """Return the status and the text of GET /ready."""
+        answer = self.http.get("/ready")
+        return answer.status_code, answer.text
+
+    def is_up(self) -> bool:
+        """Return whether the service listens."""
+        try:
+            return self.http.get("/health").is_success
+        except httpx.TransportError:
+            return False
+
+    def states(self) -> dict[str, str]:
+        """Return worker -> state, from GET /workers."""
+        return {each["instance_id"]: each["state"] for each in self.http.get("/workers").json()}
+
+    def query(self, body: object) -> dict[str, int]:
+        """Return worker -> tokens that it holds."""
+        answer = self.http.post("/query", json=body)
+        assert answer.is_success, answer.text
+        return {worker: held["longest_matched"] for worker, held in answer.json()["instances"].items()}
+
+    def metric(self, name: str) -> float:
+        """Return the value of a metric without labels."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
 @pytest.fixture
@@ -80,8 +187,8 @@ def site(folder: Path, broker: KafkaBroker) -> Iterator[Site]:
 @pytest.fixture
 def api() -> Iterator[Api]:
     api = Api()
-    yield api
-    api.close()
+    with api.http:
+        yield api
 
 
 def test_the_first_day(site: Site, broker: KafkaBroker, redis: RedisServer, api: Api, folder: Path) -> None:
@@ -178,7 +285,7 @@ def events_are_recorded_and_replayed(site: Site, folder: Path, prompt: dict[str,
 
 
 def broker_goes_away_and_comes_back(serve: Running, broker: KafkaBroker, api: Api) -> None:
-    lines = serve.count("")
+    lines = len(serve.lines())
     broker.kill()
     wait_until(lambda: api.ready()[0] == 503, 60, "the outage to be told")
     assert "log unreadable since" in api.ready()[1]
@@ -187,8 +294,8 @@ def broker_goes_away_and_comes_back(serve: Running, broker: KafkaBroker, api: Ap
     broker.restart()
     wait_until(lambda: api.ready()[0] == 200, 60, "the log to be read again")
     wait_until(lambda: set(api.states().values()) == {"live"}, 60, "all views to be live again")
-    assert serve.count("log readable again") == 1
-    assert serve.count("") - lines < 40
+    assert len(serve.lines("log readable again")) == 1
+    assert len(serve.lines()) - lines < 40
 
 
 def engine_dies_and_comes_back(site: Site, engine: Running, serve: Running, api: Api) -> None:

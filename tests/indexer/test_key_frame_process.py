@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.recording.recorder import Recorder
-from indexer.recording.thread import RecordingThread
+from indexer.recording.recorder import Recorder, RecordingThread
 from indexer.replay import Timeline
 from indexer.replay.background import indexing
 from indexer.settings import IndexerSettings

@@ -9,19 +9,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.applier import Applier, DeadLetters
-from indexer.freshness import Freshness
-from indexer.namespaces import Namespaces
-from indexer.resync import ResyncPlanner
-from indexer.settings import IndexerSettings
-from indexer.views import View, ViewState
+from indexer.views import ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd, WireEvent
+from tests.rigs.views import Views, held
 from tests.support.effort import num_examples
 from tests.support.log.records import Stream, removed, stored
 
-TTL_S = 10.0
-SETTINGS = IndexerSettings(max_pages=1000, worker_ttl_s=TTL_S)
 CALM_BATCHES = 100
 """One a second: enough for a resync that never ended, and for the longest pauses between requests."""
 
@@ -50,68 +44,35 @@ STEPS = st.one_of(
 )
 
 
-class Router:
-    """The applying side with a clock of its own: what the consumer does, without tasks."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.freshness = Freshness(TTL_S, self.now)
-        self.applier = Applier(Namespaces(SETTINGS), DeadLetters(), self.freshness)
-        self._planner = ResyncPlanner(SETTINGS, self.freshness, seed=0)
-
-    def wait(self, seconds: float) -> None:
-        """Let time pass while the log can be read, as the probes show."""
-        for _ in range(int(seconds * 2)):
-            self.now += 0.5
-            self.freshness.note_log_read(self.now)
-
-    def read(self, record: LogRecord) -> None:
-        for _ in self.applier.apply(record, self.now, self.now):
-            pass
-
-    def view(self, stream: Stream) -> View | None:
-        return self.applier.namespaces.view(stream.id)
-
-    def asks(self, stream: Stream) -> bool:
-        """Whether the publisher of a stream is asked for a resync now."""
-        requests = self._planner.plan(self.applier.namespaces, self.now)
-        return any(request.epoch == stream.epoch for request in requests)
+def asks(views: Views, stream: Stream) -> bool:
+    """Whether the publisher of a stream is asked for a resync now."""
+    return any(request.epoch == stream.epoch for request in views.planned())
 
 
-def held(view: View) -> set[tuple[int, int]]:
-    return {
-        (int(page), tier)
-        for part in view.index.stream_pages(view.number)
-        for page, mask in zip(part.hashes, part.tiers, strict=True)
-        for tier in range(4)
-        if mask >> tier & 1
-    }
-
-
-def take_step(router: Router, publishers: list[Stream], late: list[LogRecord], step: tuple[object, ...]) -> None:
+def take_step(views: Views, publishers: list[Stream], late: list[LogRecord], step: tuple[object, ...]) -> None:
     match step:
         case ("wait", float(seconds)):
-            router.wait(seconds)
+            views.wait(seconds)
         case ("restart", int(which), int(epoch)):
             publishers[which].restart()
             publishers[which].epoch = epoch
         case ("forge", int(epoch), int(seq), list(events), int(block_size)):
             forger = Stream(block_size=block_size)
             forger.epoch, forger.seq = epoch, seq
-            router.read(forger.batch(*events))
+            views.read_now(forger.batch(*events))
         case (str(fate), int(which), list(events)):
-            send(router, publishers[which], late, fate, events)
+            send(views, publishers[which], late, fate, events)
 
 
-def send(router: Router, publisher: Stream, late: list[LogRecord], fate: str, events: list[WireEvent]) -> None:
+def send(views: Views, publisher: Stream, late: list[LogRecord], fate: str, events: list[WireEvent]) -> None:
     record = publisher.resync() if fate == "resync" else publisher.batch(*events)
     if fate == "delay":
         late.append(record)
         return
     for _ in range({"lose": 0, "double": 2}.get(fate, 1)):
-        router.read(record)
+        views.read_now(record)
     while late:
-        router.read(late.pop())
+        views.read_now(late.pop())
 
 
 @settings(max_examples=num_examples(200), deadline=None)
@@ -119,19 +80,18 @@ def send(router: Router, publisher: Stream, late: list[LogRecord], fate: str, ev
 def test_when_all_faults_end_the_view_becomes_the_pages_of_the_engine(
     steps: list[tuple[object, ...]], survivor: int
 ) -> None:
-    router, publishers = Router(), [Stream(), Stream()]
+    views, publishers = Views(1000.0, follows_silence=True, max_pages=1000), [Stream(), Stream()]
     for publisher in publishers:
-        publisher.clock = lambda: router.now
+        publisher.clock = lambda: views.now
     late: list[LogRecord] = []
     for step in steps:
-        take_step(router, publishers, late, step)
+        take_step(views, publishers, late, step)
     engine = publishers[survivor]
     for _ in range(CALM_BATCHES):
-        router.read(engine.batch())
-        router.wait(1.0)
-        if router.asks(engine):
-            router.read(engine.resync())
-    view = router.view(engine)
-    assert view is not None
-    assert (view.epoch, router.freshness.state(view), held(view)) == (engine.epoch, ViewState.LIVE, engine.held)
+        views.read_now(engine.batch())
+        views.wait(1.0)
+        if asks(views, engine):
+            views.read_now(engine.resync())
+    view = views.view(engine)
+    assert (view.epoch, views.freshness.state(view), held(view)) == (engine.epoch, ViewState.LIVE, engine.held)
     view.index.check()
