@@ -237,7 +237,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def ongoing_load_back(self) -> Mapping[int, TreeNode]:
-        return {} if self.host is None else self.host.loads.ongoing
+        return {} if self.host is None else self.host.ongoing_loads
 
     @property
     def num_failed_backups(self) -> int:
@@ -267,7 +267,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     def loading_check(self) -> None:
         """Unlock the nodes whose load has finished. Raises TransferError after a failed load: reset the cache then."""
         if self.host is not None:
-            self.host.loads.loading_check()
+            self.host.loading_check()
 
     def ready_to_load_host_cache(self) -> int:
         """Start the queued loads. Returns the number with which to wait for layers, or -1 if no load was queued."""
@@ -292,7 +292,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         `ready_to_load_host_cache` fills them. Returns the KV rows, root side first. Returns None, and loads nothing, if
         the load is too small, exceeds `mem_quota` units, or the device has no room.
         """
-        return None if self.host is None else self.host.loads.load(node, mem_quota, req)
+        return None if self.host is None else self.host.load_back(node, mem_quota, req)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
         """Load back a match if it is large enough.

@@ -11,7 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from engine_cache.base import InsertParams, MatchResult, Request
@@ -105,7 +105,7 @@ class AuxiliaryComponent(TreeComponent):
     def attach(self, tree: RadixTree, events: EventRecorder) -> None:
         self.tree = tree
         self.events = events
-        self._tickets = count(1)
+        self._last_ticket: LockTicket = 0
         self.clear()
         tree.observe(self)
 
@@ -116,8 +116,8 @@ class AuxiliaryComponent(TreeComponent):
         """Device rows in unlocked nodes."""
         self.protected_size = 0
         """Device rows in locked nodes."""
-        self._locked: dict[LockTicket, tuple[list[TreeNode], Callable[[TreeNode], None]]] = {}
-        """The nodes that each lock covers, children first, and the function that unlocks one of them."""
+        self._locked: dict[LockTicket, tuple[list[TreeNode], bool]] = {}
+        """The nodes that each lock covers, children first, and whether it is a lock on the host."""
 
     @property
     def device_size(self) -> int:
@@ -227,23 +227,25 @@ class AuxiliaryComponent(TreeComponent):
 
         Returns None, and locks nothing, without such data.
         """
-        nodes = self.nodes_to_lock(node, on_host=on_host)
+        nodes = self.nodes_to_lock(node, on_host)
         if not nodes:
             return None
+        lock = self.lock_host if on_host else self.lock
         for step in nodes:
-            self.lock_host(step) if on_host else self.lock(step)
-        ticket = next(self._tickets)
-        self._locked[ticket] = nodes, self.unlock_host if on_host else self.unlock
-        return ticket
+            lock(step)
+        self._last_ticket += 1
+        self._locked[self._last_ticket] = nodes, on_host
+        return self._last_ticket
 
     def release(self, ticket: LockTicket) -> None:
         """Undo one `acquire`, whether or not nodes were split or received data in between."""
-        nodes, unlock = self._locked.pop(ticket)
+        nodes, on_host = self._locked.pop(ticket)
+        unlock = self.unlock_host if on_host else self.unlock
         for step in nodes:
             unlock(step)
 
     @abstractmethod
-    def nodes_to_lock(self, node: TreeNode, *, on_host: bool) -> list[TreeNode]:
+    def nodes_to_lock(self, node: TreeNode, on_host: bool) -> list[TreeNode]:
         """Return the nodes, children first, whose data on the device or on the host a user of the node needs."""
 
     def lock(self, node: TreeNode) -> None:

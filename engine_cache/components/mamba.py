@@ -112,7 +112,7 @@ class MambaComponent(AuxiliaryComponent):
         self.put_on_device(end, params.mamba_value.astype(np.int64))
         return True
 
-    def nodes_to_lock(self, node: TreeNode, *, on_host: bool) -> list[TreeNode]:
+    def nodes_to_lock(self, node: TreeNode, on_host: bool) -> list[TreeNode]:
         data = self.data(node)
         return [] if (data.host_value if on_host else data.value) is None else [node]
 
@@ -190,7 +190,7 @@ class NodeStates(MambaComponent):
 
     lists_host_copies = True
 
-    def nodes_to_lock(self, node: TreeNode, *, on_host: bool) -> list[TreeNode]:
+    def nodes_to_lock(self, node: TreeNode, on_host: bool) -> list[TreeNode]:
         return [node]
 
     def commit_load(self, ack_id: int, node: TreeNode, transfers: list[PoolTransfer], req: Request | None) -> None:

@@ -123,19 +123,18 @@ class SWAComponent(AuxiliaryComponent):
                 listed[upper] = None
                 listed.move_to_end(lower)
 
-    def nodes_to_lock(self, node: TreeNode, *, on_host: bool) -> list[TreeNode]:
+    def nodes_to_lock(self, node: TreeNode, on_host: bool) -> list[TreeNode]:
         """Return the nodes of one window of rows, not counting gaps.
 
         For a node that is not on the device, a window on the device ends at its nearest ancestor there.
         """
-        nodes, covered = list[TreeNode](), 0
-        for step in self.tree.path_to_root(node):
-            if covered >= self.window:
-                break
+        nodes, covered, step = list[TreeNode](), 0, node
+        while step.parent is not None and covered < self.window:
             data = self.data(step)
             if (data.host_value if on_host else data.value) is not None:
                 nodes.append(step)
                 covered += len(step.key)
+            step = step.parent
         return nodes
 
     def check_insert(self, params: InsertParams) -> None:

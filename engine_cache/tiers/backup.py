@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from engine_cache.base import IncLockRefResult
 from engine_cache.components.component import AuxiliaryComponent
@@ -47,16 +47,6 @@ class BackupOperation:
     """Host rows that the copy still writes to, although no node holds them any longer."""
 
 
-class Archiver(Protocol):
-    """The tier behind the host."""
-
-    def archive_node(self, node: TreeNode) -> None:
-        """Archive a node that has arrived on the host."""
-
-    def archive_parts(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> None:
-        """Archive data of these kinds that arrived on the host after the node's KV."""
-
-
 class Backups:
     """The backups of one cache."""
 
@@ -69,7 +59,8 @@ class Backups:
         """Number of copies that failed twice."""
         self.num_refused = 0
         """Number of copies for which the host had no room. They are tried again at a later hit or eviction."""
-        self.archiver: Archiver | None = None
+        self.archive: Callable[[TreeNode, Sequence[AuxiliaryComponent] | None], None] | None = None
+        """Archives a node that has arrived on the host, or data of these kinds that arrived after its KV."""
         self._leaves = leaves
         self._device = leaves.device
         self._tree = leaves.device.tree
@@ -182,15 +173,15 @@ class Backups:
             component.record_on_host(node)
         if operation.publish:
             for_each([(node,) for node in operation.publish], self._publish_node)
-        elif self.archiver is not None:
+        elif self.archive is not None:
             for node in dict.fromkeys(node for _, node in operation.parts):
-                self.archiver.archive_parts(node, [each for each, holder in operation.parts if holder is node])
+                self.archive(node, [each for each, holder in operation.parts if holder is node])
 
     def _publish_node(self, node: TreeNode) -> None:
         node.write_through_pending_id = None
         self._device.events.store(node, StorageMedium.CPU)
-        if self.archiver is not None:
-            self.archiver.archive_node(node)
+        if self.archive is not None:
+            self.archive(node, None)
 
     def _drop_failed(self, failed: BackupOperation) -> None:
         """Remove the host rows of a failed backup from its nodes, deepest first.

@@ -1,14 +1,13 @@
 """The host tier of a cache: backups, load-backs, and eviction from the device to the host.
 
 on device only ── Backups.write ──> pending ── writing_check ──> on both ── eviction ──> on host only
-                                                                 on both <── LoadBacks.load ──┘
+                                                                 on both <─────── load_back ──┘
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 
@@ -47,6 +46,8 @@ class HostTier:
         write_policy: str,
         load_back_threshold: int,
     ) -> None:
+        if load_back_threshold < 0:
+            raise InvalidValueError("load_back_threshold", load_back_threshold, "0 or more")
         tree, entry = device.tree, controller.entry
         sidecars = [(entry(each.pool), each.device_allocator) for each in device.components]
         for held, owner in [(controller.kv, allocator), *sidecars]:
@@ -60,7 +61,9 @@ class HostTier:
         self.controller = controller
         self.leaves = HostLeaves(device, controller)
         self.backups = Backups(self.leaves, write_policy)
-        self.loads = LoadBacks(self.leaves, load_back_threshold, self._make_room)
+        self.load_back_threshold = load_back_threshold
+        self.ongoing_loads: dict[int, TreeNode] = {}
+        self._load_locks: dict[int, IncLockRefResult] = {}
         self._tree = tree
         self._allocator = allocator
         tree.has_host = True
@@ -76,7 +79,8 @@ class HostTier:
             logger.warning("transfers still run %g s after a reset, which waits for them", _DRAIN_TIMEOUT_S)
         self.controller.reset()
         self.backups.ongoing.clear()
-        self.loads.clear()
+        self.ongoing_loads.clear()
+        self._load_locks.clear()
 
     def evict_leaves(self, num_units: int) -> None:
         """Evict device leaves in the order of the eviction policy until `num_units` are free or no leaf is left.
@@ -106,7 +110,10 @@ class HostTier:
                     leaves.add(above)
             self._evict_waiting(waiting)
         finally:
-            self._restore_leaves(looked_at)
+            for node in looked_at:
+                if node.parent is not None:  # those that remain, and their parents, may be leaves now
+                    tree.update_leaf(node)
+                    tree.update_leaf(node.parent)
 
     def _make_room(self, num_units: int) -> None:
         is_short = self.device.variant.evicts_shortage_only
@@ -120,13 +127,6 @@ class HostTier:
         waiting: dict[TreeNode, None] = {}
         self._evict_or_wait(leaf, waiting)
         self._evict_waiting(waiting)
-
-    def _restore_leaves(self, looked_at: Iterable[TreeNode]) -> None:
-        """Return the remaining nodes, and their parents, to the eviction queues that they belong in."""
-        for node in looked_at:
-            if node.parent is not None:
-                self._tree.update_leaf(node)
-                self._tree.update_leaf(node.parent)
 
     def _evict_or_wait(self, leaf: TreeNode, waiting: dict[TreeNode, None]) -> TreeNode | None:
         """Evict the leaf, or add it to `waiting`. Returns the remaining node above it.
@@ -153,61 +153,39 @@ class HostTier:
             if node.host_value is not None and self._tree.is_device_leaf(node):
                 self.device.demote(node)
 
+    # --- load-backs ---------------------------------------------------------------------------------------------------
 
-class LoadBacks:
-    """The load-backs of one cache.
-
-    threshold: minimum number of KV units of a load. make_room: evicts until the given number of device units is free,
-    if possible.
-    """
-
-    def __init__(self, leaves: HostLeaves, threshold: int, make_room: Callable[[int], object]) -> None:
-        if threshold < 0:
-            raise InvalidValueError("load_back_threshold", threshold, "0 or more")
-        self.threshold = threshold
-        self.ongoing: dict[int, TreeNode] = {}
-        self._locks: dict[int, IncLockRefResult] = {}
-        self._leaves = leaves
-        self._device = leaves.device
-        self._components = leaves.device.components
-        self._controller = leaves.controller
-        self._make_room = make_room
-
-    def clear(self) -> None:
-        self.ongoing.clear()
-        self._locks.clear()
-
-    def load(self, node: TreeNode, mem_quota: int | None, req: Request | None) -> IndexArray | None:
+    def load_back(self, node: TreeNode, mem_quota: int | None, req: Request | None) -> IndexArray | None:
         """Start to load a node, its evicted ancestors and the states that a match needs. See `TreeCache.load_back`."""
         nodes = path_down(node, lambda step: step.value is None)
-        extras = [transfer for each in self._components for transfer in each.load_transfers(node, req)]
+        extras = [transfer for each in self.device.components for transfer in each.load_transfers(node, req)]
         ancestor = nodes[0].parent if nodes else node
         if ancestor is None or not (nodes or extras):
             return None
         host_rows = np.concatenate([no_indices(), *(n.host_value for n in nodes if n.host_value is not None)])
-        lock = self._device.lock(ancestor)
-        ack_id, rows = next(self._leaves.ids), None
+        lock = self.device.lock(ancestor)
+        ack_id, rows = next(self.leaves.ids), None
         try:
             if self._is_worth_loading(len(host_rows), None if mem_quota is None else mem_quota + lock.delta, extras):
                 rows = self._load_or_evict(node, host_rows, ack_id, extras)
         finally:
-            self._device.unlock(lock.node, lock.tickets)
+            self.device.unlock(lock.node, lock.tickets)
         if rows is None:
             return None
         start = 0
         for step in nodes:
-            self._device.put(step, rows[start : start + len(step.key)])
+            self.device.put(step, rows[start : start + len(step.key)])
             start += len(step.key)
-        for component in self._components:
+        for component in self.device.components:
             component.commit_load(ack_id, node, [each for each in extras if each.name is component.pool], req)
-        self.ongoing[ack_id] = node
-        self._locks[ack_id] = self._device.lock(node)
+        self.ongoing_loads[ack_id] = node
+        self._load_locks[ack_id] = self.device.lock(node)
         return rows
 
     def _is_worth_loading(self, num_units: int, quota: int | None, extras: list[PoolTransfer]) -> bool:
-        if not extras and num_units < self.threshold:
+        if not extras and num_units < self.load_back_threshold:
             return False
-        is_unlimited = bool(extras) and not self._device.variant.quota_covers_states
+        is_unlimited = bool(extras) and not self.device.variant.quota_covers_states
         return quota is None or num_units <= quota or is_unlimited
 
     def _load_or_evict(
@@ -215,18 +193,18 @@ class LoadBacks:
     ) -> IndexArray | None:
         with ExitStack() as held:
             self._hold_needed(node, held)
-            rows = self._controller.load(host_rows, ack_id, extras)
+            rows = self.controller.load(host_rows, ack_id, extras)
             if rows is None:
                 self._make_room(len(host_rows))
-                rows = self._controller.load(host_rows, ack_id, extras)
+                rows = self.controller.load(host_rows, ack_id, extras)
         if rows is None:
             logger.warning("no room on the device to load %d units back", len(host_rows))
         return rows
 
     def _hold_needed(self, node: TreeNode, held: ExitStack) -> None:
         """Protect the data that the load needs on both tiers while room is made: a write-back evicts from the host."""
-        held.enter_context(self._leaves.held(node))
-        for component in self._components:
+        held.enter_context(self.leaves.held(node))
+        for component in self.device.components:
             for step in component.needed_nodes(node):
                 data = component.data(step)
                 if data.value is not None:
@@ -238,13 +216,13 @@ class LoadBacks:
 
     def loading_check(self) -> None:
         """Unlock the nodes whose load has finished. Raises TransferError after a failed load: reset the cache then."""
-        finished = self._controller.finished_loads()
-        for_each([(ack_id,) for ack in finished for ack_id in ack.ids], self._end)
+        finished = self.controller.finished_loads()
+        for_each([(ack_id,) for ack in finished for ack_id in ack.ids], self._end_load)
 
-    def _end(self, ack_id: int) -> None:
-        node, lock = self.ongoing.pop(ack_id), self._locks.pop(ack_id)
+    def _end_load(self, ack_id: int) -> None:
+        node, lock = self.ongoing_loads.pop(ack_id), self._load_locks.pop(ack_id)
         try:
-            for component in self._components:
+            for component in self.device.components:
                 component.end_load(ack_id, node)
         finally:
-            self._device.unlock(lock.node, lock.tickets)
+            self.device.unlock(lock.node, lock.tickets)

@@ -10,7 +10,6 @@ from engine_cache.components.component import AuxiliaryComponent, least_recent_f
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.tree.node import TreeNode
-from engine_cache.types import IndexArray
 from kv_events.schema import StorageMedium
 
 
@@ -42,10 +41,6 @@ class HostLeaves:
             yield
         finally:
             self.release(node)
-
-    def free(self, rows: IndexArray) -> None:
-        if len(rows):
-            self.pool.free(rows)
 
     def units_to_evict(self, num_units: int) -> int:
         """Return the number of units to evict to make room for `num_units`."""

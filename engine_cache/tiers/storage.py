@@ -53,7 +53,7 @@ class StorageTier:
         self._controller = host.controller
         backend.register_host_pools(_pools_to_store(host, backend))
         self.io = StorageIO(backend, host.controller, policy)
-        host.backups.archiver = self
+        host.backups.archive = self.archive
         if self._prefetch_capacity() == 0:
             sizes = self._controller.kv.host_pool.size, self._controller.kv.device_allocator.size
             logger.warning("nothing can be prefetched: the host has %d rows, the device %d, too few to spare", *sizes)
@@ -78,7 +78,7 @@ class StorageTier:
         self.check_events()
         self._withdraw(list(self.announced))
         self.io.backend.unregister_host_pools()
-        self._host.backups.archiver = None
+        self._host.backups.archive = None
         return None
 
     def check_events(self) -> None:
@@ -89,7 +89,7 @@ class StorageTier:
                 operation.take()
                 self._end_prefetch(operation)
             is_over = operation.is_over  # first, because no row becomes unused afterwards
-            self._leaves.free(operation.take_unused())
+            self._leaves.pool.free(operation.take_unused())
             if is_over:
                 io.prefetches.remove(operation)
                 self._free_extras(operation.extras)
@@ -99,35 +99,28 @@ class StorageTier:
 
     # --- archive ----------------------------------------------------------------------------------------------------
 
-    def archive_node(self, node: TreeNode) -> None:
-        """Archive a node that is on the host, unless too many units are waiting to be archived."""
-        assert node.host_value is not None
-        filled = [each for each in self._components if each.is_filled_on_host(node)]
-        keys = self._page_keys(node)
-        extras = [component.archive_transfer(node, keys) for component in filled]
-        operation = ArchiveOperation(node, keys, node.host_value, extras)
-        if self.io.policy.emit_storage_events and self._events.enabled:
-            operation.events = list(self._events.store_events(node, self.io.backend.medium))
-        self._archive(operation)
+    def archive(self, node: TreeNode, late: Sequence[AuxiliaryComponent] | None = None) -> None:
+        """Archive a node that is on the host, which stays there until the archive has ended.
 
-    def archive_parts(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> None:
-        keys = self._page_keys(node)
-        extras = [component.archive_transfer(node, keys) for component in parts]
-        self._archive(ArchiveOperation(node, [], no_indices(), extras))
-
-    def _page_keys(self, node: TreeNode) -> list[str]:
-        return page_keys(compute_node_hash_values(node, self._tree.page_size), node.key.extra_key)
-
-    def _archive(self, operation: ArchiveOperation) -> None:
-        """Start an archive. The node stays on the host until the archive has ended."""
+        late: archive only the data of these kinds, which arrived after the KV of the node. Does nothing if too many
+        units are waiting to be archived.
+        """
         if self.archive_tokens_occupied >= self.io.policy.archive_share * self._controller.kv.host_pool.size:
             self._host.num_skipped_archives += 1
             return
-        with self._hold(operation.node) as held:
+        assert node.host_value is not None
+        keys = page_keys(compute_node_hash_values(node, self._tree.page_size), node.key.extra_key)
+        parts = [each for each in self._components if each.is_filled_on_host(node)] if late is None else late
+        operation = ArchiveOperation(node, keys, node.host_value, [each.archive_transfer(node, keys) for each in parts])
+        if late is not None:
+            operation.keys, operation.host_indices = [], no_indices()
+        elif self.io.policy.emit_storage_events and self._events.enabled:
+            operation.events = list(self._events.store_events(node, self.io.backend.medium))
+        with self._hold(node) as held:
             self.io.archive(operation)
             operation.held = held.pop_all()
-        self.ongoing_archives[operation] = operation.node
-        operation.num_units = len(operation.node.key)
+        self.ongoing_archives[operation] = node
+        operation.num_units = len(node.key)
         self.archive_tokens_occupied += operation.num_units
 
     def _end_archive(self, operation: ArchiveOperation) -> None:
@@ -194,7 +187,7 @@ class StorageTier:
             rows = self._alloc(len(key))
             if rows is None:
                 return
-            undo.callback(self._leaves.free, rows)
+            undo.callback(self._leaves.pool.free, rows)
             extras = self._prefetch_extras(start_node, len(rows))
             if extras is None:
                 return
@@ -278,7 +271,7 @@ class StorageTier:
     def abort_prefetch(self, req_id: str) -> None:
         operation = self.ongoing_prefetches.get(req_id)
         if operation is not None:
-            self._leaves.free(operation.take())
+            self._leaves.pool.free(operation.take())
             self._end_prefetch(operation)
 
     def _end_prefetch(self, operation: PrefetchOperation) -> None:
@@ -298,7 +291,7 @@ class StorageTier:
         tree = self._tree
         key, node, done = operation.key[: len(rows)], operation.start_node, 0
         with ExitStack() as undo:
-            undo.callback(lambda: self._leaves.free(rows[done:]))
+            undo.callback(lambda: self._leaves.pool.free(rows[done:]))
             self._wait_for_backup(node)
             if node.host_value is None and node is not tree.root:
                 return len(rows)  # the backup of the node failed, so no node below it can be on the host
@@ -324,7 +317,7 @@ class StorageTier:
 
     def _adopt_or_free(self, node: TreeNode, rows: IndexArray) -> None:
         if node.host_value is not None:
-            self._leaves.free(rows)
+            self._leaves.pool.free(rows)
         else:
             self._events.store(node, StorageMedium.CPU)  # first, because hashing the pages may fail
             node.host_value = rows.copy()

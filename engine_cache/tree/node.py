@@ -66,7 +66,7 @@ class TreeNode:
     """Whether the node can have state of kinds other than Full KV."""
     creation_time: int = field(init=False)
     former_parent: TreeNode | None = None
-    """Parent of the node before it was deleted."""
+    """Parent of the node before it was deleted, which still leads to the tree."""
     children: dict[PageKey, TreeNode] = field(default_factory=dict)
     """Children by `RadixKey.page_key` of their first page."""
     num_device_children: int = 0
@@ -90,10 +90,6 @@ class TreeNode:
         self.creation_time = self.last_access_time
         if has_states:
             self._auxiliaries = [ComponentData() for _ in range(_NUM_AUXILIARIES)]
-
-    def detach(self) -> None:
-        """Mark the node as deleted. `former_parent` still leads to the tree."""
-        self.former_parent, self.parent = self.parent, None
 
     @property
     def component_data(self) -> list[TreeNode | ComponentData]:

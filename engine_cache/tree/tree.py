@@ -180,7 +180,7 @@ class RadixTree:
             parent.num_device_children -= 1
             self.evictable_size -= len(leaf.key)
         del parent.children[leaf.key.page_key(self.page_size)]
-        leaf.detach()
+        leaf.former_parent, leaf.parent = parent, None
         self.device_leaves.discard(leaf)
         if self.has_host:
             self.host_leaves.discard(leaf)

@@ -190,7 +190,7 @@ def _check_pending(host: HostTier, nodes: list[TreeNode]) -> None:
         require(
             backup.node.lock_ref > 0, backup.lock is not None, f"node {backup.node.id} of backup {ack_id} is locked"
         )
-    for node in host.loads.ongoing.values():
+    for node in host.ongoing_loads.values():
         require(node.value is not None and node.lock_ref > 0, True, f"loading node {node.id} is locked on the device")
 
 

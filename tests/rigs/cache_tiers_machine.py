@@ -106,7 +106,7 @@ class TieredCacheMachine(StorageMachine):
         and needs no eviction."""
         num_units = sum(len(step.key) for step in self.rig.up(match.best_match_node) if step.value is None)
         window, states = match.swa_host_hit_length, match.mamba_host_hit_length
-        is_worth_it = bool(window or states) or num_units >= self.cache.host.loads.threshold
+        is_worth_it = bool(window or states) or num_units >= self.cache.host.load_back_threshold
         is_unlimited = quota is None or (states and not self.variant.quota_covers_states)
         is_wanted = num_units + window + states > 0 and is_worth_it and (is_unlimited or num_units <= quota)
         needed = num_units, 2 * ("mamba" in self.rig.kinds), window  # one state for the tree, one for the request

@@ -61,7 +61,7 @@ def test_an_archive_that_fails_is_acknowledged(rig, store, fault, value):
 
 
 @rigs("hiradix")
-def test_the_store_is_announced_only_when_asked_for(rig):
+def test_pages_in_the_store_are_announced_only_on_request(rig):
     rig.attach(MemoryStorage())
     rig.insert(A)
     rig.settle()
@@ -195,9 +195,9 @@ def test_one_store_at_a_time_whose_policy_can_be_changed(rig):
 def test_a_store_has_one_cache_at_a_time(rig, store):
     """With a second cache, the store would write its pages under the keys of the first one."""
     second = CacheRig("hiradix")
-    ok, word = second.cache.attach_storage_backend(store)
+    ok, message = second.cache.attach_storage_backend(store)
     assert not ok
-    assert "expected that of the cache that has the store" in word
+    assert "expected that of the cache that has the store" in message
     rig.turns(ABCD)
     assert rig.cache.detach_storage_backend()[0]
     second.attach(store).prefetch(ABCD)
@@ -209,9 +209,9 @@ def test_a_pool_without_bytes_takes_no_store():
     pool = PagedTokenToKVPoolAllocator(8, 2)
     entry = PoolEntry(PoolName.KV, BytelessHostPool(12, 2), None, pool)
     cache = HiRadixCache(page_size=2, allocator=pool, controller=HiCacheController(entry, ManualCopyEngine()))
-    ok, word = cache.attach_storage_backend(MemoryStorage())
+    ok, message = cache.attach_storage_backend(MemoryStorage())
     assert not ok
-    assert "BytelessHostPool" in word
+    assert "BytelessHostPool" in message
 
 
 @rigs("hiradix")
@@ -235,9 +235,9 @@ def test_a_store_that_hangs_is_not_detached(monkeypatch):
     rig = CacheRig("hiradix", engine=ThreadCopyEngine()).attach(MemoryStorage())
     gate = threading.Event()
     rig.engine.submit(Lane.ARCHIVE, [gate.wait])
-    ok, word = rig.cache.detach_storage_backend()
+    ok, message = rig.cache.detach_storage_backend()
     assert not ok
-    assert "0.02" in word
+    assert "0.02" in message
     gate.set()
     assert rig.cache.detach_storage_backend()[0]
     rig.engine.close()
@@ -253,9 +253,9 @@ def test_a_store_that_does_not_take_the_pools_is_refused_and_the_cache_works_wit
 
     store = MemoryStorage()
     monkeypatch.setattr(store, "register_mem_pool_host", refuse)
-    ok, word = rig.cache.attach_storage_backend(store)
+    ok, message = rig.cache.attach_storage_backend(store)
     assert not ok
-    assert str(error) in word
+    assert str(error) in message
     assert "refuses the pools" in caplog.text
     with pytest.raises(type(error)) as raised:
         rig.cache.attach_store(store)

@@ -216,7 +216,7 @@ def test_a_copy_that_fails_emits_nothing_frees_all_it_took_and_heals(rig, kind, 
 
 
 @of_each_kind
-def test_copies_below_a_failed_one_are_dropped_and_their_rows_are_nobodys_until_they_are_written(rig, kind):
+def test_copies_below_a_failed_one_are_dropped_and_their_rows_are_freed_when_they_are_written(rig, kind):
     rig.insert(A)
     rig.insert(AB)
     rig.cache.take_events()

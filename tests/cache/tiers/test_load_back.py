@@ -51,7 +51,7 @@ def test_a_load_of_another_kind_alone_makes_kv_that_was_there_usable(rig):
 
 
 @rigs("unified+mamba")
-def test_nothing_is_gained_when_the_request_stands_at_the_best_match_already(rig):
+def test_nothing_is_gained_when_the_request_is_at_the_best_match_already(rig):
     _, node, _ = rig.turns(A, AB, ABC)
     rig.cache.states.free_on_device(node)
     req = Request("r", [], 0, last_node=node, mamba_host_hit_length=1)
@@ -104,7 +104,7 @@ def test_the_host_state_stays_while_it_is_loaded(rig):
 def test_a_load_that_is_too_small_or_beyond_the_quota_is_refused_without_a_trace(rig, threshold, quota, is_loaded):
     """The quota also covers the two units that are on the device, but were not protected before."""
     rig.turns(A, AB, ABC)
-    rig.cache.host.loads.threshold = threshold
+    rig.cache.host.load_back_threshold = threshold
     rig.cache.evict(EvictParams(4))
     rig.cache.take_events()
     match = rig.match(ABC)

@@ -1,4 +1,4 @@
-"""Prefetches: from a store to the host, what stops or refuses them, and every way out."""
+"""Prefetches: from a store to the host, what stops or refuses them, and how they end."""
 
 import pytest
 
@@ -185,12 +185,12 @@ def test_a_store_that_breaks_costs_the_rest_of_the_prefetch_only(rig, store, ste
     assert (rig.cache.store.io.num_errors, is_idle(rig)) == (1, True)
 
 
-# --- ways out ---
+# --- ends ---
 
 
 @pytest.mark.parametrize("way_out", ["abort", "revoke", "reset", "detach"])
 @rigs("hiradix", "himamba", "unified+mamba+swa", **SIZES)
-def test_every_way_out_gives_everything_back(rig, store, way_out):
+def test_every_end_of_a_prefetch_frees_everything(rig, store, way_out):
     if way_out == "revoke":
         store.clear()
     rig.prefetch(ABCD)

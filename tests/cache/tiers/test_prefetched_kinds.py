@@ -205,7 +205,7 @@ def test_wait_complete_waits_for_all_of_the_hit(rig):
 
 
 @rigs("hiradix")
-def test_timeout_waits_for_its_time(rig):
+def test_a_timeout_is_waited_for(rig):
     archived(rig, ABCD)
     set_policy(rig, stop="timeout", timeout_base_s=1000)
     rig.prefetch(ABCD)

@@ -216,7 +216,7 @@ def continued_from(rig, match):
 
 @TURNS
 @rigs(*CLASSES)
-def test_so_does_a_path_that_was_deleted_one_by_one(rig):
+def test_after_a_path_was_deleted_a_request_continues_from_what_is_left_of_it(rig):
     rig.cache.evict(EvictParams(2))
     match = rig.match(ABC)
     lock = rig.cache.inc_lock_ref(match.last_device_node)
@@ -296,14 +296,14 @@ def test_a_load_whose_end_fails_is_released_like_the_others(rig, monkeypatch):
         rig.cache.load_back(rig.match(tokens).best_match_node)
     rig.cache.ready_to_load_host_cache()
     rig.engine.drain()
-    end = rig.cache.host.loads._end
+    end = rig.cache.host._end_load
 
     def failing(*args):
         end(*args)
         refuse()
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.cache.host.loads, "_end", failing)
+        patch.setattr(rig.cache.host, "_end_load", failing)
         with pytest.raises(RuntimeError, match=FAILED):
             rig.cache.loading_check()
     assert (rig.cache.ongoing_load_back, rig.cache.protected_size()) == ({}, 0)

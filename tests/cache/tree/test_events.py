@@ -38,7 +38,7 @@ def test_a_namespace_is_named_and_seeds_the_sequence_hashes(rig):
 
 
 @rigs("radix", **PAGES_OF_FOUR, seed_of_extra_key=lambda key: namespace_seed(lora_name=key))
-def test_the_owner_reports_what_an_extra_key_means(rig):
+def test_the_seed_of_a_namespace_can_be_computed_by_the_owner(rig):
     rig.insert([1, 2, 3, 4], "ad")
     assert rig.cache.take_events()[0].sequence_hashes == words([0xE31F2294523CAC4F])
 

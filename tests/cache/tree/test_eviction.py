@@ -49,7 +49,7 @@ def test_a_leaf_that_lost_its_state_is_still_a_leaf(rig):
 
 
 @rigs("himamba", page_size=1)
-def test_what_a_cascade_lays_bare_on_the_device_waits_for_the_next_call(rig):
+def test_a_leaf_that_a_cascade_makes_on_the_device_is_evicted_by_the_next_call(rig):
     rig.host.alloc(rig.host.size)  # so that nothing is backed up, and eviction deletes
     rig.turns([1], [1, 2, 3])
     rig.match([1, 2])
@@ -61,7 +61,7 @@ def test_what_a_cascade_lays_bare_on_the_device_waits_for_the_next_call(rig):
 
 
 @rigs("mamba", **SMALL)
-def test_what_a_cascade_lays_bare_is_evicted_by_the_same_call_without_a_host_tier(rig):
+def test_a_leaf_that_a_cascade_makes_is_evicted_by_the_same_call_without_a_host_tier(rig):
     rig.turns([1], [1, 2, 3])
     rig.match([1, 2])
     rig.turns([9])
@@ -211,7 +211,7 @@ def test_a_cascade_ends_at_a_state_on_either_tier(rig, tier):
 
 
 @rigs("himamba", page_size=1)
-def test_what_a_cascade_lays_bare_on_the_host_waits_for_the_next_call(rig):
+def test_a_leaf_that_a_cascade_makes_on_the_host_is_evicted_by_the_next_call(rig):
     rig.turns([1], [1, 2, 3])
     rig.match([1, 2])
     rig.turns([9])

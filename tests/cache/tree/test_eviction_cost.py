@@ -115,7 +115,7 @@ def test_leaves_that_find_no_room_on_the_host_are_looked_at_once_and_stay(monkey
     check_cache(cache)
 
 
-def test_a_leaf_whose_chances_change_while_it_is_refused_has_its_turn_next_time(monkeypatch):
+def test_a_leaf_that_is_refused_is_tried_again_by_the_next_eviction_only(monkeypatch):
     cache = make_cache("hiradix", 5, 6, "lru", write_policy="write_back")
 
     def put(tokens):
@@ -136,7 +136,7 @@ def test_a_leaf_whose_chances_change_while_it_is_refused_has_its_turn_next_time(
     write = backups.write
     monkeypatch.setattr(backups, "write", lambda node, **how: tried.append(node) or write(node, **how))  # type: ignore[func-returns-value]
     assert cache.evict(EvictParams(2)).num_tokens_evicted == 0
-    assert cache.cache_controller.kv.host_pool.available_size() == 1, "page 3 went, in vain"
+    assert cache.cache_controller.kv.host_pool.available_size() == 1, "page 3 was evicted"
     assert tried == list(cache.evictable_leaves) == [leaf]
     check_cache(cache)
 

@@ -141,7 +141,7 @@ def test_a_release_must_state_what_it_takes_back(rig):
 
 
 @rigs("unified")
-def test_a_tree_of_kv_alone_needs_no_word_on_a_release(rig):
+def test_a_tree_of_kv_alone_needs_no_params_for_a_release(rig):
     _, node = rig.turns(A, AB)
     assert (rig.cache.inc_lock_ref(node).delta, rig.cache.dec_lock_ref(node).delta) == (-4, 4)
 

@@ -131,6 +131,15 @@ def test_a_request_without_a_slot_for_its_state_is_refused(rig):
         rig.cache.cache_finished_req(req)
 
 
+@rigs("mamba", page_size=1, extra_buffer=False, mamba_pool=None)
+def test_without_a_pool_of_states_a_running_request_shares_another_slot(rig, requests):
+    req = started(requests, [1, 2, 3])
+    requests.share(req)
+    assert rig.data(rig.node_of([1, 2, 3]), "mamba").value.tolist() != req.mamba_pool_idx.tolist()
+    requests.end(req)
+    rig.reset()  # nothing was copied, so the content of the state is undefined
+
+
 # --- requests start from a copy of a state ---
 
 

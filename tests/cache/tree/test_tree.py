@@ -184,7 +184,7 @@ def test_a_leaf_outside_the_window_is_not_made(rig, evicted, expected):
 
 
 @rigs("unified+swa")
-def test_what_is_known_of_a_vetoed_leaf_is_reported(rig):
+def test_an_insert_without_a_new_leaf_reports_the_units_in_the_tree(rig):
     rig.insert(A)
     assert tuple(rig.insert(ABC, evicted=3)) == (2, 2, True)
     assert rig.match(ABC).device_indices.tolist() == rig.node_of(A).value.tolist()
