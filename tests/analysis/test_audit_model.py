@@ -327,8 +327,8 @@ def test_a_log_that_begins_late_is_audited_from_its_key_frame(tmp_path: Path, se
         assert found.earlier_batches == (after.earlier_batches if before is None else 0)
         mismatches = after.digest_mismatches - (before.digest_mismatches if before else 0)
         assert found.digest_mismatches <= mismatches
-        bad = after.first_bad_batch
-        if bad is not None and bad.index >= begin:
-            assert found.first_bad_batch is None or found.first_bad_batch.index >= bad.index
+        bad = None if after.first_bad_batch is None else after.first_bad_batch.index
+        if bad is not None and bad >= begin:
+            assert found.first_bad_batch is None or (found.first_bad_batch.index or 0) >= bad
     for name in ("stored", "removed", "unknown", "double", "swept"):
         assert [sum(pair) for pair in zip(late.pages[name], first.pages[name], strict=True)] == whole.pages[name], name

@@ -21,9 +21,7 @@ NUM_RECORDS, NUM_MOMENTS = 600, 60
 SETTINGS = IndexerSettings(max_pages=2**18)
 
 
-async def test_moments_of_a_run_with_faults_equal_the_dumps_of_the_service(
-    serving: Serving, tmp_path: Path
-) -> None:
+async def test_moments_of_a_run_with_faults_equal_the_dumps_of_the_service(serving: Serving, tmp_path: Path) -> None:
     random = Random(7)
     records = faulty_run(random, NUM_RECORDS, start_s=time.time(), pace=0.0)
     moments = set(random.sample(range(1, len(records) + 1), NUM_MOMENTS))
