@@ -17,8 +17,8 @@ from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotDamagedError
 from indexer.snapshots.image import check, take, unpack
 from kv_events.errors import KvsightError
+from kv_events.log.files import replace_file
 from kv_events.log.format import list_segments
-from kv_events.log.time_index import replace_file
 from kv_events.records import LogRecord
 
 FRAME_SUFFIX: Final = ".kvframe"
@@ -106,7 +106,7 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
     packed = _encoder.encode(head)
     lengths = len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little")
     path = folder / f"{next_index:020d}{FRAME_SUFFIX}"
-    replace_file(path, b"".join((_MAGIC, lengths, packed, *image)))
+    replace_file(path, (_MAGIC, lengths, packed, *image))
     return path
 
 

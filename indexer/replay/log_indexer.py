@@ -13,9 +13,10 @@ from indexer.replay.frames import FRAME_SUFFIX, checksum, save_frame
 from indexer.replay.timeline import Timeline
 from indexer.settings import IndexerSettings
 from kv_events.kernels.log_records import END, PAYLOAD
+from kv_events.log.files import delete_unfinished
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
-from kv_events.log.time_index import TIMES_SUFFIX, delete_unfinished
+from kv_events.log.time_index import TIMES_SUFFIX
 from kv_events.records import LogRecord
 
 logger = logging.getLogger(__name__)

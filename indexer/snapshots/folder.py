@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from indexer.snapshots.base import Piece, SnapshotStoreError
+from kv_events.log.files import replace_file
 
 SNAPSHOT_NAME = "views.kvsnap"
 _LEFT_S = 300.0
@@ -41,19 +40,8 @@ class FolderStore:
 
     def _write(self, pieces: Iterable[Piece]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._folder / f"{self._name}.{os.getpid()}"
-        try:
-            self._remove_leftovers()
-            with unfinished.open("wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(self._folder / self._name)
-        except OSError:
-            with suppress(OSError):  # for example of a read-only disk
-                unfinished.unlink(missing_ok=True)
-            raise
+        self._remove_leftovers()
+        replace_file(self._folder / self._name, pieces, sync=True)
 
     def _remove_leftovers(self) -> None:
         """Remove what processes have left that were killed while they wrote."""

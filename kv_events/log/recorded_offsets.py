@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from kv_events.log.files import delete_unfinished, replace_file
 from kv_events.records import LogRecord
 
 _NAME = "positions.json"
@@ -33,6 +34,7 @@ class LogPositions:
         """
         self._path = folder / _NAME
         self._positions: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        delete_unfinished(folder, _NAME)
         if is_empty:
             return
         from kv_events.log.reader import scan_log  # loads a kernel
@@ -64,9 +66,7 @@ class LogPositions:
 
     def save(self, index: int) -> None:
         """Write the file. index: of the next record of the log; those before it are on disk. Raises OSError."""
-        part = self._path.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(_Saved(index, self._positions)))
-        part.replace(self._path)
+        replace_file(self._path, [msgspec.json.encode(_Saved(index, self._positions))])
 
 
 def _read(path: Path) -> _Saved | None:

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kv_events.log.files import replace_file
 from kv_events.log.format import HEADER_BYTES, Segment, list_segments
 from kv_events.log.reader import OnDamage, RecordChunk, scan_segment
 from kv_events.records import Channel
@@ -81,7 +80,7 @@ class TimeIndex:
             if self._saved.get(first) != covered.next_index and len(covered.blocks):
                 facts = np.array([first, covered.next_index, covered.end], "<i8")
                 body = facts.tobytes() + covered.blocks.astype("<i8").tobytes()
-                replace_file(self._path(first), b"".join((_MAGIC, zlib.crc32(body).to_bytes(4, "little"), body)))
+                replace_file(self._path(first), (_MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
                 self._saved[first] = covered.next_index
 
     @property
@@ -221,34 +220,3 @@ def _blocks(chunk: RecordChunk) -> Blocks:
         ),
         axis=1,
     )
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file at once, or leave it as it is. Raises OSError."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(data)
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def delete_unfinished(folder: Path, suffix: str) -> None:
-    """Delete what processes that have ended left of `replace_file`. suffix: of the files."""
-    # the number of this process may be that of one that ended, as in a container
-    for path in folder.glob(f"*{suffix}.*"):
-        owner = path.name.rpartition(".")[2]
-        if owner.isdecimal() and (int(owner) == os.getpid() or not _is_running(int(owner))):
-            with suppress(OSError):
-                path.unlink()
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # it belongs to another user
-        return True
-    return True

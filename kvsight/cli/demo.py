@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import webbrowser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, cycle
@@ -21,14 +21,14 @@ from kvsight.cli.shared.console import UsageError, err, out, print_lines
 from kvsight.cli.shared.flags import BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
 from kvsight.cli.shared.process import compile_kernels, import_without_kernels, stop_signals
 from kvsight.cli.shared.streams import rows_of
-from kvsight.cli.simulate import load_requests, policy_progress, report_lines
+from kvsight.cli.simulate import policy_progress, report_lines
 from kvsight.extras import require
 
 if TYPE_CHECKING:
     from api.decisions.window import DecisionWindow
     from api.settings import ApiSettings
     from publisher import PublisherSettings
-    from simulation import Requests, SimulationSettings
+    from simulation import SimulationSettings
     from simulation.live import LiveFleet
     from simulation.policy_run import PolicyRun
     from simulation.workload import Request
@@ -40,7 +40,7 @@ _CAPACITY_TOKENS = 2**18
 _TIERED_CAPACITY_TOKENS = 2**14  # so small that the warm-up alone fills device and host
 _TIERED_HOST_RATIO = 1.5
 _PAGE_SIZE = 16
-_SHOWN_RATE = 5.0
+_SHOWN_RATE = 5.0  # which people can follow
 _FLAGS = {
     "kafka": BROKER,
     "model": Flag(str, "Model of the worker and of the prompt.", True, default="demo-model"),
@@ -69,10 +69,9 @@ def demo(
 ) -> None:
     """Run simulated engines, the index and the API in one process.
 
-    Compares routing policies on a generated workload. hiradix and himamba have a host and a disk tier.
-    Then runs a live fleet, serves the page that shows it, and asks the API which worker holds a
-    prompt. Needs no Kafka, Redis, Docker or GPU. Of the KVSIGHT_ variables only the port and the hash seed are used.
-    Stop with Ctrl-C.
+    Compares routing policies on a generated workload. hiradix and himamba have a host and a disk tier. Then runs a live
+    fleet, serves the page that shows it, and asks the API which worker holds a prompt. Needs no Kafka, Redis, Docker or
+    GPU. Of the KVSIGHT_ variables only the port and the hash seed are used. Stop with Ctrl-C.
 
     With --engine, runs one worker that publishes to Kafka, for trying out a deployment without GPUs. It has a real
     radix cache and a generated workload. --capacity and all options below it are for this worker. After Ctrl-C it
@@ -84,7 +83,9 @@ def demo(
     Example: kvsight demo --prompt | kvsight query -
     """
     if prompt:
-        _print_prompt(flags["model"])
+        from simulation.workload import demo_prompt
+
+        typer.echo(msgspec.json.encode({"model_name": flags["model"], "token_ids": demo_prompt().tolist()}))
         return
     if worker is not None:
         _run_engine(worker, capacity_tokens, rate, seed, flags)
@@ -96,18 +97,16 @@ def demo(
     settings = ApiSettings.ignoring_environment(port=port)
     with listen(settings) as bound:
         compile_kernels("api.app", "simulation", "publisher.ledger")
+        from simulation import POLICIES, WorkloadSettings, generate, simulate
+
         fleet_settings = _fleet_settings(cache)
-        workload = list(load_requests(None, requests, seed=0))
-        _compare_policies(workload, fleet_settings)
+        workload = list(generate(WorkloadSettings(num_requests=requests, seed=0)))
+        with policy_progress() as progress:
+            reports = simulate(workload, fleet_settings, list(POLICIES), progress)
+        print_lines(report_lines(reports))
         asyncio.run(
             _run_live(workload, settings, bound, fleet_settings, should_exit=should_exit, should_open=should_open)
         )
-
-
-def _print_prompt(model: str) -> None:
-    from simulation.workload import demo_prompt
-
-    typer.echo(msgspec.json.encode({"model_name": model, "token_ids": demo_prompt().tolist()}))
 
 
 def _run_engine(worker: str, capacity_tokens: int, rate: float, seed: int, flags: dict[str, Any]) -> None:
@@ -139,15 +138,9 @@ async def _serve_one(settings: PublisherSettings, capacity: int, rate: float, se
         metrics = PublisherMetrics(lambda: [publisher])
         serve_metrics(settings.metrics_port, metrics, lambda: publisher.stats().obstacle)
     err.print(f"{settings.stream.key} serves {rate:g} requests per second; Ctrl-C stops")
-    for request in engine_requests(seed):
-        worker.serve(request)
-        try:
-            await asyncio.wait_for(stop.wait(), 1 / rate)
-        except TimeoutError:
-            continue
-        report = await publisher.aclose()
-        err.print(f"stopped; {report.unflushed_pages} pages were not delivered")
-        return
+    await _serve_at(rate, worker.serve, engine_requests(seed), stop)
+    report = await publisher.aclose()
+    err.print(f"stopped; {report.unflushed_pages} pages were not delivered")
 
 
 def _fleet_settings(cache: str) -> SimulationSettings:
@@ -157,14 +150,6 @@ def _fleet_settings(cache: str) -> SimulationSettings:
     if settings.has_tiers:
         return replace(settings, capacity_tokens=_TIERED_CAPACITY_TOKENS, host_ratio=_TIERED_HOST_RATIO)
     return settings
-
-
-def _compare_policies(workload: Requests, settings: SimulationSettings) -> None:
-    from simulation import POLICIES, simulate
-
-    with policy_progress() as progress:
-        reports = simulate(workload, settings, list(POLICIES), progress)
-    print_lines(report_lines(reports))
 
 
 async def _run_live(
@@ -200,9 +185,10 @@ async def _run_live(
         print_lines([f"{url}/docs describes the API, and {url}/metrics has its metrics."])
         if not should_exit:
             err.print("Ctrl-C stops the demo")
-            if should_open:
-                _open_page(url)
-            await _serve_on(serve, workload[_WARM_REQUESTS:], stop)
+            # browsers for terminals would take this one
+            if should_open and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+                webbrowser.open(url)
+            await _serve_at(_SHOWN_RATE, serve, cycle(workload[_WARM_REQUESTS:]), stop)
 
 
 def _serve(run: PolicyRun, funnel: DecisionWindow, numbers: Iterator[int], request: Request) -> None:
@@ -212,12 +198,6 @@ def _serve(run: PolicyRun, funnel: DecisionWindow, numbers: Iterator[int], reque
     chosen, now, request_id = run.step(request), time.time(), f"demo-{next(numbers)}"
     funnel.take(run.router.decision(request, chosen, request_id, now))
     funnel.take(Outcome(VERSION, request_id, now, run.found_tokens))
-
-
-def _open_page(url: str) -> None:
-    """Open the page, unless there is no screen: browsers for terminals would take this one."""
-    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-        webbrowser.open(url)
 
 
 async def _warm_up(
@@ -236,12 +216,14 @@ async def _warm_up(
     return shown
 
 
-async def _serve_on(serve: Callable[[Request], None], workload: Sequence[Request], stop: asyncio.Event) -> None:
-    """Serve the workload repeatedly, at a pace that people can follow, until `stop` is set."""
-    for request in cycle(workload):
+async def _serve_at(
+    rate: float, serve: Callable[[Request], object], requests: Iterable[Request], stop: asyncio.Event
+) -> None:
+    """Serve so many requests in a second, until `stop` is set."""
+    for request in requests:
         serve(request)
         try:
-            await asyncio.wait_for(stop.wait(), 1 / _SHOWN_RATE)
+            await asyncio.wait_for(stop.wait(), 1 / rate)
         except TimeoutError:
             continue
         return

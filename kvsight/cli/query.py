@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -170,7 +171,7 @@ def _token_ids(model: str | None, tokens: str | None, text: str | None, tokenize
 
     if model is None or text is None or tokenize_url is None:
         raise UsageError("--model needs --tokens, or --text with --tokenize-url")
-    with EngineClient(tokenize_url, field="tokenize_url") as engine:
+    with closing(EngineClient(tokenize_url, field="tokenize_url")) as engine:
         return engine.tokenize(model, text_of(text))
 
 

@@ -57,8 +57,7 @@ def serve(*, flags: dict[str, Any]) -> None:
     a radix view of each worker and answers POST /query and /query_by_hash. Snapshots and registrations survive a
     restart if they are saved in Redis or in a folder. With --record, everything that routers and engines report is
     also written to an event log, for kvsight replay and explain. With --group, several services share the partitions
-    of the topic, and any of them answers for all. Settings without a flag are
-    KVSIGHT_ variables; see docs/settings.md.
+    of the topic, and any of them answers for all. Settings without a flag are KVSIGHT_ variables; see docs/settings.md.
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
     """
@@ -87,34 +86,36 @@ def serve(*, flags: dict[str, Any]) -> None:
     from api.app import create_app
     from api.server import listen, run_server, url_of
 
-    if indexer.is_embedded:
-        bound = listen(settings)
+    bound = listen(settings) if indexer.is_embedded or shards.group is not None else None
+    if bound is not None and indexer.is_embedded:
         service = _embedded(indexer, settings, registration, bridge, bound.getsockname()[1], max_files)
-    elif shards.group is not None:
-        bound = listen(settings)
-        service = _member(indexer, settings, shards, url_of(bound, settings))
     else:
-        service = _follower(indexer, settings)
-        bound = listen(settings)
+        service = _follower(indexer, settings, shards, None if bound is None else url_of(bound, settings))
+    bound = bound or listen(settings)
     err.print(f"kvsight listens on {url_of(bound, settings)} (docs at /docs)")
     if indexer.is_embedded:
         err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
     run_server(create_app(service), settings, bound)
 
 
-def _follower(indexer: IndexerSettings, settings: ApiSettings) -> LiveService:
-    """The service that reads a log."""
+def _follower(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, url: str | None) -> LiveService:
+    """The service that reads a log. url: of its socket, for a member of a group; else None."""
     from api.service import LiveService
     from indexer.assembly import create_consumer, create_decision_log
 
-    recording = _recording(indexer, settings)
-    return LiveService(
-        create_consumer(indexer, recording=recording),
-        settings,
-        decisions=create_decision_log(indexer),
-        recording=recording,
-        event_log=indexer.event_log_dir,
-    )
+    recording, group = _recording(indexer, settings), None
+    if url is None:
+        consumer = create_consumer(indexer, recording=recording)
+    else:
+        from api.shards.group import ShardGroup
+        from indexer.shards.membership import Membership
+
+        membership = Membership(indexer, shards, url)
+        consumer = create_consumer(indexer, recording=recording, membership=membership)
+        group = ShardGroup(consumer, membership, shards, settings)
+        err.print(f"member of group {shards.group}, which others reach at {membership.url}")
+    log, decisions = indexer.event_log_dir, create_decision_log(indexer)
+    return LiveService(consumer, settings, decisions=decisions, recording=recording, event_log=log, group=group)
 
 
 def _recording(indexer: IndexerSettings, settings: ApiSettings) -> RecordingThread | None:
@@ -123,21 +124,6 @@ def _recording(indexer: IndexerSettings, settings: ApiSettings) -> RecordingThre
     if settings.record is None:
         return None
     return create_recording(indexer, settings.record, settings.record_keep_s, settings.record_bytes)
-
-
-def _member(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, url: str) -> LiveService:
-    """The service of a member of a group. url: of its socket."""
-    from api.service import LiveService
-    from api.shards.group import ShardGroup
-    from indexer.assembly import create_consumer, create_decision_log
-    from indexer.shards.membership import Membership
-
-    membership = Membership(indexer, shards, url)
-    recording = _recording(indexer, settings)
-    consumer = create_consumer(indexer, recording=recording, membership=membership)
-    group = ShardGroup(consumer, membership, shards, settings)
-    err.print(f"member of group {shards.group}, which others reach at {membership.url}")
-    return LiveService(consumer, settings, decisions=create_decision_log(indexer), recording=recording, group=group)
 
 
 def _embedded(

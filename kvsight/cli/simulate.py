@@ -15,7 +15,7 @@ from kvsight.cli.shared.process import import_without_kernels, run_until_interru
 from kvsight.cli.shared.tables import Column, table_lines
 
 if TYPE_CHECKING:
-    from simulation import PolicyReport, Requests
+    from simulation import PolicyReport
 
 _NUM_REQUESTS = 2000
 
@@ -48,10 +48,9 @@ def simulate(
     The caches and the events are real. hiradix and himamba have a host and a disk tier, mamba and himamba recurrent
     states. Without --trace, the workload is generated.
 
-    Shows for each policy the share of
-    prompt tokens found in the caches, the load of the workers, and the wrong pages: those that were in a cache or in
-    the router's view of it at the end, but not in both. Their number must be 0. With --groups, wrong answers about the
-    last prompts count, too.
+    Shows for each policy the share of prompt tokens found in the caches, the load of the workers, and the wrong pages:
+    those that were in a cache or in the router's view of it at the end, but not in both. Their number must be 0. With
+    --groups, wrong answers about the last prompts count, too.
 
     Example: kvsight simulate --trace conversation_trace.jsonl.gz --workers 8
     """
@@ -65,7 +64,7 @@ def simulate(
     if broker is not None:
         run_until_interrupted(KafkaConnection(broker).check)  # before a minute of compiling
     load_kernels = import_without_kernels("simulation", "publisher.ledger")
-    from simulation import POLICIES, SimulationSettings, create_policy
+    from simulation import POLICIES, MooncakeTrace, SimulationSettings, WorkloadSettings, create_policy, generate
     from simulation import simulate as run
 
     settings = SimulationSettings(
@@ -83,7 +82,8 @@ def simulate(
     policies = policy or list(POLICIES)
     for name in policies:
         create_policy(name, workers, seed)
-    workload = load_requests(trace, requests or _NUM_REQUESTS, seed)
+    generated = WorkloadSettings(num_requests=requests or _NUM_REQUESTS, seed=seed)
+    workload = generate(generated) if trace is None else MooncakeTrace(trace)
     load_kernels()
     with policy_progress() as progress:
         reports = run(workload, settings, policies, progress)
@@ -93,15 +93,6 @@ def simulate(
         source = f"{trace}" if trace is not None else f"a generated workload, seed {seed}"
         write_html(html, lambda path: write_simulation_page(path, reports, settings, source))
     print_result([report.to_dict() for report in reports], report_lines(reports), as_json=as_json)
-
-
-def load_requests(trace: Path | None, num_requests: int, seed: int) -> Requests:
-    """Load a trace from a file, or generate a workload."""
-    from simulation import MooncakeTrace, WorkloadSettings, generate
-
-    if trace is not None:
-        return MooncakeTrace(trace)
-    return generate(WorkloadSettings(num_requests=num_requests, seed=seed))
 
 
 def report_lines(reports: Sequence[PolicyReport]) -> Iterator[str]:

@@ -141,14 +141,12 @@ class KafkaSink:
                 self._limited_logger.warning("%s; listening again", self._connection.failure(error, "read"))
                 await asyncio.sleep(_RETRY_S)
                 continue
-            yield self._decoded(message.value)
-
-    def _decoded(self, value: bytes | None) -> ResyncRequest | None:
-        try:
-            return decode_resync(value or b"")  # None: a record without a value
-        except RecordRejectedError as error:
-            self._limited_logger.warning("a message is skipped: %s", shorten(error.detail, 200))
-            return None
+            try:
+                request = decode_resync(message.value or b"")  # None: a record without a value
+            except RecordRejectedError as error:
+                self._limited_logger.warning("a message is skipped: %s", shorten(error.detail, 200))
+                request = None
+            yield request
 
     async def _deliver(self, records: Sequence[OutRecord]) -> None:
         """Send records. While they are not acknowledged, topics that were deleted are created again."""
@@ -165,18 +163,15 @@ class KafkaSink:
 
     async def _send_all(self, records: Sequence[OutRecord]) -> None:
         for record in records[len(self._acknowledged) :]:
-            self._acknowledged.append(await self._enqueue(record))
+            sending = self._producer.send(
+                self._settings.events_topic,
+                value=record.payload,
+                key=record.key,
+                timestamp_ms=self._times.of(record),
+                headers=list(record.headers),
+            )
+            self._acknowledged.append(await sending)
         await asyncio.gather(*self._acknowledged)
-
-    async def _enqueue(self, record: OutRecord) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = await self._producer.send(
-            self._settings.events_topic,
-            value=record.payload,
-            key=record.key,
-            timestamp_ms=self._times.of(record),
-            headers=list(record.headers),
-        )
-        return future
 
     async def _start_producer(self) -> None:
         """Create missing topics, then connect the producer."""

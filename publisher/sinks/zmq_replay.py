@@ -159,7 +159,9 @@ class ReplaySocket:
             return True
         answer.last_progress_at = time.monotonic()
         if is_done:
-            self._end(reader, answer)
+            del self._answers[reader]
+            if answer.next_start is not None:
+                self._begin(reader, answer.next_start)
         return True
 
     def _send_some(self, socket: zmq.Socket[bytes], reader: bytes, answer: _Answer) -> bool:
@@ -171,11 +173,6 @@ class ReplaySocket:
         if not batches:
             self._send(socket, reader, b"", END, b"")
         return not batches
-
-    def _end(self, reader: bytes, answer: _Answer) -> None:
-        del self._answers[reader]
-        if answer.next_start is not None:
-            self._begin(reader, answer.next_start)
 
     def _send(self, socket: zmq.Socket[bytes], reader: bytes, topic: bytes, seq: bytes, payload: bytes) -> None:
         head = [reader, b""] if self._settings.zmq_replay_layout == "old" else [reader, b"", topic]

@@ -89,7 +89,7 @@ async def test_no_counter_falls_when_workers_come_and_go(serving: Any) -> None:
 
 @pytest.mark.skipif("sys.gettrace()", reason="tracing for coverage takes longer")
 async def test_a_scrape_of_a_thousand_workers_is_no_matter_of_seconds() -> None:
-    fed = HandFed(IndexerSettings(max_pages=2**16))
+    fed = HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600, forget_after_s=3600))
     async with fed.consumer.running():
         await fed.feed(*(Stream(f"worker-{number}").batch() for number in range(1000)))
         metrics = HttpMetrics(fed.consumer, [], lambda: 0, max_workers=200)

@@ -77,16 +77,12 @@ def image_of(namespaces: Namespaces) -> bytes:
             return b"".join(end.value.pack())
 
 
-async def test_names_with_control_characters_and_markup_are_text_everywhere(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_names_with_control_characters_and_markup_are_text_everywhere(caplog: pytest.LogCaptureFixture) -> None:
     hostile = "\x1b[31m<script>alert(1)</script>\r\nforged: line"
     caplog.set_level(logging.INFO)
     fed = HandFed()
     app = create_app(LiveService(fed.consumer, ApiSettings()))
-    async with (
-        asking(app) as client,
-    ):
+    async with asking(app) as client:
         await fed.feed(Stream(hostile, model=hostile, tenant=hostile).batch(stored((0, [1]))))
         for path in ("/workers", "/fleet"):
             answer = await client.get(path)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -261,7 +262,7 @@ def test_a_prompt_shorter_than_a_page_is_one_line(chain: Chain) -> None:
 @pytest.mark.parametrize("status", [200, 500])
 async def test_an_answer_of_an_engine_without_end_is_refused(status: int) -> None:
     async with scripted(Reply(body=b'{"data":[{"id":"m"}]}'), Reply(status, b" " * (17 * 2**20))) as server:
-        with EngineClient(server.url) as engine:
+        with closing(EngineClient(server.url)) as engine:
             assert await asyncio.to_thread(engine.model) == "m"
             with pytest.raises(EngineError) as error:
                 await asyncio.to_thread(engine.model)

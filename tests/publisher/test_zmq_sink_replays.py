@@ -104,17 +104,17 @@ def resident_mib() -> float:
 
 
 async def test_readers_that_ask_and_do_not_read_cost_a_bounded_amount_of_memory() -> None:
-    async with sink_with(num_batches=250) as (_, readers):
+    async with sink_with(num_batches=120) as (_, readers):
         first = readers.open()
         await ask(first, 0)
-        assert await answer(first) == list(range(250))
+        assert await answer(first) == list(range(120))
         before = resident_mib()
         for _ in range(3):
             idle = readers.open()
             for _ in range(3):
                 await ask(idle, 0)
         await ask(first, 0)
-        assert await answer(first) == list(range(250))  # beside them
+        assert await answer(first) == list(range(120))  # beside them
         assert resident_mib() - before < 40
 
 

@@ -1,4 +1,4 @@
-"""One service asked in all ways: by its fast path, over a direct connection, by the ordinary decoder and encoder."""
+"""One service asked in all ways: by its fast path, over a direct connection, and by the general decoder and encoder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BothWays:
         self._fast_path = LiveService(self._consumer, ApiSettings()).fast_path
 
     def agree(self, body: bytes, path: str = "/query", content_type: str = "application/json") -> bool:
-        """Check that the fast path's answer is the ordinary one. Returns False if the fast path does not take the body.
+        """Check that the fast path gives the answer of the general encoder. Returns False if it does not take the body.
 
         A body that the fast path takes is then sent twice over a direct connection.
         """
@@ -83,7 +83,7 @@ class BothWays:
         direct._use(direct._sockets._replace(data=data))
 
     def _expected(self, body: bytes, path: str, content_type: str) -> bytes | None:
-        """Return the ordinary answer without ages, or None if the body is refused."""
+        """Return the general answer without ages, or None if the body is refused."""
         try:
             question, numbers = decode_question(body, format_of(content_type), _FIELDS[path])
         except ProblemError:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kv_events.records import LogRecord
+
 if TYPE_CHECKING:
     from indexer.settings import IndexerSettings
-    from kv_events.records import LogRecord
 
 
 class Arrival(NamedTuple):

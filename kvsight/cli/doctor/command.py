@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,7 +86,7 @@ def doctor(
     typed = _prompt(prompt)
     with ExitStack() as open_clients:
         client = open_clients.enter_context(Client(url, token=api_token))
-        known = None if engine is None else open_clients.enter_context(EngineClient(engine, token))
+        known = None if engine is None else open_clients.enter_context(closing(EngineClient(engine, token)))
         servers = Servers(settings, client, url)
         probe = PromptTrace(servers, known, typed, model, worker, tenant, wait)
         _report(_checks(servers, probe), as_json)

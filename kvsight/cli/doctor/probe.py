@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kv_events.hash_seed import SEED, SEED_VARIABLE, process_seed
+from kv_events.http.queries import PeerAnswer
+from kv_events.http.workers import Listener, Worker
 from kv_events.runtime.words import count, duration, names
 from kv_events.streams import split_group
 from kvsight.cli.doctor.arrivals import Arrival, listen
@@ -19,10 +20,6 @@ from kvsight.cli.shared.console import UsageError
 from kvsight.cli.shared.engine_client import ClockReading, EngineClient
 from kvsight.cli.shared.process import run_until_interrupted
 from kvsight.errors import KvsightHttpError
-
-if TYPE_CHECKING:
-    from kv_events.http.queries import PeerAnswer
-    from kv_events.http.workers import Listener, Worker
 
 _PROMPT_PAGES = 4
 _LARGEST_USUAL_PAGE = 64

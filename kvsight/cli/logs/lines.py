@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from kv_events.errors import RecordRejectedError
 from kv_events.http.events import ClientDropped, FeedEvent, StateChanged
-from kv_events.records import Channel
+from kv_events.records import Channel, LogRecord
 from kv_events.runtime.words import local_time, printable
+from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kvsight.cli.shared.streams import MEDIA
 
 if TYPE_CHECKING:
     from kv_events.codec import DecodedBatch, Step
-    from kv_events.records import LogRecord
 
 _TIERS = tuple(MEDIA.values())
 _OTHER_EVENTS = {"AllBlocksCleared": "cleared", "SnapshotBegin": "resync_begin", "SnapshotEnd": "resync_end"}
@@ -115,8 +115,6 @@ def of_record(record: LogRecord) -> RecordLine:
 
 def of_batch(record: LogRecord, batch: DecodedBatch) -> RecordLine:
     """A record of a log, which holds this batch."""
-    from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
-
     stored, removed = batch.pages()
     others = {
         "cleared": any(isinstance(step, AllBlocksCleared) for step in batch.steps),

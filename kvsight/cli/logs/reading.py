@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeAlias
 
 import typer
+from rich.progress import Progress
 
 from kv_events.log.event_log import EventLogCorruptedError, EventLogError
 from kv_events.log.format import list_segments
-from kv_events.log.moments import LogExtent
+from kv_events.log.moments import LogExtent, LogMoment
+from kv_events.records import LogRecord
 from kv_events.runtime.words import count, local_time
 from kvsight.cli.shared.console import UsageError, at_most_one, err, progress_bar, waiting
 from kvsight.cli.shared.process import interrupting_loops, run_until_interrupted
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from indexer.replay import Replay
-    from kv_events.log.moments import LogMoment
     from kv_events.log.reader import RecordChunk, TornTail
-    from kv_events.records import LogRecord
 
 EXIT_DAMAGED = 1
 """Exit code for a log of which something cannot be used. The rest has been used."""

@@ -11,6 +11,7 @@ import typer
 
 from kv_events.log.event_log import EventLogReader
 from kv_events.log.moments import LogMoment
+from kv_events.log.retention import DeletedSegment
 from kv_events.records import Channel
 from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity
 from kvsight.cli.logs.reading import write_key_frames
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from indexer.recording.feed import Feed, Selection
     from indexer.recording.recorder import Recorder
     from kv_events.kafka.settings import KafkaSettings
-    from kv_events.log.retention import DeletedSegment
 
 _SHOW_S = 0.5
 _FLAGS = {"kafka": BROKER._replace(default=...), **METRICS_PORT}

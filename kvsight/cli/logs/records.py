@@ -10,7 +10,7 @@ import typer
 
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.log.moments import LogMoment
-from kv_events.records import Channel
+from kv_events.records import Channel, LogRecord
 from kvsight.cli.logs.lines import KINDS, RecordLine, of_batch
 from kvsight.cli.shared.console import UsageError
 from kvsight.cli.shared.streams import MEDIA
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from kv_events.codec import DecodedBatch
     from kv_events.log.reader import RecordChunk
-    from kv_events.records import LogRecord
 
 T = TypeVar("T")
 

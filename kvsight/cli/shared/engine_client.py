@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import time
 from email.utils import parsedate_to_datetime
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import msgspec
@@ -54,13 +53,6 @@ class _ServerInfo(msgspec.Struct):
     page_size: int
 
 
-class _Answer(NamedTuple):
-    """A successful answer."""
-
-    url: str
-    content: bytes
-
-
 class ClockReading(NamedTuple):
     """Another machine's clock and ours at the same moment, in seconds since 1970."""
 
@@ -87,15 +79,14 @@ class EngineClient:
 
     def model(self) -> str:
         """The first model that the engine serves. Raises EngineError."""
-        found = _decoded(self._answer("GET", "/v1/models"), _Models).data
+        found = self._ask("GET", "/v1/models", _Models).data
         if not found:
             raise EngineError(f"{self.url}/v1/models: the engine serves no model")
         return found[0].id
 
     def tokenize(self, model: str, text: str) -> list[int]:
         """The tokens of a text. Raises EngineError."""
-        body = {"model": model, "prompt": text}
-        return _decoded(self._answer("POST", "/tokenize", body), _Tokenized).tokens
+        return self._ask("POST", "/tokenize", _Tokenized, {"model": model, "prompt": text}).tokens
 
     def complete(self, model: str, tokens: list[int]) -> int | None:
         """Let the engine compute a prompt and one token.
@@ -104,21 +95,20 @@ class EngineClient:
         EngineError.
         """
         body = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0}
-        usage = _decoded(self._answer("POST", "/v1/completions", body), _Completion).usage
-        details = usage.prompt_tokens_details
+        details = self._ask("POST", "/v1/completions", _Completion, body).usage.prompt_tokens_details
         return None if details is None else details.cached_tokens
 
     def block_size(self) -> int | None:
         """Tokens of a page, from vLLM's metrics or SGLang's settings. None if the engine has neither."""
         try:
-            found = _VLLM_BLOCK_SIZE.search(self._answer("GET", "/metrics").content)
+            found = _VLLM_BLOCK_SIZE.search(self._answer("GET", "/metrics"))
         except EngineError:
             found = None
         if found is not None:
             return int(found[1])
         for path in _SGLANG_INFO:
             try:
-                return _decoded(self._answer("GET", path), _ServerInfo).page_size
+                return self._ask("GET", path, _ServerInfo).page_size
             except EngineError:
                 continue
         return None
@@ -127,7 +117,13 @@ class EngineClient:
         """Close the connections."""
         self._http.close()
 
-    def _answer(self, method: str, path: str, body: Any = None) -> _Answer:
+    def _ask(self, method: str, path: str, kind: type[_T], body: Any = None) -> _T:
+        try:
+            return msgspec.json.decode(self._answer(method, path, body), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise EngineError(f"{self.url}{path}: not the answer of an engine: {error}") from error
+
+    def _answer(self, method: str, path: str, body: Any = None) -> bytes:
         try:
             with self._http.stream(method, path, json=body) as answer:
                 content = bytearray()
@@ -141,15 +137,7 @@ class EngineClient:
             said = " ".join(content.decode(errors="replace")[:_LONGEST_TEXT].split())
             raise EngineError(f"{self.url}{path}: status {answer.status_code}: {said}")
         self.date = read_date(answer)
-        return _Answer(f"{self.url}{path}", bytes(content))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        return bytes(content)
 
 
 def read_date(answer: httpx.Response) -> ClockReading | None:
@@ -158,10 +146,3 @@ def read_date(answer: httpx.Response) -> ClockReading | None:
         return ClockReading(parsedate_to_datetime(answer.headers["date"]).timestamp(), time.time())
     except (KeyError, ValueError):
         return None
-
-
-def _decoded(answer: _Answer, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(answer.content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineError(f"{answer.url}: not the answer of an engine: {error}") from error

@@ -66,7 +66,7 @@ async def test_the_own_page_and_programs_may_ask_for_changes() -> None:
             assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-async def test_another_name_of_the_service_is_refused_in_either_lane() -> None:
+async def test_another_name_of_the_service_is_refused_on_either_path() -> None:
     async with a_service(allowed_hosts="127.0.0.1,*.kvsight.example,[::1]") as client:
         for host in ("127.0.0.1", "127.0.0.1:8000", "a.KVSIGHT.example:80", "[::1]", "[::1]:8000"):
             for _ in range(5):  # the fast path knows the head from the second one on

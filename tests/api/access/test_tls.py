@@ -44,12 +44,12 @@ async def secure(certificates: Certificates) -> AsyncIterator[httpx.AsyncClient]
         yield client
 
 
-async def test_queries_in_either_lane_and_of_any_size_are_answered(secure: httpx.AsyncClient) -> None:
+async def test_queries_on_either_path_and_of_any_size_are_answered(secure: httpx.AsyncClient) -> None:
     for _ in range(10):  # one connection whose requests repeat
-        hot = (await secure.post("/query", json=QUERY)).json()
-        assert len(hot["instances"]) == 300
-    ordinary = (await secure.post("/query?", json=QUERY)).json()
-    assert ordinary["scores"] == hot["scores"]
+        fast = (await secure.post("/query", json=QUERY)).json()
+        assert len(fast["instances"]) == 300
+    by_fastapi = (await secure.post("/query?", json=QUERY)).json()
+    assert by_fastapi["scores"] == fast["scores"]
     large = {"model_name": "m", "token_ids": TOKENS * 50_000}
     assert (await secure.post("/query", json=large)).json()["instances"]["worker-7"]["gpu"] == len(TOKENS)
     assert len((await secure.get("/workers")).json()) == 300

@@ -221,7 +221,7 @@ def test_a_bad_file_stops_the_start_and_shows_no_token(file: Path, text: str | N
         assert token not in str(raised.value)
 
 
-async def test_a_token_has_a_limit_in_either_lane(file: Path) -> None:
+async def test_a_token_has_a_limit_on_either_path(file: Path) -> None:
     replace(file, table("limited", "read", limit=5) + table("free", "read"))
     async with a_service(file) as client:
         began, statuses = time.monotonic(), []

@@ -107,7 +107,7 @@ def test_the_text_of_both_dialects(
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 0.8, 0.5, 0.25)])
-def test_ordinary_weights_need_no_other_encoder(weights: tuple[float, ...] | None) -> None:
+def test_common_weights_need_no_other_encoder(weights: tuple[float, ...] | None) -> None:
     rows = [("w", rank, [1, 2, 3, 4 + rank], ViewState.LIVE, 0.1, TICK, "", None) for rank in range(2)]
     freshness = freshness_of(is_catching_up=False, outage=False)
     written, expected = both(namespace_of(rows), question_of(weights, is_peer=True), freshness)

@@ -1,4 +1,4 @@
-"""Bodies that the fast path takes get the answer of the ordinary way. Others are read by the ordinary decoder."""
+"""Bodies that the fast path takes get the answer of FastAPI. msgspec decodes the others."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_damaged_body_is_never_read_as_another_one(body: list[tuple[str, Any]]
         ({"model": "m", "block_size": 4, "block_hash": [7]}, BY_HASH),
     ],
 )
-def test_usual_bodies_are_taken(body: dict[str, Any], fields: tuple[str, ...]) -> None:
+def test_common_bodies_are_taken(body: dict[str, Any], fields: tuple[str, ...]) -> None:
     for separator in ((",", ":"), (", ", ": ")):
         assert check(text_of(list(body.items()), separator, is_ascii=True), fields)
 
@@ -115,7 +115,7 @@ def test_usual_bodies_are_taken(body: dict[str, Any], fields: tuple[str, ...]) -
         b'{"token_ids":[1]}',
     ],
 )
-def test_an_array_in_another_place_is_left_to_the_decoder(text: bytes) -> None:
+def test_an_array_in_another_place_is_read_by_the_decoder(text: bytes) -> None:
     assert not check(text, BY_TOKENS)
 
 
@@ -131,7 +131,7 @@ def test_a_body_of_an_unknown_tenant_does_not_slow_down_those_that_begin_alike()
     assert check(usual, BY_TOKENS)
 
 
-def test_a_decoder_error_is_that_of_the_ordinary_way() -> None:
+def test_an_error_is_that_of_the_decoder() -> None:
     text = b'{"model_name":"m","token_ids":[4294967296]}'
     assert not check(text, BY_TOKENS)
     with pytest.raises(ProblemError, match=r"token_ids\[0\]"):

@@ -16,17 +16,7 @@ from api.fast.heads import Head
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
-from tests.rigs.raw_http import (
-    HEALTH,
-    QUERY,
-    TOKENS,
-    Connect,
-    Line,
-    a_service,
-    body_of,
-    prompts,
-    request,
-)
+from tests.rigs.raw_http import HEALTH, QUERY, TOKENS, Connect, Line, a_service, body_of, prompts, request
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 
@@ -35,11 +25,11 @@ async def test_requests_that_repeat_do_not_reach_the_protocol(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Head] = []
-    ordinary = FastPath.answer
+    answer = FastPath.answer
 
-    def noted(lane: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
+    def noted(fast_path: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
         taken.append(head)
-        return ordinary(lane, head, data, start)
+        return answer(fast_path, head, data, start)
 
     monkeypatch.setattr(FastPath, "answer", noted)
 
@@ -117,7 +107,7 @@ async def test_a_client_that_reads_late_gets_all_answers() -> None:
             assert await line.answer() == expected
 
 
-async def test_a_connection_stays_ordinary_while_too_many_files_are_open(
+async def test_a_connection_is_read_by_its_protocol_while_too_many_files_are_open(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails() -> None:
@@ -133,12 +123,12 @@ async def test_a_connection_stays_ordinary_while_too_many_files_are_open(
 async def test_an_error_of_one_direct_connection_is_none_of_the_others(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ordinary = connection.FastConnection.resume
+    original = connection.FastConnection.resume
 
     def fails_once(server: connection.FastConnection, data: bytes, rest: bytes) -> None:
         if b"hostile" in data:
             raise ValueError("hostile")
-        ordinary(server, data, rest)
+        original(server, data, rest)
 
     monkeypatch.setattr(connection.FastConnection, "resume", fails_once)
 

@@ -1,4 +1,4 @@
-"""The fast path takes a query only if its answer is that of the ordinary way."""
+"""The fast path takes a query only if its answer is that of FastAPI."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_service_that_has_not_caught_up_answers_unless_it_must_be_ready() -> N
 
 
 @pytest.mark.parametrize("model", ["m", "unknown"])
-def test_errors_are_left_to_the_ordinary_way(model: str) -> None:
+def test_errors_are_passed_to_fastapi(model: str) -> None:
     fast_path = lane_of()
     assert answer(fast_path, json.dumps({"model_name": model, "token_ids": "x"}).encode()) is None
     assert (answer(fast_path, json.dumps({"model_name": model, "token_ids": [1]}).encode()) is None) == (
@@ -74,7 +74,7 @@ def test_errors_are_left_to_the_ordinary_way(model: str) -> None:
         b"POST /query HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n",
     ],
 )
-def test_unusual_heads_are_left_to_the_ordinary_way(unusual: bytes) -> None:
+def test_unusual_heads_are_passed_to_fastapi(unusual: bytes) -> None:
     heads = HeadCache(["/query"], TokenRegistry(ApiSettings()), 2**20)
     assert heads.find(head()) is not None
     assert heads.find(unusual) is None

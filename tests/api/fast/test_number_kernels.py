@@ -1,4 +1,4 @@
-"""Numbers read from JSON text equal those of the `json` module, and unusual text is left to the ordinary decoder."""
+"""Numbers read from JSON text equal those of the `json` module, and other text is read by msgspec."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ def test_the_ends_of_the_range(name: str) -> None:
         *("[null]", "[[1]]", "[99999999999999999999]", "[100000000000000000000]", "[123456789012345678901234567890]"),
     ],
 )
-def test_anything_else_is_left_to_the_decoder(name: str, text: str) -> None:
+def test_anything_else_is_read_by_the_decoder(name: str, text: str) -> None:
     assert read(name, text) is None
 
 
-def test_more_numbers_than_there_is_room_for_are_left_to_the_decoder() -> None:
+def test_more_numbers_than_there_is_room_for_are_read_by_the_decoder() -> None:
     assert read("u32", f"[{','.join(['1'] * MOST)}]") == [1] * MOST
     assert read("u32", f"[{','.join(['1'] * (MOST + 1))}]") is None
 

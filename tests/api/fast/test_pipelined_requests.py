@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.fast import connection
-from tests.rigs.raw_http import (
-    HEALTH,
-    QUERY,
-    Connect,
-    a_service,
-    every_kind,
-    prompts,
-    request,
-)
+from tests.rigs.raw_http import HEALTH, QUERY, Connect, a_service, every_kind, prompts, request
 from tests.support.effort import num_examples
 
 
@@ -64,12 +56,12 @@ async def test_requests_of_every_kind_may_arrive_in_any_pieces(seed: int) -> Non
 
 
 async def test_a_client_that_pipelines_does_not_hold_up_others(connect: Connect) -> None:
-    hostile, ordinary = await connect(), await connect()
+    hostile, other = await connect(), await connect()
     hostile.writer.write(HEALTH * 1000)
     await hostile.answer()
     for _ in range(100):
-        await ordinary.ask(request(QUERY))
-    expected = await ordinary.ask(HEALTH)
+        await other.ask(request(QUERY))
+    expected = await other.ask(HEALTH)
     assert [await hostile.answer() for _ in range(50)] == [expected] * 50
 
 
@@ -77,11 +69,11 @@ async def test_a_client_that_pipelines_without_end_is_not_read_on(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers: list[connection.FastConnection] = []
-    ordinary = connection.FastConnection.connection_made
+    original = connection.FastConnection.connection_made
 
     def noted(server: connection.FastConnection, transport: asyncio.Transport) -> None:
         servers.append(server)
-        ordinary(server, transport)
+        original(server, transport)
 
     monkeypatch.setattr(connection.FastConnection, "connection_made", noted)
 

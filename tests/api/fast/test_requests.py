@@ -20,18 +20,7 @@ from api.fast.http_limits import MAX_HEAD_BYTES
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
-from tests.rigs.raw_http import (
-    CHUNKED,
-    HEALTH,
-    QUERY,
-    TOKENS,
-    Connect,
-    Line,
-    body_of,
-    in_chunks,
-    is_listening,
-    request,
-)
+from tests.rigs.raw_http import CHUNKED, HEALTH, QUERY, TOKENS, Connect, Line, body_of, in_chunks, is_listening, request
 from tests.support.log.hand_fed import HandFed
 
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large"

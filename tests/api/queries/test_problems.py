@@ -89,10 +89,7 @@ async def test_a_refusal_names_the_field_and_its_value(client: AsyncClient, fed:
 
 @pytest.mark.parametrize(
     ("path", "prompt", "value"),
-    [
-        ("/query", {"token_ids": b"12345"}, "5 bytes"),
-        ("/query_by_hash", {"seq_hashes": bytes(8 * 262_145)}, "262145"),
-    ],
+    [("/query", {"token_ids": b"12345"}, "5 bytes"), ("/query_by_hash", {"seq_hashes": bytes(8 * 262_145)}, "262145")],
 )
 async def test_packed_numbers_have_bounds(client: AsyncClient, path: str, prompt: Any, value: str) -> None:
     body = msgspec.msgpack.encode({"model_name": "m", **prompt})

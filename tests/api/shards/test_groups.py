@@ -92,8 +92,8 @@ def check_what_members_ask_each_other(service: ServiceProcess) -> None:
     one = ShardPrompt(MODEL, "default", {4: np.arange(1, 5, dtype="<u8").tobytes()})
     for asks in ([], [one], [one, ShardPrompt("unknown", "default", {})]):
         body = encode(ShardRequest(0, asks))
-        at_once, usual = (without_ages(told(body, in_chunks=in_chunks)) for in_chunks in (False, True))
-        assert at_once == usual
+        at_once, by_fastapi = (without_ages(told(body, in_chunks=in_chunks)) for in_chunks in (False, True))
+        assert at_once == by_fastapi
         assert len(at_once.found) == len(asks)
     assert at_once.found[0].rows
     bad = httpx.post(f"{service.url}/shards/query", content=b"\xc1", headers={"Content-Type": "application/msgpack"})
@@ -127,11 +127,7 @@ async def test_a_killed_member_is_taken_over_and_comes_back(kafka_bootstrap: str
 
 
 def check_a_killed_member(settings: dict[str, Any], folder: Path) -> None:
-    with (
-        engines(settings),
-        ServiceProcess(folder, **settings) as first,
-        ServiceProcess(folder, **settings) as second,
-    ):
+    with engines(settings), ServiceProcess(folder, **settings) as first, ServiceProcess(folder, **settings) as second:
         wait_until(lambda: is_shared_out(first) and is_shared_out(second), 60, "two partitions each")
         assert answers_for_all(first)
         assert answers_for_all(second)

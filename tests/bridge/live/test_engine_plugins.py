@@ -47,7 +47,7 @@ from tests.support.engines.released_modules import (
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOKENS = list(range(1, 49))
 HASHES = [101, 102, 103]
 
