@@ -9,8 +9,15 @@ from hypothesis import settings
 
 from engine_cache import WRITE_POLICIES, ThreadCopyEngine
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
-from tests.rigs.cache_machine import run_some, soak
-from tests.rigs.cache_machines import CLASS_MACHINES, MODELS, HiMambaMachine, HiRadixMachine, NsaMachine, machine_of
+from tests.rigs.machines.cache_machine import run_some, soak
+from tests.rigs.machines.cache_machines import (
+    CLASS_MACHINES,
+    MODELS,
+    HiMambaMachine,
+    HiRadixMachine,
+    NsaMachine,
+    machine_of,
+)
 from tests.support.effort import num_examples
 
 pytestmark = pytest.mark.torch

@@ -9,8 +9,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine_cache import ThreadCopyEngine
 from kv_events.schema import StorageMedium
-from tests.rigs.cache_machine import operation, run_some
-from tests.rigs.cache_machines import MODELS, MooncakeMachine, machine_of
+from tests.rigs.machines.cache_machine import operation, run_some
+from tests.rigs.machines.cache_machines import MODELS, MooncakeMachine, machine_of
 from tests.support.effort import num_examples
 from tests.support.waiting import wait_until
 

@@ -14,7 +14,7 @@ from hypothesis import settings
 from engine_cache import EVICTION_POLICIES
 from engine_cache.tree.node import iter_nodes
 from tests.rigs.cache import GPU
-from tests.rigs.cache_machine import CacheMachine, operation, soak
+from tests.rigs.machines.cache_machine import CacheMachine, operation, soak
 from tests.support.effort import num_examples
 
 pytestmark = pytest.mark.torch

@@ -9,8 +9,8 @@ from engine_cache.tree.node import iter_nodes
 from kv_events.schema import BlockRemoved
 from tests.models.cache_oracle import lost_windows, num_usable, pages_along, states_of_windows
 from tests.rigs.cache import CPU, EVERYTHING, GPU, NOTHING, is_pending
-from tests.rigs.cache_machine import operation
-from tests.rigs.cache_store_machine import StorageMachine, is_stepped
+from tests.rigs.machines.cache_machine import operation
+from tests.rigs.machines.cache_store_machine import StorageMachine, is_stepped
 
 ALL = 10**6
 _LANES = (Lane.WRITE, Lane.WRITE, Lane.LOAD, Lane.PREFETCH, Lane.PREFETCH, Lane.PREFETCH, Lane.ARCHIVE, Lane.ARCHIVE)

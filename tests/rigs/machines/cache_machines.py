@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from engine_cache import EVICTION_POLICIES, WRITE_POLICIES
 from engine_cache.storage.operations import STOP_POLICIES
-from tests.rigs.cache_machine import CacheMachine
-from tests.rigs.cache_tiers_machine import TieredCacheMachine
+from tests.rigs.machines.cache_machine import CacheMachine
+from tests.rigs.machines.cache_tiers_machine import TieredCacheMachine
 
 MODELS = {"Full": (), "Full+Mamba": ("mamba",), "Full+SWA": ("swa",), "Full+DSA": ("indexer",)}
 """Kinds of state besides KV of a unified cache."""
@@ -56,7 +56,7 @@ class MooncakeMachine(TieredCacheMachine):
     own_client = False
 
     def make_store(self, kind):
-        from tests.rigs.watched_mooncake import WatchedMooncake  # it needs the mooncake package
+        from tests.rigs.machines.watched_mooncake import WatchedMooncake  # it needs the mooncake package
 
         return WatchedMooncake(self.rig.identity, self.master, own_client=self.own_client)
 

@@ -14,8 +14,8 @@ from engine_cache.storage.operations import STOP_POLICIES
 from engine_cache.tree.node import iter_nodes
 from kv_events.schema import StorageMedium
 from tests.models.page_names import block_hash
-from tests.rigs.cache_machine import CacheMachine, operation
 from tests.rigs.cache_stores import WatchedDirectory, WatchedMemory
+from tests.rigs.machines.cache_machine import CacheMachine, operation
 
 CPU, DISK, EXTERNAL = StorageMedium.CPU, StorageMedium.DISK, StorageMedium.EXTERNAL
 _NAMESPACES = {"": None, sha256(b"a").hexdigest()[:16] + "_": "a"}  # by the prefix before the block hash in a key

@@ -1,0 +1,1 @@
+"""State machines of prefix caches: random operations with all invariants checked after each one."""
