@@ -48,7 +48,7 @@ soak: $(VENV)/.installed-dev ## the tests that take long: soaks, and many more r
 
 .PHONY: coverage
 coverage: $(VENV)/.installed-dev ## lines that unit tests and contracts reach in their process (no kernels); HTML in build/coverage
-	@$(PYTEST) tests/analysis tests/api tests/client tests/commands tests/kv_events tests/contracts --cov --cov-report=term:skip-covered --cov-report=html:build/coverage $(ARGS)
+	@$(PYTEST) tests/analysis tests/api tests/client tests/commands tests/kv_events tests/indexer --cov --cov-report=term:skip-covered --cov-report=html:build/coverage $(ARGS)
 
 .PHONY: test-bounds
 test-bounds: $(VENV)/.installed-dev ## the kernels' tests again, every array index checked

@@ -24,7 +24,7 @@ from tests.support.log.records import Stream
 
 pytestmark = pytest.mark.timing("an engine's process must publish within seconds")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 THEIRS = ("api", "indexer", "simulation", "bridge")
 OF_ROUTERS = {"kvsight", "kv_events"}
 OF_ENGINES = {"kvsight", "kv_events", "engine_cache", "publisher"}
