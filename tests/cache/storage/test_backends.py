@@ -19,7 +19,7 @@ from engine_cache.storage import (  # noqa: E402
     page_key,
 )
 from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
-from tests.support.caches.page_pools import KEYS, PagePool, put  # noqa: E402
+from tests.rigs.page_pools import KEYS, PagePool, put  # noqa: E402
 
 pytestmark = pytest.mark.torch
 LAYOUT = PageLayout("bfloat16", 2, (1, 3), "page_first")

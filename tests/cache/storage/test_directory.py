@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsi
 from engine_cache.storage import PageLayout, PoolName, PoolTransfer, StorageIdentity  # noqa: E402
 from engine_cache.storage.base import TrackedPages  # noqa: E402
 from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
-from tests.support.caches.page_pools import KEYS, PagePool, get, held, put  # noqa: E402
+from tests.rigs.page_pools import KEYS, PagePool, get, held, put  # noqa: E402
 
 pytestmark = pytest.mark.torch
 IDENTITY = StorageIdentity("org/model", PageLayout("bfloat16", 2, (1, 3), "page_first"))

@@ -26,7 +26,7 @@ from engine_cache.storage import (  # noqa: E402
     page_key,
 )
 from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
-from tests.support.caches.page_pools import PagePool  # noqa: E402
+from tests.rigs.page_pools import PagePool  # noqa: E402
 from tests.support.effort import num_examples  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -29,7 +29,7 @@ from tests.rigs.mooncake import (  # noqa: E402
     own_identity,
     prefetch,
 )
-from tests.support.caches.page_pools import KEYS, PagePool, held, put  # noqa: E402
+from tests.rigs.page_pools import KEYS, PagePool, held, put  # noqa: E402
 
 pytestmark = pytest.mark.torch
 LAYOUTS = ["page_first", "page_first_direct"]

@@ -15,7 +15,7 @@ from engine_cache.storage import PoolName, mooncake, mooncake_client
 from engine_cache.storage.mooncake import MooncakeStorage
 from tests.rigs.mooncake import make_rig, own_identity
 from tests.rigs.mooncake_double import BAD_ARGUMENTS, NOT_FOUND, OVERFLOW, TRANSFER_FAILED, DoubleMaster
-from tests.support.caches.page_pools import KEYS, PagePool, get, held, put
+from tests.rigs.page_pools import KEYS, PagePool, get, held, put
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch

@@ -31,7 +31,7 @@ from tests.rigs.mooncake import (  # noqa: E402
     own_identity,
     prefetch,
 )
-from tests.support.caches.page_pools import KEYS, PagePool, get, put  # noqa: E402
+from tests.rigs.page_pools import KEYS, PagePool, get, put  # noqa: E402
 from tests.support.servers.child_process import free_port  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 

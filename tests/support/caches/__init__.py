@@ -1,1 +1,0 @@
-"""Prefix caches under test: rigs, state machines, oracles, and stores that fail on demand."""
