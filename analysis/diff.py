@@ -1,7 +1,5 @@
 """The difference between what the workers hold at two moments, in two logs, or in a log and a live service."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias

@@ -5,8 +5,6 @@
 Its results are `MarkerReport`, see `kv_events.runtime.helper_process`.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

@@ -1,7 +1,5 @@
 """Events and views as Parquet files, for queries in SQL or with data frames. Needs `pyarrow` (extra `analysis`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

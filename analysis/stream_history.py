@@ -1,7 +1,5 @@
 """What each batch of a log shows about its stream: gaps, restarts, resyncs and wrong digests."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from indexer.views import View

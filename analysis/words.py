@@ -1,7 +1,5 @@
 """Numbers, times and names as a report shows them."""
 
-from __future__ import annotations
-
 import math
 
 from kv_events.log.moments import utc_text

@@ -1,7 +1,5 @@
 """The application: the same routes for the service of the present and for the replay of a log."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version

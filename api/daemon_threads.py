@@ -1,7 +1,5 @@
 """Long work beside the event loop that does not delay the end of the process."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

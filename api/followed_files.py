@@ -1,7 +1,5 @@
 """Files that a running service reads again whenever they change."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable

@@ -4,8 +4,6 @@ FastAPI routes declare their answers with `answers` and `problem`. `complete` ad
 not know, and the component schemas to which both refer.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

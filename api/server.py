@@ -1,7 +1,5 @@
 """The server: uvicorn with uvloop, on a socket that is bound before anything else starts."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Settings of the HTTP side, from `KVSIGHT_*` environment variables or keyword arguments."""
 
-from __future__ import annotations
-
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path

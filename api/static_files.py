@@ -5,8 +5,6 @@ files are relative, so they also work behind a proxy that adds a prefix. They co
 they need no token.
 """
 
-from __future__ import annotations
-
 import re
 from base64 import b64encode
 from hashlib import sha256

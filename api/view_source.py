@@ -1,7 +1,5 @@
 """What the reading routes need: the views of now, or those of a moment of the past."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Protocol

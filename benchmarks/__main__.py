@@ -1,7 +1,5 @@
 """All benchmarks, one after the other: `python -m benchmarks [--json FILE] [NAME ...]`"""
 
-from __future__ import annotations
-
 import argparse
 import json
 from importlib import import_module

@@ -14,8 +14,6 @@ SGLang 0.5.13 sends them. A page counts when it is stored and when it is removed
 that other load on the machine affects all of them equally.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import time

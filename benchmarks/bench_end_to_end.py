@@ -5,8 +5,6 @@ them, and a router queries the newest event over HTTP, every half millisecond, u
 KVSIGHT_KAFKA names the broker; without it, the benchmark starts one.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -5,8 +5,6 @@ removes its oldest ones. The prompt that is asked for, of 1,000 pages given as t
 the page cache of the operating system.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import cycle
 from pathlib import Path

@@ -6,8 +6,6 @@ over one connection. The log of the second part has 2,000 records with 512 new p
 partitions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

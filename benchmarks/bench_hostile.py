@@ -5,8 +5,6 @@ its own with the lowest priority. The quiet figure is measured before each row, 
 moment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -7,8 +7,6 @@ The rows of growth fill an index with 10M pages, three of 1,000 workers on each,
 CPU time of one call, so that other programs do not count.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -7,8 +7,6 @@ that they are compared with their own moment. The index has 102,400 distinct pag
 "in the loop" is the longest CPU time of one step of an answer, after which the event loop can turn to others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

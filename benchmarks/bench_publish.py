@@ -4,8 +4,6 @@
 benchmark starts one.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -5,8 +5,6 @@ computes the new node's block and sequence hashes, so the ratio is the cost of t
 take turns, so that other load on the machine affects them equally. Queues are drained between inserts, untimed.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from statistics import median

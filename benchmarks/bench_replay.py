@@ -5,8 +5,6 @@ old ones. 1.3M pages are held at the end. The small logs have fewer changes in r
 those of one core, by CPU time. The records are in the page cache of the operating system.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import deque

@@ -6,8 +6,6 @@ snapshots are written: the longest turn of the loop is the longest time that a q
 threads which do not hold the interpreter, so a turn is at most as long as shown; it does not depend on other programs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -5,8 +5,6 @@ packed hashes of 64 pages that every worker holds, answered in process.
 KVSIGHT_KAFKA names the broker; without it, the benchmark starts one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

@@ -4,8 +4,6 @@
 divergence are deterministic; times are those of one run. `MOONCAKE_TRACE` names the trace.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

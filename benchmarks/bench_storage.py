@@ -5,8 +5,6 @@ prefetched by a second engine. The backends are a Mooncake store over TCP and a 
 process that lends it memory run on the same machine. The directory is a temporary one and is read from the page cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

@@ -8,8 +8,6 @@ and insert of a new one, with up to a million pages; then the same with both tie
 "nodes" counts the nodes on the path of a match or an insert and the nodes that an eviction compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 

@@ -7,8 +7,6 @@ prefetch when neither tier holds the prompt. The storage backend is a directory 
 machine. A page has 128 KiB of KV, or 72 KiB of compressed KV.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

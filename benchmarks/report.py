@@ -1,7 +1,5 @@
 """The output of all benchmarks: a table with spread and machine, and JSON."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

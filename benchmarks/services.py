@@ -1,7 +1,5 @@
 """Servers that benchmarks use."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ Start at `fleet.Fleet`, then `engine` and `stream.engine_stream`. `registry` kno
 `plugins` runs inside engines and needs no socket. Imports `publisher` and `kv_events`.
 """
 
-from __future__ import annotations
-
 from bridge.engine import EngineStatus
 from bridge.fleet import EngineConflictError, Fleet
 from bridge.settings import BridgeSettings, EngineSettings, parse_engine, read_engines

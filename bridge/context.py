@@ -1,7 +1,5 @@
 """What all parts that translate the events of one engine share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 

@@ -1,7 +1,5 @@
 """One address of an engine: the task that reads it, its engine streams and its status."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

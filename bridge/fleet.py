@@ -1,7 +1,5 @@
 """All engines that a process reads, published to one sink."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Self
 

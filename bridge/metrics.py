@@ -1,7 +1,5 @@
 """Prometheus metrics of the bridge, collected at each scrape."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields

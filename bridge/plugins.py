@@ -1,7 +1,5 @@
 """Our publisher behind the publisher interface of vLLM and SGLang."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Which engine owns which worker stream."""
 
-from __future__ import annotations
-
 import threading
 
 from bridge.context import EngineContext

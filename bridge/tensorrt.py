@@ -4,8 +4,6 @@ Polling happens in the engine's own process: pass the events to `PolledEvents`. 
 vLLM's protocol instead, and a `Fleet` reads it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby

@@ -4,8 +4,6 @@ The kernels release the GIL, so several engines are processed in parallel while 
 done in steps. Engines take turns on the threads, and work that is no longer wanted ends after a step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

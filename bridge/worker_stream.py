@@ -1,7 +1,5 @@
 """One worker's stream: a translator for its events, and one publisher for each incarnation of its engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Shows the clients' methods in the reference, which reads the source without running it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import griffe

@@ -1,7 +1,5 @@
 """Puts the project's files outside docs/ on the site, where the pages' links expect them."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 from pathlib import Path

@@ -10,8 +10,6 @@ The classes of `presets.py` choose components, tiers and rules. A scheduler can 
 tiers. Calls that concern a missing tier have no effect.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

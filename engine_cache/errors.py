@@ -1,7 +1,5 @@
 """Errors of the engine side, other than invalid values."""
 
-from __future__ import annotations
-
 from kv_events.errors import KvsightError
 
 

@@ -1,7 +1,5 @@
 """The five cache classes. Each chooses components, tiers and rules of `TreeCache`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 

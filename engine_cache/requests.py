@@ -7,8 +7,6 @@ after the insert   | tree                | duplicate,     | tree            | re
                    |                     | freed          |                 |
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Protocol

@@ -1,7 +1,5 @@
 """A recount of what a tree and its components keep up to date: tiers, locks, sizes, leaves and LRU lists."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from engine_cache.components.component import AuxiliaryComponent

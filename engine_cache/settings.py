@@ -1,7 +1,5 @@
 """Settings of caches, pools and storage, from `KVSIGHT_*` variables. Those of Mooncake have Mooncake's own names."""
 
-from __future__ import annotations
-
 import os
 import re
 

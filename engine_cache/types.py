@@ -1,7 +1,5 @@
 """Aliases shared by trees, allocators and pools."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import numpy as np

@@ -1,7 +1,5 @@
 """CacheVariant: the differences between caches with the same components and tiers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

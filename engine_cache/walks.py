@@ -1,7 +1,5 @@
 """The two walks of a cache down its tree: matches and inserts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile
 

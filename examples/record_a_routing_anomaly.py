@@ -7,8 +7,6 @@ router sends each request to the engine that holds most of its prompt, and recor
 job sends long prompts to engine-1 directly, past the router.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator

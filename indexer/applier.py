@@ -1,7 +1,5 @@
 """One record of the log: decode, admit, apply in slices, confirm. No I/O; the same for live use and replay."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

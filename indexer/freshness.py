@@ -1,7 +1,5 @@
 """The reported state of a view. A worker expires only by silence while the event log can be read."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

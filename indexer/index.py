@@ -1,7 +1,5 @@
 """OverlapIndex: the pages that each worker stream holds, and the longest prefix of a prompt that it holds."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator
 from typing import NamedTuple
 

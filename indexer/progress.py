@@ -1,7 +1,5 @@
 """The part of the event log that has been applied."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from kv_events.records import LogRecord

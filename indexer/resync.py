@@ -1,7 +1,5 @@
 """Resync requests: selects the publishers that must resend everything they hold, and the times of the requests."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

@@ -6,8 +6,6 @@ of which has its own index. The rules are those of vLLM's `find_longest_cache_hi
 what makes them equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple

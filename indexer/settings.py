@@ -1,7 +1,5 @@
 """Settings of the router side, from `KVSIGHT_*` environment variables or keyword arguments."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Self

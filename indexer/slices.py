@@ -1,7 +1,5 @@
 """Runs work in short slices on the event loop, so that queries are answered between them."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Bounds on what one tenant may use: a TOML file that may change at any time, and the gate that holds tenants to it."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """Changes of worker streams, and log lines about them: they join, restart, leave, expire, turn stale and live again."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ Version rule: the same major version, any minor. Trailing fields of newer writer
 are ignored. Any other deviation raises `RecordRejectedError`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import NamedTuple, TypeAlias

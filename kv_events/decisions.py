@@ -4,8 +4,6 @@ Both are records of the topic `kv-decisions`, or of the channel DECISIONS of an 
 have the same request id, which is also the key of both records. The version rule is that of `kv_events.codec`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import TypeAlias
 

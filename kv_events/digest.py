@@ -6,8 +6,6 @@ uint64[8]: four counts, then four XORs, in the order of `schema.MEDIA`. On the w
 little-endian.
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import numpy as np

@@ -4,8 +4,6 @@ vLLM defined the protocol and SGLang follows it. A PUB socket sends `topic, sequ
 replays the batches that it still keeps, in one of two layouts, and ends an answer with a marker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeAlias
 

@@ -1,7 +1,5 @@
 """Root of the error tree. Facts that a caller may act on are attributes, not only part of the message."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from types import UnionType
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The seed of the sequence hashes. A deployment uses one seed, because two seeds give every page two hashes."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 

@@ -10,8 +10,6 @@ seed of the *local* hashes, which cover the tokens of one page. Pages are rolled
 Dynamo 1.6, so that a caller with local hashes need not know the namespace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """Limits on every size that comes from outside. A larger value is a clear error, never an allocation."""
 
-from __future__ import annotations
-
 MAX_RECORD_BYTES = 1_000_000
 """Largest record in the log, in bytes. With its framing it is below the 1 MiB that Kafka accepts by default."""
 

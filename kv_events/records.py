@@ -1,7 +1,5 @@
 """One record of a log: of a Kafka topic, an event-log file or a log in memory."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import Final, NamedTuple
 

@@ -5,8 +5,6 @@ meaning; a cache emits them and `publish()` accepts them. *Wire events* (`Packed
 the same pages as columns, with hashes as little-endian bytes, inside an `EventBatch`, which is one record of the log.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import TypeAlias
 

@@ -5,8 +5,6 @@ KV, under a companion model: `m#mamba` for the model `m`. It is an ordinary stre
 sees a model that no one queries. Some groups hold no pages: the existence of their stream is what they say.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Conversion of tokens and hashes to arrays. Needs only numpy, so that a client loads no kernels."""
 
-from __future__ import annotations
-
 import operator
 from array import array
 from collections.abc import Mapping, Sequence, Set

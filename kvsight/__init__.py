@@ -7,8 +7,6 @@ the `kvsight` command.
 Start at `client`, then `calls`.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

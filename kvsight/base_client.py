@@ -1,7 +1,5 @@
 """What both clients share, without any I/O: the address, the headers, the verdict on each attempt, the retries."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """The choice of a worker, given the answer to a query."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from numbers import Real

@@ -1,7 +1,5 @@
 """Errors of the clients. Each message contains the address and what the server answered."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from kv_events.errors import KvsightError

@@ -1,7 +1,5 @@
 """The client side of GET /events: decodes server-sent events into typed events."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The extras of the package: which modules a command needs beyond the base install."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from kv_events.errors import KvsightError

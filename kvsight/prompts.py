@@ -3,8 +3,6 @@
 They travel in the form that the API decodes fastest: a msgpack map with packed numbers.
 """
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Sequence

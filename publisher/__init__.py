@@ -6,8 +6,6 @@ Owns the ledger of the pages that the worker holds, the bounded queue, batching,
 `change_queue` -> `packing` -> `sinks`.
 """
 
-from __future__ import annotations
-
 from publisher.publisher import CloseReport, EventPublisher, PublisherStateError, PublisherStats
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, Sink, SinkError, SinkRejectedError, SinkUnavailableError

@@ -1,7 +1,5 @@
 """The engine's side of a publisher: accepts events and queues page changes. `record` neither blocks nor raises."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import threading

@@ -1,7 +1,5 @@
 """The tasks that send records from the builder to the sink and pass the sink's requests to the builder."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """The ledger: the record of what the worker holds, built from its events alone."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

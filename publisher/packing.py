@@ -1,7 +1,5 @@
 """Packs page changes into wire events. Adjacent changes of one kind become one event; a chain has one parent."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The public class of the package: `EventPublisher`."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

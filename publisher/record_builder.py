@@ -3,8 +3,6 @@
 It has no clock, no I/O and no tasks.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import dataclass

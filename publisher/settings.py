@@ -1,7 +1,5 @@
 """Settings of a publisher, from arguments or `KVSIGHT_*` variables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal, Self
 

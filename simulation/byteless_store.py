@@ -1,7 +1,5 @@
 """A storage backend without bytes: tracks which pages a disk would hold and which it would have evicted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from threading import Lock
 from typing import ClassVar

@@ -7,8 +7,6 @@ ended when a method returns.
     insert ── backup ──> host ── archive ──> disk           after: settle()
 """
 
-from __future__ import annotations
-
 import math
 from itertools import count
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The report of a comparison of policies, as one HTML file. Needs the extra `analysis`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path

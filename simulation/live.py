@@ -3,8 +3,6 @@
 The router sees events with a small delay, as real routers do, so two runs differ slightly.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable

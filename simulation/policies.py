@@ -1,7 +1,5 @@
 """Routing policies, which choose the worker of a request."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One policy with its own fleet."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias

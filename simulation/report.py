@@ -1,7 +1,5 @@
 """The results of a run."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 

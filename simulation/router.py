@@ -1,7 +1,5 @@
 """The information of a policy: the answers of the index, without access to the caches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

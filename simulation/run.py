@@ -3,8 +3,6 @@
 Without a broker, publishers feed the index without a log, in simulated time, deterministically and in one thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ each of which identifies a block of 512 tokens together with its prefix. Equal i
 different tokens, so prefixes are shared exactly as in the original.
 """
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterator

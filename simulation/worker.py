@@ -3,8 +3,6 @@
 Also compares its cache, page by page, with a view of it. That reads both ends and nothing in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ agent   system prompt | task | call | tool result | call ...         a fast-grow
 burst   many sessions start at the same time with one system prompt
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count

@@ -3,8 +3,6 @@
 In CI a missing part is a failure; elsewhere a skip that says how to get it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable, Generator, Iterator

@@ -1,7 +1,5 @@
 """Conventions that no linter knows: Python calls only kernels, and few tests are repeated in CI, each with a reason."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

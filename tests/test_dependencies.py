@@ -1,7 +1,5 @@
 """What is declared in pyproject.toml is what the packages import, and the wheel holds them and nothing else."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

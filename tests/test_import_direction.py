@@ -1,7 +1,5 @@
 """Which package may import which, and what must load without torch, FastAPI or Kafka."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import subprocess

@@ -1,7 +1,5 @@
 """The audit of one log, in one pass over its events."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from array import array

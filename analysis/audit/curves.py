@@ -1,7 +1,5 @@
 """What an audit sees over time, for curves: collected while the log is read, in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

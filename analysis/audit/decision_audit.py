@@ -6,8 +6,6 @@ What workers held when a router chose is taken from the log, as of the time of t
 have been older; the difference is the cause `stale view`.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The verdict of an audit: its causes by weight, in sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from analysis.audit.decision_audit import NEW, NO_OUTCOME, NO_PAGE

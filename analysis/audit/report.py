@@ -1,7 +1,5 @@
 """What an audit finds, as structs that are printed or encoded as JSON. Times are seconds since 1970."""
 
-from __future__ import annotations
-
 import msgspec
 
 from kv_events.http.explanations import BatchPosition

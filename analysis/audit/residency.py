@@ -1,7 +1,5 @@
 """The book of an audit: which pages each stream holds, on which media, and since when."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Kernels that follow which pages each stream holds, on which media, and since when."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the events of a log show, stream by stream."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ It writes the explanation as JSON to stdout and ends with 0. If there is none, i
 2. A service explains in a process of its own, because a replay in a thread would delay its answers.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The prompt to explain, as a service sends it to its explaining process. This module loads no kernels of its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import msgspec

@@ -1,7 +1,5 @@
 """The cause at which a prefix ends, from what the log shows about a stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

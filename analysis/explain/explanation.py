@@ -1,7 +1,5 @@
 """Why each worker holds no more of a prompt, from a log."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from analysis.explain import messages

@@ -1,7 +1,5 @@
 """The findings in plain sentences. `page` is counted from 0 here and from 1 in the texts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from analysis.explain.tracer import BeforeLog, Gap

@@ -1,7 +1,5 @@
 """What happened to the pages of a prompt in one stream: when each was stored on a medium, and how it left."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 import numpy as np

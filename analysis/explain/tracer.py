@@ -1,7 +1,5 @@
 """Reads a log once: rebuilds the views with the ordinary replay, and follows the asked pages beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial

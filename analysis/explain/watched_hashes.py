@@ -1,7 +1,5 @@
 """A table of the hashes that a question is about, of which few are among millions. A bitmap rejects most others."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 from numba import types

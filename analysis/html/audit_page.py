@@ -1,7 +1,5 @@
 """The report of an audit: the same figures as `kvsight audit --json`, and curves over time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

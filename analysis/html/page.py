@@ -1,7 +1,5 @@
 """Writes a report as one file. Nothing in it is loaded from elsewhere, and its policy allows only its own scripts."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Colours are those of a light page. `templates/plots.css` replaces some of them where the page is dark.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias

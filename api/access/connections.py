@@ -1,7 +1,5 @@
 """The connections of one server and the bodies that it holds: which of them make room when there are too many."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import time

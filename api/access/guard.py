@@ -1,7 +1,5 @@
 """Who may ask: a middleware of checks, of bearer tokens and of what a page of another site lets a browser send."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence, Set

@@ -1,7 +1,5 @@
 """Bounds on requests in a second: of a token, and of a tenant."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """The tokens that a service accepts: what each of them permits, and how often. Their file may change at any time."""
 
-from __future__ import annotations
-
 import hmac
 import logging
 import re

@@ -1,7 +1,5 @@
 """POST /decisions: what routers chose, and what the engines reused."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 The figures are those of the routers. `kvsight audit` compares them with the log and finds out where tokens were lost.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The kernel that writes the answer to a query as JSON text: fixed texts, and numbers in the gaps between them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ progress. All its bytes are held until it is complete. If the fast path does not
 if it had arrived just now. Connections whose requests repeat become direct: see `api.fast.kernel_connections`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable
 from typing import Any

@@ -5,8 +5,6 @@ returns None, and they are passed to FastAPI, which also reports all errors. In 
 query comes later, because the other members are asked. Their requests are answered here, too.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,7 +1,5 @@
 """An HTTP protocol that bounds what a client may make the server hold, and for how long."""
 
-from __future__ import annotations
-
 import asyncio
 from http import HTTPStatus
 from typing import Any

@@ -6,8 +6,6 @@ A repeated request differs from the one before only in its numbers and in its Co
                        before                       digits            between            numbers  after
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

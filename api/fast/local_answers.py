@@ -1,7 +1,5 @@
 """Answers from the views of this service: from a query through scores to JSON in the caller's dialect."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The kernel of a query: from the text of a prompt, or its tokens or hashes, to the text of the answer."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Self
 
 import numpy as np

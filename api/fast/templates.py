@@ -8,8 +8,6 @@ random numbers in it. If it returns these numbers, the array is the prompt, and 
 or of a field that occurs twice. A kernel reads the real numbers.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Collection

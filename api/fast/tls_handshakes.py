@@ -1,7 +1,5 @@
 """Connections whose TLS handshake is not finished: they count, and end, as all others do."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import types

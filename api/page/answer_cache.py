@@ -1,7 +1,5 @@
 """Answers that many viewers share: each is computed once, in slices, and used for a while."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import OrderedDict, defaultdict

@@ -1,7 +1,5 @@
 """GET /fleet: all workers, those in trouble first, and whether their views are true."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """The verdict: one or two sentences that a person on call can act on."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from indexer.freshness import NO_HEARTBEAT

@@ -1,7 +1,5 @@
 """GET /residency: the most shared prefixes of a namespace, and how much of each every worker holds."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The routes from which the page takes its data. They work for any scene: now, or a moment of the past."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Query

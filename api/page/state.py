@@ -1,7 +1,5 @@
 """What there is to show at one moment."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """POST /tokenize: lets an engine tokenize a text, so that the page can ask about it."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 from typing import Annotated, Final

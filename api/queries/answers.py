@@ -1,7 +1,5 @@
 """Who answers queries: this service from its own views, or all members of its group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol

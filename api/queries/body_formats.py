@@ -1,7 +1,5 @@
 """Decoding of bodies into request structs. Every error of a body becomes a ProblemError."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar

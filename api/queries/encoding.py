@@ -1,7 +1,5 @@
 """Answers to queries as structs that msgspec encodes: for queries that `api.fast.writer` does not take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """POST /explain: why each worker holds no more of a prompt, from the log that the service keeps."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

@@ -5,8 +5,6 @@ callers. A kernel therefore finds the members of a large body. The long lists th
 decoded in slices. The rest must be small.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -4,8 +4,6 @@ They accept only what nearly all callers send: decimal integers without exponent
 For anything else they return -1, and the ordinary decoder, which reports errors, reads the body.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import types
 

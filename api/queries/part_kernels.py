@@ -1,7 +1,5 @@
 """Kernels that find the parts of JSON and msgpack without creating Python objects, and without the interpreter."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import types
 

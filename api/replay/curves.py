@@ -1,7 +1,5 @@
 """What preceded a moment: rates and changes of state of the workers, and the decisions of routers."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The marks of a log, which a process of its own finds while moments are served."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from bisect import bisect_left

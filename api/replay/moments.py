@@ -1,7 +1,5 @@
 """Opens moments of a log for requests, and keeps a few of them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Routes that only the replay has: the extent of the log, a moment, and the difference of two."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated, Final, Literal
 

@@ -1,7 +1,5 @@
 """The replay of a log as a service: each request is answered as of the moment that its parameter `at` names."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Routes about workers in a group: a worker is found whichever member is asked."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Iterable

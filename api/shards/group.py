@@ -1,7 +1,5 @@
 """A member of a shard group: its parts, put together for the application."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Replies of a member from its own views."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from api.queries.encoding import age_ms

@@ -1,7 +1,5 @@
 """Asks all members of a group, and joins their replies into the answer that a single service would give."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """The messages of the members of a group: msgpack, over `POST /shards/query`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -1,7 +1,5 @@
 """Metric families with their values, as they are read at a scrape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Metrics in Prometheus' text format. They are counted in a middleware or read from the views at each scrape."""
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_left
 from collections import Counter

@@ -1,7 +1,5 @@
 """Metrics of each worker. Their number is bounded: workers beyond a limit share one set of series."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter

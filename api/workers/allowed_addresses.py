@@ -4,8 +4,6 @@ A name is looked up and judged at each connection, which then goes to the addres
 elsewhere a moment later (DNS rebinding) gains nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket

@@ -1,7 +1,5 @@
 """GET /dump: everything that the views hold, in Dynamo's format, as a stream."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """GET /events: changes of the views as server-sent events (HTML Living Standard, section 9.2)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable

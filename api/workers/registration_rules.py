@@ -1,7 +1,5 @@
 """Rules for registrations: allowed addresses, conflicts, and the ranks that a caller selects."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping

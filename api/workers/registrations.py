@@ -3,8 +3,6 @@
 Registrations are saved where other services save snapshots, so that a restarted service reads the same engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

@@ -1,7 +1,5 @@
 """All comparisons with peers: `python -m benchmarks.peers [--json FILE]`. Skipped where the peer or wrk is missing."""
 
-from __future__ import annotations
-
 from benchmarks.peers import in_process, ingest, memory, queries
 from benchmarks.report import main
 

@@ -1,7 +1,5 @@
 """A process of simulated engines, each of which holds the same prompts. It publishes them over ZMQ to every service."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import time

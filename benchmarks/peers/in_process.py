@@ -1,7 +1,5 @@
 """Lookups in process: kvsight's index and Dynamo's own binding, `RadixTree`, each called from Python."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

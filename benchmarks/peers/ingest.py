@@ -4,8 +4,6 @@ Eight engines send as fast as a service receives them. Each service is started a
 receives a few prompts that are not timed.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Memory of both services that hold the same pages of eight engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from statistics import median
 

@@ -1,7 +1,5 @@
 """`POST /query` of both services, by wrk: throughput of 16 connections, and latency of one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile

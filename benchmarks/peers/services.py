@@ -1,7 +1,5 @@
 """The services under comparison, each a process of its own, and a minimal HTTP client for them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

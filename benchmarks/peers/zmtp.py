@@ -4,8 +4,6 @@ Publishers of libzmq need more time for a small message than the services under 
 The bytes on the wire are the same (ZMTP 3.0 without security).
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Events of Mooncake's RFC #1527, and as `mooncake_master` sends them: maps with an `event_type`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

@@ -4,8 +4,6 @@ Groups of full attention form the worker's own stream. All others form group str
 `kv_events.streams.Group`). A page is held if all groups of its stream hold it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from math import gcd, lcm
 from typing import NamedTuple, TypeAlias

@@ -8,8 +8,6 @@ may leave out blocks, which are named by the stores of full attention in the sam
 end of the messages that are decoded together, as everything does that follows the first store of a group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

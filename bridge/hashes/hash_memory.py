@@ -1,7 +1,5 @@
 """One worker's engine hashes and their sequence hashes, remembered beyond the pages' lives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Blocks of groups may be larger than pages. A block hash then names the block's l
 derived from it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

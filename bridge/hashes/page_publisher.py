@@ -1,7 +1,5 @@
 """Translated pages -> the publisher. Ambiguous hashes are resolved on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """One engine's event stream: every batch applied once and in order, and no gap unnoticed."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """Live messages of a ZMQ socket, many at a time. They stay in place until they are applied."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """Batches of one engine stream -> the worker streams of the DP ranks that they name."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Generator, Iterator

@@ -1,7 +1,5 @@
 """Client of an engine's replay socket, which sends again the batches that the engine still keeps."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import AsyncGenerator

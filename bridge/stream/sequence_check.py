@@ -4,8 +4,6 @@ The protocol does not mark restarts. An engine was restarted if its numbers went
 different content. So a hash of the content is kept, of the last batch and of those that were replayed before it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import OrderedDict, deque

@@ -1,7 +1,5 @@
 """The live stream of one address: a SUB socket, its connections, and the engine streams that send on it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

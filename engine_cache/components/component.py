@@ -5,8 +5,6 @@ can be used only together with Full KV on the same tier. Auxiliary data is added
 can also be removed earlier, which is not an event.
 """
 
-from __future__ import annotations
-
 import inspect
 from abc import ABC, abstractmethod
 from collections import OrderedDict

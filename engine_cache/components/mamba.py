@@ -3,8 +3,6 @@
 A split leaves the state at the lower node.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Protocol
 
 import numpy as np

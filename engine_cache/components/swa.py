@@ -7,8 +7,6 @@ The root counts as covered: a prefix shorter than the window needs SWA rows thro
 node up to the node at which one window of rows is complete, without the gaps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """Owners of the rows of device and host pools, and the sizes of host pools. No torch."""
 
-from __future__ import annotations
-
 from threading import Lock
 
 import numpy as np

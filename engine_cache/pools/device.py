@@ -8,8 +8,6 @@ pool numbers its own layers and has its own rows:
     local layer     0        1        0        2
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias

@@ -10,8 +10,6 @@ layouts:
 Pages that do not consist of rows, such as states, have the layout page_first_direct in both page-first layouts.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Mapping, Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """Recurrent states of hybrid models, and the slots of requests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

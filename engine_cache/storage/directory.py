@@ -5,8 +5,6 @@ temporary name and renamed, so readers never see a part of it. It is not synced:
 recognised by their checksum, and lost pages are computed again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -5,8 +5,6 @@ is unreachable, and returns codes. This client raises after `close()`, answers a
 unreachable, and distinguishes success, absence and failure. No torch: memory is given by address.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

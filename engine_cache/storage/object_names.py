@@ -8,8 +8,6 @@ followed by `_`:
     StorageIdentity.prefix             | page_key                 | pool, model, rank
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

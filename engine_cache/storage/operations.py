@@ -3,8 +3,6 @@
 Every host page of a prefetch has one owner at any time: the operation, until the tree takes it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from contextlib import ExitStack

@@ -8,8 +8,6 @@ modes the nodes with a host copy always form a prefix, like those on the device.
 of its node, in one operation. A state that arrives later is copied alone. A copy becomes valid when it is acknowledged.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Copies on CUDA streams, and the choice of a copy engine for a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The device tier of a cache: device rows of nodes, their eviction and their locks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

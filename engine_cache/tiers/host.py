@@ -4,8 +4,6 @@ on device only ── Backups.write ──> pending ── writing_check ──>
                                                                  on both <─────── load_back ──┘
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Nodes that are on the host only: their protection during transfers, and their eviction."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count

@@ -6,8 +6,6 @@ A node is archived when its host copy is acknowledged. The pages of a waiting pr
 the backend holds become nodes on the host. All methods run on the thread that owns the cache.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack

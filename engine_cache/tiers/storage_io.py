@@ -8,8 +8,6 @@ The backend never holds a KV page without the sidecar pages on its rows: those a
 read when both have arrived.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Events of a radix tree: pages that are stored on a tier, and pages that are removed from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple

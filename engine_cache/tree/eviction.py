@@ -4,8 +4,6 @@ A policy computes a sort key for a node. The smallest key is evicted first and t
 is total. Times are ticks of the tree's counter clock, not wall time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple, TypeAlias

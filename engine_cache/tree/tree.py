@@ -7,8 +7,6 @@ A walk that diverges inside a node splits the node, so every walk ends at a node
 to the root, so locked nodes always form a prefix, and eviction needs to remove leaves only.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from itertools import count

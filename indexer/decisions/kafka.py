@@ -1,7 +1,5 @@
 """Writes decisions to a Kafka topic, which is created if it does not exist."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

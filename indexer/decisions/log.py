@@ -1,7 +1,5 @@
 """The bounded queue between the callers who report decisions and what keeps them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ Events may arrive in any order, because the hash of a page identifies its whole 
 parent. Pages that are stored twice and removals of unknown pages are counted and have no effect.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The kernel that applies the plain batches of many records at once, in the same way as `View.apply`."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

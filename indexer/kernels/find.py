@@ -1,7 +1,5 @@
 """The query kernel: finds how much of a prompt each worker stream holds, by cumulative tier."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

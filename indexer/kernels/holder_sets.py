@@ -9,8 +9,6 @@ random word for each bit, so a set that differs in one bit is found without buil
 Set 0 is the empty set. Its hash is 0, its users are not counted, and it is never freed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import NamedTuple
 

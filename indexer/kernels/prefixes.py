@@ -1,7 +1,5 @@
 """Kernels that find the most shared prefixes of an index: where prompts part, and how many streams hold them there."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import types
 

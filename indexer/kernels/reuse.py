@@ -3,8 +3,6 @@
 The index of a group holds the *marked* pages of each stream, by tier. The rules are those of `kv_events.streams.Group`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import types
 

@@ -1,7 +1,5 @@
 """The columns of views that kernels read and change, and the lateness of a stream's batches."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple, TypeAlias
 
 import numpy as np

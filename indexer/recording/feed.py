@@ -1,7 +1,5 @@
 """What is recorded of one source: its channel, its range, and the worker or the model."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Copies sources into an event log, without holes and doubles, as far as the disk and the sources allow."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -3,8 +3,6 @@
 Arguments: the folder of the log, and the settings of the views as JSON. `indexer.replay.background` starts it.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

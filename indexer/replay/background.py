@@ -1,7 +1,5 @@
 """Key frames of a log that another part of the process writes, from a process of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

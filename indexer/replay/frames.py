@@ -3,8 +3,6 @@
 `docs/event_log.md` documents the files `*.kvframe`. They can be deleted at any time.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from pathlib import Path

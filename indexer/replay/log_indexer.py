@@ -1,7 +1,5 @@
 """Keeps the key frames and the time index of an event log up to date."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

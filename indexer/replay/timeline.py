@@ -1,7 +1,5 @@
 """Any moment of an event log, and the way from one moment to another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple

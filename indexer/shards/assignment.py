@@ -1,7 +1,5 @@
 """The assignment of partitions to members, and what members tell each other through Kafka's group protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Annotated
 

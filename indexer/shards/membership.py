@@ -5,8 +5,6 @@ every member the addresses and the partitions of all. Kafka itself sees an empty
 read by explicit offsets: a rebalance therefore interrupts no reading.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

@@ -1,7 +1,5 @@
 """Settings of a shard group, from `KVSIGHT_*` environment variables or keyword arguments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import urlsplit
 

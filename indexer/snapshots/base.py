@@ -1,7 +1,5 @@
 """The interface of snapshot stores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import ClassVar, Protocol, TypeAlias
 

@@ -1,7 +1,5 @@
 """A snapshot store with one file, which is replaced by renaming."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ Layout: the eight bytes `KVSNAP01`, a CRC-32 of the remaining bytes (4 bytes, li
 declared by `_Image`. Columns are little-endian arrays as bytes.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Loads the newest snapshot at the start and writes new ones in the background."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """A snapshot store in Redis: writes chunks under a new name, then changes one pointer."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

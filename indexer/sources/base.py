@@ -1,7 +1,5 @@
 """The interface of sources of records."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar, Protocol
 

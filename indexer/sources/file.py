@@ -1,7 +1,5 @@
 """Reads an event log in a folder, also while a writer appends to it. There is no channel back to publishers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads partitions of a Kafka topic, all or some, by explicit offsets."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads a `MemoryLog` in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from kv_events.log.memory import LogTruncatedError, LogWatch, MemoryLog

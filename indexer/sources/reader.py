@@ -1,7 +1,5 @@
 """Reads a source: on and on, past its outages, or once from its beginning."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -3,8 +3,6 @@
 A decision also has the fields of a query, in either dialect: model, tenant, prompt, adapter and salt.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

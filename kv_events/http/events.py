@@ -1,7 +1,5 @@
 """The server-sent events of GET /events, one struct for each kind."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import msgspec

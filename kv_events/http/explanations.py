@@ -1,7 +1,5 @@
 """Bodies of POST /explain and `kvsight explain --json`. Pages of a prompt are counted from 1."""
 
-from __future__ import annotations
-
 from typing import Annotated, TypeAlias
 
 import msgspec

@@ -1,7 +1,5 @@
 """Answers of GET /fleet, GET /residency and GET /funnel: what the page at `/` shows. Times are seconds since 1970."""
 
-from __future__ import annotations
-
 from typing import Annotated, TypeAlias
 
 import msgspec

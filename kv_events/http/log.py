@@ -1,7 +1,5 @@
 """Answers about a log whose past is served: GET /span, GET /moment and GET /diff. Times are seconds since 1970."""
 
-from __future__ import annotations
-
 from typing import Annotated, TypeAlias
 
 import msgspec

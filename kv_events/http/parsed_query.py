@@ -1,7 +1,5 @@
 """A query in one form, whichever dialect it came in. This module needs numpy and the hashing; clients do without it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias

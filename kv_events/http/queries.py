@@ -4,8 +4,6 @@ A request with `model_name` uses Dynamo's dialect, one with `model` or `modelnam
 ignored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Generic, TypeAlias, TypeVar
 

@@ -4,8 +4,6 @@ The dialect is selected as for queries: a request with `model_name` uses Dynamo'
 RFC's.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, TypeAlias
 
 import msgspec

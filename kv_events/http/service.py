@@ -1,7 +1,5 @@
 """The address of a service, and its answers of GET /health, /ready and /shards, and of every error."""
 
-from __future__ import annotations
-
 import msgspec
 from msgspec import UNSET, UnsetType
 

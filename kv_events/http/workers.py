@@ -1,7 +1,5 @@
 """Answers of GET /workers, GET /workers/{worker}/view and POST /workers/{worker}/resync."""
 
-from __future__ import annotations
-
 from typing import Annotated, TypeAlias
 
 import msgspec

@@ -6,8 +6,6 @@ of them creates a topic by asking about it, as a client would by default: `kv_ev
 The module imports aiokafka when a connection is used, so that the contract loads without it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shlex

@@ -3,8 +3,6 @@
 The tests in `tests/kv_events/test_kafka_clients.py` fail when these parts change.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable

@@ -1,7 +1,5 @@
 """Settings of the connection to Kafka and of the topics, for every process that reads or writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal, Self
 

@@ -4,8 +4,6 @@ Publishers, `kvsight doctor --create-topics` and, for the decisions alone, the s
 wait for them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ Smaller arrays would come from the heap, where freed memory is cleared completel
 uses 100 KiB then used 1.3 MB once others had come and gone.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Iterator

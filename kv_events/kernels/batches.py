@@ -1,7 +1,5 @@
 """The kernel that decodes the batches of many records at once."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

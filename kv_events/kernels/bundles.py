@@ -8,8 +8,6 @@ arrays are written to one array of words, and this array is the only argument. A
 The annotations of a bundle's fields declare their types for mypy and for numba: `U64Vector`, `U32Matrix` and so on.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 from zlib import crc32

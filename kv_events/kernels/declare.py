@@ -8,8 +8,6 @@ This module, `load` and `bundles` use undocumented parts of numba. If a new vers
 `tests/kv_events/test_kernels.py` shows which one.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Machine instructions that numba does not provide, as functions for kernels."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

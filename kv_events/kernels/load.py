@@ -7,8 +7,6 @@ A folder that cannot be written is used as it is. Without any folder, kernels ar
 several processes need a kernel at once, the first one compiles it and the others wait for it.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """The kernel that finds and checks the records of an event-log segment; `docs/event_log.md` documents the bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import types
 

@@ -4,8 +4,6 @@ The bytes are untrusted. Every read is bounded by the payload, every length by t
 recursive.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from kv_events.kernels.declare import array_function, array_helper

@@ -19,8 +19,6 @@ against someone who learns the secret, for example by timing many queries. Even 
 buckets are full over `LONGEST_WALK` slots splits its segment, or is refused if that is not possible.
 """
 
-from __future__ import annotations
-
 import secrets
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Kernels that find, insert and remove keys of a `page_table`. They use arrays only, no Python objects."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kv_events.kernels.declare import array_function, array_helper

@@ -1,7 +1,5 @@
 """The order of pages along their prefixes: each parent before its children."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 from numba import types

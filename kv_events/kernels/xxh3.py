@@ -4,8 +4,6 @@ Implements the XXH3 specification of the xxHash project (release 0.8). Input len
 bytes, so the classes of 0 to 3 bytes are not implemented. Strings are hashed by the `xxhash` package.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Batches of many records of an event log at once, as columns. Start at `decode_chunk`."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

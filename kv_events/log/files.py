@@ -1,7 +1,5 @@
 """Files that are replaced at once: a reader finds the old content or the new one, never a part of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from contextlib import suppress

@@ -3,8 +3,6 @@
 `docs/event_log.md` documents the layout with byte offsets. All integers are little-endian.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from pathlib import Path

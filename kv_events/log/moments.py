@@ -1,7 +1,5 @@
 """Moments of an event log: their text, and whether a log has them. This module loads no kernels."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping

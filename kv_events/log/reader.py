@@ -1,7 +1,5 @@
 """Reads event logs: many records at a time, as columns, past damage and a torn tail. Start at `scan_log`."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The offsets up to which an event log has copied each partition, so that copying can continue after a restart."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path

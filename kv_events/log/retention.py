@@ -1,7 +1,5 @@
 """Bounds the size and the age of an event log by deleting whole segments, oldest first."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import NamedTuple

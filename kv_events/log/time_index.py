@@ -3,8 +3,6 @@
 `docs/event_log.md` documents the files `*.kvtimes`. They can be deleted at any time.
 """
 
-from __future__ import annotations
-
 import logging
 import zlib
 from collections.abc import Iterator

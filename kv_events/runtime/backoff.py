@@ -1,7 +1,5 @@
 """Pauses between attempts: exponential backoff with jitter."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

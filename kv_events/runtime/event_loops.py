@@ -1,7 +1,5 @@
 """The event loops of kvsight's own processes and threads."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

@@ -4,8 +4,6 @@ A helper runs at a low priority. It ends when its stdin does, which is when its 
 It writes its results to stdout as JSON, one a line. What it writes to stderr is logged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Outages of a server that several parts of a process use: one log line at the beginning, one at the end."""
 
-from __future__ import annotations
-
 import logging
 import time
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Warnings that one bad peer could repeat without end, limited to two a minute for each kind."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

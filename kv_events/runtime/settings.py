@@ -1,7 +1,5 @@
 """Base of all settings classes: values from `KVSIGHT_*` variables, frozen, with errors that name the variable."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """The spans of a process, by OpenTelemetry. Needs the extra `otel`; see `kv_events.runtime.tracing.open_spans`."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

@@ -1,7 +1,5 @@
 """Long-lived tasks, which start again after an unexpected error instead of ending silently."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

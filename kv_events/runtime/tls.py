@@ -1,7 +1,5 @@
 """TLS: contexts from files, and reasons of failures in words."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import ssl

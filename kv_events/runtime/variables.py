@@ -4,8 +4,6 @@ The list is separate from the settings classes, so that every process can check 
 packages that it does not use. `tests/commands/test_settings.py` compares it with the classes and the commands.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

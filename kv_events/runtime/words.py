@@ -1,7 +1,5 @@
 """Names, numbers, durations and times as people read them in lines of text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """What all commands have: `-h`, `-v`, `--version`, names of the version before, and errors that name the typed flag."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from functools import wraps

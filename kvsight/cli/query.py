@@ -1,7 +1,5 @@
 """`kvsight query`"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Blocks: pages by the engine's identifier (block hash XOR the salt of its namespace), with their media."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

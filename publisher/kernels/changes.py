@@ -1,7 +1,5 @@
 """Kernels of page changes: digests, chains and batches over columns, and the queue that the ledger's kernels fill."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

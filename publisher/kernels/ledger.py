@@ -8,8 +8,6 @@ indexer keeps a set; the digest is also that of a set.
 `is_shared`: whether another object owns the table of blocks.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

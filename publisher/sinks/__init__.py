@@ -4,8 +4,6 @@ Start at the contract, `base.Sink`. `create_sink` chooses by settings. Imports o
 settings; aiokafka and ZMQ are loaded when their sink is created.
 """
 
-from __future__ import annotations
-
 from kv_events.errors import InvalidValueError
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, Sink, SinkError, SinkRejectedError, SinkUnavailableError

@@ -1,7 +1,5 @@
 """The contract of sinks."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 

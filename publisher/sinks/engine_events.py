@@ -5,8 +5,6 @@ as opaque identifiers. A resync is sent as the difference to what readers alread
 pages that they do not know have no tokens in a resync and cannot be sent.
 """
 
-from __future__ import annotations
-
 import contextlib
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias

@@ -1,7 +1,5 @@
 """The file sink: an event log in a folder."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence

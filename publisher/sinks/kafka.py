@@ -4,8 +4,6 @@ The producer is idempotent. It retries until each record has arrived once and in
 unavailable. `send` therefore waits instead of failing, while events accumulate in the publisher's bounded queue.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

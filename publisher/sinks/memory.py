@@ -1,7 +1,5 @@
 """The sink of the embedded mode: a `MemoryLog` in the same process."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence

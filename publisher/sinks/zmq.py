@@ -4,8 +4,6 @@ The protocol has no acknowledgements and no control channel. A reader that is ab
 them replayed as long as they are kept.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """The replay socket of a ZMQ sink, which keeps batches and sends them again on request."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """`kvsight audit` as people run it."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The funnel of an audit equals what a simulation knows to be true."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

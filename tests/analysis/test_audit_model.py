@@ -1,7 +1,5 @@
 """The counts of an audit equal those of a model in plain Python, on random logs with planted faults."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Decisions of a log in the order of their times."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Every planted cause is found, whatever the other workers do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

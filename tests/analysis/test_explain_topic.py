@@ -1,7 +1,5 @@
 """A real topic is explained as a recording of it is: by `kvsight explain --kafka`, and by a service that records it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

@@ -1,7 +1,5 @@
 """The structures of `analysis.explain` against slow reference models, on random operations."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

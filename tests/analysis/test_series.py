@@ -1,7 +1,5 @@
 """What an audit collects over time adds up to its report."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The contract of both clients, against the real API on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import socket

@@ -1,7 +1,5 @@
 """Every route of the application answers hostile requests with problem documents, and never fails."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Log lines of real processes: the life of workers, levels, JSON, and request ids of errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics of each worker: sums over ranks, a bounded number of series, and the cost of a scrape."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of workers, models and tenants are checked wherever they enter: 1 to 256 bytes of UTF-8."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The API behind real uvicorn and uvloop on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

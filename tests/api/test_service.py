@@ -1,7 +1,5 @@
 """Probes, metrics, the API documentation and its page, and settings."""
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64encode

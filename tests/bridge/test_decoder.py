@@ -1,7 +1,5 @@
 """The decoder compared with a slow reference decoder, on valid, unusual and broken input."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from typing import Any

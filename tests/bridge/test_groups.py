@@ -1,7 +1,5 @@
 """Attention groups: in which stream their pages are published, and what makes a page held."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

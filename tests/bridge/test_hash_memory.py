@@ -1,7 +1,5 @@
 """How long a bridge remembers the hashes of pages that a worker no longer holds."""
 
-from __future__ import annotations
-
 from tests.rigs.bridge import CPU, GPU, Rig, on
 from tests.support.engines.event_payloads import cleared, names_of, removed, stored
 

@@ -1,7 +1,5 @@
 """Messages of a socket: none is lost, changed or attributed to another sender, and those that wait have a bound."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

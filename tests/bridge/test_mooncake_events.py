@@ -1,7 +1,5 @@
 """Events according to Mooncake's RFC #1527, and events of `mooncake_master`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.rigs.bridge import CPU, DISK, GPU, Rig, on

@@ -1,7 +1,5 @@
 """Sequence hashes of pages with adapters, salts, objects and token pairs, in all forms that engines send."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

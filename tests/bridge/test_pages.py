@@ -1,7 +1,5 @@
 """Translation of engine events to events that routers can rely on, with each pitfall of the engines' protocols."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

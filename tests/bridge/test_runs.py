@@ -1,7 +1,5 @@
 """Alternating stores and removals, and batches decoded together, have the same result as one by one."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """The order of batches, the incarnations that sent them, and connections that a subscriber reports."""
 
-from __future__ import annotations
-
 import numpy as np
 import zmq
 

@@ -1,7 +1,5 @@
 """Engines that are configured in files and flags."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One sink for many publishers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """A simulated engine with random operations in random encodings: the bridge's stream equals its caches."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

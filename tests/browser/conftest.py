@@ -1,7 +1,5 @@
 """A browser for each test."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

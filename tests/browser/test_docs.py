@@ -1,7 +1,5 @@
 """The documentation page in a browser that cannot resolve any host name, as in a network without the internet."""
 
-from __future__ import annotations
-
 from playwright.async_api import Browser
 
 from api.app import create_app

@@ -1,7 +1,5 @@
 """The live page in a real browser."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

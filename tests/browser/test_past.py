@@ -1,7 +1,5 @@
 """The page over the past in a real browser."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The reports of `kvsight audit --html` and `kvsight simulate --html` in a real browser."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A chaos run: `python -m tests.chaos [--minutes 10] [--seed 1] [NAME ...]`. Exit status 1 if a promise was broken."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

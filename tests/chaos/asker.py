@@ -5,8 +5,6 @@ sends `POST /query` at a steady rate over a kept connection, for the prompts tha
 answer is a row of ANSWER_ROW in the file.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import sys

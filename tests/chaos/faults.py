@@ -1,7 +1,5 @@
 """The faults of a chaos run, by name, and the contract of a fault."""
 
-from __future__ import annotations
-
 import resource
 import threading
 import time

@@ -1,7 +1,5 @@
 """A sink that harms records on their way to the log, without the publisher's knowledge."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 
 from kv_events.runtime.outages import Outage

@@ -1,7 +1,5 @@
 """Faults of the log: records harmed on their way or written by strangers, and topics that are cut or deleted."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from random import Random

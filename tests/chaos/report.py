@@ -1,7 +1,5 @@
 """The table of a run, or of several: `python -m tests.chaos.report build/chaos/*.json` writes it for the docs."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Sequence

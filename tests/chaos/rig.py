@@ -1,7 +1,5 @@
 """The real parts of a chaos run: a broker, a Redis, engines, services, and a process that asks the services."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

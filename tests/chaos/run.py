@@ -1,7 +1,5 @@
 """A chaos run: faults drawn from a seed, singly and overlapping, and what they cost."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence

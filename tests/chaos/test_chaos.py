@@ -2,8 +2,6 @@
 depend on the speed of the machine.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Watches all views of all services against the engines' histories, and compares them with the caches page by page."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict

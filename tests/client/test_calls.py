@@ -1,7 +1,5 @@
 """What each call sends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """The rule that chooses a worker."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from typing import Any
 

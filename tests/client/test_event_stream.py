@@ -1,7 +1,5 @@
 """Parsing of events from bytes that arrive in any pieces from any server."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import itertools

@@ -1,7 +1,5 @@
 """The public names, loaded only where they are used, and the methods of both clients as people and editors see them."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Retries of a client when a server fails, is busy, or is not a kvsight server."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

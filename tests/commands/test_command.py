@@ -1,7 +1,5 @@
 """The command as a real process: its streams and its exit code."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """`kvsight replay --diff` of a log and a live service that follows it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from typer.testing import CliRunner

@@ -1,7 +1,5 @@
 """`kvsight query --show-hashes` compared with published test vectors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

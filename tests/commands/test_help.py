@@ -1,7 +1,5 @@
 """The help of every command on 80 columns, and that the documentation lists the commands and flags that there are."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

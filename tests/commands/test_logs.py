@@ -1,7 +1,5 @@
 """`kvsight log`: event logs as files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What only a process of its own shows: kept memory, kernels that are loaded in one step, missing extras."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

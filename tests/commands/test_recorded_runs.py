@@ -1,7 +1,5 @@
 """A recorded run, replayed: the same views at its end and at every offset on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

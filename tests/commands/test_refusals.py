@@ -1,7 +1,5 @@
 """What a command refuses is one line on stderr that names what is wrong, and exit code 2."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

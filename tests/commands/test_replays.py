@@ -1,7 +1,5 @@
 """`kvsight replay`, `explain` and `audit` on logs: any moment, differences, late logs, damage, and impossible times."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One list of settings: the settings classes, the flags, the documentation and the check of variables agree."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Tables of the command: nothing is cut, columns are left out by importance, orders are stable."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

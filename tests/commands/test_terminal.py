@@ -1,7 +1,5 @@
 """What a user sees of each command, on a terminal of 80 columns and piped."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """`kvsight top` on a terminal, where it is refreshed in place, and piped."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

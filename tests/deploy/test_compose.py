@@ -1,7 +1,5 @@
 """The container files agree with the code: command lines, settings, ports, health checks, metrics."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

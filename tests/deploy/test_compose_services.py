@@ -1,7 +1,5 @@
 """The services of docker-compose.yml as processes of this machine, and the documented commands against them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

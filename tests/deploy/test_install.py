@@ -1,7 +1,5 @@
 """An editable install, as `make` makes it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

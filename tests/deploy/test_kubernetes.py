@@ -1,7 +1,5 @@
 """The Helm chart, rendered by Helm itself, and the manifests, checked against the schemas of Kubernetes."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

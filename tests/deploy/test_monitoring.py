@@ -1,7 +1,5 @@
 """A real Prometheus reads real processes: dashboard and alerts use what service, publisher and bridge export."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The documentation is correct: code blocks run, commands exist, settings parse, links are valid."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

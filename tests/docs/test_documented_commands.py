@@ -1,7 +1,5 @@
 """Every command line of the documentation runs against real servers, or is named here with the reason why not."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

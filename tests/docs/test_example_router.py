@@ -1,7 +1,5 @@
 """The routers of examples/ with small simulated engines and the real API, all on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from collections.abc import AsyncIterator, Collection, Sequence

@@ -1,7 +1,5 @@
 """What pages state is what code, tests and benchmarks say: figures, messages, addresses, programs, versions."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

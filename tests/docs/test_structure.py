@@ -1,7 +1,5 @@
 """docs/structure.md names files and functions that exist, in few steps, and the packages' real imports."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

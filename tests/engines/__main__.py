@@ -1,7 +1,5 @@
 """Compares the index with real engines: `python -m tests.engines [ROW ...]`. Exit status 1 if any request differs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -1,7 +1,5 @@
 """Real servers on the CPU, with dummy weights and no tokenizer, and everything that they have published."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple

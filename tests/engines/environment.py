@@ -1,7 +1,5 @@
 """Installs engines from the registry in environments of their own: vLLM for CPUs (minutes, 6 GB), SGLang beside it."""
 
-from __future__ import annotations
-
 import email
 import os
 import re

@@ -1,7 +1,5 @@
 """Random prompts that share prefixes, so that engines hit parts of them and evict others."""
 
-from __future__ import annotations
-
 import random
 
 _REMEMBERED = 30

@@ -3,8 +3,6 @@
 Needs only msgspec, so that it can be imported inside an engine's environment.
 """
 
-from __future__ import annotations
-
 import lzma
 from collections.abc import Iterable
 from pathlib import Path

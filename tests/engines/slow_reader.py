@@ -3,8 +3,6 @@
 A dictionary of counts and the rule of `HybridKVCacheCoordinator`; nothing is shared with the bridge or the index.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The long run: `python -m tests.fuzz [--minutes 10] [NAME ...]`. Each decoder runs in its own process."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import sys

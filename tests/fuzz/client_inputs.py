@@ -1,7 +1,5 @@
 """Inputs of a client: answers of the API and its event stream, from an untrusted server."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inputs from engines: batches of the ZMQ protocol, floods of their events, and TensorRT-LLM's polled events."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

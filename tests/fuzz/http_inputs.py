@@ -1,7 +1,5 @@
 """Inputs of the service: HTTP requests and saved registrations."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence

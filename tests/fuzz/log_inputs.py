@@ -1,7 +1,5 @@
 """Inputs from the log: records as an indexer and a sink read them, segments of files, and snapshots."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import tempfile

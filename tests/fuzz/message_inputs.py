@@ -1,7 +1,5 @@
 """ZMQ messages: frames, topics, replay answers, and replay requests to kvsight's sink."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator

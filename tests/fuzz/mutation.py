@@ -1,7 +1,5 @@
 """Nearly valid bytes: examples that decoders accept, with a few unexpected changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Each stream of `raw_requests` is sent to a listener without a fast path, to one 
 become direct. What comes back until the connection ends is compared, byte by byte.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

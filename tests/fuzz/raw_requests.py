@@ -1,7 +1,5 @@
 """Raw HTTP: streams of bytes that are nearly requests, in packets. A seed and a number determine each stream."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """One decoder against many inputs, with a bound on the memory that each of them may allocate."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Every decoder of untrusted bytes, as a function that may fail only in the way that it documents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Untrusted bytes are accepted or refused as documented: no crash and no unbounded memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.fuzz.runner import check, within_bounds

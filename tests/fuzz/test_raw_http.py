@@ -1,7 +1,5 @@
 """The same bytes get the same answers in all ways of the HTTP service."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

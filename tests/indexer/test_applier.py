@@ -1,7 +1,5 @@
 """Chunks of records, applied at once, compared with the same records applied one by one."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The consumer: load, seek, catch up, request resyncs, forget, save."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Publishers, forgers, lost, doubled and late records, and clocks take random step
 own set of pages.
 """
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

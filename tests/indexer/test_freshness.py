@@ -1,7 +1,5 @@
 """How fresh a view is: late batches, clocks that are set, silence, outages, and what publishers say of themselves."""
 
-from __future__ import annotations
-
 import pytest
 
 from indexer.freshness import Freshness

@@ -1,7 +1,5 @@
 """The process that writes key frames beside a recording: it follows the log, and ends with its parent in any case."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

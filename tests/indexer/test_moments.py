@@ -1,7 +1,5 @@
 """Any moment of a log, compared with a replay of everything from its beginning."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from random import Random

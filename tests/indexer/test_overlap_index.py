@@ -1,7 +1,5 @@
 """The index against a model of sets, under any order of stores, removals, sweeps, duplicates and unknown parents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

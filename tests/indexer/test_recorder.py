@@ -1,7 +1,5 @@
 """What a recorder copies, once or on and on; and beside an event loop, with a disk that hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Recordings: `kvsight record` and `kvsight serve --record` with a real broker and a disk that really fills up."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

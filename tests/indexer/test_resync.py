@@ -1,7 +1,5 @@
 """Whose publisher is asked for a resync, and when; and the life of workers as log lines."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 

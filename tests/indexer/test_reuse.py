@@ -1,7 +1,5 @@
 """The reusable part of a match, according to group streams."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores that a router receives, and the most shared prefixes of an index."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterator

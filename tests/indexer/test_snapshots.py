@@ -1,7 +1,5 @@
 """Images of views, and the contract of the stores that keep them."""
 
-from __future__ import annotations
-
 import os
 import time
 import uuid

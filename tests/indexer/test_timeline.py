@@ -1,7 +1,5 @@
 """Moments of a log: key frames, what replaces them, and what cannot be read."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

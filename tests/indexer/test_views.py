@@ -1,7 +1,5 @@
 """Which batches of one worker stream are applied, and its view after gaps, restarts and resyncs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Decoders of batches, requests and decisions accept what keeps the contract, and reject the rest with a reason."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

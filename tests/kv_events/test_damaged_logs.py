@@ -1,7 +1,5 @@
 """Logs with torn tails and damage: a reader returns what was written or reports damage."""
 
-from __future__ import annotations
-
 import logging
 import os
 import struct

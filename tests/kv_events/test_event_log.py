@@ -1,7 +1,5 @@
 """Event logs: appended records are read back by every reader at any time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import struct

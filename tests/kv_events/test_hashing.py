@@ -1,7 +1,5 @@
 """Golden vectors of SGLang's page hash and of the router's sequence hash, and independent implementations."""
 
-from __future__ import annotations
-
 import os
 import struct
 import subprocess

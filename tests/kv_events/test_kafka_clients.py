@@ -1,7 +1,5 @@
 """Private parts of aiokafka that kvsight uses in order to stop while the broker is unavailable."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import uuid

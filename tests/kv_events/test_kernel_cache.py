@@ -1,7 +1,5 @@
 """Kernels are compiled once, kept where that is possible, and compiled again when a function that they call changes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

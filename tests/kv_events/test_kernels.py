@@ -1,7 +1,5 @@
 """What kernels are made of: bundles of arrays, machine instructions, small memory pages, and private parts of numba."""
 
-from __future__ import annotations
-
 import gc
 import re
 from pathlib import Path

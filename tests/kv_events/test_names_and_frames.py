@@ -1,7 +1,5 @@
 """Names and frames on the wire: streams, groups, ZMQ addresses, the engines' protocol; and values in messages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

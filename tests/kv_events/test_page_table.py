@@ -1,7 +1,5 @@
 """The page table against a dict, with keys that are chosen to collide."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What processes and their tasks share: settings, event loops, pauses and repeated warnings."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

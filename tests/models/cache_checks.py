@@ -1,7 +1,5 @@
 """A recount of a whole cache: its links, hashes and sizes, and the owner of every row of every pool."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Brute-force reference for the end of a match and the data that locks hold."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

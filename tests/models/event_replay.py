@@ -4,8 +4,6 @@
 holds the pages that the events leave on each medium.
 """
 
-from __future__ import annotations
-
 from functools import cache as memoize
 from itertools import pairwise
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A slow reference decoder on plain Python objects, for comparison with the bridge's decoder."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A reader of one stream's records, which the tests of publishers and bridges share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """A running publisher, its sink and its log."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

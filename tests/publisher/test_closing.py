@@ -1,7 +1,5 @@
 """The start and the end of a publisher, in an event loop and on a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

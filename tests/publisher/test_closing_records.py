@@ -1,7 +1,5 @@
 """The closing record of a publisher: its worker leaves the scores at once."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conversion of engine events to columns, and of page changes to wire events."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversion of records to the engines' own events, which the bridge's decoder and the tests read back."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from typing import Any

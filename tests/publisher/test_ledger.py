@@ -1,7 +1,5 @@
 """The ledger: many events a call against a model of sets, and copies that are made in slices while it changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """When an `EventPublisher` without tasks makes records, up to when these state what the worker held, and why not."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """`EventPublisher` without tasks: which events become which records, and what is refused."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Resyncs of an `EventPublisher` without tasks: what begins them, and what they state."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A running `EventPublisher`: tasks, threads, failing sinks, and the end."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

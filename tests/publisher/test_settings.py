@@ -1,7 +1,5 @@
 """Settings of a publisher."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

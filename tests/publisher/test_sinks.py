@@ -1,7 +1,5 @@
 """The contract of sinks, run on each of them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

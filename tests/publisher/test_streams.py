@@ -1,7 +1,5 @@
 """Ledger, digest, wire events and resyncs against models of dicts and sets, in random order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The ZMQ sink on real sockets, read as readers of engines do."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

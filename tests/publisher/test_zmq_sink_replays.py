@@ -1,7 +1,5 @@
 """Replays of the ZMQ sink: readers that stall, ask twice or leave do not affect the worker and other readers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Applications that are asked without a server, or over one."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One service asked in all ways: by its fast path, over a direct connection, and by the general decoder and encoder."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket

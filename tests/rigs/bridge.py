@@ -1,7 +1,5 @@
 """Bridges for tests: `Rig` accepts payloads and needs no socket, `LiveBridge` reads engines over ZMQ."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import defaultdict

@@ -4,8 +4,6 @@ The content of a row or a state is computed from the tokens up to the end of its
 they are found.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pools on device and host whose rows hold one number each, and the expected numbers. No torch."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

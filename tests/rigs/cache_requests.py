@@ -1,8 +1,6 @@
 """Requests on a `CacheRig` from their match to their end. They may have unaligned lengths, may be aborted, and may end
 while a load is in flight."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from engine_cache import InitLoadBackParams, Lane, ManualCopyEngine, PoolExhaustedError, Request

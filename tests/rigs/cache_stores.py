@@ -6,8 +6,6 @@ KV pages stored although their index was refused), `held` (keys of the stored KV
 closes the store and deletes its content.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections import deque

@@ -1,7 +1,5 @@
 """Real pools of tensors for a `CacheRig`, with the expected content of rows, states and pages of an index."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Caches of every kind on one Mooncake store, each with its own client."""
 
-from __future__ import annotations
-
 import secrets
 from contextlib import contextmanager
 

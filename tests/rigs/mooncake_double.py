@@ -3,8 +3,6 @@
 A real store cannot return a chosen code at a chosen moment and does not report which memory is registered.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import socket

@@ -1,7 +1,5 @@
 """A minimal host pool for tests of stores: real tensors that contain only pages. Steps with a store that has one."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Publishers for tests: without tasks, with a sink that fails on demand, and what their records contain."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Views whose records and whose clock a test controls: what the consumer does, without tasks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from indexer.applier import Applier, DeadLetters

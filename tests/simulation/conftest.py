@@ -1,7 +1,5 @@
 """Workers that are not started, and an index that receives their events on demand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

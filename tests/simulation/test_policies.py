@@ -1,7 +1,5 @@
 """Routing policies, the router that they ask, reports, and settings."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs: caches, publishers, logs, index and policies together."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace

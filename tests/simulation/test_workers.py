@@ -1,7 +1,5 @@
 """One simulated engine with each kind of cache, its disk, and the comparison of its cache with a view."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Requests: generated workloads, Mooncake traces, and the prompt of simulated engines."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import defaultdict

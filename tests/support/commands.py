@@ -1,7 +1,5 @@
 """The `kvsight` command: in this process, as a process until it ends, and as a service of a log."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

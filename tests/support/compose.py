@@ -1,7 +1,5 @@
 """The container files and the commands of docs/deployment.md, and checks of command lines and settings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A process that a test controls line by line: one order, one answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The number of random cases of a property test: a part of them by default, all of them with `pytest --soak`."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 
 SHORT, SOAK = "kvsight", "soak"

@@ -3,8 +3,6 @@
 `python -m tests.support.helm_chart` (or `make manifests`) writes them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

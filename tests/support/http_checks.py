@@ -1,7 +1,5 @@
 """Checks for problem documents (RFC 9457)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Measures how long tasks of an event loop wait for each other, independently of the machine's load."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import time

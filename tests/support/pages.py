@@ -1,7 +1,5 @@
 """The pages of the documentation, their code blocks and their command lines."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

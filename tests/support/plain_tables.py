@@ -1,7 +1,5 @@
 """Page tables whose tags a test can choose."""
 
-from __future__ import annotations
-
 import numpy as np
 
 PLAIN = np.array([0, 1], "<u8").tobytes()

@@ -9,8 +9,6 @@ JSON array `[MODULE, ARGUMENTS, ENVIRONMENT, FOLDER]` with four file descriptors
 which the process id and, at the end, the exit code are written.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc

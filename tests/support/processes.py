@@ -1,7 +1,5 @@
 """What the kernel says about processes."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The wall clock of processes, which a test sets ahead or back at any moment. The machine's own is left alone."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from collections.abc import Iterator, Mapping

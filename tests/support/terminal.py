@@ -1,7 +1,5 @@
 """The command on a terminal: a pseudo-terminal of 80 columns, as a user sees it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Waits for a condition with a time limit."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time

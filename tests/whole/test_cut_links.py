@@ -4,8 +4,6 @@ Views become right again, and no answer fails. A real broker, redis-server, `kvs
 a proxy on each link. A limit on the size of files stands in for a full disk: writes are cut in the middle, as there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import resource

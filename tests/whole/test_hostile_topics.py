@@ -1,7 +1,5 @@
 """Records on the topics that kvsight did not write: they are skipped and counted, and stop nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Ctrl-C at any moment of the start of a command that reads Kafka: it ends without a traceback."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Kafka with TLS and logins: a real broker with a listener of each kind, and every way in which it refuses a client."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

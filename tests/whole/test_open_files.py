@@ -1,7 +1,5 @@
 """The limit on open files: raised at the start, and engines are refused before connections cannot be accepted."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

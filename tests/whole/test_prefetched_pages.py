@@ -1,7 +1,5 @@
 """Prefetched pages, from storage to a router's answer."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.rigs.api import asking

@@ -1,7 +1,5 @@
 """Whether the processes without an API say when they do not do their work: an engine, a recording, a bridge."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Redis with TLS and users with few rights: a real server, and every way in which it refuses a client."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path

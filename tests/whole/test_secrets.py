@@ -1,7 +1,5 @@
 """Secrets of a service are in none of its outputs: log lines, errors, metrics, answers and process titles."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Topics: only publishers and `kvsight doctor` create them, and one setting names them for every writer and reader."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

@@ -1,7 +1,5 @@
 """Traces by OpenTelemetry: real processes send them to a real receiver of OTLP."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

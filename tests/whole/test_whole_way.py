@@ -1,7 +1,5 @@
 """The whole path of a page through real parts, and faults on it: caches, publishers, Kafka, Redis, index, HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from typing import Any

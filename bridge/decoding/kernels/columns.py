@@ -1,7 +1,5 @@
 """Rows: the form in which kernels return events, one row of columns for each."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from kv_events.kernels.bundles import I64Matrix, I64Vector, U8Vector, U32Vector, U64Vector

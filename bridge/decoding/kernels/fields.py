@@ -1,7 +1,5 @@
 """Kernels that read the fields of one event into a row, in any of their encodings."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from bridge.decoding.kernels import columns

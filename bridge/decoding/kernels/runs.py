@@ -6,8 +6,6 @@ Events on a medium that no kernel knows join only their like. Clears form runs, 
 events that are invalid for the same reason.
 """
 
-from __future__ import annotations
-
 from bridge.decoding.kernels import columns
 from kv_events.kernels.declare import array_function, array_helper
 

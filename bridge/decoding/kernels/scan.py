@@ -4,8 +4,6 @@ msgpack values are self-delimiting, so the kernels skip an invalid event and con
 encoding ends the batch.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import types
 

@@ -1,7 +1,5 @@
 """Kernels that read the tokens of an event. Most bytes of an event are tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from bridge.decoding.kernels import columns

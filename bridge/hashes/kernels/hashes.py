@@ -11,8 +11,6 @@ Pages with different seeds may share an engine hash, because SGLang does not mix
 is remembered under the hash itself. The others *collide* and are remembered under the hash XOR their mixed seed.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

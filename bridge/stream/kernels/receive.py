@@ -4,8 +4,6 @@ They call libzmq's C functions by their addresses. Message frames, three to a me
 one by one in Python.
 """
 
-from __future__ import annotations
-
 import errno
 from typing import NamedTuple
 

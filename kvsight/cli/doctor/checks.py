@@ -1,7 +1,5 @@
 """Checks, and what they find."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Follows one prompt: from the engine through its events into the index, and compares what both hold."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Output and progress bars, for all commands."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """An engine's HTTP server, in the dialect of OpenAI that vLLM, SGLang and TensorRT-LLM have."""
 
-from __future__ import annotations
-
 import re
 import time
 from email.utils import parsedate_to_datetime

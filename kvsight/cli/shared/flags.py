@@ -1,7 +1,5 @@
 """The flags that several commands have: of settings, of log lines, of the API and of JSON."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence

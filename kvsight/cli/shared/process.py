@@ -3,8 +3,6 @@
 `docs/decisions/allocator.md` has the reasons and the figures of the allocator's settings. Parameters: see mallopt(3).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

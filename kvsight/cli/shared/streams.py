@@ -1,7 +1,5 @@
 """Worker streams as tables: what `kvsight top --ranks` and `kvsight replay` show."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple

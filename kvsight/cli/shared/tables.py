@@ -1,7 +1,5 @@
 """Tables of plain text. Nothing in them is ever cut: a table that is too wide leaves out whole columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 

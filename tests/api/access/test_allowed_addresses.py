@@ -1,7 +1,5 @@
 """`KVSIGHT_REGISTER_ALLOW`: which addresses its entries permit, and where a service connects to."""
 
-from __future__ import annotations
-
 import pytest
 
 from api.settings import RegistrationSettings

@@ -1,7 +1,5 @@
 """What pages of other sites cannot make a user's browser do: ask for changes, or reach the service by another name."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Limits by tenant: what exceeds them is refused and named, other tenants notice nothing, and views come back."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

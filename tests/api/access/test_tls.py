@@ -1,7 +1,5 @@
 """HTTPS of the service: both paths, both clients, and files that are wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import ssl

@@ -1,7 +1,5 @@
 """Tokens of the API: their scopes, their limits, and a file of them that changes while the service runs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """A service that is asked byte by byte."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers written by the kernel equal those that msgspec writes for the structs, byte for byte."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Bodies that the fast path takes get the answer of FastAPI. msgspec decodes the others."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import mmap

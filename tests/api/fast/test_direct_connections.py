@@ -1,7 +1,5 @@
 """Connections whose requests repeat are served by kernels, and answer as before."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import select

@@ -1,7 +1,5 @@
 """The fast path takes a query only if its answer is that of FastAPI."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Connections and bodies that somebody holds do not keep others out."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

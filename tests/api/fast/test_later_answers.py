@@ -1,7 +1,5 @@
 """Queries of a group's member in the fast path: their answers come later, and their connection waits."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

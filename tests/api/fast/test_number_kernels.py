@@ -1,7 +1,5 @@
 """Numbers read from JSON text equal those of the `json` module, and other text is read by msgspec."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Any, NamedTuple

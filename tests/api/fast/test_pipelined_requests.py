@@ -1,7 +1,5 @@
 """Requests that a client sends before it has the answers to those before, and in any pieces."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

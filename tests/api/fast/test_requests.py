@@ -1,7 +1,5 @@
 """Requests in the fast path get the answers of FastAPI, over real connections to the real server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """The files of the page, and the routes from which it takes its data."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 from urllib.parse import urljoin

@@ -1,7 +1,5 @@
 """The structs that server and clients share are complete and documented."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

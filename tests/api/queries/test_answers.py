@@ -1,7 +1,5 @@
 """/query, /query_by_hash and /query/batch: the answers of both dialects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

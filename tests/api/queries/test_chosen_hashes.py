@@ -1,7 +1,5 @@
 """Hashes chosen so that they meet in the page table: every page is found, or its view says that some are missing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

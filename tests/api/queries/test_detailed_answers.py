@@ -1,7 +1,5 @@
 """What MindIE-PyMotor registers, asks and reads: addresses by medium, and pages by tier for each rank."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

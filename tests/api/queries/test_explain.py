@@ -1,7 +1,5 @@
 """POST /explain without a server: the same answers as the library, from a process of its own, and clear refusals."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

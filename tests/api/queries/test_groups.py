@@ -1,7 +1,5 @@
 """Group streams over HTTP: `reusable` in answers, groups listed under their worker, and answers without groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Bodies that take long to decode: the results are the same, and other callers are answered in the meantime."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -1,7 +1,5 @@
 """Pages of adapters and salts, from an engine's cache to a router's answer, by tokens and by hashes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any

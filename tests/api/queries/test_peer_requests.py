@@ -1,7 +1,5 @@
 """NVIDIA Dynamo's indexer and kvsight answer the same requests with the same statuses and error messages."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator

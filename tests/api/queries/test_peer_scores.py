@@ -1,7 +1,5 @@
 """NVIDIA Dynamo's indexer and kvsight give the same scores after the same events."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Errors of callers: Dynamo's status, a problem document with the field and value, and never a 5xx."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from typing import Any

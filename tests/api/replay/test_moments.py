@@ -1,7 +1,5 @@
 """The API over the past: each route, at any moment of a log, and what only the past has."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

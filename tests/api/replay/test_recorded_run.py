@@ -1,7 +1,5 @@
 """A run with faults, recorded while a service follows it: each moment replays to what the service held then."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from random import Random

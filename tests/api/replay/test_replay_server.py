@@ -1,7 +1,5 @@
 """`kvsight replay --serve` as a process."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

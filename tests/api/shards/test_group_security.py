@@ -3,8 +3,6 @@
 A real broker, real publisher processes and real `kvsight serve` processes.
 """
 
-from __future__ import annotations
-
 import ssl
 import uuid
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How partitions are shared out among members, and how a group starts."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

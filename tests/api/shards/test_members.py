@@ -1,7 +1,5 @@
 """What a member of a group sends to others, and what it makes of what they answer. The others are real servers."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

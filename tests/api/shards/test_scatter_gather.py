@@ -1,7 +1,5 @@
 """The answer of a group equals that of one service that holds everything, however its streams are shared out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

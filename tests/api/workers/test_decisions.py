@@ -1,7 +1,5 @@
 """POST /decisions without a server: what is recorded, what is refused, and that nothing waits."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence

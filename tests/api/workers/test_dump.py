@@ -1,7 +1,5 @@
 """The /dump route and the order of its pages."""
 
-from __future__ import annotations
-
 import httpx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """GET /events over real connections, read by both clients; a server that stops or has too many callers."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """The event feed without a server: the events that each client receives, and the handling of slow clients."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """/register and /unregister without a server: dialects, answers and refusals. No engine is required."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator

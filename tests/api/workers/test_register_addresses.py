@@ -1,7 +1,5 @@
 """Engines are read where their names lead, which is found out and judged again at each connection."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import urlsplit
 

@@ -1,7 +1,5 @@
 """The views of registered engines that are away, lost batches, or have another block size."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

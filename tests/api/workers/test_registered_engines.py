@@ -1,7 +1,5 @@
 """Engines that a service reads itself: real sockets, real server."""
 
-from __future__ import annotations
-
 import asyncio
 
 from tests.support.engines.event_payloads import payload, removed, stored

@@ -1,7 +1,5 @@
 """What registered engines cost a service: memory, also after they have left."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Registrations that survive a service: loading, failures to load, and conflicts between services."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

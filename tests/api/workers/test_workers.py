@@ -1,7 +1,5 @@
 """The /workers route, the radix view of a worker, and resyncs on demand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """`kvsight query --show-hashes` compared with the events that SGLang's released recorder makes of a page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from hashlib import sha256
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """kvsight's publisher inside engines: created by vLLM's and SGLang's factories, with their events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """vLLM's and SGLang's own publishers, each in its own process, feed a bridge."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Many engines in one bridge: ranks, workers named by topics, engines that come and go, and who owns a stream."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

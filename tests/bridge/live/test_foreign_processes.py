@@ -1,7 +1,5 @@
 """The public names in a process whose own packages are called `api`, `indexer` and so on, like those of kvsight."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

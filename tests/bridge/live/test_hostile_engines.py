@@ -1,7 +1,5 @@
 """No engine's messages hold up the service: other engines, registrations and its end take no longer than usual."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import time

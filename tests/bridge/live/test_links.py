@@ -1,7 +1,5 @@
 """Connections of a bridge: foreign peers, workers that vanish, engines that start late, IPv6."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 

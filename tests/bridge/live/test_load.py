@@ -1,7 +1,5 @@
 """Eight engines under load, with batches dropped on the way and restarts: views equal what was sent."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from contextlib import ExitStack

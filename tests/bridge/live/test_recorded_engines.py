@@ -3,8 +3,6 @@
 `make engines` makes the recordings, from running servers and from the engine's own block managers.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path

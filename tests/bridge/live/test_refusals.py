@@ -1,7 +1,5 @@
 """What a bridge cannot read: pages that may be gone are dropped, and what is left out is counted and logged."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A bridge keeps reading with any behaviour of an engine's replay socket, and large batches do not block its loop."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Generator, Iterator

@@ -1,7 +1,5 @@
 """A bridge on real sockets: gaps, replays, restarts, lost connections, and what it says when it does not know all."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """A bridge or a registration with a wrong address says what is wrong with it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Decisions on their way from a router's client to the log of the service: a Kafka topic or a folder."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

@@ -4,8 +4,6 @@ A real broker, a real `kvsight serve --record`, real publishers that are killed,
 doubled and swapped. Publishers are stopped while a dump is taken, so that its Kafka offsets are known.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Mapping

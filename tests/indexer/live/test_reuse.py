@@ -1,7 +1,5 @@
 """From the states of a cache to a router's answer: the reusable prefix is what the cache matches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

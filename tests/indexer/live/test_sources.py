@@ -1,7 +1,5 @@
 """The contract of sources, run on each of them."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path

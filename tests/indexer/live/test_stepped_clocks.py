@@ -3,8 +3,6 @@
 A real broker, a real `kvsight serve` and real publisher processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path

@@ -3,8 +3,6 @@
 A real broker, a real `kvsight serve` and real publisher processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Iterator

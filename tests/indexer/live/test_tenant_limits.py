@@ -1,7 +1,5 @@
 """Limits of one tenant against the same batches without limits: other tenants have equal views, its own never lie."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 

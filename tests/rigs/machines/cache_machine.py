@@ -6,8 +6,6 @@ brute force. Operations draw from a `random.Random`: one of hypothesis, which sh
 `soak`, which runs many operations on one cache.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Machines for every cache class, every kind of model and every set of tiers."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from engine_cache import EVICTION_POLICIES, WRITE_POLICIES

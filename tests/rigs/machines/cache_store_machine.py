@@ -3,8 +3,6 @@
 The content of the store is read directly (`cache_stores`), which also records what it accepted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from hashlib import sha256
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The part of the state machine for the host: transfers in flight, failing copies and stores, nearly full pools."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine_cache import Lane, Request, TransferError

@@ -1,7 +1,5 @@
 """A Mooncake store that fails on demand, with access to the objects that its master holds. See `cache_stores`."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 from dataclasses import replace

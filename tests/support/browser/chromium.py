@@ -1,7 +1,5 @@
 """A real browser without a screen: Debian's chromium, driven by Playwright."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

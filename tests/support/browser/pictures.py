@@ -1,7 +1,5 @@
 """Pictures of the page for the documentation: `python -m tests.support.browser.pictures [FOLDER]`"""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures of an audit's report for the documentation: `python -m tests.support.browser.report_pictures [FOLDER]`"""
 
-from __future__ import annotations
-
 import math
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """A simulated fleet with the real API, as in `kvsight demo`, but without the comparison of policies."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """A visit of a page that notes what the page asks for and what goes wrong in it, for tests without an event loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Events in every encoding that engines use, and a slow reference for the sequence hashes of pages."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Messages of an engine that cost their reader as much as possible, in every known shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

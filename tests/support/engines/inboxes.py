@@ -1,7 +1,5 @@
 """What an inbox receives, message by message."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import zmq

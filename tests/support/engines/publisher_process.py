@@ -6,8 +6,6 @@ published; it lists the remaining pages: [[tier, sequence hash], ...]. The first
 as soon as a file of that name with the suffix `.go` exists.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -6,8 +6,6 @@ variables. Each line on stdin is a JSON array, and each one is answered by a lin
 DEADLINE_S]` closes the publisher and ends the process. SIGTERM closes it, too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ Stand-ins replace the module's imports from its package: a logger, a decorator, 
 the publishers and their factory are the released code.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -1,7 +1,5 @@
 """Released packages of other projects for tests. They are cached in `~/.cache/kvsight`."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

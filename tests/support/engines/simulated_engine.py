@@ -5,8 +5,6 @@ The JSON object has the fields of `Behaviour`. The engine caches the whole pages
 those that are new, in the form of SGLang.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

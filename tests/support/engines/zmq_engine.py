@@ -1,7 +1,5 @@
 """An engine's event publisher, written from the protocol: live stream, replay socket, drops and restarts on demand."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ ask or asks an index that is behind, other requests between the choice and the a
 they could, and engines that name their pages otherwise. What is true is read from the caches, never from events.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path

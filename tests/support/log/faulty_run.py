@@ -1,7 +1,5 @@
 """Records of a small fleet in which a lot goes wrong: lost, doubled and swapped batches, restarts, resyncs cut off."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from random import Random
 

@@ -1,7 +1,5 @@
 """A consumer of a log in memory to which a test appends records."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from indexer.applier import Applier, DeadLetters

@@ -1,7 +1,5 @@
 """Logs that begin late, with a key frame at their first record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

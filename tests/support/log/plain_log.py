@@ -1,7 +1,5 @@
 """A log of records of equal length, whose content follows from their index."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kv_events.log.event_log import EventLogReader, EventLogWriter

@@ -1,7 +1,5 @@
 """Logs in which a worker holds no more of a prompt for a known cause, among other workers and their noise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Log records made by hand, as a publisher would send them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

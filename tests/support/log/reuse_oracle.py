@@ -1,7 +1,5 @@
 """The reusable part of a match, computed with sets: the longest prefix whose end satisfies every group."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 
 

@@ -1,7 +1,5 @@
 """Segments of format version 1, which kvsight wrote before records had channels."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Everything that is known about the views of a replay, in a form that can be compared."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

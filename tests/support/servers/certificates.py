@@ -1,7 +1,5 @@
 """Certificates for servers and clients in tests."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple

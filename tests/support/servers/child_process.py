@@ -1,7 +1,5 @@
 """Server processes for tests. They use free ports, write their output to a file, and end with the test run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """A service on a real port with an embedded bridge."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

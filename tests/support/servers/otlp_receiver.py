@@ -1,7 +1,5 @@
 """A collector of traces that speaks OTLP over HTTP and keeps the spans that it receives."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -4,8 +4,6 @@ To run it manually: `pip install --no-deps --target FOLDER ai-dynamo-runtime==1.
 `PYTHONPATH=FOLDER python -m dynamo.indexer --port 8090 --threads 4`, with pydantic and uvloop installed.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import TracebackType

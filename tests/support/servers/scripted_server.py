@@ -1,7 +1,5 @@
 """An HTTP server with scripted answers, one for each request. It records the requests."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A real broker whose listeners require TLS, logins or client certificates."""
 
-from __future__ import annotations
-
 import base64
 import json
 import time

@@ -1,7 +1,5 @@
 """A real `kvsight serve` process that a test may stop, kill and restart."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

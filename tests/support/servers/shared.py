@@ -4,8 +4,6 @@ The process that controls the run starts a server at the first request for it an
 test processes of pytest-xdist send requests through a Unix socket.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """A TCP proxy that a test cuts, holds up, slows down and heals: the network between two real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import struct
