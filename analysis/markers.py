@@ -58,7 +58,7 @@ class MarkerFinder:
     def __init__(self, views: Replay) -> None:
         self._views = views
         self._histories = {view.stream: StreamHistory(view) for view in views.namespaces.views}
-        self._doubted = {view.stream for view in views.namespaces.views if view.stale_reason}
+        self._stale = {view.stream for view in views.namespaces.views if view.stale_reason}
         self._where = 0, 0.0
         self._found: list[Mark] = []
         self._changes: list[Change] = []
@@ -107,12 +107,12 @@ class MarkerFinder:
             self._add("resync", stream.key, name, f"{name} has resent what it holds: {pages}.")
         if change.gap is not None and is_known:  # the log may begin after the first batches of a stream
             self._add("gap", stream.key, name, f"{name}: {_missing(change.gap)}.")
-        elif change.is_wrong and stream not in self._doubted:
+        elif change.is_wrong and stream not in self._stale:
             self._add("digest", stream.key, name, f"{name}: its view differs from its cache (digest).")
         if view.stale_reason:
-            self._doubted.add(stream)
+            self._stale.add(stream)
         else:
-            self._doubted.discard(stream)
+            self._stale.discard(stream)
 
     def _add(self, kind: str, stream: str, worker: str, text: str) -> None:
         index, time = self._where

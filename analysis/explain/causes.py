@@ -179,9 +179,9 @@ class Causes:
             text = messages.lost(page, gap, len(self._history.gaps), self._history.resync)
             yield Finding(cause="lost_batches", page=page + 1, evidence=evidence, text=text)
         elif self.state not in (ViewState.LIVE, ViewState.EXPIRED):
-            doubted = self._history.degraded_since or self._history.last
-            evidence = _evidence("doubted", doubted)
-            text = messages.stale(page, self.state.value, self.state_reason, doubted, self._history.resync)
+            began = self._history.degraded_since or self._history.last
+            evidence = _evidence("doubted", began)
+            text = messages.stale(page, self.state.value, self.state_reason, began, self._history.resync)
             yield Finding(cause="stale", page=page + 1, evidence=evidence, text=text)
 
     def _never_stored(self, page: int) -> Finding:

@@ -95,12 +95,12 @@ def _since(resync: BatchPosition | None) -> str:
     return "No resync has begun" if resync is None else f"A resync began {when(resync)} and has not ended"
 
 
-def stale(page: int, state: str, reason: str, doubted: BatchPosition, resync: BatchPosition | None) -> str:
+def stale(page: int, state: str, reason: str, began: BatchPosition, resync: BatchPosition | None) -> str:
     """The view is not right."""
     if resync is not None:
         return f"A resync began {when(resync)} and has not ended, so page {page + 1} may still come."
-    since = "from before the log begins" if isinstance(doubted, BeforeLog) else utc_text(doubted.time)
-    begins = f"The view is {state} ({reason}) since {since} ({where(doubted)})"
+    since = "from before the log begins" if isinstance(began, BeforeLog) else utc_text(began.time)
+    begins = f"The view is {state} ({reason}) since {since} ({where(began)})"
     return f"{begins}: page {page + 1} may be missing only in the view."
 
 

@@ -106,7 +106,7 @@ class EvictionQueue:
         return None
 
     def check(self) -> None:
-        """Check the order. Raises CacheStateError for a node that would not be returned in its turn."""
+        """Check the order. Raises CacheStateError for a node that would be returned out of order."""
         known = {id(entry) for entry in self._heap} | {id(node) for node in self._unsorted}
         for node, entry in self._entries.items():
             if id(entry or node) not in known:

@@ -38,7 +38,7 @@ class Seen:
     """What the resync in progress has named."""
     facts: Counter[str] = field(default_factory=Counter)
     is_partial: bool = False
-    """Whether it is only in doubt because of batches before the log."""
+    """Whether it is degraded only because of batches before the log."""
     first_bad: int | None = None
     first_gap: int | None = None
 
