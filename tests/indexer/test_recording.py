@@ -245,7 +245,10 @@ def recorded_again(topics: dict[str, Any], folder: Path, workers: set[bytes]) ->
         (["--from", "soon"], "--from: got 'soon', expected a time"),
         (["--to", "12"], "--to: got 12; a topic has no index: give a time or PARTITION:OFFSET,..."),
         (["--from", "0:1", "--channel", "control"], "--from and --to name offsets of the events' topic"),
-        (["--channel", "nothing"], "--channel: got 'nothing', expected one of events, control, decisions, dead_letters"),
+        (
+            ["--channel", "nothing"],
+            "--channel: got 'nothing', expected one of events, control, decisions, dead_letters",
+        ),
         (["--max-age", "long"], "--max-age: got 'long', expected a positive number with one of the units s, m, h, d"),
     ],
 )
