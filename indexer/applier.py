@@ -260,10 +260,11 @@ class _Places:
 
     def rows_of(self, names: Sequence[bytes | None], namespaces: Namespaces) -> I64Vector:
         """Return the row of each stream; -1 if its names are unreadable."""
-        self._forget_dropped(namespaces)
         if len(self._rows) > _MOST_NAMES:
             self._rows.clear()
             self._names.clear()
+            self._as_of = None  # rows get other names, so no place may remain
+        self._forget_dropped(namespaces)
         num_known, known = len(self._names), self._rows
         rows = np.array([-1 if name is None else known.setdefault(name, len(known)) for name in names], np.int64)
         for name in islice(known, num_known, None):
@@ -272,22 +273,26 @@ class _Places:
         if len(known) > len(places):
             places = np.concatenate((places, np.full((2 * len(known) - len(places), 2), NO_SPACE, np.int64)))
             self.streams = self.streams._replace(places=places)
+        self._refresh(namespaces)
         for row in range(num_known, len(known)):
             self.look_up(row, namespaces)
-        for namespace in namespaces:
-            if namespace.key in self._spaces:
-                self._space(namespace.key, namespace.index, namespace.columns)
         return rows
 
     def look_up(self, row: int, namespaces: Namespaces) -> None:
-        """Find the view of a stream."""
-        self._forget_dropped(namespaces)
+        """Find the view of a stream, and the arrays of all namespaces, which its record may have replaced."""
+        self._refresh(namespaces)
         names = self._names[row] if row >= 0 else None
         view = None if names is None else namespaces.view(names[0])
         if names is not None and view is not None and view.block_size == names[1]:
             key = NamespaceKey(view.stream.model, view.stream.tenant, view.block_size)
             self.streams.places[row] = self._space(key, view.index, view.columns), view.number
             self.views[row] = view
+
+    def _refresh(self, namespaces: Namespaces) -> None:
+        self._forget_dropped(namespaces)
+        for namespace in namespaces:
+            if namespace.key in self._spaces:
+                self._space(namespace.key, namespace.index, namespace.columns)
 
     def _space(self, key: NamespaceKey, index: OverlapIndex, columns: ViewColumns) -> int:
         """Return the row of a namespace. Its arrays may be others now."""
