@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +28,7 @@ from kv_events.records import LogRecord
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import keep_running
 from kv_events.runtime.tracing import open_spans
+from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 
 if TYPE_CHECKING:
@@ -268,16 +269,17 @@ class Consumer:
             self._probing = asyncio.create_task(self._probe(), name="log-probe")
         is_requesting = self._requesting is not None and not self._requesting.done()
         if self.ready and not is_requesting and self._plan_interval.is_due(now):
-            self._requesting = asyncio.create_task(self._request_resyncs(now), name="resync-requests")
+            requests = self.resyncs.plan(self.namespaces, now)  # here, so that its error ends the consumer
+            self._requesting = asyncio.create_task(self._request_resyncs(requests), name="resync-requests")
             await self._forget_silent()
         self.worker_log.look(self.namespaces.views, now)
         await self._snapshots.save_when_due(now, self._copy)
         if self.owned is not None:
             await self.owned.save_when_due(now)
 
-    async def _request_resyncs(self, now: float) -> None:
+    async def _request_resyncs(self, requests: Sequence[ResyncRequest]) -> None:
         """Send the requests that are due. A task of its own, so that a slow source does not delay records."""
-        for request in self.resyncs.plan(self.namespaces, now):
+        for request in requests:
             if not await self._reader.request(request):
                 return
 

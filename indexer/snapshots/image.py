@@ -170,7 +170,7 @@ def unpack(data: bytes, settings: IndexerSettings) -> Snapshot:
         namespaces = Namespaces(settings)
         for part in image.namespaces:
             _restore(namespaces, part)
-    except (msgspec.DecodeError, KvsightError, ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, KvsightError, ValueError, OverflowError, RecursionError) as error:
         raise SnapshotDamagedError(str(error)) from error
     return Snapshot(namespaces, image.positions, image.taken_at)
 
