@@ -235,6 +235,10 @@ class AuxiliaryComponent(TreeComponent):
         self._locked[self._last_ticket] = nodes, on_host
         return self._last_ticket
 
+    def is_locked(self, ticket: LockTicket) -> bool:
+        """Whether a ticket is still to be released."""
+        return ticket in self._locked
+
     def release(self, ticket: LockTicket) -> None:
         """Undo one `acquire`, whether or not nodes were split or received data in between."""
         nodes, on_host = self._locked.pop(ticket)

@@ -143,6 +143,9 @@ class DeviceTier:
         if not has_tickets and any(component.data(node).lock_ref < 1 for component in self.components):
             raise CacheStateError(f"node {node.id} unlocked with mamba_lock_ref 0, expected at least 1")
         by_kind = dict(tickets or ())
+        for component in self.components:
+            if component.kind in by_kind and not component.is_locked(by_kind[component.kind]):
+                raise CacheStateError(f"node {node.id} is not locked by these params")
         released = self.tree.unlock(node)
         for component in self.components:
             if not has_tickets:
