@@ -106,13 +106,29 @@ def test_one_forged_record_with_a_future_epoch_costs_two_heartbeats(
         assert_view_becomes_right(service, engine)
 
 
-def test_one_record_with_a_number_far_ahead_hides_nothing(
+def test_one_forged_record_with_a_future_epoch_and_another_page_size_costs_two_heartbeats(
     service: ServiceProcess, topics: dict[str, Any], worker: str
 ) -> None:
     with PublishingProcess(worker, **topics) as engine:
         engine.store(1, 2)
         assert_view_becomes_right(service, engine)
-        forge(topics, forged(engine, engine.epoch, 2**63 - 1, 99))
+        stream = Stream(worker, model=MODEL, block_size=2 * BLOCK_SIZE)
+        stream.epoch = 2**62
+        forge(topics, stream.batch(stored((0, [99]))))
+        wait_until(lambda: service.listener(worker)["epoch"] == 2**62, what="the forged epoch")
+        engine.store(3)
+        assert_view_becomes_right(service, engine)
+
+
+@pytest.mark.parametrize("far", [5, 2**63 - 1])
+def test_one_record_with_a_number_far_ahead_hides_nothing(
+    service: ServiceProcess, topics: dict[str, Any], worker: str, far: int
+) -> None:
+    with PublishingProcess(worker, **topics) as engine:
+        engine.store(1, 2)
+        assert_view_becomes_right(service, engine)
+        seq = service.listener(worker)["seq"]
+        forge(topics, forged(engine, engine.epoch, min(seq + far, 2**63 - 1), 99))
         engine.store(3)
         assert_view_becomes_right(service, engine)
 
