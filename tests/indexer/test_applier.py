@@ -114,6 +114,12 @@ def widened(record: LogRecord) -> LogRecord:
     return record._replace(payload=bytes((0x90 + len(packed),)) + b"".join(packed))
 
 
+def newer(record: LogRecord) -> LogRecord:
+    """Return the same batch from a newer version, whose names the kernel does not read."""
+    version, *fields = msgspec.msgpack.decode(record.payload)
+    return record._replace(payload=msgspec.msgpack.encode([version + 1, *fields]))
+
+
 @given(SEEDS, st.integers(1, 150), st.sampled_from(BOUNDS))
 @settings(max_examples=num_examples(40), deadline=None)
 def test_chunks_equal_records_one_by_one(seed: int, length: int, bounds: dict[str, int]) -> None:
@@ -241,13 +247,19 @@ def test_batches_that_waited_for_the_end_of_an_outage_are_as_late_in_chunks(tmp_
     assert states[-1][0] is ViewState.LIVE
 
 
-def test_an_index_that_grows_between_chunks_and_in_them_is_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_newer", [False, True])
+@pytest.mark.parametrize("most_names", [4, 65_536])
+def test_an_index_that_grows_between_chunks_and_in_them_is_followed(
+    is_newer: bool, most_names: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.applier._MOST_NAMES", most_names)
     streams: list[Stream] = [Stream("w-0")]
     records: list[LogRecord] = []
     for i in range(600):
         if i % 4 == 0:
             streams.append(Stream(f"w-{i}"))
-            records.append(streams[-1].resync(now=i / 10) if i % 8 else streams[-1].batch(SnapshotBegin(), now=i / 10))
+            first = streams[-1].resync(now=i / 10) if i % 8 else streams[-1].batch(SnapshotBegin(), now=i / 10)
+            records.append(newer(first) if is_newer else first)
         records.append(streams[i % 7 % len(streams)].batch(stored((0, [i + 1, i + 2, 7])), now=i / 10))
     replay = Replay()
     for chunk in written(tmp_path, records):
