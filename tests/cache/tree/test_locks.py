@@ -37,6 +37,19 @@ def test_a_locked_prefix_is_not_evicted_and_locks_count(rig):
     assert (node.lock_ref, rig.cache.evict(EvictParams(100)).num_tokens_evicted) == (0, 4)
 
 
+@rigs("unified+mamba+swa")
+def test_a_lock_that_is_released_twice_leaves_the_locks_of_others(rig):
+    rig.turns(A, AB)
+    node = rig.match(AB).last_device_node
+    first, other = (rig.cache.inc_lock_ref(node) for _ in range(2))
+    params = first.to_dec_params()
+    rig.cache.dec_lock_ref(node, params)
+    with pytest.raises(CacheStateError, match="is not locked by these params"):
+        rig.cache.dec_lock_ref(node, params)
+    assert rig.cache.evict(EvictParams(100)).num_tokens_evicted == 0
+    assert (node.lock_ref, rig.cache.release(other).delta) == (1, 4)
+
+
 @rigs(*ALL)
 def test_the_root_is_locked_and_unlocked_for_free(rig):
     lock = rig.cache.inc_lock_ref(rig.cache.root_node)
