@@ -11,7 +11,7 @@ import pytest
 from api.page.worker_history import WorkerHistory
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
-from kv_events.http.fleet import Fleet, Funnel, Residency
+from kv_events.http.fleet import Fleet, DecisionFunnel, Residency
 from tests.rigs.api import Serving
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
@@ -185,7 +185,7 @@ async def test_the_funnel_sums_decisions_and_their_outcomes(client: httpx.AsyncC
     await client.post("/decisions", json={**decision, "request_id": "first"})
     await client.post("/decisions", json={"request_id": "second", "cached_tokens": 4})  # before its decision
     await client.post("/decisions", json={**decision, "request_id": "second"})
-    funnel = msgspec.json.decode((await client.get("/funnel")).content, type=Funnel)
+    funnel = msgspec.json.decode((await client.get("/funnel")).content, type=DecisionFunnel)
     assert (funnel.all.requests, funnel.all.prompt_tokens, funnel.all.best_tokens) == (2, 32, 24)
     done = funnel.finished
     assert (done.requests, done.prompt_tokens, done.predicted_tokens, done.cached_tokens) == (1, 16, 8, 4)

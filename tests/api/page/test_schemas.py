@@ -6,7 +6,7 @@ import httpx
 import msgspec
 import pytest
 
-from kv_events.http.fleet import Fleet, Funnel, Residency
+from kv_events.http.fleet import Fleet, DecisionFunnel, Residency
 from kv_events.http.queries import PeerAnswer, RfcAnswer
 from kv_events.http.service import Status
 from kv_events.http.workers import RadixView, ResyncAccepted, Worker
@@ -24,7 +24,7 @@ TOKENS = list(range(1, 17))
         ("POST", "/workers/one/resync", None, ResyncAccepted),
         ("GET", "/fleet", None, Fleet),
         ("GET", "/residency", None, Residency),
-        ("GET", "/funnel", None, Funnel),
+        ("GET", "/funnel", None, DecisionFunnel),
         ("GET", "/health", None, Status),
         ("GET", "/ready", None, Status),
         ("POST", "/query", {"model_name": "m", "token_ids": TOKENS, "tier_weights": [1, 1, 1, 1]}, PeerAnswer),
