@@ -120,7 +120,6 @@ class MarkerFinder:
 
 
 def _worker(key: str) -> str:
-    """Return the worker's name in the key of a record, which may be anything."""
     return (["", "", *key.split("/")])[-2]
 
 

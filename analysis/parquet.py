@@ -109,7 +109,6 @@ class _EventRows:
         self._pages: list[npt.NDArray[np.uint64]] = []  # [3, pages] sequence hashes, block hashes, parents
 
     def add(self, index: int, record: LogRecord, batch: DecodedBatch, step: Step) -> None:
-        """Add the rows of one event."""
         match step:
             case StoredPages():
                 event, medium = "stored", MEDIA[step.medium].value
@@ -125,7 +124,6 @@ class _EventRows:
         self.num_rows += pages.shape[1]
 
     def table(self) -> Any:
-        """Return all rows."""
         lengths = [pages.shape[1] for pages in self._pages]
         events = np.repeat(np.array([facts[_EVENT] for facts in self._facts], "U12"), lengths)
         hashes, blocks, parents = np.concatenate([_NO_PAGE[:, :0], *self._pages], axis=1)

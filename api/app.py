@@ -75,7 +75,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _probe_routes(service: Service) -> APIRouter:
-    """Return the routes for probes and scrapers."""
     router = APIRouter(tags=["service"])
 
     @router.get(

@@ -194,7 +194,6 @@ class LiveService(Service):
             await asyncio.to_thread(self._spans.end)
 
     def _forget_callers(self) -> None:
-        """Check the tokens of known callers again."""
         self.fast_path.heads.forget()
         self.feed.end_streams(lambda authorization: self.tokens.permits(authorization, "read"))
 
