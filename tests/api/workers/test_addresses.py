@@ -14,7 +14,7 @@ from tests.rigs.bridge import LiveBridge
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import check_problem
-from tests.support.servers.embedded_service import TOKENS, service
+from tests.support.servers.embedded_service import TOKENS, reading, service
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.waiting import async_wait_until
 
@@ -123,12 +123,10 @@ def test_a_service_does_not_read_itself(tmp_path: Path) -> None:
 
 
 async def test_an_engine_keeps_the_name_under_which_it_was_registered() -> None:
-    with ZmqEngine(host="localhost") as engine:
-        async with service() as served:
-            await served.register(engine, replay_endpoint=engine.replay_endpoint)
-            engine.send(payload(stored([1, 2], TOKENS[:8])))
-            await served.holds(8)
-            assert (await served.listener())["endpoint"] == engine.endpoint
+    async with reading(ZmqEngine(host="localhost"), with_replay=True) as (served, engine):
+        engine.send(payload(stored([1, 2], TOKENS[:8])))
+        await served.holds(8)
+        assert (await served.listener())["endpoint"] == engine.endpoint
 
 
 async def test_a_name_that_is_not_known_yet_may_be_registered() -> None:

@@ -11,36 +11,32 @@ from tests.rigs.api import samples
 from tests.support.engines.event_payloads import payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
-from tests.support.servers.embedded_service import TOKENS, Service, service
+from tests.support.servers.embedded_service import TOKENS, Service, reading, service
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.waiting import async_wait_until
 
 
 async def test_a_registered_engine_is_in_the_answers_until_it_is_unregistered() -> None:
-    with ZmqEngine() as engine:
-        async with service() as served:
-            assert (await served.register(engine)).status_code == 201
-            engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
-            await served.holds(16)
-            engine.send(payload(removed([4])))
-            await served.holds(12)
-            listener = await served.listener()
-            assert (listener["status"], listener["state"], listener["endpoint"]) == ("active", "live", engine.endpoint)
-            assert (await served.client.post("/unregister", json={"instance_id": 1, "model_name": "m"})).is_success
-            answer = await served.client.post("/query", json={"model_name": "m", "token_ids": TOKENS})
-            assert "1" not in answer.json().get("instances", {})
-            assert (await served.client.get("/workers")).json() == []
+    async with reading() as (served, engine):
+        engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
+        await served.holds(16)
+        engine.send(payload(removed([4])))
+        await served.holds(12)
+        listener = await served.listener()
+        assert (listener["status"], listener["state"], listener["endpoint"]) == ("active", "live", engine.endpoint)
+        assert (await served.client.post("/unregister", json={"instance_id": 1, "model_name": "m"})).is_success
+        answer = await served.client.post("/query", json={"model_name": "m", "token_ids": TOKENS})
+        assert "1" not in answer.json().get("instances", {})
+        assert (await served.client.get("/workers")).json() == []
 
 
 async def test_an_engine_may_come_back_under_the_same_name_and_is_read_from_the_beginning() -> None:
-    with ZmqEngine() as engine:
-        async with service() as served:
-            await served.register(engine, replay_endpoint=engine.replay_endpoint)
-            engine.send(payload(stored([1, 2], TOKENS[:8])))
-            await served.holds(8)
-            await served.client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
-            await served.register(engine, replay_endpoint=engine.replay_endpoint)
-            await served.holds(8)
+    async with reading(with_replay=True) as (served, engine):
+        engine.send(payload(stored([1, 2], TOKENS[:8])))
+        await served.holds(8)
+        await served.client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
+        await served.register(engine, replay_endpoint=engine.replay_endpoint)
+        await served.holds(8)
 
 
 async def test_one_rank_is_unregistered_and_the_others_stay() -> None:
@@ -56,24 +52,20 @@ async def test_one_rank_is_unregistered_and_the_others_stay() -> None:
 
 
 async def test_ranks_that_only_the_batches_named_go_with_the_engine() -> None:
-    with ZmqEngine() as engine:
-        async with service() as served:
-            await served.register(engine)
-            engine.send(payload(stored([1, 2], TOKENS[:8]), rank=3))
-            await served.holds(8)
-            await served.client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
-            assert (await served.client.get("/workers")).json() == []
+    async with reading() as (served, engine):
+        engine.send(payload(stored([1, 2], TOKENS[:8]), rank=3))
+        await served.holds(8)
+        await served.client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
+        assert (await served.client.get("/workers")).json() == []
 
 
 async def test_a_salt_of_the_registration_holds_where_events_name_none() -> None:
-    with ZmqEngine() as engine:
-        async with service() as served:
-            await served.register(engine, modelname="m", additionalsalt="s", lora_name="ad")
-            engine.send(payload(stored([1, 2], TOKENS[:8])))
-            await served.holds(8, cache_salt="s", lora_name="ad")
-            engine.send(payload(stored([5, 6], TOKENS[8:], cache_salt="own"), form="map"))
-            await served.holds(8, TOKENS[8:], cache_salt="own", lora_name="ad")
-            assert await served.gpu(TOKENS) == 0
+    async with reading(modelname="m", additionalsalt="s", lora_name="ad") as (served, engine):
+        engine.send(payload(stored([1, 2], TOKENS[:8])))
+        await served.holds(8, cache_salt="s", lora_name="ad")
+        engine.send(payload(stored([5, 6], TOKENS[8:], cache_salt="own"), form="map"))
+        await served.holds(8, TOKENS[8:], cache_salt="own", lora_name="ad")
+        assert await served.gpu(TOKENS) == 0
 
 
 async def test_an_engine_that_is_not_there_is_pending_and_one_that_went_has_failed() -> None:
@@ -91,18 +83,6 @@ async def test_an_engine_that_is_not_there_is_pending_and_one_that_went_has_fail
         await async_wait_until(lambda: has_status("active"), what="connected")
         await asyncio.to_thread(engine.stop)
         await async_wait_until(lambda: has_status("failed"), what="seen to be away")
-
-
-async def test_a_restarted_engine_starts_again() -> None:
-    with ZmqEngine() as engine:
-        async with service() as served:
-            await served.register(engine, replay_endpoint=engine.replay_endpoint)
-            engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
-            await served.holds(16)
-            await asyncio.to_thread(engine.restart)
-            await asyncio.to_thread(engine.wait_for_readers)
-            engine.send(payload(stored([1], TOKENS[:4])))
-            await served.holds(4)
 
 
 async def listener(served: Service, rank: int = 0) -> dict[str, Any]:
@@ -125,69 +105,54 @@ async def instance(served: Service) -> dict[str, Any]:
 
 
 async def test_lost_batches_without_a_replay_socket_make_the_worker_stale() -> None:
-    with ZmqEngine(replay=False) as engine:
-        async with service() as served:
-            await served.register(engine)
-            engine.send(payload(stored([1, 2], TOKENS[:8])))
-            await shows(served, "live", "")
-            engine.send(payload(stored([3], TOKENS[8:12], parent=2)), "lost")
-            engine.send(payload(stored([1, 2], TOKENS[:8])))
-            await shows(served, "stale", "batches lost")
+    async with reading(ZmqEngine(replay=False)) as (served, engine):
+        engine.send(payload(stored([1, 2], TOKENS[:8])))
+        await shows(served, "live", "")
+        engine.send(payload(stored([3], TOKENS[8:12], parent=2)), "lost")
+        engine.send(payload(stored([1, 2], TOKENS[:8])))
+        await shows(served, "stale", "batches lost")
 
-            async def is_stale_in_answers() -> bool:
-                found = await instance(served)
-                return (found.get("gpu"), found.get("state")) == (8, "stale")
+        async def is_stale_in_answers() -> bool:
+            found = await instance(served)
+            return (found.get("gpu"), found.get("state")) == (8, "stale")
 
-            await async_wait_until(is_stale_in_answers)
-            assert [(await samples(served.client))["kvsight_workers", state] for state in ("stale", "live")] == [1, 0]
-            assert (await listener(served))["counters"]["resyncs"] == 1  # the initial one; more would not help
+        await async_wait_until(is_stale_in_answers)
+        assert [(await samples(served.client))["kvsight_workers", state] for state in ("stale", "live")] == [1, 0]
+        assert (await listener(served))["counters"]["resyncs"] == 1  # the initial one; more would not help
 
 
 async def test_a_dead_engine_is_stale_in_answers_with_growing_age_and_a_reason() -> None:
-    with ZmqEngine() as engine:
-        async with service() as served:
-            await served.register(engine, replay_endpoint=engine.replay_endpoint)
-            engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
+    async with reading(with_replay=True) as (served, engine):
+        engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
 
-            async def is_live() -> bool:
-                return (await instance(served)).get("state") == "live"
+        async def is_live() -> bool:
+            return (await instance(served)).get("state") == "live"
 
-            await async_wait_until(is_live)
-            await asyncio.to_thread(engine.stop)
-            await shows(served, "stale", "engine not heard")
-            first = await instance(served)
-            assert (first["state"], first["gpu"]) == ("stale", 16)
-            found = await listener(served)
-            assert (found["status"], found["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
+        await async_wait_until(is_live)
+        await asyncio.to_thread(engine.stop)
+        await shows(served, "stale", "engine not heard")
+        first = await instance(served)
+        assert (first["state"], first["gpu"]) == ("stale", 16)
+        found = await listener(served)
+        assert (found["status"], found["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
 
-            async def is_heartbeat_in() -> bool:
-                return bool((await listener(served))["seq"] >= found["seq"] + 2)
+        async def is_heartbeat_in() -> bool:
+            return bool((await listener(served))["seq"] >= found["seq"] + 2)
 
-            await async_wait_until(is_heartbeat_in)
-            assert (await instance(served))["age_ms"] >= first["age_ms"] + 2000  # no heartbeat refreshed it
+        await async_wait_until(is_heartbeat_in)
+        assert (await instance(served))["age_ms"] >= first["age_ms"] + 2000  # no heartbeat refreshed it
 
 
 async def test_a_rank_that_only_batches_name_has_its_engines_link() -> None:
-    with ZmqEngine(replay=False) as engine:
-        async with service() as served:
-            await served.register(engine)
-            engine.send(payload(stored([1, 2], TOKENS[:8]), rank=3))
-            await shows(served, "live", "", rank=3)
-            found = await listener(served, 3)
-            assert (found["status"], found["endpoint"]) == ("active", engine.endpoint)
-            await asyncio.to_thread(engine.stop)
-            await shows(served, "stale", "engine not heard", rank=3)
-            found = await listener(served, 3)
-            assert (found["status"], found["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
-
-
-async def test_an_engine_of_another_block_size_than_registered_is_stale_and_reports_it() -> None:
-    with ZmqEngine() as engine:
-        async with service() as served:
-            await served.register(engine, block_size=16, replay_endpoint=engine.replay_endpoint)
-            engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
-            await shows(served, "stale", "block size 4, registered with 16")
-            assert (await listener(served))["status"] == "active"
+    async with reading(ZmqEngine(replay=False)) as (served, engine):
+        engine.send(payload(stored([1, 2], TOKENS[:8]), rank=3))
+        await shows(served, "live", "", rank=3)
+        found = await listener(served, 3)
+        assert (found["status"], found["endpoint"]) == ("active", engine.endpoint)
+        await asyncio.to_thread(engine.stop)
+        await shows(served, "stale", "engine not heard", rank=3)
+        found = await listener(served, 3)
+        assert (found["status"], found["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
 
 
 async def test_a_replay_socket_that_refuses_is_a_warning_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
