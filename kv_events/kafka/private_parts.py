@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aiokafka.conn import CloseReason
 from aiokafka.errors import (
@@ -26,6 +27,9 @@ _STOP_S = 1.0
 """Time for a client to stop, or to end its start."""
 _METADATA_PAUSE_S = 0.1
 """Least time between two requests of a client for metadata."""
+
+_unanswered: WeakKeyDictionary[Any, set[asyncio.Future[Any]]] = WeakKeyDictionary()
+"""The requests of `_to_its_end` by AIOKafkaClient."""
 
 
 def inner_client(client: Any) -> Any:
@@ -65,7 +69,6 @@ def adapt(client: Any, fresh_options: Callable[[], dict[str, Any]]) -> None:
         return SimpleNamespace(send=send)
 
     inner._get_conn = get_metadata_connection
-    inner.unanswered = set()  # the requests of `_to_its_end`
 
 
 def _report_loss(connection: Any) -> None:
@@ -129,8 +132,9 @@ async def _to_its_end(inner: Any, request: Any) -> Any:
     """
     asking = asyncio.ensure_future(inner.send(inner.get_random_node(), request))
     asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # later, nobody asks for the error
-    inner.unanswered.add(asking)
-    asking.add_done_callback(inner.unanswered.discard)
+    unanswered = _unanswered.setdefault(inner, set())
+    unanswered.add(asking)
+    asking.add_done_callback(unanswered.discard)
     return await asyncio.shield(asking)
 
 
@@ -170,7 +174,7 @@ async def stop_producer(producer: Any) -> None:
 
 
 def _give_up_requests(client: Any) -> None:
-    for request in inner_client(client).unanswered:
+    for request in _unanswered.get(inner_client(client), ()):
         request.cancel()  # it could open a connection again
 
 
