@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 import msgspec
 
 from api.access.rate_limits import RateLimit
-from api.followed_files import following
+from api.background import following
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.runtime.settings import read_secret

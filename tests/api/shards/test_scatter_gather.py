@@ -10,8 +10,7 @@ from hypothesis import given
 from api.queries.answers import general_answer, namespaces_of
 from api.queries.body_formats import format_of
 from api.queries.parsing import BY_ANY, decode_question
-from api.shards.local_shard import LocalShard
-from api.shards.scatter_gather import ScatterGather
+from api.shards.scatter_gather import LocalShard, ScatterGather
 from api.shards.wire import ShardReply, decode_reply, decode_request, encode
 from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
