@@ -26,6 +26,7 @@ from tests.support.engines.simulated_engine import SimulatedEngine
 from tests.support.servers.child_process import free_port
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.waiting import wait_until
 
 CHECKS = ["broker", "topics", "retention", "Redis", "service", "engine"]
 CHECKS += ["events", "clocks", "block size", "hash seed", "answer"]
@@ -220,7 +221,9 @@ def test_the_fault_of_a_registered_engine_is_named(
         service.wait_until_ready()
         with Client(service.url) as client:
             client.register("engine-0", f"tcp://127.0.0.1:{port}", "m", block_size)
-        found = examine({}, url=service.url, engine=engine.url, wait=10)
+        connects = bool(fault)
+        wait_until(lambda: bool(service.listener("engine-0").get("failure")) == connects, 60, "the connection")
+        found = examine({}, url=service.url, engine=engine.url, wait=1 if connects else 10)
     assert_broken(found, check, words.format(port))
     assert found.remedy.startswith(remedy)
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from publisher import metrics
 from publisher.metrics import serve_metrics
 from tests.support.commands import RunningCommand
 from tests.support.engines.zmq_engine import ZmqEngine
@@ -82,20 +83,22 @@ def test_a_bridge_is_ready_while_it_reads_one_of_its_engines(tmp_path: Path) -> 
         wait_until(partial(is_without, port, ""), 60, "the loss of the engine")
 
 
-async def test_a_process_whose_event_loop_hangs_is_neither_healthy_nor_ready() -> None:
+async def test_a_process_whose_event_loop_hangs_is_neither_healthy_nor_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_PATIENCE_S", 1.0)
     port = free_port()
     end = serve_metrics(port, CollectorRegistry(), lambda: "")
     try:
         assert await asyncio.to_thread(is_ready, port)
         asking = [asyncio.create_task(asyncio.to_thread(ask, port, path)) for path in ("/health", "/ready")]
         await asyncio.sleep(0)
-        time.sleep(3)  # noqa: ASYNC251
-        assert [await each for each in asking] == [(503, "the event loop has not answered for 2 s\n")] * 2
+        time.sleep(1.5)  # noqa: ASYNC251
+        assert [await each for each in asking] == [(503, "the event loop has not answered for 1 s\n")] * 2
     finally:
         end()
 
 
-async def test_silent_connections_are_closed() -> None:
+async def test_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics._Impatient, "timeout", 1.0)
     port = free_port()
     end = serve_metrics(port, CollectorRegistry(), lambda: "")
     try:

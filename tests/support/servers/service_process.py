@@ -44,8 +44,11 @@ def as_flags(variables: Mapping[str, object]) -> tuple[list[str], dict[str, str]
 class ServiceProcess:
     """`with ServiceProcess(folder, KVSIGHT_KAFKA=...) as service:`. It keeps its port over restarts."""
 
-    def __init__(self, folder: Path, **variables: object) -> None:
-        """folder: for its log lines. variables: settings, environment. With `SSL_CERT_FILE`, it is asked over HTTPS."""
+    def __init__(self, folder: Path, *, module: str = "kvsight", **variables: object) -> None:
+        """folder: for its log lines. module: with the command. variables: settings, environment. With `SSL_CERT_FILE`,
+        it is asked over HTTPS.
+        """
+        self._module = module
         port, ca = free_port(), variables.get("SSL_CERT_FILE")
         self.url = f"{'http' if ca is None else 'https'}://127.0.0.1:{port}"
         self.log = folder / f"service-{port}.log"
@@ -66,7 +69,7 @@ class ServiceProcess:
         arguments = ["serve", "--port", self._port, *self._flags]
         with self.log.open("ab") as output, Path(os.devnull).open() as nothing:
             streams = nothing.fileno(), output.fileno(), output.fileno()
-            self._process = PreparedProcess("kvsight", arguments, os.environ | self._variables, streams)
+            self._process = PreparedProcess(self._module, arguments, os.environ | self._variables, streams)
 
     def wait_until_it_listens(self) -> None:
         """Return once the service listens."""
