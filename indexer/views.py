@@ -140,7 +140,11 @@ def _row(values: npt.NDArray[Any]) -> memoryview[Any]:
 
 @dataclass(slots=True)
 class View:
-    """One worker stream's radix view: its part of the namespace's index, and its state."""
+    """One worker stream's radix view: its part of the namespace's index, and its state.
+
+    The state is in the columns of the namespace. After the view is dropped, its row belongs to another stream, so that
+    a dropped view must not be read.
+    """
 
     stream: StreamId
     block_size: int
@@ -165,10 +169,11 @@ class View:
     _degraded_reason: str = ""
     _first_missing: int | None = None
     _times: memoryview[float] = field(init=False, repr=False)
-    _numbers: memoryview[int] = field(init=False, repr=False)
+    numbers: memoryview[int] = field(init=False, repr=False)
+    """Its row of `ViewColumns.numbers`: epoch, position and counts."""
 
     def __post_init__(self) -> None:
-        self._times, self._numbers = _row(self.columns.times[self.number]), _row(self.columns.numbers[self.number])
+        self._times, self.numbers = _row(self.columns.times[self.number]), _row(self.columns.numbers[self.number])
         self.last_batch_at, self.last_batch_tick, self.silent_from, self.agreed_at = 0.0, -math.inf, -math.inf, 0.0
         self.lateness = Lateness(self._times)
         self.position, self.counters, self.refused_now = START, ViewCounters(), 0
@@ -232,13 +237,13 @@ class View:
 
     @position.setter
     def position(self, position: Position) -> None:
-        self._numbers[column.EPOCH], self._numbers[column.LAST_SEQ] = position.epoch, position.next_seq - 1
+        self.numbers[column.EPOCH], self.numbers[column.LAST_SEQ] = position.epoch, position.next_seq - 1
         self._first_missing = position.first_missing
 
     @property
     def counters(self) -> ViewCounters:
         """The counts, as a copy."""
-        return ViewCounters(*self._numbers[column.BATCHES :])
+        return ViewCounters(*self.numbers[column.BATCHES :])
 
     @counters.setter
     def counters(self, counters: ViewCounters) -> None:
@@ -247,11 +252,11 @@ class View:
     @property
     def refused_now(self) -> int:
         """Pages refused since the last resync or clear. The digest cannot match before the next one."""
-        return self._numbers[column.REFUSED_NOW]
+        return self.numbers[column.REFUSED_NOW]
 
     @refused_now.setter
     def refused_now(self, num_pages: int) -> None:
-        self._numbers[column.REFUSED_NOW] = num_pages
+        self.numbers[column.REFUSED_NOW] = num_pages
 
     @property
     def degraded_reason(self) -> str:
@@ -266,12 +271,12 @@ class View:
     @property
     def epoch(self) -> int:
         """Epoch of the publisher that is followed. -1 until the first batch."""
-        return self._numbers[column.EPOCH]
+        return self.numbers[column.EPOCH]
 
     @property
     def next_seq(self) -> int:
         """Number of the next batch."""
-        return self._numbers[column.LAST_SEQ] + 1
+        return self.numbers[column.LAST_SEQ] + 1
 
     @property
     def reason(self) -> str:
@@ -295,16 +300,19 @@ class View:
 
     def admit(self, batch: DecodedBatch, *, is_silent: bool) -> bool:
         """Return whether a batch is to be applied, see `Position`. is_silent: see `Freshness`."""
+        if batch.seq == self.next_seq and batch.epoch == self.epoch:  # what `Position` says of nearly all batches
+            self.numbers[column.LAST_SEQ] = batch.seq
+            return True
         before = self.position
         admission, self.position = before.after(batch.epoch, batch.seq, is_silent=is_silent)
         if admission is Admission.OLD_EPOCH:
-            self._numbers[column.OLD_EPOCHS] += 1
+            self.numbers[column.OLD_EPOCHS] += 1
         elif admission is Admission.DUPLICATE:
-            self._numbers[column.DUPLICATES] += 1
+            self.numbers[column.DUPLICATES] += 1
         elif admission.begins_epoch:
             self._begin_epoch(batch, is_restart=before.epoch >= 0)
         if admission.misses_batches:
-            self._numbers[column.GAPS] += 1
+            self.numbers[column.GAPS] += 1
             expected = 0 if admission.begins_epoch else before.next_seq
             self.missing_batches += max(0, batch.seq - expected)
             self.mark_stale("gap")
@@ -325,7 +333,7 @@ class View:
 
     def apply(self, batch: DecodedBatch) -> Iterator[None]:
         """Apply an admitted batch in slices. Queries can run between two slices."""
-        self._numbers[column.BATCHES] += 1
+        self.numbers[column.BATCHES] += 1
         for step in batch.steps:
             yield from self._apply_step(step)
 
@@ -343,7 +351,7 @@ class View:
             if batch.steps and isinstance(batch.steps[-1], SnapshotEnd):
                 self.position = self.position.without_gap()
             return
-        self._numbers[column.MISMATCHES] += 1
+        self.numbers[column.MISMATCHES] += 1
         if self.refused_now:
             self.mark_stale(TENANT_PAGES if self.index.is_limited else INDEX_FULL)
         elif self.state is ViewState.LIVE:
@@ -352,7 +360,7 @@ class View:
     def clear(self) -> Iterator[None]:
         """Remove every page, in slices."""
         for removed in self.index.sweep(self.number):
-            self._numbers[column.REMOVED] += removed
+            self.numbers[column.REMOVED] += removed
             yield
 
     def mark_stale(self, reason: str) -> None:
@@ -362,7 +370,7 @@ class View:
 
     def count_refused(self, num_pages: int) -> None:
         """Count pages for which there was no room."""
-        self._numbers[column.REFUSED] += num_pages
+        self.numbers[column.REFUSED] += num_pages
         self.refused_now += num_pages
 
     def _note_fault(self) -> None:
@@ -374,7 +382,7 @@ class View:
 
     def _begin_epoch(self, batch: DecodedBatch, *, is_restart: bool) -> None:
         if is_restart:
-            self._numbers[column.RESTARTS] += 1
+            self.numbers[column.RESTARTS] += 1
             self.mark_stale("restart")
         if batch.seq == 0 and not (batch.steps and isinstance(batch.steps[0], SnapshotBegin)):
             batch.steps.insert(0, AllBlocksCleared())  # a new incarnation without a resync holds nothing
@@ -386,7 +394,7 @@ class View:
             case RemovedPages():
                 yield from self._remove(step)
             case AllBlocksCleared():
-                self._numbers[column.CLEARS] += 1
+                self.numbers[column.CLEARS] += 1
                 self.refused_now = 0
                 yield from self.clear()
             case SnapshotBegin():
@@ -400,28 +408,28 @@ class View:
     def _store(self, event: StoredPages) -> Iterator[None]:
         for start, stop in _slices(len(event.hashes)):
             known, refused = self.index.store(self.number, event, start, stop, self.marks)
-            self._numbers[column.KNOWN] += known
+            self.numbers[column.KNOWN] += known
             self.count_refused(refused)
-            self._numbers[column.STORED] += stop - start - known - refused
+            self.numbers[column.STORED] += stop - start - known - refused
             yield
 
     def _remove(self, event: RemovedPages) -> Iterator[None]:
         for start, stop in _slices(len(event.hashes)):
             unknown, refused = self.index.remove(self.number, event, start, stop, self.marks)
-            self._numbers[column.UNKNOWN] += unknown
+            self.numbers[column.UNKNOWN] += unknown
             self.count_refused(refused)
-            self._numbers[column.REMOVED] += stop - start - unknown - refused
+            self.numbers[column.REMOVED] += stop - start - unknown - refused
             yield
 
     def _end_snapshot(self) -> Iterator[None]:
         if self.marks is None:
             return  # the beginning of the resync was lost; the gap was detected already
         for removed in self.index.sweep(self.number, self.marks):
-            self._numbers[column.REMOVED] += removed
+            self.numbers[column.REMOVED] += removed
             yield
         self.marks = None
         self.state, self.stale_reason = ViewState.STALE, "digest"  # until `compare_digest` finds equal digests
-        self._numbers[column.RESYNCS] += 1
+        self.numbers[column.RESYNCS] += 1
 
 
 def _slices(num_pages: int) -> Iterator[tuple[int, int]]:
