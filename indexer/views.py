@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, field
 from enum import Enum
 from typing import Any
@@ -32,6 +32,7 @@ LATE_S = 2 * HEARTBEAT_S + 0.5
 """Silence after which two heartbeats are missing. A batch that is later than this is delayed."""
 
 _NO_LATENESS = (0.0, math.inf, -math.inf, -math.inf, 0.0, math.inf)
+"""The lateness of a stream before its first batch, see `note_lateness`."""
 _LONGEST_RESYNC_S = 60.0
 """Seconds after which a resync without an end is requested again."""
 
@@ -77,50 +78,6 @@ class ViewCounters:
     clears: int = 0
 
 
-class Lateness:
-    """The lateness of a stream's newest batch, against the most punctual one before it.
-
-    At first, both clocks are believed to be right: the first batch may be late as well.
-    After an outage, a publisher first sends the batches that have waited. They are right about a time that has passed.
-    A batch whose time is before that of its predecessor shows that a clock was set back; so does a lateness that stays
-    the same for some seconds.
-    """
-
-    def __init__(self, times: memoryview[float] | None = None) -> None:
-        """times: row of `ViewColumns.times`; None: one of its own."""
-        self._times = _row(np.empty(column.NUM_TIMES)) if times is None else times
-        self.fields = _NO_LATENESS
-
-    @property
-    def fields(self) -> tuple[float, ...]:
-        """What is known, for an image: SECONDS to STEADY_SECONDS."""
-        return tuple(self._times[: column.SILENT_FROM])
-
-    @fields.setter
-    def fields(self, values: Sequence[float]) -> None:
-        for number, seconds in enumerate(values):
-            self._times[number] = seconds
-
-    def note(self, made_at: float, at: float, tick: float) -> None:
-        """Record the arrival of a batch. See `note_lateness`."""
-        note_lateness(self._times, made_at, at, tick)  # type: ignore[no-untyped-call]
-
-    @property
-    def seconds(self) -> float:
-        """Lateness of the newest batch."""
-        return self._times[column.SECONDS]
-
-    @property
-    def lag_s(self) -> float:
-        """Seconds by which the newest batch is delayed, at most LATE_S. Small differences are none."""
-        return min(self.seconds, LATE_S) if self.seconds > JITTER_S else 0.0
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether the newest batch was delayed, so that newer ones are on the way."""
-        return self.seconds > LATE_S
-
-
 def make_columns(num_streams: int) -> ViewColumns:
     """Return columns for this many streams."""
     return ViewColumns(
@@ -164,8 +121,6 @@ class View:
     """Partition of the newest batch in the log."""
     is_delayed: bool = False
     """Whether the newest batch was delayed, or is being applied after a silence."""
-    lateness: Lateness = field(init=False)
-    """That of the newest batch."""
     _degraded_reason: str = ""
     _first_missing: int | None = None
     _times: memoryview[float] = field(init=False, repr=False)
@@ -175,7 +130,7 @@ class View:
     def __post_init__(self) -> None:
         self._times, self.numbers = _row(self.columns.times[self.number]), _row(self.columns.numbers[self.number])
         self.last_batch_at, self.last_batch_tick, self.silent_from, self.agreed_at = 0.0, -math.inf, -math.inf, 0.0
-        self.lateness = Lateness(self._times)
+        self.lateness = _NO_LATENESS
         self.position, self.counters, self.refused_now = START, ViewCounters(), 0
         self.state, self.degraded_reason = ViewState.STALE, ""
 
@@ -229,6 +184,21 @@ class View:
     @agreed_at.setter
     def agreed_at(self, at: float) -> None:
         self._times[column.AGREED_AT] = at
+
+    @property
+    def lateness(self) -> tuple[float, ...]:
+        """What is known of the publisher's clock, see `note_lateness`: the columns SECONDS to STEADY_SECONDS.
+
+        At first, both clocks are believed to be right: the first batch may be late as well. After an outage, a
+        publisher first sends the batches that have waited, which are right about a time that has passed. A batch whose
+        time is before that of its predecessor shows that a clock was set back. So does a lateness that stays the same
+        for some seconds.
+        """
+        return tuple(self._times[: column.SILENT_FROM])
+
+    @lateness.setter
+    def lateness(self, seconds: tuple[float, ...]) -> None:
+        self.columns.times[self.number, : column.SILENT_FROM] = seconds
 
     @property
     def position(self) -> Position:
@@ -325,10 +295,11 @@ class View:
         if batch.degraded_reason != ENGINE_UNHEARD or self.last_batch_at == 0.0:
             self.last_batch_at = at
         was_late = tick - self.last_batch_tick > LATE_S
-        self.lateness.note(batch.timestamp, at, tick)
-        self.last_batch_tick = max(self.last_batch_tick, tick - self.lateness.lag_s)
+        note_lateness(self._times, batch.timestamp, at, tick)  # type: ignore[no-untyped-call]
+        late_s = self._times[column.SECONDS]
+        self.last_batch_tick = max(self.last_batch_tick, tick - (min(late_s, LATE_S) if late_s > JITTER_S else 0.0))
         self.silent_from = max(self.silent_from, tick)
-        self.is_delayed = was_late or self.lateness.is_delayed
+        self.is_delayed = was_late or late_s > LATE_S
         self._note_fault()
 
     def apply(self, batch: DecodedBatch) -> Iterator[None]:
@@ -339,7 +310,7 @@ class View:
 
     def compare_digest(self, batch: DecodedBatch) -> None:
         """Compare the digests after a batch. If they are equal, the view is correct regardless of earlier errors."""
-        self.is_delayed = self.lateness.is_delayed
+        self.is_delayed = self._times[column.SECONDS] > LATE_S
         self.degraded_reason = batch.degraded_reason
         if self.marks is not None:
             if self.last_batch_tick - self.resync_began > _LONGEST_RESYNC_S:
@@ -389,10 +360,8 @@ class View:
 
     def _apply_step(self, step: Step) -> Iterator[None]:
         match step:
-            case StoredPages():
-                yield from self._store(step)
-            case RemovedPages():
-                yield from self._remove(step)
+            case StoredPages() | RemovedPages():
+                yield from self._change(step)
             case AllBlocksCleared():
                 self.numbers[column.CLEARS] += 1
                 self.refused_now = 0
@@ -405,20 +374,18 @@ class View:
             case SnapshotEnd():
                 yield from self._end_snapshot()
 
-    def _store(self, event: StoredPages) -> Iterator[None]:
-        for start, stop in _slices(len(event.hashes)):
-            known, refused = self.index.store(self.number, event, start, stop, self.marks)
-            self.numbers[column.KNOWN] += known
+    def _change(self, event: StoredPages | RemovedPages) -> Iterator[None]:
+        is_store, numbers = isinstance(event, StoredPages), self.numbers
+        done, without_effect = (column.STORED, column.KNOWN) if is_store else (column.REMOVED, column.UNKNOWN)
+        for start in range(0, len(event.hashes), SLICE_PAGES):
+            stop = min(start + SLICE_PAGES, len(event.hashes))
+            if isinstance(event, StoredPages):
+                known, refused = self.index.store(self.number, event, start, stop, self.marks)
+            else:
+                known, refused = self.index.remove(self.number, event, start, stop, self.marks)
+            numbers[without_effect] += known
             self.count_refused(refused)
-            self.numbers[column.STORED] += stop - start - known - refused
-            yield
-
-    def _remove(self, event: RemovedPages) -> Iterator[None]:
-        for start, stop in _slices(len(event.hashes)):
-            unknown, refused = self.index.remove(self.number, event, start, stop, self.marks)
-            self.numbers[column.UNKNOWN] += unknown
-            self.count_refused(refused)
-            self.numbers[column.REMOVED] += stop - start - unknown - refused
+            numbers[done] += stop - start - known - refused
             yield
 
     def _end_snapshot(self) -> Iterator[None]:
@@ -430,8 +397,3 @@ class View:
         self.marks = None
         self.state, self.stale_reason = ViewState.STALE, "digest"  # until `compare_digest` finds equal digests
         self.numbers[column.RESYNCS] += 1
-
-
-def _slices(num_pages: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, num_pages, SLICE_PAGES):
-        yield start, min(start + SLICE_PAGES, num_pages)
