@@ -54,7 +54,7 @@ def targets(kafka_bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> I
     topics = own_topics(kafka_bootstrap)
     ports = {f"kvsight-{name}": free_port() for name in ("engine", "bridge", "record")}
     with ZmqEngine() as zmq_engine, ServiceProcess(folder, **topics, KVSIGHT_RECORD=folder / "recording") as service:
-        lines = {
+        lines: dict[str, list[object]] = {
             "kvsight-engine": ["demo", "--engine", "e", "--kafka", kafka_bootstrap],
             "kvsight-record": ["record", folder / "record", "--kafka", kafka_bootstrap],
             "kvsight-bridge": ["bridge", "--engine", f"worker=b,model=m,block_size=4,endpoint={zmq_engine.endpoint}"],

@@ -21,8 +21,7 @@ from kv_events.log.event_log import EventLogWriter
 from tests.rigs.raw_http import HEALTH, QUERY, Connect, a_service, prompts, request
 from tests.support.log.records import Stream, stored
 from tests.support.servers.certificates import Certificates
-from tests.support.servers.hasty_service import HASTY
-from tests.support.servers.service_process import ServiceProcess
+from tests.support.servers.service_process import HastyService, ServiceProcess
 from tests.support.waiting import async_wait_until, wait_until
 
 pytestmark = pytest.mark.timing("silent connections must be closed after seconds, and others answered meanwhile")
@@ -41,7 +40,7 @@ def a_process(folder: Path, **variables: object) -> Iterator[ServiceProcess]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = min(files[1], 3 * NUM_HELD), files[1]
     variables = {"KVSIGHT_EVENT_LOG_DIR": folder / "log", "KVSIGHT_WORKER_TTL_S": 100_000, **variables}
-    with ServiceProcess(folder, module=HASTY, **variables) as service:
+    with HastyService(folder, **variables) as service:
         service.wait_until_ready()
         for pid in (0, service.pid):
             resource.prlimit(pid, resource.RLIMIT_NOFILE, max(files, enough))
