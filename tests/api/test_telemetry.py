@@ -129,7 +129,7 @@ async def test_hashes_are_escaped(limit: int, serving: Any) -> None:
 @pytest.fixture
 def service(kafka_bootstrap: str, tmp_path: Path) -> Iterator[tuple[ServiceProcess, dict[str, Any]]]:
     topics = own_topics(kafka_bootstrap)
-    with ServiceProcess(tmp_path, **topics, KVSIGHT_WORKER_TTL_S=2, KVSIGHT_LOG_FORMAT="json") as process:
+    with ServiceProcess(tmp_path, **topics, KVSIGHT_WORKER_TTL_S=4, KVSIGHT_LOG_FORMAT="json") as process:
         yield process, topics
 
 
