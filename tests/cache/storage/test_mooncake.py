@@ -79,7 +79,7 @@ def test_an_engine_of_another_process_wrote_it(mooncake_master):
 
 def register(store, rig):
     store.register_mem_pool_host(rig.controller.kv.host_pool)
-    for name, entry in rig.controller.entries.items():
+    for name, entry in rig.controller.group.entries.items():
         store.register_mem_host_pool_v2(entry.host_pool, name)
 
 
