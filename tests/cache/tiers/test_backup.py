@@ -6,7 +6,8 @@ import pytest
 from engine_cache import EvictParams, InsertParams, Lane, RadixKey
 from engine_cache.storage.base import PoolName
 from tests.models.cache_checks import check_cache
-from tests.rigs.cache import AB, ABC, CPU, EVERYTHING, FAILED, GPU, POOLS, A, CacheRig, refuse, removed, rigs, stored
+from tests.rigs.cache import AB, ABC, CPU, EVERYTHING, FAILED, GPU, A, CacheRig, refuse, removed, rigs, stored
+from tests.rigs.cache_content import POOLS
 from tests.rigs.cache_steps import evict_on_host, is_free, on_host
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
 

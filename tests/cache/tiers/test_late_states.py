@@ -4,7 +4,8 @@ import pytest
 
 from engine_cache import EvictParams, Lane
 from engine_cache.storage.base import PoolName
-from tests.rigs.cache import AB, ABC, CPU, GPU, A, is_pending, removed, rigs, stored
+from tests.rigs.cache import AB, ABC, CPU, GPU, A, removed, rigs, stored
+from tests.rigs.cache_content import is_pending
 from tests.rigs.cache_steps import evict_on_host, is_free, on_host
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
 

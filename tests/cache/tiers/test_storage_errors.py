@@ -6,7 +6,8 @@ from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
 from engine_cache.tree.node import iter_nodes
 from tests.models.cache_checks import check_cache
-from tests.rigs.cache import AB, ABC, ABCD, CPU, FAILED, NOTHING, A, is_pending, refuse, rigs
+from tests.rigs.cache import AB, ABC, ABCD, CPU, FAILED, NOTHING, A, refuse, rigs
+from tests.rigs.cache_content import is_pending
 from tests.rigs.cache_steps import archived
 from tests.rigs.cache_stores import MemoryStorage
 
