@@ -17,19 +17,6 @@ ONE_TIER = {"tiers": 1}
 # --- states and windows on the device ---
 
 
-@rigs("mamba", "himamba", "unified+mamba", ("unified+mamba+swa", ONE_TIER))
-def test_losing_the_state_of_an_inner_node_is_silent_and_leaves_its_kv(rig):
-    rig.turns(A, AB)
-    free = rig.slots.available_size()
-    assert rig.cache.evict(EvictParams(0, mamba_num=1)) == (0, 1, 0)
-    assert (rig.slots.available_size(), rig.events()) == (free + 1, [])
-    assert [rig.has(A, kind)[0] for kind in ("full", *rig.kinds)] == [kind != "mamba" for kind in ("full", *rig.kinds)]
-    assert len(rig.match(AB).device_indices) == 4
-    if rig.controller is not None:
-        rig.cache.host.leaves.evict_component(rig.cache.states, 1)
-    assert (len(rig.match(A).device_indices), rig.events()) == (0, [])
-
-
 @rigs("mamba", ("unified+mamba", ONE_TIER), "himamba", "unified+mamba")
 def test_losing_the_state_of_a_leaf_removes_its_kv_from_the_device(rig):
     rig.turns(A, AB)
@@ -37,15 +24,6 @@ def test_losing_the_state_of_a_leaf_removes_its_kv_from_the_device(rig):
     assert rig.cache.evict(EvictParams(0, mamba_num=2)) == (2 * num_pages, 2, 0)
     assert rig.events() == removed(GPU, num_pages)
     assert rig.ends("mamba") == set()
-
-
-@rigs(("unified+mamba", ONE_TIER))
-def test_a_leaf_that_lost_its_state_is_still_a_leaf(rig):
-    """KV without a state is useful for longer prompts that are computed later. It is evicted in its normal order."""
-    rig.turns(A, AB, ABC)
-    rig.cache.evict(EvictParams(0, mamba_num=2))
-    rig.cache.evict(EvictParams(2))
-    assert rig.node_of(AB) in rig.cache.evictable_leaves
 
 
 @rigs("himamba", page_size=1)
@@ -58,15 +36,6 @@ def test_a_leaf_that_a_cascade_makes_on_the_device_is_evicted_by_the_next_call(r
         assert rig.cache.evict(EvictParams(wanted)).num_tokens_evicted == evicted
         assert rig.ends() == left
     rig.host.clear()
-
-
-@rigs("mamba", **SMALL)
-def test_a_leaf_that_a_cascade_makes_is_evicted_by_the_same_call_without_a_host_tier(rig):
-    rig.turns([1], [1, 2, 3])
-    rig.match([1, 2])
-    rig.turns([9])
-    rig.cache.evict(EvictParams(3))
-    assert rig.ends() == {(9,)}
 
 
 @rigs("himamba")
