@@ -125,18 +125,6 @@ def test_a_store_that_does_not_move_never_fills_the_host(bounded):
 
 
 @bounded_rigs
-def test_what_is_stored_makes_room_for_more(bounded):
-    insert(bounded, range(8))
-    bounded.settle()
-    assert (bounded.cache.archive_tokens_occupied, bounded.cache.ongoing_backup) == (0, {})
-    skipped = bounded.cache.num_skipped_archives
-    insert(bounded, range(8, 12))
-    assert (bounded.cache.num_skipped_archives, bounded.cache.archive_tokens_occupied) == (skipped, 8)
-    assert bounded.cache.detach_storage_backend()[0]
-    assert bounded.cache.num_skipped_archives == skipped
-
-
-@bounded_rigs
 def test_a_node_that_is_longer_than_the_share_is_archived_when_nothing_else_waits(bounded):
     bounded.insert([9] * 12)
     bounded.engine.step(Lane.WRITE)

@@ -96,16 +96,6 @@ def test_a_backup_makes_room_by_evicting_from_the_host_once(rig):
     assert rig.events() == stored(CPU, [5, 5], [6, 6])
 
 
-@rigs(*STATES, slots=3, host_slots=4)
-def test_a_backup_takes_the_slot_of_the_least_recent_state(rig):
-    for token in (1, 2, 3, 4):
-        rig.demoted([token, token])
-    rig.match([1, 1])
-    rig.insert([5, 5])
-    assert rig.events() == stored(GPU, [5, 5]) + removed(CPU)
-    assert [rig.match([token, token]).host_hit_length for token in (1, 2)] == [2, 0]
-
-
 @rigs("hiradix", "unified", page_size=1, device_pages=8, host_pages=9)
 def test_a_backup_evicts_its_whole_length_from_the_host_or_in_a_unified_tree_what_is_missing(rig):
     rig.demoted(*([token] for token in range(7)))

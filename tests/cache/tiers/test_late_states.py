@@ -3,7 +3,7 @@
 import pytest
 
 from engine_cache import Lane
-from tests.rigs.cache import AB, ABC, CPU, A, rigs, stored
+from tests.rigs.cache import AB, CPU, A, rigs, stored
 from tests.rigs.cache_content import is_pending
 from tests.rigs.cache_steps import evict_on_host, is_free, on_host
 
@@ -72,21 +72,6 @@ def test_a_chunk_of_a_prompt_starts_no_copy(rig, late):
 
 
 @rigs(*STATES)
-def test_without_a_slot_nothing_is_taken_and_a_later_hit_heals(rig, late):
-    held = rig.host_states.alloc(rig.host_states.available_size())
-    rig.cache.states.lock_host(rig.node_of(AB))
-    rig.insert(A)
-    assert (on_host(rig, A), is_free(rig, A), rig.engine.num_queued(Lane.WRITE)) == (["full"], True, 0)
-    rig.cache.states.unlock_host(rig.node_of(AB))
-    rig.host_states.free(held[:-1])
-    rig.insert(A)
-    assert rig.has(AB, "mamba")[1], "there was a free slot"
-    rig.host_states.free(held[-1:])
-    rig.settle()
-    assert on_host(rig, A) == ["full", "mamba"]
-
-
-@rigs(*STATES)
 def test_a_copy_of_a_state_alone_that_fails_leaves_kv_where_it_is_and_heals(rig, in_flight):
     rig.host_states.write_faults = 2
     free = rig.host_states.available_size()
@@ -125,19 +110,3 @@ def test_a_state_that_comes_while_kv_is_copied_follows_it(rig, both_pending):
     rig.insert(A)
     rig.settle()
     assert (on_host(rig, A), is_free(rig, A), rig.events()) == (["full", "mamba"], True, [])
-
-
-@rigs("unified+swa", window=6, device_pages=12, swa_pages=10, swa_host_pages=11, host_pages=13)
-def test_swa_rows_that_come_back_follow_even_if_their_node_is_split_concurrently(rig):
-    rig.insert(ABC, evicted=2)
-    rig.match(ABC)
-    rig.insert([*ABC, 4, 4])
-    rig.settle()
-    assert on_host(rig, AB) == ["full"]
-    rig.insert([*ABC, 4, 4])
-    assert rig.engine.num_queued(Lane.WRITE) == 1
-    rig.match(A)
-    assert on_host(rig, A) == on_host(rig, AB) == ["full", "swa"]
-    rig.check()
-    rig.settle()
-    assert rig.data(rig.node_of(A), "swa").pending_id is None

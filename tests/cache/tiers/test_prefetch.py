@@ -46,16 +46,6 @@ def test_fetched_pages_are_reported_before_any_request_uses_them_and_load_back_e
     rig.end_requests()
 
 
-@rigs(*CLASSES)
-def test_a_prefetch_continues_where_the_anchor_ends(rig, store):
-    rig.turns(AB)
-    operation = rig.prefetch(ABCD)
-    assert (list(operation.key), operation.start_node.host_ref_counter) == (ABCD[4:], 1)
-    assert rig.fetched() == 4
-    assert rig.held(CPU) == {(None, raw) for raw in rig.prefixes(ABCD)}
-    assert is_idle(rig)
-
-
 @rigs("hiradix")
 def test_pages_that_came_concurrently_are_freed_or_adopted(rig, store):
     rig.prefetch(ABCD)
@@ -143,18 +133,6 @@ def test_a_hit_that_is_shorter_gives_its_tail_back_at_once(rig, store):
     rig.cache.store.check_events()
     assert rig.used() == {"kv": 4}
     assert rig.fetched() == 4
-
-
-@rigs("hiradix", "himamba")
-def test_a_hit_below_the_threshold_is_revoked(rig, store):
-    set_policy(rig, 6)
-    for key in page_hashes(ABCD)[2:]:
-        store.lose(key)
-    rig.prefetch(ABCD)
-    rig.run(Lane.PREFETCH)
-    assert is_idle(rig)
-    assert set(rig.used().values()) == {0}
-    assert rig.cache.check_prefetch_progress("r")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

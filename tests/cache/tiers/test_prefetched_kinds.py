@@ -73,17 +73,6 @@ def test_a_prefetch_takes_the_slot_of_the_least_recent_state_but_not_of_its_anch
     rig.fetched()
 
 
-@rigs("himamba", slots=1, host_slots=2)
-def test_a_prefetch_may_take_the_slot_of_its_anchor_but_not_the_anchor(rig):
-    archived(rig, AB, ABCD)
-    rig.demoted(A)
-    held = rig.host_states.alloc(1)
-    rig.prefetch(ABCD)
-    assert (rig.events(), rig.has(A, "mamba"), rig.has(A, "full")) == ([], (False, False), (False, True))
-    assert rig.fetched() == 6
-    rig.host_states.free(held)
-
-
 # --- sliding windows ---
 
 
@@ -133,15 +122,6 @@ def test_nothing_is_begun_below_an_anchor_that_has_lost_its_window(rig):
     rig.cache.auxiliaries[0].free_on_host(anchor)
     rig.cache.prefetch_from_storage("r", anchor, [3, 3])
     assert (rig.cache.ongoing_prefetch, rig.cache.prefetch_tokens_occupied, anchor.host_ref_counter) == ({}, 0, 0)
-
-
-@rigs("unified+swa", window=8, **SIZES)
-def test_rows_of_which_one_was_not_read_are_all_given_back(rig):
-    store = archived(rig, AB)
-    for store.unreadable, length in (({(SWA, 0)}, 0), (set(), 4)):
-        rig.prefetch(AB)
-        rig.fetched()
-        assert rig.match(AB).host_hit_length == length
 
 
 # --- when a request stops waiting ---

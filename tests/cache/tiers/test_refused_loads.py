@@ -74,15 +74,6 @@ def test_without_a_free_slot_the_caller_gets_an_error(rig):
     rig.slots.free(taken)
 
 
-@rigs("himamba")
-def test_a_state_that_was_computed_since_the_match_is_copied(rig):
-    req, match = at_the_anchor(rig)
-    rig.insert(AB)
-    rows, node = init_load_back(rig, match, req=req)
-    assert (rows.tolist(), node) == ([], match.best_match_node)
-    assert_starts_from(rig, req, node)
-
-
 @rigs("unified")
 def test_a_request_that_is_not_on_the_way_is_refused(rig):
     rig.turns(A, AB, ABC, [8, 8])

@@ -102,16 +102,6 @@ def test_a_prefetch_may_not_finish_before_its_state_is_there(hybrid):
     assert fetched.extra_pool_hit_pages == {hybrid.name: 1}
 
 
-def test_a_state_is_not_read_when_kv_is_cut_short(hybrid):
-    hybrid.archive(pages=1)
-    hybrid.engine.drain()
-    fetched = hybrid.prefetch(pages=1)
-    hybrid.engine.step(Lane.PREFETCH)
-    hybrid.store.lose(KEYS[3])
-    hybrid.engine.drain()
-    assert (len(fetched.take()), fetched.extra_pool_hit_pages) == (6, {})
-
-
 def test_two_archives_take_turns(hybrid):
     first, second = hybrid.archive(), hybrid.archive()
     written, keep = [], hybrid.store._write

@@ -162,14 +162,6 @@ def test_the_upper_part_of_a_split_begins_without_hits(rig):
         assert rig.ends("full", "host_value") == expected
 
 
-@rigs("himamba", page_size=1, write_policy="write_through_selective")
-def test_a_match_that_splits_a_node_gives_the_upper_part_no_hits(rig):
-    rig.insert([1, 2])
-    rig.match([1])
-    rig.turns([1, 2])
-    assert rig.ends("full", "host_value") == set()
-
-
 SELECTIVE = {"page_size": 1, "window": 2, "swa_pages": 8, "write_policy": "write_through_selective"}
 
 

@@ -155,13 +155,6 @@ def test_a_leaf_outside_the_window_is_not_made(rig, evicted, expected):
     rig.settle()
 
 
-@rigs("unified+swa")
-def test_an_insert_without_a_new_leaf_reports_the_units_in_the_tree(rig):
-    rig.insert(A)
-    assert tuple(rig.insert(ABC, evicted=3)) == (2, 2, True)
-    assert rig.match(ABC).device_indices.tolist() == rig.node_of(A).value.tolist()
-
-
 @pytest.mark.parametrize(("evicted", "expected"), [(0, [(6, True)]), (1, [(2, False), (4, True)]), (3, [(6, False)])])
 @rigs("unified+swa", window=6, device_pages=12, swa_pages=12, tiers=1)
 def test_a_tombstone_inside_the_window_takes_over_the_swa_rows_of_the_caller(rig, evicted, expected):
@@ -186,20 +179,6 @@ def test_a_key_without_a_unit_takes_nothing(rig):
 
 
 SWA = {"page_size": 1, "window": 8, "device_pages": 20, "swa_pages": 20, "host_pages": 30}
-
-
-@pytest.mark.parametrize("was_evicted", [False, True])
-@rigs("unified+swa", **SWA)
-def test_both_parts_of_a_node_that_an_insert_cuts_count_as_used(rig, was_evicted):
-    """Where the SWA rows of a tombstone begin again, or those of a node that comes back from the host."""
-    (node,) = rig.turns([1, 2, 3, 4])
-    if was_evicted:
-        rig.cache.host.evict_leaf(node)
-    else:
-        rig.cache.auxiliaries[0].free_on_device(node)
-    rig.insert([1, 2, 3, 4], evicted=2, priority=9)
-    assert uses(rig) == [(2, 9, 2), (2, 9, 2)]
-    rig.settle()
 
 
 @pytest.mark.parametrize("evicted", [0, 2])
