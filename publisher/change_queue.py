@@ -13,7 +13,22 @@ from kv_events.kernels.bundles import resident
 from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
+class QueueStats(NamedTuple):
+    """Numbers of page changes. A page that comes to another tier, or leaves one, is one change."""
+
+    queued: int
+    """Waiting in the queue."""
+    in_flight: int
+    """Taken from the queue, and not confirmed by the sink yet."""
+    delivered: int
+    """Confirmed by the sink so far."""
+    dropped: int
+    """Dropped so far because the queue was full. A resync follows and replaces them."""
+
+
 class PageChanges(NamedTuple):
+    """Stores and removals of single pages, and clears, in the order in which they happened, as columns."""
+
     kinds: npt.NDArray[np.uint8]
     """[n] medium for a store, REMOVAL + medium for a removal, or CLEARED."""
     hashes: npt.NDArray[np.uint64]
@@ -73,6 +88,7 @@ class ChangeQueue:
         return PageChanges._make(self.arrays[:5]).part(start, start + min(max_pages, self.num_queued))
 
     def take(self, num_pages: int) -> None:
+        """Mark the oldest waiting changes as in flight."""
         self.arrays.cursors[TAKEN] += num_pages
 
     def confirm(self) -> None:
@@ -89,7 +105,6 @@ class ChangeQueue:
         cursors[HEAD] = cursors[TAKEN]
         cursors[BROKEN] = 0
 
-    def stats(self) -> tuple[int, int, int, int]:
-        """Return the numbers of changes: waiting, in flight, delivered so far, dropped so far."""
+    def stats(self) -> QueueStats:
         head, taken, tail, dropped, *_ = self.arrays.cursors.tolist()
-        return head - taken, taken - tail, self._num_delivered, dropped
+        return QueueStats(head - taken, taken - tail, self._num_delivered, dropped)

@@ -166,15 +166,12 @@ class EventPublisher:
     def stats(self) -> PublisherStats:
         """Return current statistics. Thread-safe."""
         failure = self._drain.failure
-        (queued, in_flight, delivered, dropped), pages, rejected_events = self._tracker.stats()
+        tracked = self._tracker.stats()
         return PublisherStats(
-            queued=queued,
-            in_flight=in_flight,
-            delivered=delivered,
-            dropped=dropped,
+            **tracked.queue._asdict(),
             is_broken=self._tracker.queue.is_broken,
-            pages=pages,
-            rejected_events=rejected_events,
+            pages=tracked.pages,
+            rejected_events=tracked.rejected_events,
             next_seq=self._builder.seq,
             resyncs=self._builder.num_resyncs,
             resync_pages=self._builder.num_resync_pages,

@@ -203,7 +203,8 @@ class EventTranslator:
                 self._apply_to_own_stream(part)
         else:
             pages = self._namer.by_tokens(run, namespace)
-            self._outputs[OWN_STREAM].publish(pages, namespace, names_group=run.attention_group is not None)
+            names_group = run.attention_group is not None
+            self._outputs[OWN_STREAM].publish(pages, namespace, names_group=names_group, is_mixed=True)
 
     def _remove(
         self, run: PageRun, output: PagePublisher, namespace: HashNamespace, group: GroupIndex, scale: int
