@@ -102,7 +102,8 @@ class PolledEvents:
         for stream in self._streams.values():
             for _ in stream.end_batch():
                 pass
-            for publisher in stream.take_publishers().retired:
+            _, retired = stream.take_publishers()
+            for publisher in retired:
                 publisher.set_degraded_reason(CLOSED)
 
     def _take(self, event: Mapping[str, Any]) -> None:

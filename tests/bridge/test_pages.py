@@ -7,7 +7,7 @@ import pytest
 
 from kv_events.errors import KvsightError
 from tests.models.stream_reader import Pages
-from tests.rigs.bridge import CPU, DISK, EXTERNAL, GPU, Rig, on
+from tests.rigs.bridge import CPU, DISK, EXTERNAL, GPU, NOW, Rig, on
 from tests.support.engines.event_payloads import Event, cleared, names_of, removed, stored
 
 TOKENS = list(range(100, 116))
@@ -263,3 +263,18 @@ def test_a_publisher_that_could_not_be_made_is_made_for_the_next_store() -> None
     with pytest.raises(KvsightError):
         rig.take(stored([1], SMALL))
     assert rig.take(stored([2], SMALL)).pages == on(GPU, names_of(SMALL))
+
+
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_a_clear_that_an_old_publisher_recorded_late_costs_its_successor_nothing(is_restarted: bool) -> None:
+    rig = Rig().take(stored([1], SMALL, medium="CPU"))
+    old = rig.translator.publisher
+    assert old is not None
+    old._tracker.accept_deferred_calls()  # as while it runs
+    rig.take(cleared())
+    if is_restarted:
+        rig.translator.restart(is_certain=False)
+    rig.take(stored([2], LARGE, 8))
+    old.take_records(NOW, force=True)
+    assert rig.pages == on(GPU, names_of(LARGE, 8))
+    assert rig.take(removed([2])).pages == set()

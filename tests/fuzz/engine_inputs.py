@@ -80,7 +80,7 @@ class BridgeTarget:
         self._decoder = Decoder()
         limited_logger = RateLimitedLogger(logging.getLogger("tests"), "engine w")
         context = EngineContext(EngineDefaults(), BridgeCounters(), limited_logger, _publisher, 4096, 4096)
-        self._translator = EventTranslator(STREAM, context, lambda publisher: None)
+        self._translator = EventTranslator(STREAM, context)
 
     def __call__(self, data: bytes) -> None:
         try:

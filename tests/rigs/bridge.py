@@ -215,7 +215,7 @@ class Rig:
         context = EngineContext(
             EngineDefaults(**defaults), self.counters, limited_logger, self._publisher, ledger_pages, name_pages
         )
-        self.translator = EventTranslator(StreamId("m", "default", "w", 0), context, lambda publisher: None)
+        self.translator = EventTranslator(StreamId("m", "default", "w", 0), context)
 
     def take(self, *events: Any, **shape: Any) -> Self:
         """Pass one batch of events to the bridge, see `event_payloads.payload`."""
