@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.context import EngineContext
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters, EngineContext
 from bridge.decoding.events import AttentionSpec, InvalidEvent, PageRun, Run
 from bridge.decoding.kernels.columns import REMOVAL
 from bridge.settings import EngineDefaults

@@ -56,8 +56,9 @@ class PagePublisher:
     ) -> None:
         """Publish events of stores and removals in order. names_group: whether the engine's events name a group.
 
-        is_mixed: whether the events are of several kinds. medium: the engine's name of the medium if it is unknown: `columns` then contain no other. The pages are left
-        out, but hashes that came to mean other pages are removed from all tiers.
+        is_mixed: whether the events are of several kinds. medium: the engine's name of the medium if it is unknown:
+        `columns` then contain no other. The pages are left out, but hashes that came to mean other pages are removed
+        from all tiers.
         """
         columns = pages.columns
         if not len(columns.hashes):

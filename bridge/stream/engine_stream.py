@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import aclosing
 
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings
 from bridge.stream.engine_stream import EngineStream

@@ -15,7 +15,7 @@ from kv_events.errors import InvalidValueError, RecordRejectedError, check_type
 from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
-from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError
+from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError, no_requests
 from publisher.sinks.engine_events import EngineEvents
 from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
 
@@ -101,9 +101,8 @@ class ZmqSink:
         if context is not None:
             await asyncio.to_thread(context.term)
 
-    async def requests(self) -> AsyncIterator[ResyncRequest]:
-        await asyncio.Event().wait()
-        yield ResyncRequest("", 0)  # never reached; makes this function a generator
+    def requests(self) -> AsyncIterator[ResyncRequest | None]:
+        return no_requests()
 
     def _log_omitted(self) -> None:
         """Log a warning whenever the number of omitted pages has doubled."""

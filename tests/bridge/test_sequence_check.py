@@ -4,7 +4,7 @@ import numpy as np
 import zmq
 
 from bridge import BridgeSettings
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults

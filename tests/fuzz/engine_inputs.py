@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from bridge import BridgeSettings
-from bridge.context import EngineContext
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters, EngineContext
 from bridge.decoding.decoder import Decoder, Messages, UndecodableError
 from bridge.hashes.event_translator import EventTranslator
 from bridge.registry import StreamRegistry

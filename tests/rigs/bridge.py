@@ -9,8 +9,7 @@ from dataclasses import fields
 from typing import Any, Literal, Self
 
 from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
-from bridge.context import EngineContext
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters, EngineContext
 from bridge.decoding.decoder import Decoder
 from bridge.hashes.event_translator import EventTranslator
 from bridge.settings import EngineDefaults
