@@ -11,6 +11,7 @@ from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.schema import BlockRemoved, BlockStored, SnapshotBegin, SnapshotEnd, StorageMedium
 from publisher import EventPublisher
+from publisher.event_columns import MAX_PAGES_PER_EVENT
 from tests.rigs.publisher import NOW, batches_of, make_publisher, num_pages, steps_of, stored
 from tests.support.log.records import words
 
@@ -100,23 +101,41 @@ def test_a_full_ledger_drops_the_page_from_the_stream_too() -> None:
     assert publisher.stats().pages["ledger_full"] == 1
 
 
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        (stored(5, medium="TAPE"), "medium"),
-        (stored(5, extra_key=7), "type"),
-        (BlockStored([5], None, [], 3, sequence_hashes=words([5])), "block_size"),
-        (BlockStored("abc", None, [], 4), "type"),  # type: ignore[arg-type]
-        (BlockStored([1.5], None, [], 4, sequence_hashes=words([1])), "type"),  # type: ignore[list-item]
-        (BlockRemoved(None), "type"),  # type: ignore[arg-type]
-        (BlockRemoved([2**64]), "hash_range"),
-        (stored(5, parent="x", sequence_hashes=b""), "type"),  # type: ignore[arg-type]
-        (stored(5, medium=np.zeros(2)), "medium"),
-        ("BlockStored", "type"),
-        (None, "type"),
-    ],
-)
-def test_a_bad_event_is_dropped_and_counted_and_the_rest_continues(bad: Any, reason: str) -> None:
+def a_store(**fields: Any) -> BlockStored:
+    good = {"block_hashes": [5, 6], "parent_block_hash": None, "token_ids": list(range(8)), "block_size": 4}
+    return BlockStored(**{**good, "sequence_hashes": words([11, 12]), **fields})
+
+
+PAGES, PARENT, SIZE, TOKENS, NAMES = "block_hashes", "parent_block_hash", "block_size", "token_ids", "sequence_hashes"
+BAD: list[tuple[str, list[Any]]] = [
+    ("medium", [stored(5, medium=medium) for medium in ("gpu", "TAPE", 3, ["GPU"], b"GPU", np.zeros(2))]),
+    ("extra_key", [stored(5, extra_key=key) for key in ("\ud800", "x" * 1025)]),
+    ("type", [stored(5, extra_key=7), BlockRemoved(None), "BlockStored", None]),  # type: ignore[arg-type]
+    ("type", [a_store(**{PAGES: names}) for names in ("ab", b"ab", None, [1, "2"], [1.0, 2.5])]),
+    ("type", [a_store(**{PARENT: "root"}), a_store(**{SIZE: [4]}), a_store(**{TOKENS: 8}), a_store(**{NAMES: [1, 2]})]),
+    ("type", [stored(5, parent="x", sequence_hashes=b"")]),  # type: ignore[arg-type]
+    ("type", [a_store(**{TOKENS: [(1, 2), 3, 4, 5, 6, 7, 8, 9], NAMES: b""})]),
+    ("hash_range", [a_store(**{PAGES: [1, 2**64]}), a_store(**{PAGES: [1, -(2**63) - 1]}), a_store(**{PARENT: 2**70})]),
+    ("hash_range", [BlockRemoved([2**64])]),
+    ("hash_count", [a_store(**{NAMES: words([11])}), a_store(**{NAMES: b"12345678901"})]),
+    ("hash_count", [BlockRemoved([0] * (MAX_PAGES_PER_EVENT + 1))]),
+    ("block_size", [a_store(**{SIZE: size}) for size in (0, -4, 2**70, None)]),
+    ("token_count", [a_store(**{PAGES: [5]}), a_store(**{TOKENS: [1, 2, 3]})]),
+    ("unidentified", [a_store(**{TOKENS: [], NAMES: b""})]),
+    (
+        "tokens",
+        [
+            a_store(**{TOKENS: tokens, NAMES: b""})
+            for tokens in (
+                [-1, *range(7)], [2**32, *range(7)], ["x", *range(7)], [(1, 2), (9, 3), *[(3, 3)] * 6], [(1, 2, 3)] * 8
+            )
+        ],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "bad"), [(reason, bad) for reason, all_bad in BAD for bad in all_bad])
+def test_a_bad_event_is_dropped_and_counted_and_the_rest_continues(reason: str, bad: Any) -> None:
     publisher = make()
     publisher.publish([stored(1), bad, stored(2)])
     assert [h for step in drain(publisher) for h in step.hashes.tolist()] == [101, 102]
