@@ -6,23 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_events.codec import StoredPages, encode_event
+from kv_events.codec import StoredPages
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.schema import BlockRemoved, BlockStored, SnapshotBegin, SnapshotEnd, StorageMedium
+from kv_events.schema import BlockRemoved, BlockStored, SnapshotBegin, StorageMedium
 from publisher import EventPublisher
 from publisher.event_columns import MAX_PAGES_PER_EVENT
-from tests.rigs.publisher import NOW, batches_of, make_publisher, num_pages, steps_of, stored
+from tests.rigs.publisher import NOW, batches_of, make_begun, num_pages, steps_of, stored
 from tests.support.log.records import words
-
-
-def make(**settings: Any) -> EventPublisher:
-    """Return a publisher that has sent its first, empty resync."""
-    publisher = make_publisher(**settings)
-    (first,) = publisher.take_records(NOW)
-    assert steps_of([first]) == [SnapshotBegin("start"), SnapshotEnd()]
-    assert encode_event(SnapshotBegin("start")) in first.payload
-    return publisher
 
 
 def drain(publisher: EventPublisher, now: float = NOW) -> list[Any]:
@@ -30,7 +21,7 @@ def drain(publisher: EventPublisher, now: float = NOW) -> list[Any]:
 
 
 def test_a_record_has_the_streams_key_numbers_and_time() -> None:
-    publisher = make()
+    publisher = make_begun()
     publisher.publish([stored(1)])
     (record,) = publisher.take_records(NOW, force=True)
     (batch,) = batches_of([record])
@@ -61,7 +52,7 @@ STEPS: list[tuple[list[Any], list[tuple[list[int], list[int]]], dict[str, int]]]
 
 @pytest.mark.parametrize(("events", "steps", "counts"), STEPS)
 def test_events_become_steps_and_are_counted(events: list[Any], steps: list[Any], counts: dict[str, int]) -> None:
-    publisher = make()
+    publisher = make_begun()
     for event in events:
         publisher.publish([event])
     found = [(step.hashes.tolist(), getattr(step, "parents", np.zeros(0)).tolist()) for step in drain(publisher)]
@@ -71,7 +62,7 @@ def test_events_become_steps_and_are_counted(events: list[Any], steps: list[Any]
 
 
 def test_a_child_names_its_parent_by_the_sequence_hash() -> None:
-    publisher = make()
+    publisher = make_begun()
     publisher.publish([stored(1, 2)])
     drain(publisher)
     publisher.publish([stored(7, parent=2)])
@@ -80,7 +71,7 @@ def test_a_child_names_its_parent_by_the_sequence_hash() -> None:
 
 
 def test_pages_without_sequence_hashes_are_named_from_their_tokens() -> None:
-    publisher = make()
+    publisher = make_begun()
     tokens = np.arange(12, dtype=np.uint32)
     names = sequence_hashes(tokens, 4, namespace_seed(cache_salt="salt")).tolist()
     first = BlockStored([1, 2], None, tokens[:8].tolist(), 4, extra_key="salt")
@@ -93,7 +84,7 @@ def test_pages_without_sequence_hashes_are_named_from_their_tokens() -> None:
 
 
 def test_a_full_ledger_drops_the_page_from_the_stream_too() -> None:
-    publisher = make(ledger_pages=2)
+    publisher = make_begun(ledger_pages=2)
     publisher.publish([stored(1, 2, 3)])
     (batch,) = batches_of(publisher.take_records(NOW, force=True))
     assert [step.hashes.tolist() for step in batch.steps if isinstance(step, StoredPages)] == [[101, 102]]
@@ -136,7 +127,7 @@ BAD: list[tuple[str, list[Any]]] = [
 
 @pytest.mark.parametrize(("reason", "bad"), [(reason, bad) for reason, all_bad in BAD for bad in all_bad])
 def test_a_bad_event_is_dropped_and_counted_and_the_rest_continues(reason: str, bad: Any) -> None:
-    publisher = make()
+    publisher = make_begun()
     publisher.publish([stored(1), bad, stored(2)])
     assert [h for step in drain(publisher) for h in step.hashes.tolist()] == [101, 102]
     assert publisher.stats().rejected_events == {reason: 1}
@@ -144,14 +135,14 @@ def test_a_bad_event_is_dropped_and_counted_and_the_rest_continues(reason: str, 
 
 
 def test_bad_events_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    publisher = make()
+    publisher = make_begun()
     for _ in range(50):
         publisher.publish([None])  # type: ignore[list-item]
     assert [r.getMessage() for r in caplog.records] == ["publisher w: engine events dropped so far: {'type': 1}"]
 
 
 def test_what_is_no_list_of_events_never_raises(caplog: pytest.LogCaptureFixture) -> None:
-    publisher = make()
+    publisher = make_begun()
     with caplog.at_level(logging.CRITICAL):
         publisher.publish(None)  # type: ignore[arg-type]
     publisher.publish([stored(1)])
@@ -162,7 +153,7 @@ def test_what_is_no_list_of_events_never_raises(caplog: pytest.LogCaptureFixture
 
 def test_tokens_travel_only_when_asked_for() -> None:
     event = BlockStored([1], None, [70_000, 1, 2, 3], 4, sequence_hashes=words([9]), extra_key="secret salt")
-    plain, with_tokens = make(), make(with_tokens=True)
+    plain, with_tokens = make_begun(), make_begun(with_tokens=True)
     for publisher in (plain, with_tokens):
         publisher.publish([event, event, stored(2)])
     (record,) = plain.take_records(NOW, force=True)
@@ -174,7 +165,7 @@ def test_tokens_travel_only_when_asked_for() -> None:
 
 
 def test_records_with_tokens_keep_within_the_largest_record() -> None:
-    publisher = make(with_tokens=True, block_size=1024, batch_bytes=900_000)
+    publisher = make_begun(with_tokens=True, block_size=1024, batch_bytes=900_000)
     for i in range(500):
         event = BlockStored([i], None, [2**31] * 1024, 1024, sequence_hashes=words([i]), extra_key=f"{i}" * 300)
         publisher.publish([event])
