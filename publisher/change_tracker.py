@@ -183,7 +183,6 @@ class ChangeTracker:
             logger.warning("publisher %s: engine events dropped so far: %s", self._worker, self._logged)
 
     def _note_lost_events(self) -> None:
-        """Log the current exception, and let a resync follow."""
         logger.exception("publisher %s: events lost; a resync follows", self._worker)
         self.has_lost_events = True
 

@@ -152,7 +152,6 @@ class EventTranslator:
     # --- streams ----------------------------------------------------------------------------------------------------
 
     def _open_publisher(self, block_size: int) -> None:
-        """Publish with new publishers from now on."""
         publisher = self._new_publisher(self._stream, block_size, self._hashes.blocks)
         for output in self._outputs.values():
             if output.publisher is not None:
@@ -185,7 +184,6 @@ class EventTranslator:
     # --- stores -----------------------------------------------------------------------------------------------------
 
     def _apply_to_own_stream(self, run: PageRun) -> None:
-        """Apply what a run says of full attention."""
         if run.is_mixed:
             self._change(run)
         elif run.is_removal:
@@ -220,7 +218,6 @@ class EventTranslator:
         output.publish(pages, namespace, names_group=group is not None, medium=run.medium)
 
     def _apply_to_groups(self, run: PageRun) -> None:
-        """Apply what a run says of other groups than full attention."""
         hashes = run.events.block_hashes
         if run.is_removal:
             groups = self._groups.removed_from(run.attention_group)

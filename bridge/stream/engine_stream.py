@@ -128,7 +128,6 @@ class EngineStream:
         return number - start
 
     def _take_next(self, messages: Messages) -> Iterator[None]:
-        """Apply batches each of which is the expected one."""
         self._contradictions = 0
         self._sequence.applied_live(*messages.one(len(messages) - 1))
         return self.ranks.apply(messages)
@@ -319,7 +318,6 @@ class EngineStream:
             self.set_receiving(False)  # of the new incarnation, which holds no pages
 
     async def _apply_waiting(self) -> None:
-        """Apply the waiting batches, then start and close publishers as needed."""
         await self._threads.run(self.ranks.waiting_bytes, self.ranks.apply_waiting())
         await self.ranks.start_and_close_publishers()
 
