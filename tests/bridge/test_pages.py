@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from kv_events.errors import KvsightError
@@ -180,52 +179,6 @@ def test_what_is_held_and_counted(steps: Steps, counters: dict[str, Any]) -> Non
     for events, pages in steps:
         assert rig.take(*events, form="map").pages == pages
     assert {name: value for name, value in rig.counts().items() if value and name not in _ALWAYS} == counters
-
-
-def test_a_captured_event_of_vllm_is_taken_as_it_is() -> None:
-    event = {
-        "type": "BlockStored",
-        "block_hashes": [15760518052499183552],
-        "parent_block_hash": None,
-        "token_ids": list(range(16)),
-        "block_size": 16,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-        "extra_keys": [None],
-        "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention",
-    }
-    data = msgspec.msgpack.encode([1789095808.83, [event], 0])
-    rig = Rig().take_payload(data)
-    assert rig.pages == on(GPU, names_of(list(range(16)), 16))
-    assert rig.translator.block_size == 16
-
-
-@pytest.mark.parametrize("form", ["array", "array with nils", "map"])
-@pytest.mark.parametrize("batch", ["array", "pair", "map"])
-def test_both_event_encodings_and_all_batch_shapes_are_detected(form: Any, batch: Any) -> None:
-    events = (stored(HASHES, TOKENS, medium="GPU"), removed(HASHES[3:], "GPU"))
-    assert Rig().take(*events, form=form, batch=batch).pages == on(GPU, NAMES[:3])
-
-
-@pytest.mark.parametrize(
-    "names_again",
-    [
-        [-1, -(2**63), 2**63 - 1, 5],
-        [2**64 - 1, 2**63, 2**63 - 1, 5],
-        [b"\xff" * 8, b"x" * 24 + b"\x80" + b"\0" * 7, b"\x7f" + b"\xff" * 7, b"\0" * 31 + b"\5"],
-        [b"\xff" * 32, 2**63, 2**63 - 1, b"\5"],
-    ],
-    ids=["signed", "unsigned", "bytes", "mixed"],
-)
-def test_hashes_signed_unsigned_and_as_bytes_are_one_and_the_same(names_again: list[Any]) -> None:
-    rig = Rig().take(stored([-1, -(2**63), 2**63 - 1, 5], TOKENS))
-    assert rig.pages == on(GPU, NAMES)
-    assert rig.take(stored([77], TOKENS[:4], parent=names_again[3])).pages == on(
-        GPU, [*NAMES, names_of(TOKENS + TOKENS[:4])[4]]
-    )
-    assert rig.take(removed([*names_again, 77])).pages == set()
 
 
 def test_copies_are_not_counted_if_the_registration_says_so() -> None:
