@@ -12,7 +12,14 @@ from aiokafka.errors import CorruptRecordException
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from kv_events.codec import encode_resync
 from kv_events.kafka.connection import KafkaConnection
-from kv_events.kafka.private_parts import check_fetching, describe_topics, stop_consumer, stop_producer, topic_id
+from kv_events.kafka.private_parts import (
+    check_fetching,
+    describe_topics,
+    start_client,
+    stop_consumer,
+    stop_producer,
+    topic_id,
+)
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics, retention_mismatches
 from kv_events.records import Headers, LogRecord
@@ -75,15 +82,17 @@ class KafkaSource:
                 found_id = await topic_id(self._consumer, self._events_topic)
                 self._is_replaced |= None not in (found_id, self._topic_id) and found_id != self._topic_id
                 begins = await self._assign_new({} if self._is_replaced else positions)
-        except SourceUnavailableError:
+            self._check_topic_is_left()
+        except BaseException:  # also a cancellation
             await self._clients.aclose()
             raise
-        if self._was_found and not self._is_there:
-            await self._clients.aclose()
-            raise SourceUnavailableError(f"topic {self._events_topic} does not exist any longer; publishers create it")
         self._topic_id = found_id or self._topic_id
         self._is_replaced = False
         return begins
+
+    def _check_topic_is_left(self) -> None:
+        if self._was_found and not self._is_there:
+            raise SourceUnavailableError(f"topic {self._events_topic} does not exist any longer; publishers create it")
 
     async def read_only(self, partitions: Collection[int], positions: Mapping[int, int]) -> Mapping[int, int]:
         self._only, self._begin_at = frozenset(partitions), positions
@@ -205,7 +214,7 @@ class KafkaSource:
             max_partition_fetch_bytes=_PARTITION_BYTES,
         )
         self._clients.push_async_callback(stop_consumer, self._consumer)
-        await self._consumer.start()
+        await start_client(self._consumer)
 
     async def _open_producer(self) -> None:
         """Connect the writer of requests. A reader that sends none needs no right to write."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aiokafka.conn import CloseReason
 from aiokafka.errors import (
@@ -23,9 +24,12 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
 
 _STOP_S = 1.0
-"""Time for a client to stop."""
+"""Time for a client to stop, or to end its start."""
 _METADATA_PAUSE_S = 0.1
 """Least time between two requests of a client for metadata."""
+
+_unanswered: WeakKeyDictionary[Any, set[asyncio.Future[Any]]] = WeakKeyDictionary()
+"""The requests of `_to_its_end` by AIOKafkaClient."""
 
 
 def inner_client(client: Any) -> Any:
@@ -93,7 +97,7 @@ async def describe_topics(client: Any, topics: Iterable[str]) -> dict[str, list[
     """
     inner = inner_client(client)
     request = MetadataRequest(list(topics), allow_auto_topic_creation=False)
-    answer = await _to_its_end(inner.send(inner.get_random_node(), request))
+    answer = await _to_its_end(inner, request)
     described = {}
     for found in answer.to_object()["topics"]:
         error = for_code(found["error_code"])
@@ -112,7 +116,7 @@ async def topic_id(client: Any, topic: str) -> bytes | None:
     """
     inner = inner_client(client)
     try:
-        answer = await _to_its_end(inner.send(inner.get_random_node(), _TopicIdRequest(topic)))
+        answer = await _to_its_end(inner, _TopicIdRequest(topic))
     except NotImplementedError:
         return None
     found = {name: identity for _, name, identity, *_ in answer.topics}
@@ -120,15 +124,32 @@ async def topic_id(client: Any, topic: str) -> bytes | None:
     return identity if any(identity) else None
 
 
-async def _to_its_end(request: Awaitable[Any]) -> Any:
-    """Await a request, which goes on if the caller gives it up.
+async def _to_its_end(inner: Any, request: Any) -> Any:
+    """Send a request, which goes on if the caller gives it up, until its client stops.
 
     Only aiokafka's own time limit, 40 s, closes a connection on which no answers come any longer. Without another
     request, a client whose questions are given up earlier would keep it until the system notices, after 15 minutes.
     """
-    asking = asyncio.ensure_future(request)
+    asking = asyncio.ensure_future(inner.send(inner.get_random_node(), request))
     asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # later, nobody asks for the error
+    unanswered = _unanswered.setdefault(inner, set())
+    unanswered.add(asking)
+    asking.add_done_callback(unanswered.discard)
     return await asyncio.shield(asking)
+
+
+async def start_client(client: Any) -> None:
+    """Start a client. A cancellation waits a second for the end of the start.
+
+    aiokafka keeps the connection with which it begins open if it is cancelled then.
+    """
+    starting = asyncio.ensure_future(client.start())
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.wait({starting}, timeout=_STOP_S)
+        starting.cancel()
+        raise
 
 
 async def stop_consumer(consumer: Any) -> None:
@@ -136,6 +157,7 @@ async def stop_consumer(consumer: Any) -> None:
 
     Its own `stop` can end half-way, in the cancellation of its own fetch.
     """
+    _give_up_requests(consumer)
     if not await _stops(consumer.stop()):
         await _stops(consumer._client.close())
 
@@ -145,9 +167,15 @@ async def stop_producer(producer: Any) -> None:
 
     Its own `stop` waits until the broker has accepted all records.
     """
+    _give_up_requests(producer)
     if not await _stops(producer.stop()):
         await _stops(producer._sender.close())
         await _stops(producer.client.close())
+
+
+def _give_up_requests(client: Any) -> None:
+    for request in _unanswered.get(inner_client(client), ()):
+        request.cancel()  # it could open a connection again
 
 
 async def _stops(stop: Awaitable[None]) -> bool:

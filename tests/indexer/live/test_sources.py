@@ -1,5 +1,7 @@
 """The contract of sources, run on each of them."""
 
+import asyncio
+import gc
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -174,6 +176,27 @@ async def test_a_broker_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(SourceUnavailableError, match="Kafka"):
         await source.start({})
     await source.stop()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # aiokafka drops a connection that it is opening
+async def test_a_start_that_is_cancelled_at_any_moment_closes_its_consumer(
+    kafka_bootstrap: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_steps, is_started = 1, False
+    while not is_started:
+        source = KafkaSource(kafka_settings(kafka_bootstrap, f"cut-{uuid.uuid4().hex}"))
+        starting = asyncio.create_task(source.start({}))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        is_started = starting.done()
+        starting.cancel()
+        await asyncio.wait({starting})
+        if is_started:
+            await source.stop()
+        num_steps += 1 + num_steps // 4
+        del source, starting
+    gc.collect()
+    assert "Unclosed" not in caplog.text
 
 
 async def test_a_topic_that_appears_later_is_read_from_its_beginning(kafka_bootstrap: str) -> None:
