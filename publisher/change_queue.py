@@ -14,16 +14,12 @@ from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
 class QueueStats(NamedTuple):
-    """Numbers of page changes. A page that comes to another tier, or leaves one, is one change."""
+    """Numbers of page changes, see `PublisherStats`: a page that comes to another tier, or leaves one, is one."""
 
     queued: int
-    """Waiting in the queue."""
     in_flight: int
-    """Taken from the queue, and not confirmed by the sink yet."""
     delivered: int
-    """Confirmed by the sink so far."""
     dropped: int
-    """Dropped so far because the queue was full. A resync follows and replaces them."""
 
 
 class PageChanges(NamedTuple):

@@ -50,11 +50,11 @@ _place = operator.attrgetter("medium", "extra_key")
 
 
 class TrackerStats(NamedTuple):
+    """See `PublisherStats`."""
+
     queue: QueueStats
     pages: dict[str, int]
-    """Total pages by result; `held`: distinct pages held now."""
     rejected_events: dict[str, int]
-    """Events dropped, by reason."""
 
 
 class FairLock:
