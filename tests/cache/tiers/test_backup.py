@@ -1,5 +1,6 @@
 """Backups: copies to the host, their acknowledgements, room for them and failures."""
 
+import numpy as np
 import pytest
 
 from engine_cache import InsertParams, Lane, RadixKey
@@ -155,3 +156,24 @@ def test_a_backup_that_the_engine_refuses_leaves_the_node_as_it_was_and_heals(ri
     rig.insert(A)
     rig.settle()
     assert rig.events() == stored(GPU, [1, 1]) + stored(CPU, [1, 1])
+
+
+@of_each_kind
+def test_copies_below_a_failed_one_are_dropped_and_their_rows_are_freed_when_they_are_written(rig, kind):
+    rig.insert(A)
+    rig.insert(AB)
+    rig.cache.take_events()
+    dropped, host = set(rig.data(rig.node_of(AB), kind).host_value), rig.host_pools[POOLS[kind]]
+    rig.host.write_faults = 2
+    rig.engine.step(Lane.WRITE)  # the backup of A, which the one below depends on
+    rig.cache.writing_check()
+    assert on_host(rig, A) == on_host(rig, AB) == []
+    rig.check()
+    taken = host.alloc(host.available_size())
+    assert not dropped & set(taken)
+    rig.engine.step(Lane.WRITE)
+    assert host.available_size() == 0  # the cache does not know yet that the copy has ended
+    rig.cache.writing_check()
+    assert set(host.alloc(host.available_size())) == dropped
+    host.free(np.array([*taken, *sorted(dropped)]))
+    assert (rig.events(), rig.cache.protected_size()) == ([], 0)
