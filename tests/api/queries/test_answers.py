@@ -246,10 +246,6 @@ async def test_removed_pages_no_longer_count(client: AsyncClient, fed: HandFed) 
     assert (await ask(client, **peer()))["scores"] == {"1": {"0": 8}}
 
 
-PEER = {"model_name": "m", "token_ids": TOKENS}
-RFC = {"model": "m", "block_size": 4, "token_ids": TOKENS}
-
-
 def states(worker: str = "1", **more: Any) -> Stream:
     return Stream(worker, model="m#mamba", **more)
 
@@ -260,7 +256,7 @@ async def hold_with_a_state(fed: Any, state_page: int, worker: str = "1", **more
     await fed.feed(states(worker, **more).batch(stored((0, [hashes[state_page]]))))
 
 
-@pytest.mark.parametrize(("query", "path"), [(PEER, ("instances",)), (RFC, ("default",))], ids=["peer", "rfc"])
+@pytest.mark.parametrize(("query", "path"), [(peer(), ("instances",)), (rfc(), ("default",))], ids=["peer", "rfc"])
 async def test_every_figure_of_an_answer_is_what_can_be_reused(
     client: AsyncClient, fed: HandFed, query: dict[str, Any], path: tuple[str]
 ) -> None:
@@ -282,7 +278,7 @@ async def test_hashes_and_batches_get_it_too(client: AsyncClient, fed: HandFed) 
     await hold_with_a_state(fed, 1)
     hashes = await fed.hold(Stream("2"), TOKENS)
     by_hash = (await client.post("/query_by_hash", json={"model_name": "m", "seq_hashes": hashes})).json()
-    batch = (await client.post("/query/batch", json={"queries": [PEER, RFC]})).json()["results"]
+    batch = (await client.post("/query/batch", json={"queries": [peer(), rfc()]})).json()["results"]
     assert by_hash["instances"]["1"]["longest_matched"] == 8
     assert [batch[0]["instances"]["1"]["gpu"], batch[1]["default"]["1"]["GPU"]] == [8, 8]
 
@@ -294,8 +290,8 @@ async def test_a_worker_from_which_nothing_can_be_reused_is_left_out(
     """The prompt ends with its fourth page, whose last token is computed in any case: the state there is no use."""
     hashes = await fed.hold(Stream("1"), TOKENS)
     await fed.feed(states().batch(*([] if state_page is None else [stored((0, [hashes[state_page]]))])))
-    answer = (await client.post("/query", json=PEER)).json()
-    longer = (await client.post("/query", json={**PEER, "token_ids": [*TOKENS, 1]})).json()
+    answer = (await client.post("/query", json=peer())).json()
+    longer = (await client.post("/query", json={**peer(), "token_ids": [*TOKENS, 1]})).json()
     assert (answer["instances"], answer["scores"]) == ({}, {})
     assert [each["gpu"] for each in longer["instances"].values()] == ([16] if state_page else [])
 
@@ -349,5 +345,5 @@ async def test_a_resync_is_one_of_the_groups_too(client: AsyncClient, fed: HandF
 
 async def test_models_that_are_known_do_not_name_groups(client: AsyncClient, fed: HandFed) -> None:
     await hold_with_a_state(fed, 1)
-    response = await client.post("/query", json={**PEER, "model_name": "x"})
+    response = await client.post("/query", json={**peer(), "model_name": "x"})
     assert check_problem(response, 404)["detail"].endswith("known: m (routing_group=default)")
