@@ -337,7 +337,7 @@ async def _listen(
 
     wait_s: longest wait after `send`. Raises KvsightError, and what `send` raises.
     """
-    from api.daemon_threads import run_in_daemon_thread
+    from api.background import run_in_daemon_thread
     from indexer.sources.kafka import KafkaSource
 
     source, arrivals = KafkaSource(settings), list[Arrival]()

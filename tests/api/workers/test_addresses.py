@@ -153,10 +153,10 @@ async def test_an_engine_that_comes_back_elsewhere_is_read_there(monkeypatch: py
         await async_wait_until(lambda: bridge.status().failure == "not found", what="the failure")
         pages: set[tuple[int, int]] = set()
         for tokens in (TOKENS[:4], TOKENS[4:8]):
+            await async_wait_until(lambda: bridge.status().failure is not None, 60, "the end of the connection")
             with ZmqEngine() as engine_there:
                 engine_there.send(payload(stored([1], tokens)))  # only a replay has it
                 where.update({NAME: engine_there.endpoint, REPLAY_NAME: engine_there.replay_endpoint})
                 await async_wait_until(lambda: bridge.status().failure is None, 60, "the connection")
                 await async_wait_until(lambda: len(pages | bridge.view().pages) == len(pages) + 1, 60, "its page")
                 pages.update(bridge.view().pages)
-            await async_wait_until(lambda: bridge.status().failure is not None, 60, "the end of the connection")
