@@ -8,6 +8,7 @@ import pytest
 from api.settings import RegistrationSettings
 from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
 from bridge import EngineSettings
+from bridge.stream import subscriber
 from kv_events.engine_wire import LocateError
 from kv_events.errors import InvalidValueError
 from tests.rigs.bridge import LiveBridge
@@ -135,8 +136,9 @@ async def test_a_name_that_is_not_known_yet_may_be_registered() -> None:
         assert (await served.listener())["failure"] == "engine.invalid: the host name is unknown"
 
 
-async def test_an_engine_that_comes_back_elsewhere_is_read_there() -> None:
+async def test_an_engine_that_comes_back_elsewhere_is_read_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody but `locate` can find the engines: their names lead nowhere."""
+    monkeypatch.setattr(subscriber, "_PROBE_S", 0.5)
     where: dict[str, str | None] = {}
 
     async def locate(endpoint: str) -> str:
