@@ -30,7 +30,7 @@ WORKERS = [f"w{number}" for number in range(4)]
 
 
 def group_of(kafka: str, **more: object) -> dict[str, Any]:
-    ours = {"KVSIGHT_TOPIC_PARTITIONS": 4, "KVSIGHT_GROUP_DEADLINE_S": 5}
+    ours = {"KVSIGHT_TOPIC_PARTITIONS": 4, "KVSIGHT_GROUP_DEADLINE_S": 5, "KVSIGHT_GROUP_SESSION_S": 3}
     return own_topics(kafka, KVSIGHT_GROUP=f"group-{uuid.uuid4().hex}", **ours | more)
 
 
