@@ -177,7 +177,6 @@ class PromptTrace:
         return [f"{name}: {text}" for name, text in texts if text]
 
     def _stored(self) -> int:
-        """Pages that the workers have stored so far."""
         return sum(each.counters.get("pages_stored", 0) for _, each in _listeners(self._workers()))
 
     def _held(self) -> dict[str, int]:
@@ -226,7 +225,6 @@ class PromptTrace:
         return self._is_ours(arrival) and (is_of_prompt or not self.tokens or self._is_known)
 
     def _judge_arrivals(self) -> None:
-        """Raise BrokenError if the awaited events are not among those that arrived."""
         if any(map(self._is_awaited, self.arrivals)):
             return
         topic, within = self.servers.settings.events_topic, f"within {self.wait_s:g} s"
@@ -293,7 +291,6 @@ class PromptTrace:
     # --- pages ------------------------------------------------------------------------------------------------------
 
     def _page_tokens(self) -> int:
-        """The block size of the prompt's pages in the index."""
         indexed = {worker.block_size for worker in self._workers()} - {0}
         return self._engine_block_size if self._engine_block_size in indexed else min(indexed)
 
@@ -359,7 +356,6 @@ async def _listen(
 
 
 def _decoded(records: Sequence[LogRecord]) -> list[Arrival]:
-    """Decode records. Those that cannot be decoded are left out."""
     from kv_events.codec import decode_batch
     from kv_events.errors import RecordRejectedError
 

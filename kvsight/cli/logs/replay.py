@@ -163,7 +163,6 @@ def _replay(source: LogInput | TopicInput, moment: LogMoment) -> tuple[Replay, L
 
 
 def _used(moment: LogMoment, replayed: Replay) -> str:
-    """The moment that was used, in words."""
     zone = " (the local zone)" if moment.is_naive else ""
     asked = "" if moment.time_s is None else f"; asked for {local_time(moment.time_s)}{zone}"
     return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"
