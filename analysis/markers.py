@@ -20,7 +20,7 @@ from indexer.worker_log import WorkerChange, WorkerLog
 from kv_events.codec import DecodedBatch
 from kv_events.errors import KvsightError
 from kv_events.http.fleet import StateChange
-from kv_events.http.log import Mark
+from kv_events.http.log import LogMarker
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.helper_process import become_helper, write_result
@@ -44,7 +44,7 @@ class MarkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     next_index: int
     """Index of the next record to search."""
-    marks: list[Mark] = []
+    marks: list[LogMarker] = []
     changes: list[Change] = []
     damage: list[str] = []
     """All that could not be used so far."""
@@ -60,7 +60,7 @@ class MarkerFinder:
         self._histories = {view.stream: StreamHistory(view) for view in views.namespaces.views}
         self._stale = {view.stream for view in views.namespaces.views if view.stale_reason}
         self._where = 0, 0.0
-        self._found: list[Mark] = []
+        self._found: list[LogMarker] = []
         self._changes: list[Change] = []
         self._worker_log = WorkerLog(views.freshness)
         self._worker_log.on_change.append(self._note)
@@ -81,7 +81,7 @@ class MarkerFinder:
             key = record.key.decode(errors="replace")
             self._add("rejected", key, _worker(key), "A record cannot be applied.")
 
-    def take(self) -> tuple[list[Mark], list[Change]]:
+    def take(self) -> tuple[list[LogMarker], list[Change]]:
         """Return what was found since the last call."""
         found = self._found, self._changes
         self._found, self._changes = [], []
@@ -116,11 +116,10 @@ class MarkerFinder:
 
     def _add(self, kind: str, stream: str, worker: str, text: str) -> None:
         index, time = self._where
-        self._found.append(Mark(index=index, time=time, kind=kind, stream=stream, worker=worker, text=text))
+        self._found.append(LogMarker(index=index, time=time, kind=kind, stream=stream, worker=worker, text=text))
 
 
 def _worker(key: str) -> str:
-    """Return the worker's name in the key of a record, which may be anything."""
     return (["", "", *key.split("/")])[-2]
 
 
@@ -134,11 +133,7 @@ def _missing(gap: range) -> str:
 
 def search(timeline: Timeline, start: int) -> Iterator[MarkerReport]:
     """Search a log from an index to its end. Yields what is found, now and then. Raises OSError."""
-    views, index = timeline.nearest(LogMoment(index=start))
-    for at, record in timeline.records(index, start):
-        views.apply(record)
-        index = at + 1
-    finder = MarkerFinder(views)
+    finder = MarkerFinder(timeline.at(LogMoment(index=start)))
     for number, (index, record) in enumerate(timeline.records(start), 1):
         finder.apply(index, record)
         if number % _REPORT_RECORDS == 0:

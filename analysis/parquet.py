@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from indexer.replay import Replay
-from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages, decode_batch
+from kv_events.codec import RemovedPages, Step, StoredPages, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.hashing import U64Array
 from kv_events.records import Channel, LogRecord
@@ -84,7 +84,9 @@ def _write(path: Path, schema: Any, tables: Iterator[Any]) -> int:
 
 def _event_tables(records: Iterable[tuple[int, LogRecord]]) -> Iterator[Any]:
     """Yield tables of about half a million rows, so that memory is bounded."""
-    rows = _EventRows()
+    facts: list[tuple[Any, ...]] = []  # one row for each event, in the order of EVENTS
+    pages: list[npt.NDArray[np.uint64]] = []  # [3, pages] of each event: sequence hashes, block hashes, parents
+    num_rows = 0
     for index, record in records:
         if record.channel != Channel.EVENTS:
             continue
@@ -92,47 +94,38 @@ def _event_tables(records: Iterable[tuple[int, LogRecord]]) -> Iterator[Any]:
             batch = decode_batch(record.payload)
         except RecordRejectedError:
             continue
+        place = (index, record.partition, record.offset, record.timestamp_ms, *batch.stream, batch.epoch, batch.seq)
         for step in batch.steps:
-            rows.add(index, record, batch, step)
-        if rows.num_rows >= _GROUP_ROWS:
-            yield rows.table()
-            rows = _EventRows()
-    yield rows.table()
+            event, medium, columns = _described(step)
+            facts.append((*place, event, medium))
+            pages.append(columns)
+            num_rows += columns.shape[1]
+        if num_rows >= _GROUP_ROWS:
+            yield _table(facts, pages)
+            facts, pages, num_rows = [], [], 0
+    yield _table(facts, pages)
 
 
-class _EventRows:
-    """Rows of the events: facts of each event, which are repeated for its pages, and columns of pages."""
+def _described(step: Step) -> tuple[str, str, npt.NDArray[np.uint64]]:
+    """Return the event's name, its medium and the columns of its pages."""
+    match step:
+        case StoredPages():
+            return "stored", MEDIA[step.medium].value, np.stack((step.hashes, step.block_hashes, _parents(step)))
+        case RemovedPages():
+            return "removed", MEDIA[step.medium].value, np.stack((step.hashes, step.block_hashes, step.hashes))
+        case _:
+            return _OTHER_EVENTS[type(step)], "", _NO_PAGE
 
-    def __init__(self) -> None:
-        self.num_rows = 0
-        self._facts: list[tuple[Any, ...]] = []  # one row for each event, in the order of EVENTS
-        self._pages: list[npt.NDArray[np.uint64]] = []  # [3, pages] sequence hashes, block hashes, parents
 
-    def add(self, index: int, record: LogRecord, batch: DecodedBatch, step: Step) -> None:
-        """Add the rows of one event."""
-        match step:
-            case StoredPages():
-                event, medium = "stored", MEDIA[step.medium].value
-                pages = np.stack((step.hashes, step.block_hashes, _parents(step)))
-            case RemovedPages():
-                event, medium = "removed", MEDIA[step.medium].value
-                pages = np.stack((step.hashes, step.block_hashes, step.hashes))
-            case _:
-                event, medium, pages = _OTHER_EVENTS[type(step)], "", _NO_PAGE
-        place = (index, record.partition, record.offset, record.timestamp_ms)
-        self._facts.append((*place, *batch.stream, batch.epoch, batch.seq, event, medium))
-        self._pages.append(pages)
-        self.num_rows += pages.shape[1]
-
-    def table(self) -> Any:
-        """Return all rows."""
-        lengths = [pages.shape[1] for pages in self._pages]
-        events = np.repeat(np.array([facts[_EVENT] for facts in self._facts], "U12"), lengths)
-        hashes, blocks, parents = np.concatenate([_NO_PAGE[:, :0], *self._pages], axis=1)
-        has_no_page = (events != "stored") & (events != "removed")
-        arrays = _repeated(self._facts, EVENTS, lengths)
-        arrays += [pa.array(column, mask=has_no_page) for column in (hashes, blocks)]
-        return pa.table([*arrays, pa.array(parents, mask=events != "stored")], schema=EVENTS)
+def _table(facts: Sequence[tuple[Any, ...]], pages: Sequence[npt.NDArray[np.uint64]]) -> Any:
+    """Return a table of events. facts: those of each event, which are repeated for its pages."""
+    lengths = [columns.shape[1] for columns in pages]
+    events = np.repeat(np.array([each[_EVENT] for each in facts], "U12"), lengths)
+    hashes, blocks, parents = np.concatenate([_NO_PAGE[:, :0], *pages], axis=1)
+    has_no_page = (events != "stored") & (events != "removed")
+    arrays = _repeated(facts, EVENTS, lengths)
+    arrays += [pa.array(column, mask=has_no_page) for column in (hashes, blocks)]
+    return pa.table([*arrays, pa.array(parents, mask=events != "stored")], schema=EVENTS)
 
 
 _NO_PAGE = np.zeros((3, 1), np.uint64)

@@ -48,8 +48,8 @@ class Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, which is built once."""
         if self.openapi_schema is None:
-            complete(super().openapi(), needs_token=self.service.tokens.are_required)
-            self.service.amend_document(super().openapi())
+            needs_token = self.service.tokens.are_required
+            complete(super().openapi(), self.service.amend_document, needs_token=needs_token)
         return super().openapi()
 
 
@@ -75,7 +75,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _probe_routes(service: Service) -> APIRouter:
-    """Return the routes for probes and scrapers."""
     router = APIRouter(tags=["service"])
 
     @router.get(

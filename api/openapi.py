@@ -6,6 +6,7 @@ not know, and the component schemas to which both refer.
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from http import HTTPStatus
 from inspect import cleandoc
@@ -108,8 +109,10 @@ def problem(status: int, description: str) -> Responses:
     return {int(status): _problem(description)}
 
 
-def complete(document: Json, *, needs_token: bool) -> None:
-    """Add the query routes, component schemas and, if there is one, the bearer token to the document of FastAPI."""
+def complete(document: Json, amend: Callable[[Json], None], *, needs_token: bool) -> None:
+    """Add the query routes and, if there is one, the bearer token to the document of FastAPI, then let `amend` change
+    it, and add the component schemas to which it refers.
+    """
     paths = document["paths"]
     query, result = _any_of(PeerQuery[IntList], RfcQuery[IntList]), _any_of(PeerAnswer, RfcAnswer, are_sent=True)
     for path, text in _TEXTS.items():
@@ -134,12 +137,13 @@ def complete(document: Json, *, needs_token: bool) -> None:
     body, found = _schema(TokenizeRequest), answers(Tokenized, "The tokens")
     paths["/tokenize"] = _post("/tokenize", "queries", text, body, found, problems)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    if needs_token:
+        _require_token(document)
+    amend(document)
     new = _referenced(paths)
     while new:
         schemas |= {name: _components[name] for name in new}
         new = _referenced([_components[name] for name in new]) - schemas.keys()
-    if needs_token:
-        _require_token(document)
 
 
 def _referenced(part: Any) -> set[str]:

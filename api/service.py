@@ -28,7 +28,7 @@ from api.queries.routes import QueryRoutes
 from api.settings import ApiSettings
 from api.telemetry.families import recording_families
 from api.telemetry.requests import TraceRequests
-from api.telemetry.service_metrics import HttpMetrics, decision_families, tenant_families
+from api.telemetry.service_metrics import HttpMetrics, decision_families, metrics_text, tenant_families
 from api.view_source import ViewSource
 from api.workers.event_stream import EventStream, feed_routes
 from api.workers.register import RegisterRoutes
@@ -194,7 +194,6 @@ class LiveService(Service):
             await asyncio.to_thread(self._spans.end)
 
     def _forget_callers(self) -> None:
-        """Check the tokens of known callers again."""
         self.fast_path.heads.forget()
         self.feed.end_streams(lambda authorization: self.tokens.permits(authorization, "read"))
 
@@ -226,4 +225,4 @@ class LiveService(Service):
         return self._consumer.why_not_ready() or (registrations and registrations.why_not_ready()) or ""
 
     async def metrics(self) -> bytes:
-        return await self.http_metrics.text()
+        return await metrics_text(self.http_metrics.registry)

@@ -316,7 +316,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return no_indices(), node
 
     def _can_continue_from(self, node: TreeNode) -> bool:
-        """Return whether the node is in the tree and all data that a request needs there is on the device."""
         has_state = node is self.tree.root or self.states is None or self.states.data(node).value is not None
         return has_state and node.former_parent is None and node.value is not None
 

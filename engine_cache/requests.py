@@ -174,7 +174,6 @@ class Requests:
         return copy
 
     def _alloc_slot(self) -> IndexArray | None:
-        """Allocate a slot, and evict the least recently used state if necessary. None if all slots are in use."""
         assert self._states is not None
         slot = self._states.allocator.alloc(1)
         if slot is None:
@@ -183,7 +182,6 @@ class Requests:
         return slot
 
     def _free_slots(self, req: Request, given: IndexArray | None) -> None:
-        """Free the slots of a request that the tree did not accept."""
         assert self._states is not None
         for slot in (req.mamba_pool_idx, req.mamba_track_idx):
             if slot is not None and slot is not given:

@@ -64,7 +64,6 @@ def _check_component(component: AuxiliaryComponent, nodes: list[TreeNode]) -> No
 
 
 def _check_sizes(kept: RadixTree | AuxiliaryComponent, found: Iterable[tuple[int, int]], what: str) -> None:
-    """Check the sizes of a kind of state. found: locks and size of each node with data of it."""
     sizes = [0, 0]
     for lock_ref, size in found:
         sizes[lock_ref > 0] += size

@@ -215,7 +215,6 @@ def build_hybrid_stack(
 
 
 def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitStack) -> HostPoolGroup:
-    """Allocate the host pools, all or none; `opened` releases them."""
     from engine_cache.pools.host import allocate_host_pools
 
     entries: list[PoolEntry] = []

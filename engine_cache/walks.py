@@ -117,19 +117,25 @@ class Walks:
         prefix_len = matched
         if self.backups is not None or self._variant.frees_duplicates:
             prefix_len = self._insert_overlap(path, value, params)
-        if matched == len(key):
-            is_taken = self._finish(path[-1], params)
-        elif self._components and any(each.should_skip_leaf_creation(len(key), params) for each in self._components):
+        is_usable = matched == len(key) or not any(
+            component.should_skip_leaf_creation(len(key), params) for component in self._components
+        )
+        if not is_usable:
             self._device.free(value[max(matched, params.prev_prefix_len) :])
-            key, is_taken = key[:matched], False
-        else:
-            path.append(self._add_leaf(path, key, value, matched, params))
-            is_taken = self._finish(path[-1], params)
+            key = key[:matched]
+        elif matched < len(key):
+            parent = path[-1] if path else self._tree.root
+            leaf = self._device.add_leaf(parent, key, value, matched, params.priority)
+            for component in self._components:
+                component.recover_after_unevict(leaf, matched, params)
+            self._use([leaf], params)  # a node that a component splits off above the leaf starts without hits
+            path.append(leaf)
+        verdicts = [component.finish_insert(path[-1], params) for component in self._components if is_usable]
         if self.backups is not None and path and not params.chunked:
             # last, because a backup copies what the node has at this time
             for node in reversed(self._tree.path_to_root(path[-1])):
                 self.backups.back_up_if_due(node)
-        return InsertResult(prefix_len, len(key), mamba_exist=not is_taken)
+        return InsertResult(prefix_len, len(key), mamba_exist=not (is_usable and all(verdicts)))
 
     def _touch(self, node: TreeNode) -> None:
         self._tree.touch_kv([node])
@@ -166,16 +172,3 @@ class Walks:
                 prefix_len += end - start
             start = end
         return prefix_len
-
-    def _add_leaf(
-        self, path: list[TreeNode], key: RadixKey, value: IndexArray, start: int, params: InsertParams
-    ) -> TreeNode:
-        leaf = self._device.add_leaf(path[-1] if path else self._tree.root, key, value, start, params.priority)
-        for component in self._components:
-            component.recover_after_unevict(leaf, start, params)
-        self._use([leaf], params)  # a node that a component splits off above the leaf starts without hits
-        return leaf
-
-    def _finish(self, end: TreeNode, params: InsertParams) -> bool:
-        verdicts = [component.finish_insert(end, params) for component in self._components]
-        return all(verdicts)

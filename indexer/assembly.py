@@ -90,7 +90,7 @@ def create_recording(
     keep_s: age in seconds after which whole segments are deleted. max_bytes: bound on the size of the log; None: no
     bound. Raises InvalidValueError for a service that reads an event log, and OSError if there can be no such folder.
     """
-    from indexer.replay.background import indexing
+    from indexer.replay.log_indexer import indexing
 
     if settings.event_log_dir is not None:
         expected = f"none with {variable('event_log_dir')}: that folder is a recording already"

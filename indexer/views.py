@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, field
 from enum import Enum
 from typing import Any
@@ -32,6 +32,7 @@ LATE_S = 2 * HEARTBEAT_S + 0.5
 """Silence after which two heartbeats are missing. A batch that is later than this is delayed."""
 
 _NO_LATENESS = (0.0, math.inf, -math.inf, -math.inf, 0.0, math.inf)
+"""The lateness of a stream before its first batch, see `note_lateness`."""
 _LONGEST_RESYNC_S = 60.0
 """Seconds after which a resync without an end is requested again."""
 
@@ -77,50 +78,6 @@ class ViewCounters:
     clears: int = 0
 
 
-class Lateness:
-    """The lateness of a stream's newest batch, against the most punctual one before it.
-
-    At first, both clocks are believed to be right: the first batch may be late as well.
-    After an outage, a publisher first sends the batches that have waited. They are right about a time that has passed.
-    A batch whose time is before that of its predecessor shows that a clock was set back; so does a lateness that stays
-    the same for some seconds.
-    """
-
-    def __init__(self, times: memoryview[float] | None = None) -> None:
-        """times: row of `ViewColumns.times`; None: one of its own."""
-        self._times = _row(np.empty(column.NUM_TIMES)) if times is None else times
-        self.fields = _NO_LATENESS
-
-    @property
-    def fields(self) -> tuple[float, ...]:
-        """What is known, for an image: SECONDS to STEADY_SECONDS."""
-        return tuple(self._times[: column.SILENT_FROM])
-
-    @fields.setter
-    def fields(self, values: Sequence[float]) -> None:
-        for number, seconds in enumerate(values):
-            self._times[number] = seconds
-
-    def note(self, made_at: float, at: float, tick: float) -> None:
-        """Record the arrival of a batch. See `note_lateness`."""
-        note_lateness(self._times, made_at, at, tick)  # type: ignore[no-untyped-call]
-
-    @property
-    def seconds(self) -> float:
-        """Lateness of the newest batch."""
-        return self._times[column.SECONDS]
-
-    @property
-    def lag_s(self) -> float:
-        """Seconds by which the newest batch is delayed, at most LATE_S. Small differences are none."""
-        return min(self.seconds, LATE_S) if self.seconds > JITTER_S else 0.0
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether the newest batch was delayed, so that newer ones are on the way."""
-        return self.seconds > LATE_S
-
-
 def make_columns(num_streams: int) -> ViewColumns:
     """Return columns for this many streams."""
     return ViewColumns(
@@ -140,7 +97,11 @@ def _row(values: npt.NDArray[Any]) -> memoryview[Any]:
 
 @dataclass(slots=True)
 class View:
-    """One worker stream's radix view: its part of the namespace's index, and its state."""
+    """One worker stream's radix view: its part of the namespace's index, and its state.
+
+    The state is in the columns of the namespace. After the view is dropped, its row belongs to another stream, so that
+    a dropped view must not be read.
+    """
 
     stream: StreamId
     block_size: int
@@ -160,17 +121,16 @@ class View:
     """Partition of the newest batch in the log."""
     is_delayed: bool = False
     """Whether the newest batch was delayed, or is being applied after a silence."""
-    lateness: Lateness = field(init=False)
-    """That of the newest batch."""
     _degraded_reason: str = ""
     _first_missing: int | None = None
     _times: memoryview[float] = field(init=False, repr=False)
-    _numbers: memoryview[int] = field(init=False, repr=False)
+    numbers: memoryview[int] = field(init=False, repr=False)
+    """Its row of `ViewColumns.numbers`: epoch, position and counts."""
 
     def __post_init__(self) -> None:
-        self._times, self._numbers = _row(self.columns.times[self.number]), _row(self.columns.numbers[self.number])
+        self._times, self.numbers = _row(self.columns.times[self.number]), _row(self.columns.numbers[self.number])
         self.last_batch_at, self.last_batch_tick, self.silent_from, self.agreed_at = 0.0, -math.inf, -math.inf, 0.0
-        self.lateness = Lateness(self._times)
+        self.lateness = _NO_LATENESS
         self.position, self.counters, self.refused_now = START, ViewCounters(), 0
         self.state, self.degraded_reason = ViewState.STALE, ""
 
@@ -226,19 +186,34 @@ class View:
         self._times[column.AGREED_AT] = at
 
     @property
+    def lateness(self) -> tuple[float, ...]:
+        """What is known of the publisher's clock, see `note_lateness`: the columns SECONDS to STEADY_SECONDS.
+
+        At first, both clocks are believed to be right: the first batch may be late as well. After an outage, a
+        publisher first sends the batches that have waited, which are right about a time that has passed. A batch whose
+        time is before that of its predecessor shows that a clock was set back. So does a lateness that stays the same
+        for some seconds.
+        """
+        return tuple(self._times[: column.SILENT_FROM])
+
+    @lateness.setter
+    def lateness(self, seconds: tuple[float, ...]) -> None:
+        self.columns.times[self.number, : column.SILENT_FROM] = seconds
+
+    @property
     def position(self) -> Position:
         """The epoch and the number of the next batch."""
         return Position(self.epoch, self.next_seq, self._first_missing)
 
     @position.setter
     def position(self, position: Position) -> None:
-        self._numbers[column.EPOCH], self._numbers[column.LAST_SEQ] = position.epoch, position.next_seq - 1
+        self.numbers[column.EPOCH], self.numbers[column.LAST_SEQ] = position.epoch, position.next_seq - 1
         self._first_missing = position.first_missing
 
     @property
     def counters(self) -> ViewCounters:
         """The counts, as a copy."""
-        return ViewCounters(*self._numbers[column.BATCHES :])
+        return ViewCounters(*self.numbers[column.BATCHES :])
 
     @counters.setter
     def counters(self, counters: ViewCounters) -> None:
@@ -247,11 +222,11 @@ class View:
     @property
     def refused_now(self) -> int:
         """Pages refused since the last resync or clear. The digest cannot match before the next one."""
-        return self._numbers[column.REFUSED_NOW]
+        return self.numbers[column.REFUSED_NOW]
 
     @refused_now.setter
     def refused_now(self, num_pages: int) -> None:
-        self._numbers[column.REFUSED_NOW] = num_pages
+        self.numbers[column.REFUSED_NOW] = num_pages
 
     @property
     def degraded_reason(self) -> str:
@@ -266,12 +241,12 @@ class View:
     @property
     def epoch(self) -> int:
         """Epoch of the publisher that is followed. -1 until the first batch."""
-        return self._numbers[column.EPOCH]
+        return self.numbers[column.EPOCH]
 
     @property
     def next_seq(self) -> int:
         """Number of the next batch."""
-        return self._numbers[column.LAST_SEQ] + 1
+        return self.numbers[column.LAST_SEQ] + 1
 
     @property
     def reason(self) -> str:
@@ -295,16 +270,19 @@ class View:
 
     def admit(self, batch: DecodedBatch, *, is_silent: bool) -> bool:
         """Return whether a batch is to be applied, see `Position`. is_silent: see `Freshness`."""
+        if batch.seq == self.next_seq and batch.epoch == self.epoch:  # what `Position` says of nearly all batches
+            self.numbers[column.LAST_SEQ] = batch.seq
+            return True
         before = self.position
         admission, self.position = before.after(batch.epoch, batch.seq, is_silent=is_silent)
         if admission is Admission.OLD_EPOCH:
-            self._numbers[column.OLD_EPOCHS] += 1
+            self.numbers[column.OLD_EPOCHS] += 1
         elif admission is Admission.DUPLICATE:
-            self._numbers[column.DUPLICATES] += 1
+            self.numbers[column.DUPLICATES] += 1
         elif admission.begins_epoch:
             self._begin_epoch(batch, is_restart=before.epoch >= 0)
         if admission.misses_batches:
-            self._numbers[column.GAPS] += 1
+            self.numbers[column.GAPS] += 1
             expected = 0 if admission.begins_epoch else before.next_seq
             self.missing_batches += max(0, batch.seq - expected)
             self.mark_stale("gap")
@@ -317,21 +295,22 @@ class View:
         if batch.degraded_reason != ENGINE_UNHEARD or self.last_batch_at == 0.0:
             self.last_batch_at = at
         was_late = tick - self.last_batch_tick > LATE_S
-        self.lateness.note(batch.timestamp, at, tick)
-        self.last_batch_tick = max(self.last_batch_tick, tick - self.lateness.lag_s)
+        note_lateness(self._times, batch.timestamp, at, tick)  # type: ignore[no-untyped-call]
+        late_s = self._times[column.SECONDS]
+        self.last_batch_tick = max(self.last_batch_tick, tick - (min(late_s, LATE_S) if late_s > JITTER_S else 0.0))
         self.silent_from = max(self.silent_from, tick)
-        self.is_delayed = was_late or self.lateness.is_delayed
+        self.is_delayed = was_late or late_s > LATE_S
         self._note_fault()
 
     def apply(self, batch: DecodedBatch) -> Iterator[None]:
         """Apply an admitted batch in slices. Queries can run between two slices."""
-        self._numbers[column.BATCHES] += 1
+        self.numbers[column.BATCHES] += 1
         for step in batch.steps:
             yield from self._apply_step(step)
 
     def compare_digest(self, batch: DecodedBatch) -> None:
         """Compare the digests after a batch. If they are equal, the view is correct regardless of earlier errors."""
-        self.is_delayed = self.lateness.is_delayed
+        self.is_delayed = self._times[column.SECONDS] > LATE_S
         self.degraded_reason = batch.degraded_reason
         if self.marks is not None:
             if self.last_batch_tick - self.resync_began > _LONGEST_RESYNC_S:
@@ -343,7 +322,7 @@ class View:
             if batch.steps and isinstance(batch.steps[-1], SnapshotEnd):
                 self.position = self.position.without_gap()
             return
-        self._numbers[column.MISMATCHES] += 1
+        self.numbers[column.MISMATCHES] += 1
         if self.refused_now:
             self.mark_stale(TENANT_PAGES if self.index.is_limited else INDEX_FULL)
         elif self.state is ViewState.LIVE:
@@ -352,7 +331,7 @@ class View:
     def clear(self) -> Iterator[None]:
         """Remove every page, in slices."""
         for removed in self.index.sweep(self.number):
-            self._numbers[column.REMOVED] += removed
+            self.numbers[column.REMOVED] += removed
             yield
 
     def mark_stale(self, reason: str) -> None:
@@ -362,7 +341,7 @@ class View:
 
     def count_refused(self, num_pages: int) -> None:
         """Count pages for which there was no room."""
-        self._numbers[column.REFUSED] += num_pages
+        self.numbers[column.REFUSED] += num_pages
         self.refused_now += num_pages
 
     def _note_fault(self) -> None:
@@ -374,19 +353,17 @@ class View:
 
     def _begin_epoch(self, batch: DecodedBatch, *, is_restart: bool) -> None:
         if is_restart:
-            self._numbers[column.RESTARTS] += 1
+            self.numbers[column.RESTARTS] += 1
             self.mark_stale("restart")
         if batch.seq == 0 and not (batch.steps and isinstance(batch.steps[0], SnapshotBegin)):
             batch.steps.insert(0, AllBlocksCleared())  # a new incarnation without a resync holds nothing
 
     def _apply_step(self, step: Step) -> Iterator[None]:
         match step:
-            case StoredPages():
-                yield from self._store(step)
-            case RemovedPages():
-                yield from self._remove(step)
+            case StoredPages() | RemovedPages():
+                yield from self._change(step)
             case AllBlocksCleared():
-                self._numbers[column.CLEARS] += 1
+                self.numbers[column.CLEARS] += 1
                 self.refused_now = 0
                 yield from self.clear()
             case SnapshotBegin():
@@ -397,33 +374,26 @@ class View:
             case SnapshotEnd():
                 yield from self._end_snapshot()
 
-    def _store(self, event: StoredPages) -> Iterator[None]:
-        for start, stop in _slices(len(event.hashes)):
-            known, refused = self.index.store(self.number, event, start, stop, self.marks)
-            self._numbers[column.KNOWN] += known
+    def _change(self, event: StoredPages | RemovedPages) -> Iterator[None]:
+        is_store, numbers = isinstance(event, StoredPages), self.numbers
+        done, without_effect = (column.STORED, column.KNOWN) if is_store else (column.REMOVED, column.UNKNOWN)
+        for start in range(0, len(event.hashes), SLICE_PAGES):
+            stop = min(start + SLICE_PAGES, len(event.hashes))
+            if isinstance(event, StoredPages):
+                known, refused = self.index.store(self.number, event, start, stop, self.marks)
+            else:
+                known, refused = self.index.remove(self.number, event, start, stop, self.marks)
+            numbers[without_effect] += known
             self.count_refused(refused)
-            self._numbers[column.STORED] += stop - start - known - refused
-            yield
-
-    def _remove(self, event: RemovedPages) -> Iterator[None]:
-        for start, stop in _slices(len(event.hashes)):
-            unknown, refused = self.index.remove(self.number, event, start, stop, self.marks)
-            self._numbers[column.UNKNOWN] += unknown
-            self.count_refused(refused)
-            self._numbers[column.REMOVED] += stop - start - unknown - refused
+            numbers[done] += stop - start - known - refused
             yield
 
     def _end_snapshot(self) -> Iterator[None]:
         if self.marks is None:
             return  # the beginning of the resync was lost; the gap was detected already
         for removed in self.index.sweep(self.number, self.marks):
-            self._numbers[column.REMOVED] += removed
+            self.numbers[column.REMOVED] += removed
             yield
         self.marks = None
         self.state, self.stale_reason = ViewState.STALE, "digest"  # until `compare_digest` finds equal digests
-        self._numbers[column.RESYNCS] += 1
-
-
-def _slices(num_pages: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, num_pages, SLICE_PAGES):
-        yield start, min(start + SLICE_PAGES, num_pages)
+        self.numbers[column.RESYNCS] += 1

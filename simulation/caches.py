@@ -104,7 +104,6 @@ class Tiers:
 
 
 def _prefix_len(node: TreeNode) -> int:
-    """Return the number of units from the root to the end of the node."""
     return sum(len(each.key) for each in path_down(node, lambda _: True))
 
 

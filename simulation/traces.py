@@ -69,7 +69,6 @@ def block_tokens(hash_ids: npt.NDArray[np.uint64]) -> U32Array:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield line numbers from 1 with lines that are not blank."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as file:

@@ -68,7 +68,6 @@ class SimulatedWorker:
         return Served(num_found, is_cut=len(held) < len(key))
 
     def _key(self, request: Request) -> RadixKey:
-        """Return the complete pages of prompt and output."""
         tokens = request.token_ids
         if len(request.output_tokens):
             tokens = np.concatenate((tokens, request.output_tokens))
@@ -81,7 +80,6 @@ class SimulatedWorker:
         return Found(match.device_indices, match.last_device_node, match.mamba_branching_seqlen)
 
     def _allocate(self, num_tokens: int) -> IndexArray:
-        """Allocate rows for as many tokens as possible. Evicts pages that are not locked."""
         missing = num_tokens - self._allocator.available_size()
         if missing > 0:
             self.cache.evict(EvictParams(missing))
@@ -90,7 +88,6 @@ class SimulatedWorker:
         return rows
 
     def _insert(self, key: RadixKey, held: IndexArray, found: Found, prompt_len: int) -> None:
-        """Insert the rows after the found prefix into the tree."""
         num_found = len(found.rows)
         if self._states is not None:
             # where other prompts branch off, and where the answer begins

@@ -82,8 +82,6 @@ class WorkloadSettings:
 
 
 class _Kind(NamedTuple):
-    """Mean values of a kind of session."""
-
     name: str
     turns: float
     input_tokens: float

@@ -232,7 +232,6 @@ class DecisionAudit:
 
 
 def _memory(decision: Decision) -> int:
-    """Return about how many bytes a decision takes in memory."""
     return _DECISION_BYTES + len(decision.sequence_hashes) + _CANDIDATE_BYTES * len(decision.candidates)
 
 

@@ -168,8 +168,9 @@ class ResidencyIndex:
         requests, stores = known.requests[:num_known], known.stores[:num_known]
         weights = requests if requests.any() else stores
         parents = known.parents[:num_known].astype(np.int64) - 1
-        inside = parents[(parents >= 0) & (weights[parents] == weights)]  # followed by a page of equal weight
-        ends = np.setdiff1d(np.flatnonzero(weights > 1), inside)
+        is_end = weights > 1
+        is_end[parents[(parents >= 0) & (weights[parents] == weights)]] = False  # a page of equal weight follows
+        ends = np.flatnonzero(is_end)
         worth = (weights[ends].astype(np.int64) - 1) * known.depths[ends]
         best = ends[np.argsort(-worth, kind="stable")[:most]]
         columns: tuple[npt.NDArray[np.integer], ...] = (known.hashes, known.depths, known.stores, known.requests)

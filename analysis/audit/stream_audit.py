@@ -29,8 +29,6 @@ _MOST_SECONDS = 4096
 
 @dataclass
 class _Stream:
-    """One stream while the log is read."""
-
     number: int
     namespace: int
     view: View

@@ -17,14 +17,9 @@ from indexer.replay import Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from kv_events.errors import KvsightError
 from kv_events.http.explanations import Explanation
-from kv_events.log.moments import LogExtent, LogMoment
+from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk, torn_tail
-from kv_events.records import Channel
 from kv_events.runtime.helper_process import become_helper, write_result
-
-
-class _OutsideTheLogError(KvsightError):
-    """The moment is before or behind the records of the log."""
 
 
 def main() -> int:
@@ -33,9 +28,7 @@ def main() -> int:
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ExplainJob)
     signal.alarm(int(job.timeout_s) + 1)  # if the service has died
     try:
-        answer: Explanation | ExplainError = _explain(job)
-    except _OutsideTheLogError as error:
-        answer = ExplainError(field="at", detail=str(error))
+        answer = _explain(job)
     except NothingToExplainError as error:
         answer = ExplainError(field="model_name" if job.prompt.worker is None else "worker", detail=str(error))
     except (KvsightError, OSError) as error:
@@ -44,37 +37,23 @@ def main() -> int:
     return EXIT_REFUSED if isinstance(answer, ExplainError) else 0
 
 
-def _explain(job: ExplainJob) -> Explanation:
-    log = Timeline(Path(job.folder))
-    beginning = open_beginning(Path(job.folder), IndexerSettings())
-    extent = LogExtent()  # of the events
+def _explain(job: ExplainJob) -> Explanation | ExplainError:
+    folder, at = Path(job.folder), job.moment.time_s
+    log = Timeline(folder)
+    if outside := log.extent.fault(LogMoment(time_s=at)):
+        return ExplainError(field="at", detail="the log has no record yet" if at is None else f"at: {at} is {outside}")
+    beginning = open_beginning(folder, IndexerSettings())
     last: RecordChunk | None = None
 
     def chunks() -> Iterator[RecordChunk]:
         nonlocal last
         for chunk in log.chunks(log.first_index):
             last = chunk
-            events = chunk._replace(rows=chunk.rows[chunk.channels == Channel.EVENTS])
-            if len(events.rows):
-                events.note_in(extent)
             yield chunk
 
-    try:
-        found = explain(job.prompt, chunks(), job.moment, beginning.views)
-    except NothingToExplainError:
-        _check_moment(job.moment.time_s, extent)
-        raise
-    _check_moment(job.moment.time_s, extent)
-    tail = torn_tail(Path(job.folder), last, log.damage)
-    damage = [*log.damage, *filter(None, [beginning.fault, tail])]
+    found = explain(job.prompt, chunks(), job.moment, beginning.views)
+    damage = [*log.damage, *filter(None, [beginning.fault, torn_tail(folder, last, log.damage)])]
     return msgspec.structs.replace(found, damage=list(map(str, damage)))
-
-
-def _check_moment(at: float | None, extent: LogExtent) -> None:
-    if not extent.num_records:
-        raise _OutsideTheLogError("the log has no record of events yet")
-    if outside := extent.fault(LogMoment(time_s=at)):
-        raise _OutsideTheLogError(f"at: {at} is {outside}")
 
 
 if __name__ == "__main__":

@@ -166,7 +166,6 @@ class PromptTracer(ApplyObserver):
         self.first_records.setdefault(batch.stream, (self._batch(batch), batch.block_size))
 
     def _note(self, view: View, batch: DecodedBatch) -> None:
-        """Note a batch that was applied."""
         if split_group(batch.stream.model)[1] is not None:
             return
         at = self._batch(batch)
@@ -289,7 +288,6 @@ class PromptTracer(ApplyObserver):
 
 
 def _batch_of(run: PlainRun, row: int) -> BatchPosition:
-    """Return a batch of a run."""
     columns = run.batches.columns
     arrays, record = columns.arrays, columns.rows[row].tolist()
     batch = arrays.batches[row].tolist()

@@ -98,11 +98,9 @@ class _Curves:
         self._group_width = f"Each point covers {duration(self._groups.width_s)}."
 
     def charts(self) -> dict[str, Chart | None]:
-        """Return the chart of each name."""
         return {name: getattr(self, name)() for name in _CHARTS}
 
     def shares(self) -> Chart | None:
-        """The steps of the funnel over time."""
         if self._report.funnel is None or not self._report.funnel.requests:
             return None
         tokens = self._groups.sums(self._series.requests)
@@ -123,7 +121,6 @@ class _Curves:
         )
 
     def policies(self) -> Chart | None:
-        """What the chosen worker held against the best and the average one."""
         if not self._series.requests.values[:, facts.OFFERED].any():
             return None
         tokens = self._groups.sums(self._series.requests)
@@ -143,7 +140,6 @@ class _Curves:
         )
 
     def tiers(self) -> Chart | None:
-        """Pages by tier."""
         levels = self._series.tiers.values[self._shown]
         if not levels.any():
             return None
@@ -153,7 +149,6 @@ class _Curves:
         return bands("Pages by tier", note, "pages", self._axis, curves)
 
     def workers(self) -> Chart | None:
-        """Pages by worker: those that held most, and all others."""
         whole = self._series.tiers.values[self._shown].sum(axis=1)
         if not whole.any():
             return None
@@ -168,7 +163,6 @@ class _Curves:
         return bands("Pages by worker", note, "pages", self._axis, curves[::-1])
 
     def rates(self) -> Chart | None:
-        """Pages stored and removed a second."""
         curves = [
             Curve("stored", self._rate("stored"), BLUE),
             Curve("removed", self._rate("removed"), ORANGE),
@@ -179,13 +173,11 @@ class _Curves:
         return lines("Events", note, "pages/s", self._group_axis, shown)
 
     def batches(self) -> Chart | None:
-        """Batches a second."""
         rate = self._groups.sums(self._series.batches)[:, 0] / self._groups.seconds
         note = f"Batches a second of all workers, heartbeats included. At 0, no worker was heard. {self._group_width}"
         return lines("Batches", note, "batches/s", self._group_axis, [Curve("batches", rate, BLUE)])
 
     def churn(self) -> Chart | None:
-        """Pages that left too soon, and pages that came back soon."""
         within = f"within {self._report.churn_s:g} s"
         curves = [
             Curve(f"evicted {within} after they were stored", self._rate("churned"), RED),
@@ -196,7 +188,6 @@ class _Curves:
         return lines("Churn", note, "pages/s", self._group_axis, shown) if shown else None
 
     def faults(self) -> Chart | None:
-        """Gaps, restarts, wrong digests and resyncs of the worst streams."""
         if not self._series.marks:
             return None
         marked = {mark.stream for mark in self._series.marks}

@@ -277,7 +277,6 @@ def _source(axis: Axis, curves: Sequence[Curve]) -> tuple[ColumnDataSource, list
 def _add_hover(
     plot: figure, axis: Axis, curves: Sequence[Curve], columns: Sequence[str], drawn: Any, number_format: str
 ) -> None:
-    """Show all values of a moment beside the pointer."""
     times = f"@x{{{_CALENDAR_TIME}}}" if axis.is_calendar else "@x{0,0.[0]}"
     tips = [
         (short_name(each.name), f"@{column}{{{number_format}}}") for each, column in zip(curves, columns, strict=True)

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from kv_events.decisions import Decision, DecisionRecord
-from kv_events.http.fleet import Funnel, FunnelSums, RecentDecision
+from kv_events.http.fleet import DecisionFunnel, FunnelSums, RecentDecision
 
 WINDOW_S: Final = 3600.0
 
@@ -41,10 +41,10 @@ class DecisionWindow:
         else:
             self._finish(record.request_id, record.cached_tokens)
 
-    def report(self, now: float) -> Funnel:
+    def report(self, now: float) -> DecisionFunnel:
         """Return the funnel of the hour before `now`, in seconds since 1970."""
         recent = [each for each in self._recent if each.time > now - WINDOW_S]
-        return Funnel(
+        return DecisionFunnel(
             time=now,
             window_s=WINDOW_S,
             all=_sum(self._all, now),

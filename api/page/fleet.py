@@ -117,7 +117,6 @@ def _worker(scene: PageState, streams: WorkerStreams) -> FleetWorker:
 
 
 def _rates(watch: WorkerHistory, views: list[View]) -> tuple[list[float], list[float]]:
-    """Return the pages stored and removed per second, interval by interval."""
     if not views:
         return [], []
     total = np.sum([watch.rates(view.stream) for view in views], axis=0).round(1)

@@ -11,7 +11,7 @@ from api.page.fleet import describe_fleet
 from api.page.residency import MAX_ROWS, Wanted, describe_residency
 from api.page.state import PageStateAt
 from api.queries.routes import json_response
-from kv_events.http.fleet import Fleet, Funnel, Residency
+from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
 
 _MAX_WORKERS = 4096
 
@@ -69,7 +69,9 @@ def page_routes(open_scene: PageStateAt) -> APIRouter:
             found = await shared.get("residency", (scene.key, wanted), lambda: describe_residency(scene, wanted))
         return json_response(found.select(limit, worker))
 
-    @router.get("/funnel", response_class=Response, responses={**answers(Funnel, "The funnel"), **_BAD_PARAMETER})
+    @router.get(
+        "/funnel", response_class=Response, responses={**answers(DecisionFunnel, "The funnel"), **_BAD_PARAMETER}
+    )
     async def funnel(at: At = None) -> Response:
         """Return the decisions that routers reported in the last hour, and what the engines reused."""
         scene = await open_scene(at)

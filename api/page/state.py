@@ -8,7 +8,7 @@ from api.page.worker_history import WorkerHistory
 from api.view_source import ViewSource
 from api.workers.description import Engines
 from indexer.views import View
-from kv_events.http.fleet import Funnel
+from kv_events.http.fleet import DecisionFunnel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class PageState:
     engines: Engines
     """Registered engines, which have no view until they are heard."""
     watch: WorkerHistory
-    funnel: Callable[[float], Funnel]
+    funnel: Callable[[float], DecisionFunnel]
     """Returns the funnel of the hour before a time, in seconds since 1970."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class WorkerHistory:
     """Keeps the history of each stream that has a view. A stream takes about 4 KiB."""
 
     def __init__(self) -> None:
-        self._histories: dict[StreamId, _History] = {}
+        self._histories: defaultdict[StreamId, _History] = defaultdict(_History)
         self._num_samples = 0
         self._sampled_at = 0.0
 
@@ -64,9 +64,9 @@ class WorkerHistory:
         watch = cls()
         watch._num_samples = rates.num_intervals
         for stream, each in rates.by_stream.items():
-            watch._history(stream).rates = each
+            watch._histories[stream].rates = each
         for stream, several in changes.items():
-            watch._history(stream).changes.extendleft(several)
+            watch._histories[stream].changes.extendleft(several)
         return watch
 
     @asynccontextmanager
@@ -78,7 +78,7 @@ class WorkerHistory:
                 event = StateChange(
                     time=time.time(), dp_rank=change.stream.dp_rank, event=change.verb, reason=change.reason
                 )
-                self.note_change(change.stream, event)
+                self._histories[change.stream].changes.appendleft(event)
 
         consumer.worker_log.on_change.append(note)
         task = asyncio.create_task(self._sample_forever(consumer), name="fleet-watch")
@@ -89,10 +89,6 @@ class WorkerHistory:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def note_change(self, stream: StreamId, change: StateChange) -> None:
-        """Remember a change."""
-        self._history(stream).changes.appendleft(change)
-
     def sample(self, views: list[View], now: float) -> Iterator[None]:
         """Take the rates since the last sample, in slices. Call it every `INTERVAL_S`. now: seconds of any clock.
 
@@ -102,7 +98,7 @@ class WorkerHistory:
         row = self._num_samples % NUM_INTERVALS
         before = set(self._histories)
         for number, view in enumerate(views):
-            history, counters = self._history(view.stream), view.counters
+            history, counters = self._histories[view.stream], view.counters
             counts = counters.pages_stored, counters.pages_removed
             grown = [max(0, new - old) for new, old in zip(counts, history.counts or counts, strict=True)]
             history.rates[row] = [count / elapsed_s for count in grown]
@@ -131,12 +127,6 @@ class WorkerHistory:
 
     def _known(self, stream: StreamId) -> _History:
         return self._histories.get(stream) or _History()
-
-    def _history(self, stream: StreamId) -> _History:
-        history = self._histories.get(stream)
-        if history is None:
-            history = self._histories[stream] = _History()
-        return history
 
     async def _sample_forever(self, consumer: Consumer) -> None:
         slices = Slices(_SLICE_S)

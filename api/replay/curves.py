@@ -14,7 +14,7 @@ from indexer.replay import Timeline
 from kv_events.codec import decode_batch
 from kv_events.decisions import DECISIONS_FOLDER, DecisionRecord, decode_decision
 from kv_events.errors import RecordRejectedError
-from kv_events.http.fleet import Funnel
+from kv_events.http.fleet import DecisionFunnel
 from kv_events.log.format import list_segments
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
@@ -102,7 +102,7 @@ class DecisionHistory:
         self._read: list[int] = []  # index up to which each log has been read
         self._ahead: deque[DecisionRecord] = deque(maxlen=_MOST_AHEAD)  # read already, of later moments
 
-    def funnel(self, timeline: Timeline, index: int, now: float) -> Funnel:
+    def funnel(self, timeline: Timeline, index: int, now: float) -> DecisionFunnel:
         """Return the funnel of a moment. index: after its newest record. now: its time. Raises OSError."""
         logs = [(timeline, timeline.first_after(now - WINDOW_S), index, math.inf)]
         if (beside := self._open_beside()) is not None:

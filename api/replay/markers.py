@@ -13,7 +13,7 @@ import msgspec
 
 from analysis.markers import Change, MarkerReport
 from kv_events.http.fleet import StateChange
-from kv_events.http.log import Mark
+from kv_events.http.log import LogMarker
 from kv_events.runtime.helper_process import HelperEndedError, helper_results
 from kv_events.streams import StreamId
 
@@ -33,7 +33,7 @@ class MarkerSearch:
     def __init__(self, folder: Path, first_index: int) -> None:
         self._folder = folder
         self._task: asyncio.Task[None] | None = None
-        self._by_kind: dict[str, list[Mark]] = {}
+        self._by_kind: dict[str, list[LogMarker]] = {}
         self._changes: dict[StreamId, list[Change]] = {}
         self._num_changes = 0
         self.next_index = first_index
@@ -46,7 +46,7 @@ class MarkerSearch:
         """Why the search has ended early, if it has."""
 
     @property
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[LogMarker]:
         """The marks in the order of the log, at most 2000 of each kind."""
         return sorted((mark for marks in self._by_kind.values() for mark in marks), key=lambda mark: mark.index)
 

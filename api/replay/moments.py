@@ -14,7 +14,7 @@ from api.problems import ProblemError, ProblemKind
 from indexer.replay import Replay, Timeline
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError, KvsightError
-from kv_events.http.fleet import Funnel
+from kv_events.http.fleet import DecisionFunnel
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.records import LogRecord
 
@@ -37,7 +37,7 @@ class History(NamedTuple):
     """What preceded a moment."""
 
     rates: CountedRates
-    funnel: Funnel
+    funnel: DecisionFunnel
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from api.replay.moments import OpenMoments
 from indexer.replay import Timeline
 from kv_events.codec import decode_batch
 from kv_events.errors import RecordRejectedError
-from kv_events.http.log import BatchOfMoment, MomentOfLog, Span, StreamDiff
+from kv_events.http.log import BatchOfMoment, LogOverview, MomentOfLog, StreamDiff
 from kv_events.log.moments import LogMoment
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA
@@ -32,14 +32,14 @@ def past_routes(moments: OpenMoments, marks: MarkerSearch, name: str, damage: li
     """Return the routes. name: of the log. damage: what is known to be unusable besides what the search finds."""
     router = APIRouter(tags=["past"])
 
-    @router.get("/span", response_class=Response, responses=answers(Span, "The span of the log"))
+    @router.get("/span", response_class=Response, responses=answers(LogOverview, "The span of the log"))
     async def span() -> Response:
         """Return the extent of the log, with marks at faults, restarts and resyncs, which are found one by one."""
         await moments.refresh()
         marks.follow(moments.extent.next_index)
         extent = moments.extent
         first_time, last_time = extent.span_s or (0.0, 0.0)
-        found = Span(
+        found = LogOverview(
             log=name,
             first_index=extent.first_index,
             next_index=extent.next_index,

@@ -5,9 +5,10 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 from prometheus_client import CollectorRegistry
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -43,6 +44,7 @@ _PATHS = frozenset(
     }
 )
 
+_MOST_PARAMETERS = 100
 _WRITING = ("/register", "/unregister", "/decisions", "/workers/{worker:path}/resync")
 """Paths of the live service that change something."""
 
@@ -97,8 +99,15 @@ async def _received(scope: Scope, receive: Receive, limit: int) -> Receive:
 
 
 def asked_moment(scope: Scope) -> str | None:
-    """Return the parameter `at` of a request. Raises ProblemError if there are several."""
-    found = QueryParams(scope["query_string"]).getlist("at")
+    """Return the parameter `at` of a request. Raises ProblemError if there are several, or too many parameters."""
+    try:
+        given = parse_qsl(
+            scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=_MOST_PARAMETERS
+        )
+    except ValueError:
+        detail = f"a request has at most {_MOST_PARAMETERS} parameters"
+        raise ProblemError(422, ProblemKind.INVALID_VALUE, detail) from None
+    found = [value for name, value in given if name == "at"]
     if len(found) > 1:
         raise ProblemError(422, ProblemKind.INVALID_VALUE, "at: given more than once", "at")
     return found[0] if found else None

@@ -169,7 +169,6 @@ def _distinct(lists: Iterable[list[tuple[_Listed, msgspec.Raw]]]) -> list[msgspe
 
 
 async def _captured(app: ASGIApp, scope: Scope, receive: Receive) -> Response:
-    """Return the complete answer of an application."""
     begin: dict[str, Any] = {}
     body = bytearray()
 

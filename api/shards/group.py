@@ -124,7 +124,6 @@ class ShardGroup:
 
 
 def _token(settings: GroupSettings, api: ApiSettings) -> str | None:
-    """Return the token that is sent to the other members."""
     if settings.group_token_file is not None:
         return read_secret("group_token_file", settings.group_token_file)
     if api.api_token is not None:

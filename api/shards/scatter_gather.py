@@ -38,8 +38,6 @@ _NOBODY = "no member answers for it yet"
 
 @dataclass
 class _Prompt:
-    """One query while the members are asked."""
-
     question: ParsedQuery
     numbers: PromptArray
     hashes: dict[int, bytes]

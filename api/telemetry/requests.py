@@ -58,8 +58,8 @@ class ObserveRequests:
         began = time.perf_counter()
         try:
             await self._app(scope, receive, send_with_id)
-            if self._metrics is not None:
-                self._metrics.note_answered(scope["path"], time.perf_counter() - began)
+            if self._metrics is not None and scope["path"] in self._metrics.queries.paths:
+                self._metrics.queries.note(scope["path"], time.perf_counter() - began)
         except Exception:
             request = _request_id(scope)
             logger.exception("request %s, %s, failed", request, _what(scope))

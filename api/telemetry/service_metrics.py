@@ -53,15 +53,6 @@ class HttpMetrics:
         """Add families that a function reads at each scrape."""
         self.registry.register(Collected(read))
 
-    def note_answered(self, path: str, seconds: float) -> None:
-        """Count a request if it is a query."""
-        if path in self.queries.paths:
-            self.queries.note(path, seconds)
-
-    async def text(self) -> bytes:
-        """Return the metrics in text format 0.0.4. Queries can run between two slices of it."""
-        return await metrics_text(self.registry)
-
 
 async def metrics_text(registry: Collector) -> bytes:
     """Return metrics in text format 0.0.4. Other tasks can run between two slices of it."""
@@ -70,14 +61,10 @@ async def metrics_text(registry: Collector) -> bytes:
         for start in range(0, len(family.samples) or 1, _SLICE_SAMPLES):
             part = Metric(family.name, family.documentation, family.type)
             part.samples = family.samples[start : start + _SLICE_SAMPLES]
-            text = _text_of(part)
+            text = generate_latest(Collected(lambda part=part: [part]))  # type: ignore[misc]
             parts.append(text if start == 0 else text.split(b"\n", 2)[2])  # one header for each family
             await asyncio.sleep(0)
     return b"".join(parts)
-
-
-def _text_of(family: Metric) -> bytes:
-    return generate_latest(Collected(lambda: [family]))
 
 
 class QueryMetrics(Collector):

@@ -239,7 +239,6 @@ def _batch_applied(view: View, batch: DecodedBatch, state: str) -> BatchApplied:
 
 
 def _names(stream: StreamId) -> dict[str, Any]:
-    """Return the fields of a `StreamEvent`."""
     return {
         "stream": stream.key,
         "model_name": stream.model,

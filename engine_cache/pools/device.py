@@ -136,7 +136,6 @@ class _PoolsByLayer:
         self._pool_of_layer: dict[int, tuple[KVPool, int]] = {}
 
     def _add(self, field: str, layer_ids: Sequence[int], pool: KVPool) -> dict[int, int]:
-        """Assign the layers of a pool. Returns global layer -> layer of the pool."""
         if len(layer_ids) != pool.shape.layer_num:
             raise InvalidValueError(field, list(layer_ids), f"one id for each of {pool.shape.layer_num} layers")
         self._pool_of_layer |= {layer: (pool, local) for local, layer in enumerate(layer_ids)}

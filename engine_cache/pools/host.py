@@ -173,7 +173,6 @@ class TensorHostPool(PagedTokenToKVPoolAllocator, abc.ABC):
     def _matched(
         self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the host pages and the corresponding rows of the device tensors, on the device."""
         if not isinstance(device_pool, self._device_class):
             raise InvalidValueError("device pool", type(device_pool).__name__, self._device_class.__name__)
         if len(host_indices) != len(device_indices):
@@ -227,7 +226,6 @@ class TensorHostPool(PagedTokenToKVPoolAllocator, abc.ABC):
         return index // self.page_size
 
     def _pages(self, indices: IndexArray) -> IndexArray:
-        """Return the page numbers of rows that form whole pages of this pool."""
         pages = whole_pages(f"host pool {self.name}", indices, self.page_size)
         for page in pages[(pages < 0) | (pages >= self.size // self.page_size)][:1]:
             self._page_number(int(page) * self.page_size)

@@ -289,20 +289,17 @@ class DirectoryStorage(HiCacheStorage):
         return f"{self._prefix}{key}{pool}{self._suffix}.bin"
 
     def _kv_key(self, file_name: str) -> list[str]:
-        """Return the storage key of a KV page's file, and nothing for files of other pools."""
         key = file_name.removeprefix(self._prefix).removesuffix(f"{self._suffix}.bin")
         return [] if "." in key else [key]
 
 
 def _pattern_of(identity: StorageIdentity) -> re.Pattern[str]:
-    """Return a regular expression of finished and unfinished files of one model and rank."""
     pools = "|".join(name.value for name in PoolName if name is not PoolName.KV)
     name = rf"{re.escape(identity.prefix)}{PAGE_KEY_PATTERN}(?:\.(?:{pools}))?{re.escape(identity.file_suffix)}\.bin"
     return re.compile(rf"{name}(?:\.[0-9a-f]{{8}}\.tmp)?")
 
 
 def _bytes_of(page: torch.Tensor) -> memoryview:
-    """Return the tensor's own memory, without a copy."""
     return page.view(torch.uint8).numpy().data
 
 

@@ -100,7 +100,6 @@ class MooncakeStorage(HiCacheStorage):
             self._hold_seen(keys)  # written during the call
 
     def _size(self) -> tuple[int, int]:
-        """Count the KV pages that were seen in the store and not missed since."""
         kv, num_held = self._registered.get(PoolName.KV), len(self._held)
         return num_held, num_held * kv.page_bytes if kv else 0
 
@@ -133,7 +132,6 @@ class MooncakeStorage(HiCacheStorage):
                 self._client.unregister(address)
 
     def _register_buffers(self, name: PoolName, buffers: Sequence[torch.Tensor]) -> None:
-        """Register each tensor once, and unregister those of a previous pool of that name."""
         known = {buffer.data_ptr() for each in self._registered.values() for buffer in each.buffers}
         kept = {buffer.data_ptr() for buffer in buffers}
         with contextlib.ExitStack() as undo:
@@ -221,7 +219,6 @@ class MooncakeStorage(HiCacheStorage):
         return _Objects(names, *pool.get_page_buffer_meta((first[:, None] + np.arange(pool.page_size)).reshape(-1)))
 
     def _whole_pages(self, name: PoolName, done: Sequence[bool | None]) -> list[bool]:
-        """Return whether all objects of each page are done."""
         return [all(objects) for objects in self._by_page(name, done)]
 
     def _pages_there(self, name: PoolName, there: Sequence[bool | None]) -> list[bool | None]:

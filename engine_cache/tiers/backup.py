@@ -160,7 +160,7 @@ class Backups:
                 self._drop_failed(operation)
         finally:
             for pool, rows in operation.discarded:
-                self._controller.entry(pool).host_pool.free(rows)
+                self._controller.group.entry(pool).host_pool.free(rows)
             if operation.lock is not None:
                 self._device.unlock(operation.lock.node, operation.lock.tickets)
 

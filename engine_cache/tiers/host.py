@@ -46,7 +46,7 @@ class HostTier:
     ) -> None:
         if load_back_threshold < 0:
             raise InvalidValueError("load_back_threshold", load_back_threshold, "0 or more")
-        tree, entry = device.tree, controller.entry
+        tree, entry = device.tree, controller.group.entry
         sidecars = [(entry(each.pool), each.device_allocator) for each in device.components]
         for held, owner in [(controller.kv, allocator), *sidecars]:
             name, page_size = held.name.value, held.host_pool.page_size

@@ -131,7 +131,6 @@ class StorageTier:
                 self._events.queue.append(event)
 
     def _hold(self, node: TreeNode) -> ExitStack:
-        """Protect from eviction the host data that an operation needs at the node, until the result is closed."""
         held = ExitStack()  # of callbacks: a generator would release the node when it is collected after a reset
         self._leaves.hold(node)
         held.callback(self._leaves.release, node)
@@ -221,10 +220,6 @@ class StorageTier:
         return rows
 
     def _prefetch_extras(self, start_node: TreeNode, num_units: int) -> list[PoolTransfer] | None:
-        """Return the transfers that accompany the KV of a prefetch, with host rows.
-
-        Returns None if there is no room or no match could use the pages.
-        """
         extras: list[PoolTransfer] = []
         with ExitStack() as held, ExitStack() as undo:
             for component in self._components:
@@ -247,7 +242,7 @@ class StorageTier:
     def _free_extras(self, extras: Iterable[PoolTransfer]) -> None:
         for extra in extras:
             if extra.host_indices is not None:
-                self._controller.entry(extra.name).host_pool.free(extra.host_indices)
+                self._controller.group.entry(extra.name).host_pool.free(extra.host_indices)
 
     # --- end a prefetch ---------------------------------------------------------------------------------------------
 
@@ -273,7 +268,6 @@ class StorageTier:
             self._end_prefetch(operation)
 
     def _end_prefetch(self, operation: PrefetchOperation) -> None:
-        """Drop a prefetch whose rows were taken."""
         del self.ongoing_prefetches[operation.req_id]
         self.prefetch_tokens_occupied -= len(operation.key)
         operation.held.close()
@@ -331,7 +325,7 @@ class StorageTier:
 def _pools_to_store(host: HostTier, backend: HiCacheStorage) -> dict[PoolName, Any]:
     """Return the host pools by name. The pool that owns the rows is registered as KV."""
     pools: dict[PoolName, Any] = {}
-    for name, entry in host.controller.entries.items():
+    for name, entry in host.controller.group.entries.items():
         if backend.needs_bytes and not hasattr(entry.host_pool, "get_data_page"):
             kind = type(entry.host_pool).__name__
             raise InvalidValueError(f"host pool {name.value}", kind, "a pool that holds bytes")

@@ -82,7 +82,6 @@ class StorageIO:
                 yield
 
     def _find(self, operation: PrefetchOperation) -> int:
-        """Return the units of the leading pages that the backend holds with all their sidecars."""
         key = operation.key
         operation.hashes = block_hash_chain(key.raw, self._page_size, operation.last_hash, is_bigram=key.is_bigram)
         operation.keys = keys = page_keys(operation.hashes, key.extra_key)
@@ -138,7 +137,6 @@ class StorageIO:
         return [PoolTransfer(entry.name, host_indices, keys=keys) for entry in self._group.sharing if keys]
 
     def _batches(self, name: PoolName, keys: list[str], rows: IndexArray | None) -> Iterator[tuple[int, PoolTransfer]]:
-        """Yield the pages of a pool in batches, each with the position of its first page."""
         assert rows is not None
         page_size = self._group.entry(name).host_pool.page_size
         for first in range(0, len(keys), self.policy.batch_pages):

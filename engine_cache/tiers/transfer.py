@@ -56,7 +56,6 @@ class HiCacheController:
     ) -> None:
         self.group = group = pools if isinstance(pools, HostPoolGroup) else HostPoolGroup.of(pools)
         self.kv = group.anchor
-        self.entries = group.entries
         self.engine = engine
         require_larger_than_device(self.kv.host_pool.size, self.kv.device_allocator.size)
         self.transfer_layer_num = self.kv.host_pool.layer_num if transfer_layer_num is None else transfer_layer_num
@@ -76,10 +75,6 @@ class HiCacheController:
         self.engine.drain()
         self._forget()
         self.group.clear()
-
-    def entry(self, name: PoolName) -> PoolEntry:
-        """The pool entry of that name. Raises InvalidValueError, which lists the known names."""
-        return self.group.entry(name)
 
     def write(
         self, device_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
@@ -105,7 +100,7 @@ class HiCacheController:
 
     def _copy_to_host(self, moves: list[_Move]) -> None:
         for name, host, device in moves:
-            entry = self.entries[name]
+            entry = self.group.entries[name]
             entry.host_pool.backup_from_device_all_layer(entry.device_pool, host, device)
 
     def finished_writes(self, *, wait: bool = False, wait_for: int | None = None) -> list[Ack]:
@@ -150,7 +145,7 @@ class HiCacheController:
 
     def _copy_to_device(self, layer: int, moves: list[_Move]) -> None:
         for name, host, device in moves:
-            entry = self.entries[name]
+            entry = self.group.entries[name]
             local = entry.local_layer(layer)
             if local is not None:
                 entry.host_pool.load_to_device_per_layer(entry.device_pool, host, device, local)
@@ -187,16 +182,12 @@ class HiCacheController:
         return finished
 
     def _allocate_rows(self, transfers: Sequence[PoolTransfer], side: Side) -> list[PoolTransfer] | None:
-        """Allocate the rows that transfers lack on one side.
-
-        Returns those transfers, or None, with nothing allocated, if a pool has no room.
-        """
         num_rows = [self._num_rows(transfer, side) for transfer in transfers]
         taken, is_done = list[PoolTransfer](), False
         try:
             for transfer, number in zip(transfers, num_rows, strict=True):
                 if getattr(transfer, side) is None:
-                    entry = self.entry(transfer.name)
+                    entry = self.group.entry(transfer.name)
                     rows = entry.alloc_host(number) if side == "host_indices" else entry.alloc_device(number)
                     if rows is None:
                         return None
@@ -209,8 +200,7 @@ class HiCacheController:
         return taken
 
     def _num_rows(self, transfer: PoolTransfer, side: Side) -> int:
-        """Return the number of rows that a transfer needs on one side."""
-        name = self.entry(transfer.name).name.value
+        name = self.group.entry(transfer.name).name.value
         given = transfer.host_indices if side == "device_indices" else transfer.device_indices
         if given is None:
             raise InvalidValueError(f"transfer of pool {name}", transfer, f"a source for its {side}")
@@ -222,7 +212,7 @@ class HiCacheController:
 
     def _give_back(self, transfers: Sequence[PoolTransfer], side: Side) -> None:
         for transfer in transfers:
-            entry = self.entry(transfer.name)
+            entry = self.group.entry(transfer.name)
             pool: RowAllocator = entry.host_pool if side == "host_indices" else entry.device_allocator
             pool.free(getattr(transfer, side))
             setattr(transfer, side, None)

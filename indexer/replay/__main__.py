@@ -1,6 +1,6 @@
 """A process that keeps the key frames and the time index of a log up to date: `python -m indexer.replay`.
 
-Arguments: the folder of the log, and the settings of the views as JSON. `indexer.replay.background` starts it.
+Arguments: the folder of the log, and the settings of the views as JSON. `indexer.replay.log_indexer` starts it.
 """
 
 import sys

@@ -1,13 +1,16 @@
-"""Keeps the key frames and the time index of an event log up to date."""
+"""Keeps the key frames and the time index of an event log up to date, here or in a process of their own."""
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 
-from indexer.replay.frames import FRAME_SUFFIX, checksum, save_frame
+from indexer.replay.frames import FRAME_SUFFIX, checksum, save_frame, settings_of_views
 from indexer.replay.timeline import Timeline
 from indexer.settings import IndexerSettings
 from kv_events.kernels.log_records import END, PAYLOAD
@@ -16,6 +19,8 @@ from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.log.time_index import TIMES_SUFFIX
 from kv_events.records import LogRecord
+from kv_events.runtime.helper_process import helper_results
+from kv_events.runtime.supervised import keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -129,3 +134,24 @@ class LogIndexer:
             self.failures[kind] = str(error)
             return False
         return True
+
+
+@asynccontextmanager
+async def indexing(folder: Path, settings: IndexerSettings | None = None) -> AsyncIterator[None]:
+    """Keep the key frames and the time index of a log up to date while a block runs. A failure is only logged.
+
+    A process of a low priority does it, because a replay in a thread would delay the block. It needs the memory of
+    the views once more. If it ends, it is started again. settings: of the views; default: from `KVSIGHT_*` variables.
+    """
+    bounds = msgspec.json.encode(settings_of_views(settings or IndexerSettings())).decode()
+    task = asyncio.create_task(keep_running(lambda: _index(folder, bounds), "key frames", logger), name="key frames")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _index(folder: Path, settings: str) -> None:
+    async for _ in helper_results("key frames", "indexer.replay", str(folder), settings):
+        pass

@@ -41,14 +41,13 @@ class _ExactImage(msgspec.Struct, frozen=True, array_like=True):
     agreed_at: float
     missing_batches: int
     lateness: tuple[float, ...]
-    """See `Lateness.fields`."""
     silent_from: float
     is_delayed: bool
 
 
 EXACT_FIELDS = (
     *("last_batch_tick", "refused_now", "resync_began", "agreed_at"),
-    *("missing_batches", "silent_from", "is_delayed"),
+    *("missing_batches", "silent_from", "is_delayed", "lateness"),
 )
 """Fields of a view that an exact image has as they are."""
 
@@ -209,7 +208,7 @@ def _view_image(view: View, is_exact: bool) -> _ViewImage:
 def _exact_image(view: View) -> _ExactImage:
     marks = None if view.marks is None else view.marks[view.index.live_entries()].tobytes()
     fields = {name: getattr(view, name) for name in EXACT_FIELDS}
-    return _ExactImage(first_missing=view.position.first_missing, marks=marks, lateness=view.lateness.fields, **fields)
+    return _ExactImage(first_missing=view.position.first_missing, marks=marks, **fields)
 
 
 def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
@@ -245,7 +244,6 @@ def _restore_exactly(view: View, exact: _ExactImage) -> None:
     for name in EXACT_FIELDS:
         setattr(view, name, getattr(exact, name))
     view.position = view.position._replace(first_missing=exact.first_missing)
-    view.lateness.fields = exact.lateness
     if exact.marks is not None:
         view.marks = view.index.new_marks()
         view.marks[view.index.live_entries()] = np.frombuffer(exact.marks, np.uint8)

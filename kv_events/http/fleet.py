@@ -195,7 +195,7 @@ class FunnelSums(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
-class Funnel(msgspec.Struct, frozen=True, kw_only=True):
+class DecisionFunnel(msgspec.Struct, frozen=True, kw_only=True):
     """The decisions of the last hour, by their times."""
 
     time: float

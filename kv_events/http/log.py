@@ -11,7 +11,7 @@ MarkKind: TypeAlias = Annotated[
 `restart`: a publisher began anew. `resync`: a publisher has resent everything. Clients accept other words, too."""
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class LogMarker(msgspec.Struct, frozen=True, kw_only=True):
     """Something in a log that is worth a look."""
 
     index: int
@@ -25,7 +25,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence."""
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class LogOverview(msgspec.Struct, frozen=True, kw_only=True):
     """The extent of a log, what is worth a look in it, and what of it cannot be used."""
 
     log: str
@@ -38,7 +38,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     """Earliest and latest time of a record."""
     at: str
     """The moment that is shown if a request names none. Empty: the end of the log."""
-    marks: list[Mark]
+    marks: list[LogMarker]
     """In the order of the log. At most 2000 of each kind, the earliest ones."""
     num_marks: dict[str, int]
     """Kind of mark -> how many were found."""

@@ -112,15 +112,17 @@ class RecordChunk(NamedTuple):
 
     def record(self, number: int) -> LogRecord:
         """Return one record. number: its row."""
-        return next(self._replace(rows=self.rows[number : number + 1]).records())[1]
+        return self._record(self.rows[number].tolist())
 
     def records(self) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of all rows."""
-        data = self.data
         for index, row in enumerate(self.rows.tolist(), self.first_index):
-            _, end, partition, offset, timestamp_ms, key_bytes, channel, payload = row
-            key = data[payload - key_bytes : payload]
-            yield index, LogRecord(partition, offset, timestamp_ms, key, data[payload:end], channel)
+            yield index, self._record(row)
+
+    def _record(self, row: list[int]) -> LogRecord:
+        _, end, partition, offset, timestamp_ms, key_bytes, channel, payload = row
+        key = self.data[payload - key_bytes : payload]
+        return LogRecord(partition, offset, timestamp_ms, key, self.data[payload:end], channel)
 
 
 def scan_log(folder: Path, on_damage: OnDamage, start: int = 0) -> Iterator[RecordChunk]:

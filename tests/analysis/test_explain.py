@@ -10,12 +10,11 @@ from analysis.explain.explanation import explain
 from indexer.replay import Replay, Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from kv_events.http.explanations import CAUSES, Explanation, Finding, WorkerExplanation
-from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
 from kv_events.streams import StreamId
 from kvsight.cli.shared.prompts import decode_query
-from tests.support.log.late_log import write_late_log
+from tests.support.log.late_log import write_late_log, write_log
 from tests.support.log.planted_causes import (
     MODEL,
     PLANTS,
@@ -170,9 +169,7 @@ def open_views(folder: Path) -> Replay:
 def test_a_log_read_as_chunks_gives_the_same_answer_as_its_records(name: str, tmp_path: Path) -> None:
     for number in range(3):
         scene, truth = planted(name, 100 + number)
-        with EventLogWriter(tmp_path / str(number)) as writer:
-            for record in scene.records:
-                writer.append(record)
+        write_log(tmp_path / str(number), scene.records)
         chunks = list(scan_log(tmp_path / str(number), lambda error: pytest.fail(str(error))))
         found = explain(prompt_of(scene), chunks, scene.until, Replay(IndexerSettings(**scene.settings)))
         expected = explain(

@@ -13,11 +13,12 @@ from kv_events.http.explanations import Explanation
 from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
-from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import app
 from kvsight.client import Client
 from kvsight.prompts import Prompt
+from tests.support.log.late_log import write_log
 from tests.support.log.planted_causes import MODEL, VICTIM, check_truth, planted
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
@@ -46,9 +47,7 @@ def test_a_topic_is_explained_as_its_recording_is(cause: str, kafka_bootstrap: s
     )
     scene, truth = planted(cause, 400)
     asyncio.run(publish(scene.records, settings))
-    with EventLogWriter(tmp_path / "run.log") as writer:
-        for record in scene.records:
-            writer.append(record)
+    write_log(tmp_path / "run.log", scene.records)
     prompt = tmp_path / "prompt.json"
     prompt.write_text(json.dumps(scene.body))
     query = ["--prompt", prompt, "--json", *(["--at", f"@{scene.until.time_s}"] if scene.until else [])]
@@ -85,9 +84,7 @@ def test_a_service_explains_from_its_recording(kafka_bootstrap: str, tmp_path: P
 
 def test_a_service_explains_from_the_log_that_it_follows(tmp_path: Path) -> None:
     scene, truth = planted("moved", 402)
-    with EventLogWriter(tmp_path / "run.log") as writer:
-        for record in scene.records:
-            writer.append(record)
+    write_log(tmp_path / "run.log", scene.records)
     with ServiceProcess(tmp_path, KVSIGHT_EVENT_LOG_DIR=str(tmp_path / "run.log")) as service:
         service.wait_until_ready()
         with Client(service.url, timeout_s=60) as client:

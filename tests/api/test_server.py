@@ -61,8 +61,6 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
 
 
 _SERVER = """
-from tests.rigs.api import served
-from tests.rigs.raw_http import a_service, in_chunks
 from tests.support.log.hand_fed import HandFed
 from api.app import create_app
 from api.service import LiveService

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from playwright.async_api import Browser, Page
 
@@ -17,7 +16,7 @@ from api.server import running_server
 from api.settings import ApiSettings
 from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
-from tests.support.browser.chromium import DEADLINE_S, new_page
+from tests.support.browser.chromium import DEADLINE_S, asked, shows, visiting
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
 
@@ -40,28 +39,18 @@ def write_log(folder: Path, name: str = "w-1") -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_log(tmp_path_factory.mktemp("log"))
+
+
 @asynccontextmanager
-async def serving(folder: Path, damage: list[str] | None = None) -> AsyncIterator[tuple[str, httpx.AsyncClient]]:
-    """The address of the page over a log, and a client of its API."""
+async def serving(browser: Browser, folder: Path, *damage: str, allowed: str | None = None) -> AsyncIterator[Page]:
+    """A page over a log."""
     settings = ApiSettings(port=0)
-    app = create_app(ReplayService(folder, settings, LogMoment(), damage or []))
-    async with running_server(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
-        yield url, client
-
-
-async def opened(browser: Browser, url: str, faults: list[str]) -> Page:
-    page = await new_page(browser)
-    page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    await page.goto(url)
-    return page
-
-
-async def wait_for(page: Page, selector: str, text: str) -> None:
-    async def is_shown() -> bool:
-        return text in await page.locator(selector).inner_text()
-
-    await async_wait_until(is_shown, DEADLINE_S, f"{text!r} in {selector}")
+    app = create_app(ReplayService(folder, settings, LogMoment(), list(damage)))
+    async with running_server(app, settings) as url, visiting(browser, url, allowed) as page:
+        yield page
 
 
 async def shown_workers(page: Page) -> dict[str, tuple[str, str]]:
@@ -76,10 +65,10 @@ async def shown_workers(page: Page) -> dict[str, tuple[str, str]]:
     }
 
 
-async def served_workers(client: httpx.AsyncClient, at: str) -> dict[str, tuple[str, str]]:
+async def served_workers(page: Page, at: str) -> dict[str, tuple[str, str]]:
     """The same from GET /workers."""
     found: dict[str, tuple[str, str]] = {}
-    for worker in (await client.get("/workers", params={"at": at})).json():
+    for worker in await asked(page, f"/workers?at={at}"):
         pages = worker["listeners"]["0"]["pages"]["GPU"]
         words = f"{pages} page{'' if pages == 1 else 's'} on GPU" if pages else "no pages"
         found[worker["instance_id"]] = (worker["state"], f"{worker['instance_id']}: {words}")
@@ -91,9 +80,9 @@ async def moment_in(page: Page) -> str:
     return str(await page.evaluate("new URL(location.href).searchParams.get('at')"))
 
 
-async def check_equal(page: Page, client: httpx.AsyncClient, at: str) -> None:
+async def check_equal(page: Page, at: str) -> None:
     """Wait until the page shows a moment, and compare it with GET /workers of that moment."""
-    expected = await served_workers(client, at)
+    expected = await served_workers(page, at)
     shown: dict[str, tuple[str, str]] = {}
 
     async def is_equal() -> bool:
@@ -108,103 +97,90 @@ async def check_equal(page: Page, client: httpx.AsyncClient, at: str) -> None:
         raise
 
 
-async def test_the_page_at_a_moment_is_what_the_workers_were_then(browser: Browser, tmp_path: Path) -> None:
-    faults: list[str] = []
-    async with serving(write_log(tmp_path)) as (url, client):
+async def test_the_page_at_a_moment_is_what_the_workers_were_then(browser: Browser, log: Path) -> None:
+    async with serving(browser, log) as page:
         for at in ("30", "125", "@1700000070", "2023-11-14T22:13:29.600Z", "239"):
-            page = await opened(browser, f"{url}/?at={at}", faults)
-            await check_equal(page, client, at)
-            moment = (await client.get("/moment", params={"at": at})).json()
-            await wait_for(page, "#past .controls", f"record {moment['index']} of 239")
-            await page.close()
-        assert faults == []  # before the server ends, which the page would note
+            await page.goto(f"/?at={at}")
+            await check_equal(page, at)
+            moment = await asked(page, f"/moment?at={at}")
+            await shows(page, "#past .controls", f"record {moment['index']} of 239")
 
 
-async def test_keys_step_from_batch_to_batch_and_from_mark_to_mark(browser: Browser, tmp_path: Path) -> None:
-    faults: list[str] = []
-    async with serving(write_log(tmp_path)) as (url, client):
-        page = await opened(browser, f"{url}/?at=50", faults)
-        await wait_for(page, "#past .legend", "1 fault")
-        await wait_for(page, "#past .controls", "record 50 of 239")
+async def test_keys_step_from_batch_to_batch_and_from_mark_to_mark(browser: Browser, log: Path) -> None:
+    async with serving(browser, log) as page:
+        await page.goto("/?at=50")
+        await shows(page, "#past .legend", "1 fault")
+        await shows(page, "#past .controls", "record 50 of 239")
         await page.locator("#past .slider").focus()
         for key, at in (("ArrowRight", "51"), ("ArrowRight", "52"), ("ArrowLeft", "51")):
             await page.keyboard.press(key)
-            await wait_for(page, "#past .controls", f"record {at} of 239")
+            await shows(page, "#past .controls", f"record {at} of 239")
             await page.wait_for_url(f"**/*at={at}*")  # addresses follow a moment later
-            await check_equal(page, client, at)
-        span = (await client.get("/span")).json()
+            await check_equal(page, at)
+        span = await asked(page, "/span")
         places = [mark["index"] + 1 for mark in span["marks"]]
         assert [mark["kind"] for mark in span["marks"]] == ["gap", "resync"]
         for key, place in (("PageUp", places[0]), ("PageUp", places[1]), ("PageDown", places[0])):
             await page.keyboard.press(key)
-            await wait_for(page, "#past .controls", f"record {place} of 239")
-        await check_equal(page, client, str(places[0]))
+            await shows(page, "#past .controls", f"record {place} of 239")
+        await check_equal(page, str(places[0]))
         await page.go_back()
-        await wait_for(page, "#past .controls", f"record {places[1]} of 239")
+        await shows(page, "#past .controls", f"record {places[1]} of 239")
         await page.locator("#past summary").click()
-        await wait_for(page, "#past details", "w-1: batch 60 is missing.")
-        assert faults == []  # before the server ends, which the page would note
+        await shows(page, "#past details", "w-1: batch 60 is missing.")
 
 
-async def test_a_played_log_moves_on_until_it_is_paused(browser: Browser, tmp_path: Path) -> None:
-    faults: list[str] = []
-    async with serving(write_log(tmp_path)) as (url, client):
-        page = await opened(browser, f"{url}/?at=2", faults)
-        await wait_for(page, "#past .controls", "record 2 of 239")
+async def test_a_played_log_moves_on_until_it_is_paused(browser: Browser, log: Path) -> None:
+    async with serving(browser, log) as page:
+        await page.goto("/?at=2")
+        await shows(page, "#past .controls", "record 2 of 239")
         await page.get_by_label("Speed").select_option("1000")
         await page.get_by_label("Play (space)").click()
 
         async def is_at_end() -> bool:
-            return await moment_in(page) == f"@{(await client.get('/span')).json()['last_time']}".removesuffix(".0")
+            return await moment_in(page) == f"@{(await asked(page, '/span'))['last_time']}".removesuffix(".0")
 
         await async_wait_until(is_at_end, DEADLINE_S)
         await page.get_by_label("Play (space)").wait_for()  # it has paused by itself
-        await check_equal(page, client, "239")
-        assert faults == []  # before the server ends, which the page would note
+        await check_equal(page, "239")
 
 
-async def test_two_moments_are_compared_and_the_address_shows_them_again(browser: Browser, tmp_path: Path) -> None:
-    faults: list[str] = []
-    async with serving(write_log(tmp_path)) as (url, client):
-        page = await opened(browser, f"{url}/?at=101", faults)
-        await wait_for(page, "#past .controls", "record 101 of 239")
+async def test_two_moments_are_compared_and_the_address_shows_them_again(browser: Browser, log: Path) -> None:
+    async with serving(browser, log) as page:
+        await page.goto("/?at=101")
+        await shows(page, "#past .controls", "record 101 of 239")
         await page.get_by_text("Compare with this moment").click()
-        await wait_for(page, "#past", "Go to another moment")
+        await shows(page, "#past", "Go to another moment")
         await page.goto(f"{page.url.replace('at=101', 'at=239')}")
-        await wait_for(page, "#past table.difference", "w-0")
+        await shows(page, "#past table.difference", "w-0")
         (row,) = await page.locator("#past table.difference tbody tr").all()
-        (found,) = [
-            each for each in (await client.get("/diff?from=101&at=239")).json() if each["gained"] or each["lost"]
-        ]
+        (found,) = [each for each in await asked(page, "/diff?from=101&at=239") if each["gained"] or each["lost"]]
         numbers = [int(text) for text in await row.locator(".number").all_inner_texts()]
         assert numbers == [found[field] for field in ("before", "after", "gained", "lost", "moved")]
         assert numbers[2:] == [49, 20, 0]
         await page.get_by_text("Stop comparing").click()
         await page.locator("#past table.difference").wait_for(state="detached")
-        assert faults == []  # before the server ends, which the page would note
 
 
 async def test_damage_and_hostile_names_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:
-    faults: list[str] = []
-    async with serving(write_log(tmp_path, HOSTILE), [f"{HOSTILE}: damaged at byte 7"]) as (url, _):
-        page = await opened(browser, f"{url}/?at=200", faults)
-        await wait_for(page, "#past [role=alert]", f"{HOSTILE}: damaged at byte 7")
+    async with serving(browser, write_log(tmp_path, HOSTILE), f"{HOSTILE}: damaged at byte 7") as page:
+        await page.goto("/?at=200")
+        await shows(page, "#past [role=alert]", f"{HOSTILE}: damaged at byte 7")
         await page.locator("#past summary").click()
-        await wait_for(page, "#past details", f"{HOSTILE}: batch 60 is missing.")
-        await wait_for(page, "#workers tbody", HOSTILE)
+        await shows(page, "#past details", f"{HOSTILE}: batch 60 is missing.")
+        await shows(page, "#workers tbody", HOSTILE)
         assert "kvsight" in await page.title()
         nameless: Any = await page.evaluate(
             "() => [...document.querySelectorAll('#past button, #past input, #past select, #past [role=img]')]"
             ".filter(e => !e.getAttribute('aria-label') && !e.innerText).map(e => e.outerHTML)"
         )
         assert json.dumps(nameless) == "[]"
-        assert faults == []  # before the server ends, which the page would note
 
 
-async def test_many_moments_in_a_row_change_the_address_a_few_times(browser: Browser, tmp_path: Path) -> None:
-    async with serving(write_log(tmp_path)) as (url, _):
-        page = await opened(browser, f"{url}/?at=50", [])
-        await wait_for(page, "#past .controls", "record 50 of 239")
+async def test_many_moments_in_a_row_change_the_address_a_few_times(browser: Browser, log: Path) -> None:
+    async with serving(browser, log) as page:
+        await page.goto("/?at=50")
+        await shows(page, "#past .controls", "record 50 of 239")
         await page.evaluate(
             "window.written = 0; const write = history.replaceState.bind(history);"
             "history.replaceState = (...all) => { window.written += 1; write(...all); }; 0"
@@ -218,12 +194,12 @@ async def test_many_moments_in_a_row_change_the_address_a_few_times(browser: Bro
         assert await page.evaluate("window.written") <= 2 + (time.monotonic() - began) / 0.4
 
 
-async def test_a_moment_outside_the_log_is_named_and_left_by_a_step_to_a_mark(browser: Browser, tmp_path: Path) -> None:
-    async with serving(write_log(tmp_path)) as (url, client):
-        page = await opened(browser, f"{url}/?at=99999", [])
-        await wait_for(page, "#verdict", "at: 99999 is behind the end of the log, whose moments are 1 to 239")
-        await wait_for(page, "#past .legend", "1 fault")
+async def test_a_moment_outside_the_log_is_named_and_left_by_a_step_to_a_mark(browser: Browser, log: Path) -> None:
+    async with serving(browser, log, allowed="422") as page:
+        await page.goto("/?at=99999")
+        await shows(page, "#verdict", "at: 99999 is behind the end of the log, whose moments are 1 to 239")
+        await shows(page, "#past .legend", "1 fault")
         await page.get_by_label("Next mark (page up)").click()
-        await wait_for(page, "#verdict", "2 of 2 workers live")
+        await shows(page, "#verdict", "2 of 2 workers live")
         await page.wait_for_url(lambda address: "99999" not in address)
-        await check_equal(page, client, await moment_in(page))
+        await check_equal(page, await moment_in(page))

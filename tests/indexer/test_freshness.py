@@ -3,7 +3,10 @@
 import pytest
 
 from indexer.freshness import Freshness
-from indexer.views import LATE_S, Lateness, ViewState
+from indexer.index import OverlapIndex
+from indexer.kernels import views as column
+from indexer.views import LATE_S, View, ViewState, make_columns
+from kv_events.codec import decode_batch
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
 from tests.rigs.views import Views, held
 from tests.support.log.records import Stream, stored
@@ -15,18 +18,19 @@ class Heard:
     """A stream whose reader's clock shows 1000 at its tick 0."""
 
     def __init__(self) -> None:
-        self.lateness = Lateness()
+        self.view = View(Stream().id, 4, OverlapIndex(64), 0, make_columns(1))
 
     def note(self, made_at: float, tick: float) -> None:
-        self.lateness.note(made_at, 1000 + tick, tick)
+        batch = decode_batch(Stream().batch(now=made_at).payload)
+        self.view.note_arrival(batch, 1000 + tick, tick)
 
     @property
     def is_delayed(self) -> bool:
-        return self.lateness.is_delayed
+        return self.seconds > LATE_S
 
     @property
     def seconds(self) -> float:
-        return self.lateness.seconds
+        return self.view.lateness[column.SECONDS]
 
 
 @pytest.mark.parametrize("ahead_s", [0, 3600, -3600])

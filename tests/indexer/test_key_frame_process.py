@@ -12,7 +12,7 @@ import pytest
 
 from indexer.recording.recorder import Recorder, RecordingThread
 from indexer.replay import Timeline
-from indexer.replay.background import indexing
+from indexer.replay.log_indexer import indexing
 from indexer.settings import IndexerSettings
 from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
@@ -26,7 +26,7 @@ DEADLINE_S = 60.0
 _PARENT = """
 import asyncio, sys
 from pathlib import Path
-from indexer.replay.background import indexing
+from indexer.replay.log_indexer import indexing
 
 async def run():
     async with indexing(Path(sys.argv[1])):

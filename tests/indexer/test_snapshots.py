@@ -82,6 +82,13 @@ def test_a_snapshot_is_copied_and_written_in_small_pieces() -> None:
         b"\x93",
         msgspec.msgpack.encode([1.5, {"0": 7}, []]),
         msgspec.msgpack.encode([1.5, {0: 7}, [["m", "t", 16, [], b"\1", b"", b"", b"", 1]]]),
+        msgspec.msgpack.encode(
+            [
+                1.5,
+                {},
+                [["m", "t", 16, [["w", 0, 0, 0, 0, 0.0, "live", "", {"batches": 2**63}, bytes(64)]], *[b""] * 4, 4]],
+            ]
+        ),  # a count that no column can hold
         b"\x94" + msgspec.msgpack.encode([1.5, {0: 7}, []])[1:] + b"\x91" * 100_000 + b"\xc0",  # nested
         b"\x93\xcb" + bytes(8) + b"\x81\x00\x05\x91\x91\xa2\xff\xfe",  # no UTF-8
     ],

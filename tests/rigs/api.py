@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.app import Application, create_app
+from api.replay.service import ReplayService
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
@@ -18,7 +19,9 @@ from api.workers.registrations import Registrations
 from bridge import BridgeSettings
 from indexer.consumer import Consumer
 from kv_events.log.memory import MemoryLog
+from kv_events.log.moments import LogMoment
 from tests.support.log.hand_fed import HandFed
+from tests.support.waiting import async_wait_until
 
 Serving = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, HandFed]]]
 
@@ -72,6 +75,30 @@ async def served(
     app = create_app(LiveService(consumer, api, registrations))
     async with running_server(app, api) as url, httpx.AsyncClient(base_url=url, verify=verify, timeout=60) as client:
         yield client
+
+
+@asynccontextmanager
+async def replaying(
+    folder: Path, default: LogMoment | None = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Run the replay of a log, and yield a client of it. default: the moment of requests that name none."""
+    service = ReplayService(folder, ApiSettings(**settings), default or LogMoment(), [])
+    async with asking(create_app(service)) as client:
+        yield client
+
+
+async def searched_span(client: httpx.AsyncClient) -> Any:
+    """Return the span of a replayed log, once the whole log has been searched for marks."""
+    span: dict[str, Any] = {}
+
+    async def is_searched() -> bool:
+        nonlocal span
+        span = (await client.get("/span")).json()
+        assert span["marks_failure"] == ""
+        return bool(span["marks_until"] == span["next_index"])
+
+    await async_wait_until(is_searched, 200, "the whole log searched")
+    return span
 
 
 async def samples(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:

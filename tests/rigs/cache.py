@@ -4,64 +4,34 @@ The content of a row or a state is computed from the tokens up to the end of its
 they are found.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engine_cache import (
-    ComponentType,
-    EvictParams,
-    HiCacheController,
-    HiMambaRadixCache,
-    HiRadixCache,
-    HostPoolGroup,
-    HybridCacheController,
-    InitLoadBackParams,
-    InsertParams,
-    Lane,
-    MambaComponent,
-    MambaRadixCache,
-    MambaSlotAllocator,
-    ManualCopyEngine,
-    MatchPrefixParams,
-    PagedTokenToKVPoolAllocator,
-    PoolEntry,
-    PoolExhaustedError,
-    RadixCache,
-    RadixKey,
-    ReqToTokenPool,
-    Request,
-    StoragePolicy,
-    SWAComponent,
-    SWATokenToKVPoolAllocator,
-    UnifiedRadixCache,
-)
+import engine_cache as ec
+from engine_cache import EvictParams, InsertParams, Lane, PoolEntry, RadixKey, Request
 from engine_cache.storage.base import PoolName
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
-from engine_cache.tree.node import TreeNode, iter_nodes
 from kv_events.schema import StorageMedium
-from tests.models.cache_checks import check_cache
+from tests.rigs.cache_content import POOLS, CacheContent
 from tests.rigs.cache_pools import contents, make_pools
 
-GPU, CPU, DISK, EXTERNAL = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK, StorageMedium.EXTERNAL
+GPU, CPU, DISK, EXTERNAL = StorageMedium
 NOTHING = np.empty(0, np.int64)
 A, AB, ABC, ABCD = [1, 1], [1, 1, 2, 2], [1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 3, 3, 4, 4]
 EVERYTHING = EvictParams(10**6, 10**6, 10**6)
 CLEARED = ("AllBlocksCleared", None, None)
 FAILED = "failed on purpose"
-POOLS = {"full": PoolName.KV, "swa": PoolName.SWA, "mamba": PoolName.MAMBA}
+CLASSES: dict[str, Any] = {
+    "radix": ec.RadixCache,
+    "hiradix": ec.HiRadixCache,
+    "mamba": ec.MambaRadixCache,
+    "himamba": ec.HiMambaRadixCache,
+}
 
 
-class Place(NamedTuple):
-    """Identifies a node by its pages."""
-
-    node: Any
-    extra_key: str | None
-    prefixes: list[tuple[int, ...]]  # raw tokens up to the end of each page
-
-
-class CacheRig:
+class CacheRig(CacheContent):
     """A cache with its pools and an engine.
 
     name: radix, hiradix, mamba, himamba or unified, then "+" and kinds of state in the order of the components: swa,
@@ -93,17 +63,17 @@ class CacheRig:
         self.page_size, self.window, self.is_bigram = page_size, window, options.get("is_eagle", False)
         self.has_extra_buffer = extra_buffer
         rows = device_pages * page_size
-        self.swa = SWATokenToKVPoolAllocator(rows, swa_pages * page_size, page_size) if "swa" in kinds else None
-        self.pool = self.swa.full if self.swa else PagedTokenToKVPoolAllocator(rows, page_size)
+        self.swa = ec.SWATokenToKVPoolAllocator(rows, swa_pages * page_size, page_size) if "swa" in kinds else None
+        self.pool = self.swa.full if self.swa else ec.PagedTokenToKVPoolAllocator(rows, page_size)
         self.tokens = self.swa or self.pool
-        self.slots, self.lines = MambaSlotAllocator(slots), ReqToTokenPool(6, 64)
+        self.slots, self.lines = ec.MambaSlotAllocator(slots), ec.ReqToTokenPool(6, 64)
         sizes = {PoolName.KV: (device_pages, host_pages), PoolName.SWA: (swa_pages, swa_host_pages)}
         form = "indexer" if "indexer" in kinds else pools
         self.pools = make_pools(page_size, sizes | {PoolName.MAMBA: (slots, host_slots)}, form, layout)
         self.device_pools = {each: pair.device for each, pair in self.pools.items()}
         self.host_pools = {each: pair.host for each, pair in self.pools.items()}
         self.host, self.host_states = self.host_pools[PoolName.KV], self.host_pools[PoolName.MAMBA]
-        self.engine: Any = engine or ManualCopyEngine()
+        self.engine: Any = engine or ec.ManualCopyEngine()
         self.controller: Any = None
         if tiers > 1 and self.cls not in ("radix", "mamba"):
             self.controller = self._make_controller(has_layers=pools != "numbers" and "mamba" in self.kinds)
@@ -113,48 +83,42 @@ class CacheRig:
         self.served = None  # `Requests`, if requests run from beginning to end
 
     def _make_controller(self, *, has_layers):
-        from_model: dict[PoolName, Any] = {}
+        layers: dict[PoolName, Any] = {}
         if has_layers:
             from tests.rigs.cache_tensors import FULL_LAYERS, MAMBA_LAYERS
 
-            from_model = {PoolName.KV: FULL_LAYERS.get, PoolName.MAMBA: MAMBA_LAYERS.get}
+            layers = {PoolName.KV: FULL_LAYERS.get, PoolName.MAMBA: MAMBA_LAYERS.get}
         allocators = {PoolName.KV: self.pool, PoolName.MAMBA: self.slots, PoolName.SWA: self.swa and self.swa.swa}
         names = [PoolName.KV, *(POOLS[kind] for kind in self.kinds if kind in POOLS)]
         entries = [
-            PoolEntry(name, self.host_pools[name], self.device_pools[name], allocators[name], from_model.get(name))
+            PoolEntry(name, self.host_pools[name], self.device_pools[name], allocators[name], layers.get(name))
             for name in names
         ]
         if "indexer" in self.kinds:
             kv = self.pools[PoolName.KV]
             entries.append(PoolEntry(PoolName.INDEXER, kv.index, kv.device, self.pool, share_indices_with_anchor=True))
-        if self.cls == "hiradix" and len(entries) == 1:
-            return HiCacheController(entries[0], self.engine)
-        layers: dict[str, Any] = {"transfer_layer_num": 4} if has_layers else {}
-        return HybridCacheController(HostPoolGroup.of(*entries), self.engine, **layers)
+        group = ec.HostPoolGroup.of(*entries)
+        return ec.HybridCacheController(group, self.engine, transfer_layer_num=4 if has_layers else None)
 
     def _make_cache(self, write_policy="write_through", load_back_threshold=1, **options) -> Any:
         options = {"emit_group_events": options["enable_kv_cache_events"], "page_size": self.page_size} | options
         states = {"mamba_pool": self.device_pools[PoolName.MAMBA], "mamba_cache_chunk_size": 2}
         states["enable_mamba_extra_buffer"] = self.has_extra_buffer
+        host = {"write_policy": write_policy, "load_back_threshold": load_back_threshold}
+        host = {} if self.controller is None else {"controller": self.controller} | host
         if self.cls == "unified":
             make: dict[str, Any] = {
-                "swa": lambda: SWAComponent(self.swa, self.window),
-                "mamba": lambda: MambaComponent(self.slots, **states),
+                "swa": lambda: ec.SWAComponent(self.swa, self.window),
+                "mamba": lambda: ec.MambaComponent(self.slots, **states),
             }
             components = [make[kind]() for kind in self.kinds if kind in make]
-            cache = UnifiedRadixCache(allocator=self.tokens, components=components, **options)
-            if self.controller is not None:
-                cache.init_hicache(self.controller, write_policy, load_back_threshold)
+            cache = ec.UnifiedRadixCache(allocator=self.tokens, components=components, **options)
+            if host:
+                cache.init_hicache(**host)
             return cache
-        options["allocator"] = self.pool
-        if self.controller is not None:
-            options |= {"controller": self.controller, "write_policy": write_policy}
-            options["load_back_threshold"] = load_back_threshold
-        if self.cls in ("radix", "hiradix"):
-            return (RadixCache if self.cls == "radix" else HiRadixCache)(**options)
-        return (MambaRadixCache if self.cls == "mamba" else HiMambaRadixCache)(
-            mamba_allocator=self.slots, **states | options
-        )
+        if "mamba" in self.kinds:
+            options = {"mamba_allocator": self.slots} | states | options
+        return CLASSES[self.cls](allocator=self.pool, **host, **options)
 
     @property
     def identity(self):
@@ -164,11 +128,6 @@ class CacheRig:
         else:  # each page is one run of bytes, as with compressed KV
             shape, is_mla = (self.host.layer_num,), True
         return StorageIdentity("m", PageLayout("int64", self.page_size, shape, self.host.layout), is_mla=is_mla)
-
-    def prefixes(self, tokens):
-        """Return the raw tokens of every prefix of whole pages, shortest first."""
-        pages = max(0, len(tokens) - self.is_bigram) // self.page_size
-        return [tuple(tokens[: n * self.page_size + self.is_bigram]) for n in range(1, pages + 1)]
 
     def insert(self, tokens, extra_key=None, *, evicted=0, **params):
         """Compute a prompt from scratch and insert it. Returns None if there is no room. evicted: leading pages whose
@@ -234,7 +193,7 @@ class CacheRig:
             self.pools[PoolName.SWA].write(self.swa.translate(rows), contents(extra_key, prefixes, "swa"))
 
     def match(self, tokens, extra_key=None, **params):
-        return self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens, extra_key), **params))
+        return self.cache.match_prefix(ec.MatchPrefixParams(RadixKey(tokens, extra_key), **params))
 
     def load_back(self, match, *, mem_quota=None, req=None):
         """Load a match back as a scheduler does: lock the device node, load, and lock the node to continue from.
@@ -245,10 +204,10 @@ class CacheRig:
         if req is not None:
             req.last_node = match.last_device_node
             req.swa_host_hit_length, req.mamba_host_hit_length = match.swa_host_hit_length, match.mamba_host_hit_length
-        params = InitLoadBackParams(match.best_match_node, match.host_hit_length, mem_quota, req)
+        params = ec.InitLoadBackParams(match.best_match_node, match.host_hit_length, mem_quota, req)
         try:
             result = self.cache.init_load_back(params)
-        except PoolExhaustedError:  # no slot for the state of the device node
+        except ec.PoolExhaustedError:  # no slot for the state of the device node
             assert self.slots.available_size() == 0
             result = NOTHING, match.last_device_node
         held = self.cache.inc_lock_ref(result[1])
@@ -306,7 +265,7 @@ class CacheRig:
 
     def attach(self, store, threshold=1, **policy):
         """Attach a store. Takes the events."""
-        assert self.cache.attach_storage_backend(store, StoragePolicy(threshold, **policy)) == (True, "attached")
+        assert self.cache.attach_storage_backend(store, ec.StoragePolicy(threshold, **policy)) == (True, "attached")
         self.cache.take_events()
         return self
 
@@ -325,98 +284,6 @@ class CacheRig:
         self.cache.check_hicache_events()
         return self.cache.pop_prefetch_loaded_tokens(req_id)
 
-    def used(self):
-        """Return the host rows in use by pool, of pools that the cache uses."""
-        return {
-            name.value: pool.size - pool.available_size()
-            for name, pool in self.host_pools.items()
-            if name is PoolName.KV or name.value in self.kinds
-        }
-
-    # --- content of the tiers ---
-
-    def data(self, node, kind):
-        return node.component_data[ComponentType[kind.upper()]]
-
-    def has(self, tokens, kind):
-        """Return whether the node that ends here has this kind on the device, and on the host."""
-        data = self.data(self.node_of(tokens), kind)
-        return data.value is not None, data.host_value is not None
-
-    def node_of(self, tokens, extra_key=None):
-        """Return the node that ends where this prefix ends."""
-        raw = self.prefixes(tokens)[-1]
-        return next(place.node for place in self.walk() if (place.extra_key, place.prefixes[-1]) == (extra_key, raw))
-
-    def walk(self):
-        raw_of: dict[TreeNode, tuple[int, ...]] = {self.cache.root_node: ()}
-        for node in iter_nodes(self.cache.root_node):
-            above = raw_of[node.parent]
-            raw_of[node] = raw = above[: len(above) - self.is_bigram] + tuple(node.key.token_ids)
-            yield Place(node, node.key.extra_key, self.prefixes(raw)[-(len(node.key) // self.page_size) :])
-
-    def ends(self, kind="full", field="value"):
-        """Return the prefixes at the ends of the nodes that have this kind there, or a count above 0."""
-        found = ((place, getattr(self.data(place.node, kind), field)) for place in self.walk())
-        return {place.prefixes[-1] for place, held in found if (held if isinstance(held, int) else held is not None)}
-
-    def held(self, medium):
-        """Return `(namespace, raw tokens)` of every acknowledged page on the tier."""
-        return {
-            (place.extra_key, raw)
-            for place in self.walk()
-            for raw in place.prefixes
-            if (medium is GPU and place.node.value is not None)
-            or (medium is CPU and place.node.host_value is not None and not is_pending(place.node))
-        }
-
-    def held_group(self, group, medium):
-        """Return the same for one kind besides KV: the ends of its states, or all pages of its rows."""
-        kind, field = group.partition(":")[0], {GPU: "value", CPU: "host_value"}.get(medium)
-        found = set()
-        for place in self.walk():
-            data = self.data(place.node, kind)
-            is_copied = medium is CPU and (data.pending_id is not None or is_pending(place.node))
-            if field is not None and getattr(data, field) is not None and not is_copied:
-                prefixes = place.prefixes[-1:] if kind == "mamba" else place.prefixes
-                found |= {(place.extra_key, raw) for raw in prefixes}
-        return found
-
-    def up(self, node):
-        while node is not self.cache.root_node:
-            yield node
-            node = node.parent
-
-    def check(self):
-        """Recount everything and check every number that is not being copied."""
-        rows, slots = [], [req.mamba_pool_idx for req in self.requests]
-        if self.served is not None:
-            rows, slots = self.served.owned_rows(), slots + self.served.owned_slots()
-        check_cache(self.cache, np.concatenate([NOTHING, *rows]), np.concatenate([NOTHING, *slots]))
-        self.check_bytes()
-
-    def check_bytes(self):
-        loads = list(self.cache.ongoing_load_back.values())
-        loading = {step for node in loads for step in self.up(node)}
-        for place in self.walk():
-            if place.node not in loading:
-                self._check_rows(place, "value")
-            if not is_pending(place.node):
-                self._check_rows(place, "host_value")
-        for req, (node, content) in self.loaded.items():
-            if node not in loads:
-                self.pools[PoolName.MAMBA].check_device(req.mamba_pool_idx, content)
-
-    def _check_rows(self, place, field):
-        for kind, pool in POOLS.items():
-            data = self.data(place.node, kind)
-            rows = getattr(data, field)
-            if rows is None or (field == "host_value" and getattr(data, "pending_id", None) is not None):
-                continue
-            pools, prefixes = self.pools[pool], place.prefixes[-1:] if kind == "mamba" else place.prefixes
-            check = pools.check_device if field == "value" else pools.check_host
-            check(rows, contents(place.extra_key, prefixes, pool.value))
-
     def events(self):
         """Return (kind, medium, tokens or None) of the events since the last call."""
         return [
@@ -430,10 +297,6 @@ def rigs(*names, **options):
     each = [(name, {}) if isinstance(name, str) else name for name in names]
     params = [pytest.param((name, options | own), id=f"{name}{own or ''}") for name, own in each]
     return pytest.mark.parametrize("rig", params, indirect=True)
-
-
-def is_pending(node):
-    return node.write_through_pending_id is not None
 
 
 def stored(medium, *pages):

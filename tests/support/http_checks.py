@@ -5,8 +5,10 @@ from typing import Any
 import httpx
 
 
-def check_problem(response: httpx.Response, status: int) -> dict[str, Any]:
-    """Check that a response is a problem document and return it."""
+def check_problem(
+    response: httpx.Response, status: int, kind: str | None = None, field: str | None = None
+) -> dict[str, Any]:
+    """Check that a response is a problem document and return it. kind, field: of the document; None: any."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     document: dict[str, Any] = response.json()
@@ -14,4 +16,6 @@ def check_problem(response: httpx.Response, status: int) -> dict[str, Any]:
     assert document["error"] == document["detail"]
     assert document["type"]
     assert document["title"]
+    assert kind is None or document["type"] == f"urn:kvsight:problem:{kind}"
+    assert field is None or document["field"] == field
     return document

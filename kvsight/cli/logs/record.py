@@ -108,7 +108,7 @@ async def _record(
     """begun: printed when Ctrl-C stops in order. indexed: folder of the log, if key frames are written meanwhile."""
     stop = stop_signals()
     err.print(begun)
-    from indexer.replay.background import indexing
+    from indexer.replay.log_indexer import indexing
 
     if metrics_port is not None:
         from api.telemetry.families import Collected, recording_families

@@ -195,8 +195,7 @@ async def test_queries_beyond_the_limit_get_a_429_and_those_of_others_do_not(fil
             answers += [await ask("small"), await ask("large")]
         assert {each.status_code for each in answers[1::2]} == {200}
         refused = next(each for each in answers[::2] if each.status_code == 429)
-        problem = check_problem(refused, 429)
-        assert problem["type"] == "urn:kvsight:problem:tenant-limit"
+        problem = check_problem(refused, 429, "tenant-limit")
         assert "tenant 'small': more than 2 queries in a second (queries_per_s)" in problem["detail"]
         assert (problem["field"], problem["value"]) == (group, "small")
         assert int(refused.headers["retry-after"]) >= 1

@@ -11,11 +11,14 @@ import pytest
 from api.page.worker_history import WorkerHistory
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
-from kv_events.http.fleet import Fleet, Funnel, Residency
+from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
+from kv_events.http.queries import PeerAnswer, RfcAnswer
+from kv_events.http.service import Status
+from kv_events.http.workers import RadixView, ResyncAccepted, Worker
 from tests.rigs.api import Serving
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
-from tests.support.log.records import Stream, removed
+from tests.support.log.records import Stream, removed, stored
 from tests.support.servers.scripted_server import HANG_UP, Reply, scripted
 from tests.support.waiting import async_wait_until
 
@@ -163,8 +166,7 @@ async def test_the_map_of_a_worker_shows_the_prefixes_that_it_holds(
 
 
 async def test_the_map_of_an_unknown_model_is_a_problem(client: httpx.AsyncClient) -> None:
-    document = check_problem(await client.get("/residency", params={"model": "none"}), 404)
-    assert document["type"] == "urn:kvsight:problem:unknown-model"
+    check_problem(await client.get("/residency", params={"model": "none"}), 404, "unknown-model")
     empty = msgspec.json.decode((await client.get("/residency")).content, type=Residency)
     assert (empty.namespaces, empty.rows) == ([], [])
 
@@ -185,7 +187,7 @@ async def test_the_funnel_sums_decisions_and_their_outcomes(client: httpx.AsyncC
     await client.post("/decisions", json={**decision, "request_id": "first"})
     await client.post("/decisions", json={"request_id": "second", "cached_tokens": 4})  # before its decision
     await client.post("/decisions", json={**decision, "request_id": "second"})
-    funnel = msgspec.json.decode((await client.get("/funnel")).content, type=Funnel)
+    funnel = msgspec.json.decode((await client.get("/funnel")).content, type=DecisionFunnel)
     assert (funnel.all.requests, funnel.all.prompt_tokens, funnel.all.best_tokens) == (2, 32, 24)
     done = funnel.finished
     assert (done.requests, done.prompt_tokens, done.predicted_tokens, done.cached_tokens) == (1, 16, 8, 4)
@@ -210,3 +212,42 @@ async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(
 def test_the_address_of_the_tokenizer_is_checked_at_the_start() -> None:
     with pytest.raises(InvalidValueError, match="--tokenize-url"):
         ApiSettings(tokenize_url="localhost:8000")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "kind"),
+    [
+        ("GET", "/workers", None, list[Worker]),
+        ("GET", "/workers/one/view", None, RadixView),
+        ("POST", "/workers/one/resync", None, ResyncAccepted),
+        ("GET", "/fleet", None, Fleet),
+        ("GET", "/residency", None, Residency),
+        ("GET", "/funnel", None, DecisionFunnel),
+        ("GET", "/health", None, Status),
+        ("GET", "/ready", None, Status),
+        ("POST", "/query", {"model_name": "m", "token_ids": TOKENS, "tier_weights": [1, 1, 1, 1]}, PeerAnswer),
+        ("POST", "/query", {"model": "m", "block_size": 4, "token_ids": TOKENS}, RfcAnswer),
+    ],
+)
+async def test_a_client_loses_nothing_of_an_answer(
+    client: httpx.AsyncClient, fed: HandFed, method: str, path: str, body: Any, kind: type[Any]
+) -> None:
+    hashes = await fed.hold(Stream("one"), TOKENS)
+    await fed.feed(Stream("one", model="m#mamba").batch(stored((0, hashes))))
+    received = (await client.request(method, path, json=body)).content
+    assert msgspec.json.encode(msgspec.json.decode(received, type=kind)) == received
+
+
+async def test_the_documentation_describes_the_structs(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    schemas, paths = document["components"]["schemas"], document["paths"]
+    for path, name in (("/workers/{worker}/view", "RadixView"), ("/health", "Status"), ("/ready", "Status")):
+        (operation,) = paths[path].values()
+        (content,) = operation["responses"]["200"]["content"].values()
+        assert content["schema"] == {"$ref": f"#/components/schemas/{name}"}
+    listed = paths["/workers"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert listed == {"type": "array", "items": {"$ref": "#/components/schemas/Worker"}}
+    assert set(schemas["Worker"]["required"]) == set(schemas["Worker"]["properties"])
+    assert "weighted" not in schemas["PeerInstance"]["required"]
+    assert schemas["Worker"]["properties"]["state"]["enum"] == ["live", "syncing", "stale", "expired"]
+    assert schemas["Listener"]["properties"]["counters"]["properties"]["gaps"] == {"type": "integer"}

@@ -20,7 +20,7 @@ from kvsight.client import AsyncClient
 from kvsight.prompts import Prompt
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
-from tests.support.log.late_log import write_late_log
+from tests.support.log.late_log import write_late_log, write_log
 from tests.support.log.planted_causes import MODEL, VICTIM, Scene, check_truth, planted
 
 QUERY = {"model_name": MODEL, "token_ids": list(range(64))}
@@ -35,26 +35,11 @@ async def service(event_log: Path | None, **settings: Any) -> AsyncIterator[http
         yield client
 
 
-def problem_of(answer: httpx.Response, status: int, kind: str) -> dict[str, Any]:
-    """The problem document of a refusal of this kind."""
-    problem = check_problem(answer, status)
-    assert problem["type"] == f"urn:kvsight:problem:{kind}"
-    return problem
-
-
-def write_log(folder: Path, scene: Scene) -> Path:
-    """The records of a scene as an event log."""
-    with EventLogWriter(folder) as writer:
-        for record in scene.records:
-            writer.append(record)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Scene]:
     """A log in which the victim holds the prompt. Tests change nothing in it."""
     scene, _ = planted("held", 102)
-    return write_log(tmp_path_factory.mktemp("held"), scene), scene
+    return write_log(tmp_path_factory.mktemp("held"), scene.records), scene
 
 
 def body_of(scene: Scene) -> dict[str, Any]:
@@ -65,7 +50,7 @@ def body_of(scene: Scene) -> dict[str, Any]:
 
 async def test_the_true_cause_is_answered(tmp_path: Path) -> None:
     scene, truth = planted("not_known_yet", 100)
-    async with service(write_log(tmp_path, scene)) as client:
+    async with service(write_log(tmp_path, scene.records)) as client:
         answer = await client.post("/explain", json=body_of(scene))
     assert answer.status_code == 200, answer.text
     found = msgspec.json.decode(answer.content, type=Explanation)
@@ -85,7 +70,7 @@ async def test_a_log_whose_oldest_files_are_deleted_is_explained_from_its_key_fr
 
 async def test_the_client_explains_while_queries_are_answered(tmp_path: Path) -> None:
     scene, truth = planted("cleared", 101)
-    async with service(write_log(tmp_path, scene)) as http:
+    async with service(write_log(tmp_path, scene.records)) as http:
         client = AsyncClient("http://kvsight", transport=http._transport, timeout_s=60)
         explaining = asyncio.create_task(client.explain(Prompt(MODEL, scene.tokens), worker=VICTIM))
         refused = 0
@@ -100,7 +85,7 @@ async def test_the_client_explains_while_queries_are_answered(tmp_path: Path) ->
 
 async def test_a_service_without_a_log_says_how_to_keep_one() -> None:
     async with service(None) as client:
-        problem = problem_of(await client.post("/explain", json=QUERY), 404, "no-log")
+        problem = check_problem(await client.post("/explain", json=QUERY), 404, "no-log")
     assert "--record FOLDER" in problem["detail"]
 
 
@@ -121,40 +106,37 @@ async def test_what_does_not_fit_the_log_is_refused(
 ) -> None:
     folder, scene = held
     async with service(folder) as client:
-        problem = problem_of(await client.post("/explain", json=scene.body | change), status, kind)
-    assert problem["field"] == field
+        check_problem(await client.post("/explain", json=scene.body | change), status, kind, field)
 
 
 async def test_a_log_that_cannot_be_read_is_unavailable(tmp_path: Path) -> None:
     async with service(tmp_path / "missing") as client:
-        problem = problem_of(await client.post("/explain", json=QUERY), 503, "unavailable")
+        problem = check_problem(await client.post("/explain", json=QUERY), 503, "unavailable")
     assert "no such folder" in problem["detail"]
 
 
 async def test_an_explanation_that_takes_too_long_is_given_up(held: tuple[Path, Scene]) -> None:
     async with service(held[0], explain_timeout_s=0.01) as client:
-        problem = problem_of(await client.post("/explain", json=QUERY), 503, "unavailable")
+        problem = check_problem(await client.post("/explain", json=QUERY), 503, "unavailable")
         assert "kvsight explain" in problem["detail"]
-        problem_of(await client.post("/explain", json=QUERY), 503, "unavailable")  # it is not busy any more
+        check_problem(await client.post("/explain", json=QUERY), 503, "unavailable")  # it is not busy any more
 
 
 async def test_parts_of_the_log_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     scene, _ = planted("held", 104)
-    segment = list_segments(write_log(tmp_path, scene))[0].path
+    segment = list_segments(write_log(tmp_path, scene.records))[0].path
     data = bytearray(segment.read_bytes())
     data[len(data) // 2] ^= 0xFF
     async with service(tmp_path) as client:
-        sound = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
         segment.write_bytes(data)
         damaged = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
-    assert (sound.damage, len(damaged.damage)) == ([], 1)
-    assert damaged.damage[0].startswith(f"{segment}: ")
-    assert damaged.records < sound.records
+    assert [each.startswith(f"{segment}: ") for each in damaged.damage] == [True]
+    assert 0 < damaged.records < len(scene.records)
 
 
 async def test_a_torn_tail_is_damage_unless_a_writer_has_the_log_open(tmp_path: Path) -> None:
     scene, _ = planted("held", 105)
-    segment = list_segments(write_log(tmp_path, scene))[-1].path
+    segment = list_segments(write_log(tmp_path, scene.records))[-1].path
     async with service(tmp_path) as client:
         with segment.open("ab") as file:
             file.write(bytes([200, 0, 0]))
@@ -163,11 +145,3 @@ async def test_a_torn_tail_is_damage_unless_a_writer_has_the_log_open(tmp_path: 
             sound = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
     assert [f"{segment}: a torn tail of 3 bytes at byte " in each for each in torn.damage] == [True]
     assert sound.damage == []
-
-
-async def test_a_token_is_needed_where_one_is_set(held: tuple[Path, Scene]) -> None:
-    folder, scene = held
-    async with service(folder, api_token="secret") as client:
-        check_problem(await client.post("/explain", json=scene.body), 401)
-        client.headers["authorization"] = "Bearer secret"
-        assert (await client.post("/explain", json=scene.body)).status_code == 200

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -14,6 +14,7 @@ from engine_cache import (
     InsertParams,
     Lane,
     MambaSlotAllocator,
+    ManualCopyEngine,
     PagedTokenToKVPoolAllocator,
     RadixKey,
     StackError,
@@ -21,7 +22,7 @@ from engine_cache import (
     ThreadCopyEngine,
 )
 from engine_cache.pools.device import HybridLinearKVPool, MHATokenToKVPool, NSATokenToKVPool, PoolShape, SWAKVPool
-from engine_cache.pools.host import MLATokenToKVPoolHost, NSAIndexerPoolHost
+from engine_cache.pools.host import HOST_LAYOUTS, MLATokenToKVPoolHost, NSAIndexerPoolHost
 from engine_cache.pools.mamba import HybridReqToTokenPool, MambaPool
 from engine_cache.stacks import (
     HostTierConfig,
@@ -32,7 +33,7 @@ from engine_cache.stacks import (
     nsa_pools,
     pools_of,
 )
-from engine_cache.storage.base import PoolName
+from engine_cache.storage.base import PoolName, PoolTransfer
 from kv_events.errors import InvalidValueError
 from tests.rigs.cache_stores import MemoryStorage
 
@@ -250,3 +251,57 @@ def test_the_kind_of_model_follows_from_its_pool_and_components(rows):
         expected = rf"components of a {type(pool).__name__}: got \['full'{', .mamba.' if parts else ''}\]"
         with pytest.raises(InvalidValueError, match=expected):
             pools_of(pool, rows, **parts)
+
+
+# --- bytes ---
+
+
+def swa_model(rows):
+    """Return KV of two layers with full attention and three with a window, and the allocator of the window's rows."""
+    window = MHATokenToKVPool(PoolShape(SIZE, PAGE, 3, torch.float32), 1, 5)
+    windows = PagedTokenToKVPoolAllocator(SIZE, PAGE)
+    return pools_of(SWAKVPool(MHATokenToKVPool(SHAPE, 2, 3), window, [1, 3], [0, 2, 4]), rows, swa_allocator=windows)
+
+
+MODELS: dict[str, Any] = {
+    "mha": lambda rows: pools_of(MHATokenToKVPool(SHAPE, 2, 3), rows),
+    "nsa": lambda rows: pools_of(nsa_model(), rows),
+    "swa": swa_model,
+    "recurrent": lambda rows: pools_of(recurrent_model()[0], rows, req_pool=recurrent_model()[1]),
+}
+
+
+def tensors(entry, rows):
+    """Return (tensor, index along its first axis) of all device data of these rows or slots."""
+    pool = entry.device_pool
+    if entry.name is MAMBA:
+        return [(held.transpose(0, 1), rows) for held in pool.mamba_cache.tensors()]
+    if entry.name is INDEXER:
+        return [(held, rows[::PAGE] // PAGE) for held in pool.index_k_with_scale_buffer]
+    is_latent = isinstance(pool, NSATokenToKVPool)
+    return [(held, rows) for held in (pool.kv_buffer if is_latent else (*pool.k_buffer, *pool.v_buffer))]
+
+
+@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_what_was_backed_up_comes_back_bit_for_bit(rows, model, layout):
+    config = HostTierConfig(layout=layout, reserve_bytes=0)
+    with build_hybrid_stack(MODELS[model](rows), NoCache, config=config, make_engine=ManualCopyEngine) as stack:
+        controller, entries = stack.cache_controller, stack.cache_controller.group.entries
+        sizes = {KV: 2 * PAGE, SWA: 2 * PAGE, MAMBA: 3}
+        own = {name: entries[name].device_allocator.alloc(sizes[name]) for name in entries.keys() & sizes}
+        held = [part for name, entry in entries.items() for part in tensors(entry, own.get(name, own[KV]))]
+        for tensor, index in held:
+            tensor[index] = torch.randint(1, 100, tensor[index].shape).to(tensor.dtype)
+        before = [tensor[index].clone() for tensor, index in held]
+        extras = [PoolTransfer(name, device_indices=taken) for name, taken in own.items() if name is not KV]
+        host_rows = controller.write(own[KV], 0, extras)
+        controller.engine.drain()
+        for tensor, _ in held:
+            tensor.zero_()
+        back = [PoolTransfer(each.name, host_indices=each.host_indices) for each in extras]
+        loaded = {KV: controller.load(host_rows, 1, back)} | {each.name: each.device_indices for each in back}
+        controller.wait_for_layer(controller.start_loading(), controller.transfer_layer_num - 1)
+        assert set(loaded[KV]).isdisjoint(own[KV])
+        after = [part for name, entry in entries.items() for part in tensors(entry, loaded.get(name, loaded[KV]))]
+        assert all(torch.equal(tensor[index], one) for (tensor, index), one in zip(after, before, strict=True))

@@ -42,11 +42,6 @@ def real(name=KV, host=MHATokenToKVPoolHost, layers=LAYERS, **entry):
     return PoolEntry(name, host(device, ratio=1.2, reserve_bytes=0), device, PagedTokenToKVPoolAllocator(8, 2), **entry)
 
 
-def content(entry, rows):
-    rows = torch.from_numpy(rows)
-    return torch.stack([tensor[rows] for tensor in (*entry.device_pool.k_buffer, *entry.device_pool.v_buffer)])
-
-
 @pytest.fixture
 def engine():
     engine = ThreadCopyEngine()
@@ -146,37 +141,6 @@ def test_layers_without_a_pool_pools_without_layers_and_a_small_host_are_refused
 # --- the controller ---
 
 
-def test_a_page_goes_to_the_host_and_back_with_its_bytes(engine):
-    kv = real()
-    controller = HiCacheController(kv, engine)
-    rows = kv.device_allocator.alloc(4)
-    before = content(kv, rows)
-    host_rows = controller.write(rows, 7)
-    assert [ack.ids for ack in controller.finished_writes(wait=True)] == [[7]]
-    for tensor in (*kv.device_pool.k_buffer, *kv.device_pool.v_buffer):
-        tensor.zero_()
-    loaded = controller.load(host_rows, 8)
-    assert not content(kv, loaded).any()
-    consumer = controller.start_loading()
-    for layer in range(LAYERS):
-        controller.wait_for_layer(consumer, layer)
-    assert torch.equal(content(kv, loaded), before)
-    assert set(loaded.tolist()).isdisjoint(rows.tolist())
-
-
-def test_acknowledgements_come_in_order_and_stop_at_the_first_open_one():
-    engine = ManualCopyEngine()
-    controller = HiCacheController(byteless(), engine)
-    for ack_id in range(3):
-        controller.write(np.arange(2), ack_id)
-    engine.step(Lane.WRITE, 1)
-    assert controller.finished_writes() == []
-    engine.step(Lane.WRITE)
-    assert [ack.ids for ack in controller.finished_writes()] == [[0], [1]]
-    assert [ack.ids for ack in controller.finished_writes(wait=True)] == [[2]]
-    assert controller.finished_writes(wait=True) == []
-
-
 def test_queued_loads_start_as_one_operation():
     engine = ManualCopyEngine()
     controller = HiCacheController(byteless(), engine)
@@ -226,22 +190,6 @@ def test_a_sidecar_with_host_rows_is_written_in_place():
     transfer = PoolTransfer(MAMBA, device_indices=np.arange(2), host_indices=held)
     controller.write(np.arange(4), 0, [transfer])
     assert state.host_pool.available_size() == 10
-
-
-def test_interleaved_layers_are_each_moved_once(engine):
-    kv = real(layers=1, layer_mapper={1: 0}.get)
-    state = real(MAMBA, layers=2, layer_mapper={0: 0, 2: 1}.get)
-    controller = HybridCacheController(HostPoolGroup.of(kv, state), engine, transfer_layer_num=3)
-    rows, slots = kv.device_allocator.alloc(2), state.device_allocator.alloc(2)
-    before = content(kv, rows), content(state, slots)
-    transfer = PoolTransfer(MAMBA, device_indices=slots)
-    host_rows = controller.write(rows, 0, [transfer])
-    controller.finished_writes(wait=True)
-    back = PoolTransfer(MAMBA, host_indices=transfer.host_indices)
-    loaded = controller.load(host_rows, 1, [back])
-    controller.wait_for_layer(controller.start_loading(), 2)
-    assert torch.equal(content(kv, loaded), before[0])
-    assert torch.equal(content(state, back.device_indices), before[1])
 
 
 def test_a_sharing_pool_moves_with_kv_and_not_with_other_sidecars_and_hands_out_no_rows():

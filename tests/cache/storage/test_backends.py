@@ -9,7 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 
-from engine_cache.pools import device, host  # noqa: E402
 from engine_cache.storage import (  # noqa: E402
     PageLayout,
     PoolHitPolicy,
@@ -101,14 +100,6 @@ def test_a_page_comes_back_bit_equal_in_another_store(open_store):
     assert [reader.kv.page_bytes(page) for page in (7, 3, 5)] == [writer.kv.page_bytes(page) for page in (0, 1, 2)]
 
 
-def test_reading_leaves_other_pages_alone(store):
-    put(store, 0)
-    before = [store.kv.page_bytes(page) for page in range(16)]
-    store.batch_get_v1([KEYS[0], KEYS[1]], store.kv.indices(4, 5))
-    before[4] = before[0]
-    assert [store.kv.page_bytes(page) for page in range(16) if page != 5] == before[:5] + before[6:]
-
-
 @pytest.mark.parametrize("name", EXTRA)
 def test_the_pages_of_an_extra_pool_come_back_bit_equal(open_store, name):
     writer, reader = open_store(), open_store()
@@ -116,24 +107,6 @@ def test_the_pages_of_an_extra_pool_come_back_bit_equal(open_store, name):
     reader.extra[name].fill(seed=1)
     assert reader.batch_get_v2([transfer(reader, name, [0, 3])]) == {name: [True, True]}
     assert [reader.extra[name].page_bytes(i) for i in (0, 3)] == [writer.extra[name].page_bytes(i) for i in (0, 3)]
-
-
-def test_pools_do_not_answer_for_each_other(store):
-    store.batch_set_v2([transfer(store, PoolName.MAMBA, [0])])
-    assert store.batch_exists(KEYS) == 0
-    assert store.batch_get_v2([transfer(store, PoolName.INDEXER, [0])]) == {PoolName.INDEXER: [False]}
-
-
-def test_existence_counts_up_to_the_first_missing_page(store):
-    put(store, 0, 1, 3)
-    assert store.batch_exists(KEYS) == 2
-    assert store.batch_exists(KEYS[3:]) == 1
-
-
-def test_a_missing_page_is_false_and_the_others_are_read(store):
-    put(store, 0, 2)
-    assert store.batch_get_v1(KEYS[:3], store.kv.indices(4, 5, 6)) == [True, False, True]
-    assert store.kv.page_bytes(6) == store.kv.page_bytes(2)
 
 
 def test_a_page_that_is_there_counts_as_written_and_keeps_its_content(store):
@@ -186,13 +159,6 @@ def test_two_extra_pools_agree_on_one_prefix(store, order):
     found = store.batch_exists_v2(KEYS[:5], [wanted[i] for i in order])
     assert found == (2, {PoolName.INDEXER: 2, PoolName.MAMBA: 2})
     assert store.batch_exists_v2(KEYS[:5], []) == (5, {})
-
-
-def test_several_pools_are_answered_by_name(store):
-    answers = store.batch_set_v2([transfer(store, PoolName.INDEXER, [0, 1]), transfer(store, PoolName.MAMBA, [1])])
-    assert answers == {PoolName.INDEXER: [True, True], PoolName.MAMBA: [True]}
-    answers = store.batch_get_v2([transfer(store, PoolName.INDEXER, [1, 2]), transfer(store, PoolName.MAMBA, [0])])
-    assert answers == {PoolName.INDEXER: [True, False], PoolName.MAMBA: [False]}
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -300,33 +266,3 @@ def test_the_figures_count_pages(store):
 
 
 # --- with the host pools of the engine -------------------------------------------------------------------------------
-
-
-def host_pool(kind, layout):
-    """Pages of 2 rows with random bits."""
-    shape = device.PoolShape(size=8, page_size=2, layer_num=3, dtype=torch.bfloat16)
-    if kind == "mha":
-        pool: Any = host.MHATokenToKVPoolHost(device.MHATokenToKVPool(shape, 2, 4), layout=layout, reserve_bytes=0)
-    else:
-        pool = host.MLATokenToKVPoolHost(device.MLATokenToKVPool(shape, 4, 2), layout=layout, reserve_bytes=0)
-    pool.kv_buffer.view(torch.uint8).random_(0, 256)
-    return pool
-
-
-@pytest.mark.parametrize("layout", host.HOST_LAYOUTS)
-@pytest.mark.parametrize("kind", ["mha", "mla"])
-def test_pages_of_a_host_pool_come_back_bit_equal(connect, identity, kind, layout):
-    source, target = host_pool(kind, layout), host_pool(kind, layout)
-    rows = np.array([4, 5, 0, 1], np.int64)
-    for pool, call in ((source, "batch_set_v1"), (target, "batch_get_v1")):
-        store = connect(replace(identity, is_mla=kind == "mla"))
-        if not isinstance(store, DirectoryStorage) and layout == "layer_first":
-            with pytest.raises(ValueError, match=r"layout of host pool kv.*'layer_first'"):
-                store.register_mem_pool_host(pool)
-            return
-        store.register_mem_pool_host(pool)
-        assert getattr(store, call)(KEYS[:2], rows) == [True, True]
-    for row in (0, 4):
-        pages = [pool.get_data_page(row).view(torch.uint8) for pool in (source, target)]
-        assert torch.equal(*pages)
-    assert not torch.equal(source.get_data_page(2).view(torch.uint8), target.get_data_page(2).view(torch.uint8))

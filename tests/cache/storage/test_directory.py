@@ -125,14 +125,6 @@ def test_a_damaged_page_is_a_miss_and_is_reported_once(store, tmp_path, caplog, 
     assert put(store, 1) == get(store, 1) == [True]
 
 
-def test_a_sound_page_under_the_name_of_another_is_a_miss(store, tmp_path):
-    put(store, 0, 1)
-    file_of(tmp_path, 1).replace(file_of(tmp_path, 0))
-    assert get(store, 0) == [False]
-    assert store.get_stats().num_damaged == 1
-    store.batch_exists(KEYS[1:])  # detects that the other one was removed
-
-
 def test_a_page_that_cannot_be_read_is_a_miss_and_stays(store, tmp_path, caplog):
     put(store, 0)
     path = file_of(tmp_path, 0)
@@ -187,14 +179,6 @@ def test_a_batch_beyond_the_bound_keeps_its_beginning(open_store):
     assert put(store, 0, 8, 1, 2, 3, 4) == [True, True, True, True, False, False]
     assert held(store) == [0, 1, 2, 8]
     assert store.take_removed() == [KEYS[10], KEYS[9]]
-
-
-def test_the_oldest_page_may_begin_a_batch_that_needs_room(open_store):
-    store = open_store(num_pages=3)
-    for page in (0, 8, 9):
-        put(store, page)
-    assert put(store, 0, 1, 2) == [True] * 3
-    assert held(store) == [0, 1, 2]
 
 
 def test_a_page_that_cannot_be_removed_still_counts_and_is_tried_again(open_store, tmp_path, caplog):
@@ -302,14 +286,6 @@ def test_what_was_missed_before_it_was_seen_is_not_lost():
     held.hold(["a"], moment)
     held.lose(["a", "b"], moment)
     assert (held.keys(), held.take_lost()) == (["a"], ["b"])
-
-
-def test_the_page_that_was_seen_longest_ago_goes_first():
-    held = TrackedPages(limit=2)
-    held.hold(["a", "b"], 0)
-    held.hold(["a"], 0)
-    held.hold(["c"], 0)
-    assert (held.keys(), held.take_lost()) == (["a", "c"], ["b"])
 
 
 @given(STEPS, st.integers(1, 4))

@@ -1,10 +1,5 @@
 """Engines that share a Mooncake store: one uses what another has written, byte for byte."""
 
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,29 +52,12 @@ def test_what_one_engine_wrote_another_finds_byte_for_byte(mooncake_master, kind
         reader.check()  # the content is derived from the tokens
 
 
-def test_an_engine_of_another_process_wrote_it(mooncake_master):
-    identity, settings = own_identity(), mooncake_master.settings()
-    script = textwrap.dedent(f"""
-        from tests.rigs.mooncake import *
-        from engine_cache.settings import MooncakeSettings
-        from engine_cache.storage.object_names import *
-        with engine("hybrid", {identity!r}, MooncakeSettings(**{settings.model_dump()!r})) as rig:
-            archive(rig)
-            assert len(follow(rig)) == 4
-    """)
-    path = str(Path(__file__).parents[3])
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=180, env={**os.environ, "PYTHONPATH": path})
-    with engine("hybrid", identity, settings) as reader:
-        assert prefetch(reader) == len(PROMPT)
-        reader.check()
-
-
 # --- further pools ---------------------------------------------------------------------------------------------------
 
 
 def register(store, rig):
     store.register_mem_pool_host(rig.controller.kv.host_pool)
-    for name, entry in rig.controller.entries.items():
+    for name, entry in rig.controller.group.entries.items():
         store.register_mem_host_pool_v2(entry.host_pool, name)
 
 

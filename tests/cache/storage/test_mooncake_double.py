@@ -180,7 +180,9 @@ def empty_store(open_store, kind):
 
 def buffers(rig):
     """Return all tensors of all host pools."""
-    return [held for entry in rig.controller.entries.values() for held in entry.host_pool.get_hybrid_pool_buffer()]
+    return [
+        held for entry in rig.controller.group.entries.values() for held in entry.host_pool.get_hybrid_pool_buffer()
+    ]
 
 
 def references(rig):
@@ -247,7 +249,7 @@ def test_memory_that_a_call_may_still_write_to_stays(open_store, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "name"), [("hybrid", PoolName.MAMBA), ("nsa", PoolName.INDEXER)])
 def test_a_pool_whose_pages_are_no_runs_of_memory_is_refused(empty_store, kind, name):
-    pool = make_rig(kind, "layer_first").controller.entry(name).host_pool
+    pool = make_rig(kind, "layer_first").controller.group.entry(name).host_pool
     with pytest.raises(ValueError, match=r"layout of host pool .*'layer_first'"):
         empty_store.register_mem_host_pool_v2(pool, name)
     assert empty_store.native.registrations == []

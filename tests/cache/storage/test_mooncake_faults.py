@@ -1,6 +1,5 @@
 """An engine whose Mooncake store fails, with real masters that are killed, stopped and emptied."""
 
-import random
 import socket
 import time
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from engine_cache import EvictParams, ThreadCopyEngine  # noqa: E402
 from engine_cache.settings import MooncakeSettings  # noqa: E402
 from engine_cache.storage import PoolName, StorageClosedError, page_keys  # noqa: E402
 from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
@@ -275,60 +273,6 @@ def test_a_master_that_stands_still_is_waited_for_once_and_used_again_when_it_co
     assert not any(store.is_held(key) for key in KEYS[:4])
     assert put(store, *FOUR) == [True] * 4
     assert all(store.is_held(key) for key in KEYS[:4])
-
-
-class Traffic:
-    """An engine with threads that serves prompts repeatedly, with the store attached and detached."""
-
-    def __init__(self, rig, seed):
-        self.rig, self.random = rig, random.Random(seed)
-        self.prompts = [[self.random.randrange(100) for _ in range(8)] for _ in range(6)]
-        self.served = self.from_store = 0
-
-    def step(self):
-        rig, prompt, self.served = self.rig, self.random.choice(self.prompts), self.served + 1
-        anchor = rig.match(prompt).last_host_node
-        if anchor is rig.cache.root_node:
-            self._prefetch(f"r{self.served}", prompt)
-        rig.insert(prompt)
-        rig.cache.ready_to_load_host_cache()
-        rig.cache.check_hicache_events()
-        rig.cache.evict(EvictParams(8))
-        rig.cache.evict_host(8)
-        follow(rig)
-
-    def _prefetch(self, req_id, prompt):
-        cache = self.rig.cache
-        cache.prefetch_from_storage(req_id, cache.root_node, prompt)
-        wait_until(lambda: cache.check_hicache_events() or cache.check_prefetch_progress(req_id), 60, "a prefetch ends")
-        self.from_store += cache.pop_prefetch_loaded_tokens(req_id)
-
-    def settle(self):
-        wait_until(lambda: self.rig.engine.drain(1), 60)
-        self.rig.cache.check_hicache_events()
-        return follow(self.rig)
-
-
-def test_a_master_killed_under_traffic_costs_hits_and_nothing_else(own_mooncake_master):
-    threads = ThreadCopyEngine()
-    with engine("mha", own_identity(), own_mooncake_master.settings(), engine=threads) as rig:
-        traffic = Traffic(rig, seed=1)
-        wait_until(lambda: traffic.step() or traffic.from_store > 100, 60, "pages from the store")
-        own_mooncake_master.kill()
-        wait_until(lambda: traffic.step() or not follow(rig), 60, "no event of the store")
-        before = traffic.from_store
-        for _ in range(10):
-            traffic.step()
-        assert (traffic.from_store, traffic.settle()) == (before, set())
-        own_mooncake_master.restart()
-        wait_until(lambda: traffic.step() or traffic.from_store > before + 100, 60, "pages from the store again")
-        told = traffic.settle()
-        keys = rig.store._held.keys()
-        assert told
-        assert all(rig.store.batch_exists([key]) for key in keys)
-        rig.check()
-        assert rig.cache.store.io.num_errors == 0
-    threads.close()
 
 
 def test_nothing_is_prefetched_of_a_store_that_was_closed(mooncake_master):

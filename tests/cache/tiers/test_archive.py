@@ -61,26 +61,6 @@ def test_an_archive_that_fails_is_acknowledged(rig, store, fault, value):
 
 
 @rigs("hiradix")
-def test_pages_in_the_store_are_announced_only_on_request(rig):
-    rig.attach(MemoryStorage())
-    rig.insert(A)
-    rig.settle()
-    assert rig.events() == stored(GPU, [1, 1]) + stored(CPU, [1, 1])
-
-
-@rigs("hiradix")
-def test_an_archived_page_is_announced_once_and_withdrawn_when_it_was_removed(rig, store):
-    rig.insert(AB)
-    rig.settle()
-    assert rig.events()[4:] == stored(DISK, [1, 1], [2, 2])
-    store.lose(page_hashes(AB)[1])
-    rig.cache.store.check_events()
-    assert rig.events() == removed(DISK)
-    rig.cache.clear_storage_backend()
-    assert (rig.events(), store.pages) == (removed(DISK), {})
-
-
-@rigs("hiradix")
 def test_what_a_store_lost_is_withdrawn_although_announcing_was_switched_off_concurrently(rig, store):
     rig.turns(A)
     assert rig.cache.attach_storage_backend(store, StoragePolicy(emit_storage_events=False))[0]
@@ -145,18 +125,6 @@ def test_a_store_that_does_not_move_never_fills_the_host(bounded):
 
 
 @bounded_rigs
-def test_what_is_stored_makes_room_for_more(bounded):
-    insert(bounded, range(8))
-    bounded.settle()
-    assert (bounded.cache.archive_tokens_occupied, bounded.cache.ongoing_backup) == (0, {})
-    skipped = bounded.cache.num_skipped_archives
-    insert(bounded, range(8, 12))
-    assert (bounded.cache.num_skipped_archives, bounded.cache.archive_tokens_occupied) == (skipped, 8)
-    assert bounded.cache.detach_storage_backend()[0]
-    assert bounded.cache.num_skipped_archives == skipped
-
-
-@bounded_rigs
 def test_a_node_that_is_longer_than_the_share_is_archived_when_nothing_else_waits(bounded):
     bounded.insert([9] * 12)
     bounded.engine.step(Lane.WRITE)
@@ -212,22 +180,6 @@ def test_a_pool_without_bytes_takes_no_store():
     ok, message = cache.attach_storage_backend(MemoryStorage())
     assert not ok
     assert "BytelessHostPool" in message
-
-
-@rigs("hiradix")
-def test_detaching_releases_everything(rig, store):
-    rig.turns(ABCD)
-    rig.demoted([9, 9])
-    rig.cache.evict_host(8)
-    rig.prefetch(ABCD)
-    rig.engine.step(Lane.PREFETCH)
-    rig.cache.take_events()
-    used = rig.used()["kv"]
-    assert rig.cache.detach_storage_backend() == (True, "detached")
-    assert rig.events() == removed(DISK, 5)
-    assert (rig.used()["kv"], rig.cache.root_node.host_ref_counter) == (used - 8, 0)
-    assert rig.cache.detach_storage_backend() == (True, "no store is attached")
-    assert len(store.pages) == 5
 
 
 def test_a_store_that_hangs_is_not_detached(monkeypatch):

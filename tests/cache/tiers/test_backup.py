@@ -1,14 +1,12 @@
 """Backups: copies to the host, their acknowledgements, room for them and failures."""
 
-import numpy as np
 import pytest
 
-from engine_cache import EvictParams, InsertParams, Lane, RadixKey
-from engine_cache.storage.base import PoolName
+from engine_cache import InsertParams, Lane, RadixKey
 from tests.models.cache_checks import check_cache
-from tests.rigs.cache import AB, ABC, CPU, EVERYTHING, FAILED, GPU, POOLS, A, CacheRig, refuse, removed, rigs, stored
-from tests.rigs.cache_steps import evict_on_host, is_free, on_host
-from tests.rigs.cache_stores import MemoryStorage, page_hashes
+from tests.rigs.cache import AB, ABC, CPU, FAILED, GPU, A, CacheRig, refuse, removed, rigs, stored
+from tests.rigs.cache_content import POOLS
+from tests.rigs.cache_steps import on_host
 
 pytestmark = pytest.mark.torch
 
@@ -38,64 +36,11 @@ def test_a_page_is_on_the_host_when_its_copy_is_acknowledged_and_not_before(rig)
     assert rig.events() == []
 
 
-@rigs(*ALL)
-def test_everything_stays_on_both_tiers_while_it_is_copied(rig):
-    rig.insert(A)
-    assert not any(rig.cache.evict(EVERYTHING))
-    assert (rig.cache.evict_host(9), any(evict_on_host(rig, 9))) == (0, False)
-    rig.settle()
-    assert all(is_free(rig, A, kind) for kind in ("full", *rig.kinds))
-    assert rig.name != "himamba" or evict_on_host(rig, 1) == [1]
-    assert rig.cache.evict(EvictParams(2)).num_tokens_evicted == 2
-
-
-@rigs(*ALL)
-def test_acknowledgements_come_in_order(rig):
-    rig.insert(A)
-    rig.insert([3, 3])
-    rig.cache.take_events()
-    rig.engine.step(Lane.WRITE, 1)
-    rig.cache.writing_check()
-    assert rig.events() == []
-    rig.engine.step(Lane.WRITE)
-    rig.cache.writing_check()
-    assert rig.events() == stored(CPU, [1, 1], [3, 3])
-
-
-@rigs(*ALL, window=8)
-def test_all_parts_of_a_node_that_was_split_while_pending_are_reported_and_archived_parents_first(rig):
-    store = MemoryStorage()
-    rig.attach(store)
-    rig.insert(ABC)
-    rig.match(AB)
-    rig.match(A)
-    rig.cache.take_events()
-    rig.engine.step(Lane.WRITE)
-    rig.cache.writing_check()
-    assert rig.events() == stored(CPU, [1, 1], [2, 2], [3, 3])
-    assert rig.cache.protected_size() == 0
-    states = [kind for kind in rig.kinds if kind == "mamba"]
-    assert on_host(rig, A) == [kind for kind in ("full", *rig.kinds) if kind not in states]
-    rig.settle()
-    assert store.keys_of(PoolName.KV) == page_hashes(ABC)
-    assert store.keys_of(PoolName.MAMBA) == page_hashes(ABC)[2:] * len(states)
-    assert len(store.keys_of(PoolName.SWA)) == 3 * ("swa" in rig.kinds)
-
-
 @rigs("hiradix", "himamba", "unified", write_policy="write_through_selective")
 def test_the_selective_policy_waits_for_the_second_hit(rig):
     for chunked, number in ((False, 0), (True, 0), (False, 1)):
         rig.insert(A, chunked=chunked)
         assert rig.engine.num_queued(Lane.WRITE) == number
-
-
-@rigs("hiradix", "himamba")
-def test_a_child_is_not_backed_up_before_its_parent(rig):
-    held = rig.host.alloc(rig.host.size)
-    rig.insert(A)
-    rig.host.free(held)
-    rig.insert(AB, chunked=True)
-    assert [rig.cache.write_backup(rig.node_of(tokens)) for tokens in (AB, A, AB)] == [0, 2, 2]
 
 
 @rigs("unified+mamba", write_policy="write_through_selective")
@@ -151,16 +96,6 @@ def test_a_backup_makes_room_by_evicting_from_the_host_once(rig):
     assert rig.events() == stored(CPU, [5, 5], [6, 6])
 
 
-@rigs(*STATES, slots=3, host_slots=4)
-def test_a_backup_takes_the_slot_of_the_least_recent_state(rig):
-    for token in (1, 2, 3, 4):
-        rig.demoted([token, token])
-    rig.match([1, 1])
-    rig.insert([5, 5])
-    assert rig.events() == stored(GPU, [5, 5]) + removed(CPU)
-    assert [rig.match([token, token]).host_hit_length for token in (1, 2)] == [2, 0]
-
-
 @rigs("hiradix", "unified", page_size=1, device_pages=8, host_pages=9)
 def test_a_backup_evicts_its_whole_length_from_the_host_or_in_a_unified_tree_what_is_missing(rig):
     rig.demoted(*([token] for token in range(7)))
@@ -189,15 +124,6 @@ def test_an_insert_along_a_path_that_found_no_room_looks_for_it_once(depth):
 # --- failures ---
 
 
-@rigs(*ALL)
-def test_a_copy_that_fails_once_is_repeated_and_reported(rig):
-    rig.host.write_faults = 1
-    rig.insert(A)
-    rig.settle()
-    assert rig.cache.num_failed_backups == 0
-    assert rig.events() == stored(GPU, [1, 1]) + stored(CPU, [1, 1])
-
-
 @of_each_kind
 @pytest.mark.parametrize("is_split", [False, True])
 def test_a_copy_that_fails_emits_nothing_frees_all_it_took_and_heals(rig, kind, is_split):
@@ -213,27 +139,6 @@ def test_a_copy_that_fails_emits_nothing_frees_all_it_took_and_heals(rig, kind, 
     rig.settle()
     assert rig.events() == stored(CPU, [1, 1], [2, 2])
     assert on_host(rig, AB) == ["full", *rig.kinds]
-
-
-@of_each_kind
-def test_copies_below_a_failed_one_are_dropped_and_their_rows_are_freed_when_they_are_written(rig, kind):
-    rig.insert(A)
-    rig.insert(AB)
-    rig.cache.take_events()
-    dropped, host = set(rig.data(rig.node_of(AB), kind).host_value), rig.host_pools[POOLS[kind]]
-    rig.host.write_faults = 2
-    rig.engine.step(Lane.WRITE)  # the backup of A, which the one below depends on
-    rig.cache.writing_check()
-    assert on_host(rig, A) == on_host(rig, AB) == []
-    rig.check()
-    taken = host.alloc(host.available_size())
-    assert not dropped & set(taken)
-    rig.engine.step(Lane.WRITE)
-    assert host.available_size() == 0  # the cache does not know yet that the copy has ended
-    rig.cache.writing_check()
-    assert set(host.alloc(host.available_size())) == dropped
-    host.free(np.array([*taken, *sorted(dropped)]))
-    assert (rig.events(), rig.cache.protected_size()) == ([], 0)
 
 
 @rigs("hiradix", "himamba", "unified", write_policy="write_through_selective")

@@ -2,11 +2,10 @@
 
 import pytest
 
-from engine_cache import EvictParams, Lane
-from engine_cache.storage.base import PoolName
-from tests.rigs.cache import AB, ABC, CPU, GPU, A, is_pending, removed, rigs, stored
+from engine_cache import Lane
+from tests.rigs.cache import AB, CPU, A, rigs, stored
+from tests.rigs.cache_content import is_pending
 from tests.rigs.cache_steps import evict_on_host, is_free, on_host
-from tests.rigs.cache_stores import MemoryStorage, page_hashes
 
 pytestmark = pytest.mark.torch
 
@@ -45,18 +44,6 @@ def test_a_late_state_takes_no_page_and_no_event(rig, late):
 
 
 @rigs(*STATES)
-def test_state_and_slot_stay_until_the_copy_is_acknowledged(rig, in_flight):
-    rig.cache.evict(EvictParams(100, mamba_num=5))
-    evict_on_host(rig, 5)
-    assert [rig.has(A, kind) for kind in ("full", "mamba")] == [(True, True), (True, True)]
-    assert rig.events()[0] == removed(GPU)[0], "the leaf below"
-    rig.settle()
-    assert is_free(rig, A)
-    assert rig.name != "himamba" or evict_on_host(rig, 1) == [1]
-    assert rig.cache.evict(EvictParams(100)).num_tokens_evicted == 2
-
-
-@rigs(*STATES)
 def test_a_state_is_copied_once_at_a_time_and_not_again(rig, in_flight):
     rig.insert(A)
     assert not rig.cache.host.backups.write_late(in_flight)
@@ -84,40 +71,6 @@ def test_a_chunk_of_a_prompt_starts_no_copy(rig, late):
     assert rig.has(A, "mamba") == (True, False)
 
 
-@rigs("himamba")
-def test_a_state_that_host_eviction_took_comes_back_at_the_next_hit(rig):
-    rig.turns(A, AB)
-    evict_on_host(rig, 1)
-    assert rig.has(A, "mamba") == (True, False)
-    rig.insert(A)
-    rig.settle()
-    assert rig.has(A, "mamba") == (True, True)
-
-
-@rigs(*STATES)
-def test_without_a_slot_nothing_is_taken_and_a_later_hit_heals(rig, late):
-    held = rig.host_states.alloc(rig.host_states.available_size())
-    rig.cache.states.lock_host(rig.node_of(AB))
-    rig.insert(A)
-    assert (on_host(rig, A), is_free(rig, A), rig.engine.num_queued(Lane.WRITE)) == (["full"], True, 0)
-    rig.cache.states.unlock_host(rig.node_of(AB))
-    rig.host_states.free(held[:-1])
-    rig.insert(A)
-    assert rig.has(AB, "mamba")[1], "there was a free slot"
-    rig.host_states.free(held[-1:])
-    rig.settle()
-    assert on_host(rig, A) == ["full", "mamba"]
-
-
-@rigs("himamba")
-def test_a_late_state_takes_the_slot_of_the_least_recent_one(rig, late):
-    held = rig.host_states.alloc(rig.host_states.available_size())
-    rig.insert(A)
-    assert (rig.has(A, "mamba")[1], rig.has(AB, "mamba")[1]) == (True, False)
-    rig.host_states.free(held)
-    rig.settle()
-
-
 @rigs(*STATES)
 def test_a_copy_of_a_state_alone_that_fails_leaves_kv_where_it_is_and_heals(rig, in_flight):
     rig.host_states.write_faults = 2
@@ -128,15 +81,6 @@ def test_a_copy_of_a_state_alone_that_fails_leaves_kv_where_it_is_and_heals(rig,
     rig.insert(A)
     rig.settle()
     assert (on_host(rig, A), rig.events()) == (["full", "mamba"], [])
-
-
-@rigs(*STATES)
-def test_a_node_without_kv_on_the_host_or_a_state_has_nothing_to_copy(rig):
-    rig.host.alloc(rig.host.size)
-    rig.insert(AB)
-    rig.match(A)
-    assert not any(rig.cache.host.backups.write_late(rig.node_of(tokens)) for tokens in (A, AB))
-    rig.host.clear()
 
 
 # --- the same, while its KV is copied ---
@@ -166,55 +110,3 @@ def test_a_state_that_comes_while_kv_is_copied_follows_it(rig, both_pending):
     rig.insert(A)
     rig.settle()
     assert (on_host(rig, A), is_free(rig, A), rig.events()) == (["full", "mamba"], True, [])
-
-
-@pytest.mark.parametrize("copies", [[(0, 2), (0, 0)], [(1, 0), (0, 2)]])
-@rigs("himamba")
-def test_if_kv_fails_the_state_goes_too_whichever_comes_first(rig, both_pending, copies):
-    for position, rig.host.write_faults in copies:
-        rig.engine.step(Lane.WRITE, position)
-    rig.host.write_faults = 0
-    rig.cache.writing_check()
-    assert (on_host(rig, A), is_free(rig, A), rig.used()["mamba"]) == ([], True, 0)
-    rig.insert(A)
-    rig.settle()
-    assert on_host(rig, A) == ["full", "mamba"]
-
-
-@rigs("himamba", "unified+mamba", device_pages=10)
-def test_a_late_state_belongs_to_the_lower_part_of_a_node_that_is_split_concurrently(rig):
-    store = MemoryStorage()
-    rig.attach(store)
-    rig.insert(ABC)
-    rig.match(AB)
-    rig.settle()
-    rig.insert(AB)
-    rig.match(A)
-    assert (on_host(rig, A), on_host(rig, AB)) == (["full"], ["full", "mamba"])
-    states = [rig.data(rig.node_of(tokens), "mamba") for tokens in (A, AB)]
-    assert [
-        (rig.node_of(tokens).lock_ref, data.host_lock_ref) for tokens, data in zip((A, AB), states, strict=True)
-    ] == [
-        (1, 0),
-        (1, 1),
-    ]
-    rig.settle()
-    assert is_free(rig, A)
-    assert is_free(rig, AB)
-    assert page_hashes(AB)[-1] in store.keys_of(PoolName.MAMBA)
-
-
-@rigs("unified+swa", window=6, device_pages=12, swa_pages=10, swa_host_pages=11, host_pages=13)
-def test_swa_rows_that_come_back_follow_even_if_their_node_is_split_concurrently(rig):
-    rig.insert(ABC, evicted=2)
-    rig.match(ABC)
-    rig.insert([*ABC, 4, 4])
-    rig.settle()
-    assert on_host(rig, AB) == ["full"]
-    rig.insert([*ABC, 4, 4])
-    assert rig.engine.num_queued(Lane.WRITE) == 1
-    rig.match(A)
-    assert on_host(rig, A) == on_host(rig, AB) == ["full", "swa"]
-    rig.check()
-    rig.settle()
-    assert rig.data(rig.node_of(A), "swa").pending_id is None

@@ -5,7 +5,7 @@ import pytest
 from engine_cache import EvictParams, InitLoadBackParams, Lane, Request, TransferError
 from tests.models.cache_checks import check_cache
 from tests.models.cache_oracle import num_usable, pages_along
-from tests.rigs.cache import AB, ABC, ABCD, CPU, EVERYTHING, GPU, NOTHING, A, CacheRig, removed, rigs, stored
+from tests.rigs.cache import AB, ABC, CPU, EVERYTHING, GPU, NOTHING, A, CacheRig, removed, rigs, stored
 from tests.rigs.cache_steps import holdings, init_load_back, rows_of
 
 KV = ("hiradix", "unified")
@@ -38,18 +38,6 @@ def test_what_was_demoted_comes_back_and_is_reported_from_the_root_down(rig):
     rig.end_requests()
 
 
-@rigs("unified+mamba", "unified+swa")
-def test_a_load_of_another_kind_alone_makes_kv_that_was_there_usable(rig):
-    rig.turns(A, AB, ABC)
-    rig.cache.auxiliaries[0].free_on_device(rig.node_of(AB))
-    assert rig.match(AB).last_device_node is rig.node_of(A)
-    rows, node = rig.load(AB)
-    assert (rows.tolist(), node) == (rows_of(rig, AB), rig.node_of(AB))
-    rig.settle()
-    assert rig.events() == []  # no KV has moved
-    assert rig.match(AB).last_device_node is node
-
-
 @rigs("unified+mamba")
 def test_nothing_is_gained_when_the_request_is_at_the_best_match_already(rig):
     _, node, _ = rig.turns(A, AB, ABC)
@@ -61,16 +49,6 @@ def test_nothing_is_gained_when_the_request_is_at_the_best_match_already(rig):
     rig.settle()
 
 
-@rigs("unified+mamba+swa")
-def test_there_is_nothing_to_load_of_what_is_on_the_device(rig):
-    rig.turns(A, AB, ABC)
-    match = rig.match(ABC)
-    (rows, node), req, lock = rig.load_back(match)
-    rig.cache.release(lock)
-    assert (rows.tolist(), node, req.mamba_pool_idx) == ([], match.last_device_node, None)
-    assert rig.cache.ongoing_load_back == {}
-
-
 @rigs(*STATES)
 def test_a_load_is_a_use(rig):
     rig.demoted(A)
@@ -80,17 +58,6 @@ def test_a_load_is_a_use(rig):
     rig.end_requests()
     assert rig.cache.evict(EvictParams(0, mamba_num=1))[:2] == (2, 1)
     assert rig.match([3, 3]).host_hit_length == 2
-
-
-@rigs("himamba")
-def test_the_host_state_stays_while_it_is_loaded(rig):
-    rig.demoted(A)
-    rig.load(A)
-    leaves, states = rig.cache.host.leaves, rig.cache.states
-    assert leaves.evict_component(states, 1) == 0
-    rig.settle()
-    assert leaves.evict_component(states, 1) == 1
-    rig.end_requests()
 
 
 # --- thresholds and quotas ---
@@ -134,64 +101,8 @@ def test_a_load_of_a_unified_tree_evicts_only_what_is_missing(rig):
     assert len(rig.held(GPU)) == 8
 
 
-@rigs(*KV, *STATES, "unified+swa")
-def test_a_load_without_room_changes_nothing(rig):
-    rig.demoted(A, AB, ABC)
-    taken = rig.pool.alloc(rig.pool.available_size() - 2)
-    match = rig.match(ABC)
-    before = holdings(rig)
-    (rows, node), req, lock = rig.load_back(match)
-    rig.cache.release(lock)
-    assert (rows.tolist(), node) == ([], rig.cache.root_node)
-    assert req is None or req.mamba_pool_idx is None
-    assert (holdings(rig), rig.events()) == (before, [])
-    rig.pool.free(taken)
-
-
-@rigs("unified+mamba", slots=4)
-def test_without_a_slot_for_the_request_nothing_is_loaded(rig):
-    rig.demoted(A, AB, ABC)
-    taken = rig.slots.alloc(3)
-    (rows, _), req, lock = rig.load_back(rig.match(ABC))
-    rig.cache.release(lock)
-    assert (rows.tolist(), req.mamba_pool_idx, rig.slots.available_size()) == ([], None, 1)
-    rig.slots.free(taken)
-
-
-@rigs("unified+swa", device_pages=3, swa_pages=3)
-def test_room_is_made_by_eviction_but_not_of_what_the_load_needs(rig):
-    rig.turns(A, AB, ABC)
-    rig.cache.auxiliaries[0].free_on_device(rig.node_of(AB))
-    rig.cache.evict(EvictParams(2))
-    rig.turns([7, 7])
-    match = rig.match(ABC)
-    rows, node = rig.load(ABC)
-    rig.settle()
-    assert (len(rows), node) == (6 - len(match.device_indices), rig.node_of(ABC))
-    assert rig.match(ABC).last_device_node is node
-
-
 def usable(rig, tokens, tiers):
     return num_usable(rig, pages_along(rig, tokens, None), tiers)
-
-
-@rigs("unified+swa", window=6, swa_pages=4, host_pages=14)
-def test_rows_of_the_window_that_are_on_the_device_stay_there(rig):
-    """The window of D consists of B on the device, and C and D on the host only. No other row can be evicted."""
-    rig.turns(A, AB, ABC, ABCD)
-    (swa,) = rig.cache.auxiliaries
-    rig.cache.evict(EvictParams(2))  # D
-    for tokens in (A, ABC):
-        swa.free_on_device(rig.node_of(tokens))
-    swa.free_on_host(rig.node_of(A))
-    for node in rig.turns([7, 7], [8, 8]):
-        rig.cache.inc_lock_ref(node)
-    assert rig.swa.swa.available_size() == 2  # and C and D need four
-    match = rig.match(ABCD)
-    assert (match.host_hit_length, match.swa_host_hit_length) == (8, 4)
-    rows, node = rig.load(ABCD)
-    assert (rows.tolist(), node, rig.has(AB, "swa")[0]) == ([], rig.cache.root_node, True)
-    assert usable(rig, ABCD, {"d", "h"}) == 4
 
 
 @pytest.mark.parametrize("is_kv_there", [True, False])

@@ -3,7 +3,6 @@
 import pytest
 
 from engine_cache import EvictParams, Lane, StoragePolicy
-from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
 from tests.rigs.cache import AB, ABCD, CPU, A, CacheRig, rigs, stored
 from tests.rigs.cache_steps import archived
@@ -45,23 +44,6 @@ def test_fetched_pages_are_reported_before_any_request_uses_them_and_load_back_e
     assert rig.match(ABCD).device_indices.tolist() == rows.tolist()
     assert is_idle(rig)
     rig.end_requests()
-
-
-@rigs("hiradix")
-def test_the_store_is_asked_in_batches(rig, store):
-    rig.prefetch(ABCD)
-    rig.run(Lane.PREFETCH)
-    assert store.batches == [("exists", PoolName.KV, 4), ("get", PoolName.KV, 2), ("get", PoolName.KV, 2)]
-
-
-@rigs(*CLASSES)
-def test_a_prefetch_continues_where_the_anchor_ends(rig, store):
-    rig.turns(AB)
-    operation = rig.prefetch(ABCD)
-    assert (list(operation.key), operation.start_node.host_ref_counter) == (ABCD[4:], 1)
-    assert rig.fetched() == 4
-    assert rig.held(CPU) == {(None, raw) for raw in rig.prefixes(ABCD)}
-    assert is_idle(rig)
 
 
 @rigs("hiradix")
@@ -151,27 +133,6 @@ def test_a_hit_that_is_shorter_gives_its_tail_back_at_once(rig, store):
     rig.cache.store.check_events()
     assert rig.used() == {"kv": 4}
     assert rig.fetched() == 4
-
-
-@rigs("hiradix", "himamba")
-def test_a_hit_below_the_threshold_is_revoked(rig, store):
-    set_policy(rig, 6)
-    for key in page_hashes(ABCD)[2:]:
-        store.lose(key)
-    rig.prefetch(ABCD)
-    rig.run(Lane.PREFETCH)
-    assert is_idle(rig)
-    assert set(rig.used().values()) == {0}
-    assert rig.cache.check_prefetch_progress("r")
-
-
-@rigs("hiradix")
-def test_a_page_that_went_between_query_and_read_ends_the_prefix(rig, store):
-    rig.prefetch(ABCD)
-    rig.engine.step(Lane.PREFETCH)
-    store.lose(page_hashes(ABCD)[1])
-    assert rig.fetched() == 2
-    assert (is_idle(rig), rig.used()) == (True, {"kv": 2})
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

@@ -5,7 +5,6 @@ import pytest
 
 from engine_cache import (
     CacheStateError,
-    ComponentType,
     EvictParams,
     InitLoadBackParams,
     Lane,
@@ -75,70 +74,6 @@ def test_without_a_free_slot_the_caller_gets_an_error(rig):
     rig.slots.free(taken)
 
 
-@rigs("himamba")
-def test_a_state_that_was_computed_since_the_match_is_copied(rig):
-    req, match = at_the_anchor(rig)
-    rig.insert(AB)
-    rows, node = init_load_back(rig, match, req=req)
-    assert (rows.tolist(), node) == ([], match.best_match_node)
-    assert_starts_from(rig, req, node)
-
-
-@rigs("unified+mamba")
-def test_a_request_at_the_root_starts_from_nothing(rig):
-    req, _match = at_the_anchor(rig)
-    rig.cache.cache_finished_req(req, is_insert=False)
-    rig.cache.host.evict_leaf(rig.node_of(A))
-    req.last_node = rig.cache.root_node
-    rows, node = init_load_back(rig, rig.match(AB), 0, req)
-    assert (rows.tolist(), node, req.mamba_pool_idx) == ([], rig.cache.root_node, None)
-
-
-@pytest.mark.parametrize("had_state", [True, False])
-@rigs("unified+mamba+swa")
-def test_a_state_that_moved_or_came_since_the_match_is_copied_from_where_it_is(rig, had_state):
-    """The best match lacks only SWA rows on the device."""
-    _, node = rig.turns(A, AB)
-    mamba = rig.cache.states
-    rig.cache.component(ComponentType.SWA).free_on_device(node)
-    req = Request("r", [], 0)
-    match = rig.match(AB, cow_mamba=True, req=req)
-    assert match.last_device_node is rig.node_of(A)
-    lock = rig.cache.inc_lock_ref(match.last_device_node)
-    req.last_node, req.lock_params = lock.node, lock.to_dec_params()
-    mamba.free_on_device(node)
-    if not had_state:  # as after a match that finds the state on the host
-        rig.slots.free(req.mamba_pool_idx)
-        req.mamba_pool_idx = req.mamba_cow_src_index = None
-    other = rig.slots.alloc(1)
-    mamba.put_on_device(node, rig.slots.alloc(1))
-    assert init_load_back(rig, match, req=req)[1] is node
-    assert req.mamba_cow_src_index.tolist() == mamba.data(node).value.tolist()
-    assert req.mamba_pool_idx is not None
-    rig.slots.free(other)
-    rig.reset()
-
-
-@rigs("unified+mamba+swa")
-def test_a_request_that_cannot_continue_from_the_best_match_takes_the_state_of_its_anchor(rig):
-    rig.turns(A, AB, ABC)
-    rig.cache.component(ComponentType.SWA).free_on_device(rig.node_of(AB))
-    req = Request("r", [], 0)
-    match = rig.match(ABC, cow_mamba=True, req=req)
-    assert match.last_device_node is rig.node_of(A)
-    assert req.mamba_cow_src_index.tolist() == rig.data(rig.node_of(ABC), "mamba").value.tolist()
-    req.last_node = match.last_device_node
-    taken = rig.swa.swa.alloc(rig.swa.swa.available_size())
-    held = [rig.cache.inc_lock_ref(rig.node_of(tokens)) for tokens in (A, ABC)]  # so that no SWA row is available
-    rows, node = init_load_back(rig, match, req=req)
-    assert (rows.tolist(), node) == ([], rig.node_of(A))
-    assert req.mamba_cow_src_index.tolist() == rig.data(node, "mamba").value.tolist()
-    for lock in held:
-        rig.cache.release(lock)
-    rig.swa.swa.free(taken)
-    rig.slots.free(req.mamba_pool_idx)
-
-
 @rigs("unified")
 def test_a_request_that_is_not_on_the_way_is_refused(rig):
     rig.turns(A, AB, ABC, [8, 8])
@@ -173,28 +108,6 @@ def test_no_late_copy_overwrites_the_state_of_the_next_owner(rig, is_started):
     rig.slots.free(np.concatenate((*others, slot)))  # the fixture compares the state that the tree has loaded
 
 
-@rigs("unified+mamba", slots=4)
-def test_a_slot_that_two_loads_fill_waits_for_both(rig):
-    rig.demoted(A, AB)
-    req = request_of(rig, AB)
-    rig.cache.ready_to_load_host_cache()
-    rig.insert([8, 8])
-    rig.run(Lane.WRITE)
-    rig.cache.check_hicache_events()
-    rig.cache.states.free_on_device(rig.node_of([8, 8]))
-    slot = req.mamba_pool_idx
-    _, again, lock = rig.load_back(rig.match([8, 8]), req=req)
-    rig.cache.release(lock)
-    assert again.mamba_pool_idx is slot
-    rig.cache.ready_to_load_host_cache()
-    rig.end_requests()
-    free = rig.slots.available_size()
-    for expected in (free, free + 1):
-        rig.engine.step(Lane.LOAD)
-        rig.cache.check_hicache_events()
-        assert rig.slots.available_size() == expected
-
-
 # --- matches that have changed since ---
 
 TURNS = pytest.mark.usefixtures("turns")
@@ -212,33 +125,6 @@ def continued_from(rig, match):
     rows, node = init_load_back(rig, match)
     assert rows.tolist() == []
     return node
-
-
-@TURNS
-@rigs(*CLASSES)
-def test_after_a_path_was_deleted_a_request_continues_from_what_is_left_of_it(rig):
-    rig.cache.evict(EvictParams(2))
-    match = rig.match(ABC)
-    lock = rig.cache.inc_lock_ref(match.last_device_node)
-    rig.cache.evict_host(2)
-    rig.cache.evict_host(2)
-    assert continued_from(rig, match) is rig.node_of(A)
-    rig.cache.release(lock)
-
-
-@pytest.mark.parametrize("is_full", [True, False])
-@rigs(*CLASSES, "unified")
-def test_a_match_that_has_left_the_tree_gives_nothing(rig, is_full):
-    held = rig.host.alloc(rig.host.size) if is_full else NOTHING
-    rig.turns(A)
-    match = rig.match(A)
-    rig.cache.evict(EvictParams(2))
-    rig.cache.evict_host(2)
-    assert list(rig.walk()) == []
-    req = Request("r", [], 0, last_node=rig.cache.root_node)
-    rows, node = rig.cache.init_load_back(InitLoadBackParams(match.best_match_node, 2, req=req))
-    assert (rows.tolist(), node) == ([], rig.cache.root_node)
-    rig.host.free(held)
 
 
 @TURNS
@@ -261,16 +147,6 @@ def test_nothing_is_found_of_a_tree_that_was_reset(rig):
         rig.reset()
         with pytest.raises(CacheStateError, match="is not below root"):
             rig.cache.init_load_back(InitLoadBackParams(node, 2))
-
-
-@TURNS
-@rigs("himamba")
-def test_with_states_the_way_up_ends_at_one_on_the_device(rig):
-    match = rig.match(ABC)
-    rig.cache.evict_host(2)
-    for tokens, end in ((AB, rig.node_of(A)), (A, rig.cache.root_node)):
-        rig.cache.states.free_on_device(rig.node_of(tokens))
-        assert continued_from(rig, match) is end
 
 
 @rigs("hiradix", "himamba", "unified")

@@ -17,7 +17,7 @@ from engine_cache import (
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation
 from engine_cache.tiers.storage_io import StorageIO
-from tests.rigs.cache import AB, ABC, ABCD, CacheRig, rigs
+from tests.rigs.cache import ABC, ABCD, CacheRig, rigs
 from tests.rigs.cache_pools import NumberPools
 from tests.rigs.cache_steps import archived
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
@@ -102,16 +102,6 @@ def test_a_prefetch_may_not_finish_before_its_state_is_there(hybrid):
     assert fetched.extra_pool_hit_pages == {hybrid.name: 1}
 
 
-def test_a_state_is_not_read_when_kv_is_cut_short(hybrid):
-    hybrid.archive(pages=1)
-    hybrid.engine.drain()
-    fetched = hybrid.prefetch(pages=1)
-    hybrid.engine.step(Lane.PREFETCH)
-    hybrid.store.lose(KEYS[3])
-    hybrid.engine.drain()
-    assert (len(fetched.take()), fetched.extra_pool_hit_pages) == (6, {})
-
-
 def test_two_archives_take_turns(hybrid):
     first, second = hybrid.archive(), hybrid.archive()
     written, keep = [], hybrid.store._write
@@ -135,19 +125,6 @@ def test_kv_without_a_page_that_it_needs_of_another_pool_is_not_written(hybrid, 
     hybrid.engine.drain()
     assert operation.completed_pages == refused
     assert hybrid.store.keys_of(KV) == KEYS[:refused]
-
-
-def test_a_page_that_is_refused_in_a_later_batch_ends_the_kv_there(hybrid):
-    keep = hybrid.store._write
-
-    def write(name, pool, keys, rows):
-        return [key != KEYS[3] for key in keys] if name is hybrid.name else keep(name, pool, keys, rows)
-
-    hybrid.store._write = write
-    operation = hybrid.archive(ALL)
-    hybrid.engine.drain()
-    assert operation.completed_pages == 3
-    assert hybrid.store.keys_of(KV) == KEYS[:3]
 
 
 def test_a_prefetch_that_is_abandoned_reads_no_further_batch(hybrid):
@@ -177,15 +154,6 @@ def test_the_index_uses_the_rows_of_kv_and_none_of_its_own(rig):
     assert rig.used() == {"kv": 0}
 
 
-@rigs(NSA)
-def test_a_copy_of_the_index_that_fails_takes_the_copy_of_kv_with_it(rig):
-    rig.pools[KV].index.write_faults = 2
-    rig.turns(AB)
-    assert (rig.node_of(AB).host_value, rig.used()) == (None, {"kv": 0})
-    rig.demoted(AB)
-    assert len(rig.load(AB)[0]) == 4
-
-
 def test_the_index_rides_with_kv_and_other_models_have_nothing_that_does():
     sharing = [CacheRig(name).controller.group.sharing for name in (NSA, "hiradix", "unified+swa")]
     assert [[entry.name for entry in entries] for entries in sharing] == [[INDEXER], [], []]
@@ -198,37 +166,6 @@ def test_a_hit_ends_where_the_index_of_a_page_is_missing(rig):
     rig.prefetch(LONG)
     assert rig.fetched() == 4
     assert ("get", INDEXER, 2) in store.batches
-
-
-@rigs(NSA)
-def test_kv_whose_index_cannot_be_read_is_not_put_into_the_tree(rig):
-    archived(rig, LONG).unreadable = {(INDEXER, 1)}
-    rig.prefetch(LONG)
-    assert (rig.fetched(), rig.used()) == (2, {"kv": 2})
-
-
-@rigs(NSA)
-def test_a_prefetch_that_is_cut_short_has_the_index_of_every_page_it_brought(rig):
-    store = archived(rig, LONG)
-    rig.prefetch(LONG)
-    while ("get", INDEXER, 2) not in store.batches:
-        assert rig.engine.step(Lane.PREFETCH)
-    assert rig.cache.check_prefetch_progress("r")
-    assert rig.cache.pop_prefetch_loaded_tokens("r") == 4
-    rig.settle()
-    assert rig.used() == {"kv": 4}
-
-
-@rigs(NSA)
-def test_kv_whose_index_the_store_refused_is_neither_archived_nor_announced(rig):
-    store = MemoryStorage()
-    store.refused = {(INDEXER, 1)}
-    rig.attach(store, batch_pages=4, emit_storage_events=True)
-    rig.insert(ABC)
-    rig.settle()
-    assert store.keys_of(KV) == page_hashes(ABC)[:1]
-    assert set(store.keys_of(KV)) < set(store.keys_of(INDEXER))
-    assert [event[1] for event in rig.events()].count(store.medium) == 1
 
 
 @rigs(NSA)

@@ -6,7 +6,7 @@ from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
 from engine_cache.tree.node import iter_nodes
 from tests.models.cache_checks import check_cache
-from tests.rigs.cache import AB, ABC, ABCD, CPU, FAILED, NOTHING, A, is_pending, refuse, rigs
+from tests.rigs.cache import AB, ABC, ABCD, CPU, FAILED, NOTHING, refuse, rigs
 from tests.rigs.cache_steps import archived
 from tests.rigs.cache_stores import MemoryStorage
 
@@ -64,15 +64,6 @@ def test_a_prefetch_that_cannot_begin_leaves_nothing_behind(rig, half, monkeypat
         patch.setattr(*target, refuse)
         fails(rig.prefetch, ABCD)
     rig.host.free(hogged)
-    assert_nothing_is_held(rig, half)
-    assert_the_next_one_works(rig)
-
-
-@pytest.mark.parametrize(("rig", "pool"), [(KINDS[1], MAMBA), (KINDS[2], MAMBA), (KINDS[2], SWA)], indirect=["rig"])
-def test_a_sidecar_whose_room_cannot_be_made_costs_the_others_nothing(rig, half, monkeypatch, pool):
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.host_pools[pool], "alloc", refuse)
-        fails(rig.prefetch, ABCD)
     assert_nothing_is_held(rig, half)
     assert_the_next_one_works(rig)
 
@@ -162,15 +153,3 @@ def test_an_archive_that_cannot_begin_costs_no_other_backup_its_acknowledgement(
     rig.settle()
     rig.cache.evict(EvictParams(100))
     assert rig.cache.evict_host(100) == 12, "no page is locked"
-
-
-@rigs("hiradix", "himamba", "unified+mamba+swa")
-def test_one_part_of_a_backup_that_fails_costs_the_others_nothing(rig, fail_at):
-    rig.attach(MemoryStorage())
-    rig.insert(AB)
-    rig.match(A)  # splits the node that is being copied
-    rig.engine.step(Lane.WRITE)
-    fail_at(rig.cache.writing_check, 1)
-    assert [node for node in iter_nodes(rig.cache.root_node) if is_pending(node)] == []
-    assert (len(rig.cache.ongoing_backup), rig.cache.protected_size()) == (1, 0)
-    rig.settle()

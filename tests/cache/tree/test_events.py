@@ -10,7 +10,7 @@ from engine_cache import BasePrefixCache, EvictParams, InsertParams, KVCacheEven
 from engine_cache.tree import events
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import namespace_seed
-from kv_events.schema import AllBlocksCleared, BlockRemoved, StorageMedium
+from kv_events.schema import AllBlocksCleared, StorageMedium
 from tests.rigs.cache import AB, CPU, DISK, EXTERNAL, GPU, A, CacheRig, rigs, stored
 from tests.support.log.records import words
 
@@ -25,16 +25,6 @@ NAME = -3488128144981237669  # of tokens 1 to 4
 def test_take_events_is_that_of_the_one_mixin(rig):
     assert type(rig.cache).take_events is KVCacheEventMixin.take_events
     assert KVCacheEventMixin.take_events is not BasePrefixCache.take_events
-
-
-@rigs("radix", **PAGES_OF_FOUR)
-def test_a_namespace_is_named_and_seeds_the_sequence_hashes(rig):
-    rig.insert([1, 2, 3, 4], "x")
-    (event,) = rig.cache.take_events()
-    assert (event.extra_key, event.block_hashes) == ("x", [NAME])
-    assert event.sequence_hashes == words([0x32D40E0B05E9F0AE])
-    rig.cache.evict(EvictParams(4))
-    assert rig.cache.take_events() == [BlockRemoved([NAME], GPU, "x")]
 
 
 @rigs("radix", **PAGES_OF_FOUR, seed_of_extra_key=lambda key: namespace_seed(lora_name=key))

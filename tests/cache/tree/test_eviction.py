@@ -17,19 +17,6 @@ ONE_TIER = {"tiers": 1}
 # --- states and windows on the device ---
 
 
-@rigs("mamba", "himamba", "unified+mamba", ("unified+mamba+swa", ONE_TIER))
-def test_losing_the_state_of_an_inner_node_is_silent_and_leaves_its_kv(rig):
-    rig.turns(A, AB)
-    free = rig.slots.available_size()
-    assert rig.cache.evict(EvictParams(0, mamba_num=1)) == (0, 1, 0)
-    assert (rig.slots.available_size(), rig.events()) == (free + 1, [])
-    assert [rig.has(A, kind)[0] for kind in ("full", *rig.kinds)] == [kind != "mamba" for kind in ("full", *rig.kinds)]
-    assert len(rig.match(AB).device_indices) == 4
-    if rig.controller is not None:
-        rig.cache.host.leaves.evict_component(rig.cache.states, 1)
-    assert (len(rig.match(A).device_indices), rig.events()) == (0, [])
-
-
 @rigs("mamba", ("unified+mamba", ONE_TIER), "himamba", "unified+mamba")
 def test_losing_the_state_of_a_leaf_removes_its_kv_from_the_device(rig):
     rig.turns(A, AB)
@@ -37,15 +24,6 @@ def test_losing_the_state_of_a_leaf_removes_its_kv_from_the_device(rig):
     assert rig.cache.evict(EvictParams(0, mamba_num=2)) == (2 * num_pages, 2, 0)
     assert rig.events() == removed(GPU, num_pages)
     assert rig.ends("mamba") == set()
-
-
-@rigs(("unified+mamba", ONE_TIER))
-def test_a_leaf_that_lost_its_state_is_still_a_leaf(rig):
-    """KV without a state is useful for longer prompts that are computed later. It is evicted in its normal order."""
-    rig.turns(A, AB, ABC)
-    rig.cache.evict(EvictParams(0, mamba_num=2))
-    rig.cache.evict(EvictParams(2))
-    assert rig.node_of(AB) in rig.cache.evictable_leaves
 
 
 @rigs("himamba", page_size=1)
@@ -57,26 +35,6 @@ def test_a_leaf_that_a_cascade_makes_on_the_device_is_evicted_by_the_next_call(r
     for wanted, evicted, left in ((3, 3, {(1,)}), (1, 1, set())):
         assert rig.cache.evict(EvictParams(wanted)).num_tokens_evicted == evicted
         assert rig.ends() == left
-    rig.host.clear()
-
-
-@rigs("mamba", **SMALL)
-def test_a_leaf_that_a_cascade_makes_is_evicted_by_the_same_call_without_a_host_tier(rig):
-    rig.turns([1], [1, 2, 3])
-    rig.match([1, 2])
-    rig.turns([9])
-    rig.cache.evict(EvictParams(3))
-    assert rig.ends() == {(9,)}
-
-
-@rigs("himamba")
-def test_a_node_that_was_never_backed_up_is_deleted_with_its_tombstones_children_first(rig):
-    rig.host.alloc(rig.host.size)
-    rig.insert(AB)
-    rig.match(A)
-    rig.cache.take_events()
-    assert rig.cache.evict(EvictParams(1)) == EvictResult(4, 1)
-    assert (rig.events(), list(rig.walk())) == (removed(GPU, 2), [])
     rig.host.clear()
 
 
@@ -108,16 +66,6 @@ def test_a_state_above_children_on_the_host_only_goes_alone_or_with_its_kv(rig):
     assert rig.has(A, "mamba")[1]
 
 
-@rigs("himamba")
-def test_a_state_without_children_goes_with_its_kv(rig):
-    node, _ = rig.turns(A, AB)
-    rig.cache.evict(EvictParams(2))
-    rig.cache.evict_host(1)
-    rig.events()
-    assert rig.cache.evict_mamba(1) == EvictResult(2, 1)
-    assert (rig.events(), node.host_value is not None) == (removed(GPU), True)
-
-
 # --- on the host ---
 
 
@@ -145,15 +93,6 @@ def test_a_host_leaf_that_loses_one_kind_goes_as_a_whole(rig, kind):
         order.move_to_end(rig.node_of(tokens))
     assert host_evict(rig, kind, 1) == (1 if kind == "mamba" else 2)
     assert (rig.events(), in_tree(rig)) == (removed(CPU), {tuple(A), tuple(AB)})
-
-
-@rigs("unified+mamba+swa")
-def test_an_inner_node_of_the_host_loses_one_kind_silently(rig):
-    rig.demoted(A, AB, ABC)
-    rig.match(ABC)
-    assert host_evict(rig, "mamba", 1) == 1
-    assert (rig.has(A, "mamba"), rig.has(A, "swa")) == ((False, False), (False, True))
-    assert (host_evict(rig, "swa", 1), rig.events()) == (2, [])
 
 
 @rigs("himamba")
@@ -188,16 +127,6 @@ def test_a_tombstone_that_lost_its_last_child_goes_from_both_tiers(rig, tombston
     assert rig.cache.evict_host(1) == 4
     assert rig.events() == removed(CPU) + removed(GPU) + removed(CPU)
     assert list(rig.walk()) == []
-
-
-@pytest.mark.parametrize("hold", ["device", "host"])
-@rigs("himamba")
-def test_a_tombstone_in_use_stays(rig, tombstone, hold):
-    leaves, cache = rig.cache.host.leaves, rig.cache
-    cache.inc_lock_ref(tombstone) if hold == "device" else leaves.hold(tombstone)
-    assert cache.evict_host(1) == 2
-    assert (rig.events(), in_tree(rig)) == (removed(CPU), {tuple(A)})
-    cache.dec_lock_ref(tombstone) if hold == "device" else leaves.release(tombstone)
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
@@ -251,15 +180,6 @@ def test_a_copy_that_is_under_way_is_waited_for_before_its_node_leaves_the_devic
     rig.cache.take_events()
     assert rig.cache.evict(EvictParams(2)).num_tokens_evicted == 2
     assert rig.events() == stored(CPU, [1, 1]) + removed(GPU)
-
-
-@rigs("unified+mamba", write_policy="write_back", host_pages=9)
-def test_write_back_driven_by_states_skips_a_leaf_without_room(rig):
-    rig.turns(A, AB, ABC)
-    taken = rig.host.alloc(18)
-    assert rig.cache.evict(EvictParams(0, mamba_num=3)) == (0, 2, 0)
-    rig.host.free(taken)
-    assert rig.cache.evict(EvictParams(0, mamba_num=1)) == (2, 1, 0)
 
 
 @rigs("himamba", write_policy="write_back", device_pages=4, host_pages=5)

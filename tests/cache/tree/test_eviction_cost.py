@@ -115,48 +115,6 @@ def test_leaves_that_find_no_room_on_the_host_are_looked_at_once_and_stay(monkey
     check_cache(cache)
 
 
-def test_a_leaf_that_is_refused_is_tried_again_by_the_next_eviction_only(monkeypatch):
-    cache = make_cache("hiradix", 5, 6, "lru", write_policy="write_back")
-
-    def put(tokens):
-        rows = cache.allocator.alloc(len(tokens))
-        cache.allocator.free(rows[: cache.insert(InsertParams(RadixKey(tokens), rows)).prefix_len])
-
-    put([1, 2])
-    put([1, 2, 3])
-    cache.evict(EvictParams(1))  # the host has page 3, below two pages that are on the device only
-    for others in ([5, 6, 7], [8, 9]):
-        put(others)
-        leaf = cache.match_prefix(MatchPrefixParams(RadixKey([1, 2]))).last_device_node
-        cache.evict(EvictParams(len(others)))
-        (node,) = (node for node in cache.evictable_host_leaves if node.key.raw[0] == others[0])
-        cache.host.leaves.hold(node)
-    assert cache.cache_controller.kv.host_pool.available_size() == 0
-    backups, tried = cache.host.backups, []
-    write = backups.write
-    monkeypatch.setattr(backups, "write", lambda node, **how: tried.append(node) or write(node, **how))  # type: ignore[func-returns-value]
-    assert cache.evict(EvictParams(2)).num_tokens_evicted == 0
-    assert cache.cache_controller.kv.host_pool.available_size() == 1, "page 3 was evicted"
-    assert tried == list(cache.evictable_leaves) == [leaf]
-    check_cache(cache)
-
-
-def test_host_leaves_that_are_locked_are_passed_over_and_stay(monkeypatch):
-    cache, _ = host_tier(4, "write_through", monkeypatch)
-    cache.evict(EvictParams(4))
-    first, *_ = sorted(cache.evictable_host_leaves, key=lambda node: node.id)
-    cache.host.leaves.hold(first)
-    cache.host.leaves.hold(first)
-    assert cache.evict_host(2) == 2
-    assert first.host_value is not None
-    assert cache.evict_host(9) == 1
-    cache.host.leaves.release(first)
-    assert cache.evict_host(1) == 0, "it has another lock"
-    cache.host.leaves.release(first)
-    assert cache.evict_host(1) == 1
-    check_cache(cache)
-
-
 def test_leaves_that_are_locked_cost_an_eviction_nothing(monkeypatch):
     cache, looked_at = host_tier(500, "write_through", monkeypatch)
     cache.evict(EvictParams(500))
@@ -183,16 +141,3 @@ def test_an_eviction_that_fails_midway_loses_no_leaf(monkeypatch):
             cache.evict(EvictParams(2))
     check_cache(cache)
     assert cache.evict(EvictParams(4)).num_tokens_evicted == 4
-
-
-def test_use_counts_on_the_host_too():
-    """Under `mru`, the node that was just matched is evicted first, although it was older when it was queued."""
-    cache = make_cache("hiradix", 4, 5, "mru")
-    for leaf in range(4):
-        insert(cache, [leaf])
-    cache.evict(EvictParams(4))
-    assert cache.evict_host(1) == 1
-    cache.match_prefix(MatchPrefixParams(RadixKey([1])))
-    check_cache(cache)
-    cache.evict_host(1)
-    assert sorted(int(node.key.raw[0]) for node in cache.evictable_host_leaves) == [0, 2]

@@ -6,7 +6,7 @@ import pytest
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
 from engine_cache.tree.eviction import EVICTION_POLICIES, find_policy
 from tests.models.cache_checks import check_cache
-from tests.rigs.cache import AB, ABC, GPU, A, rigs
+from tests.rigs.cache import AB, ABC, A, rigs
 
 pytestmark = pytest.mark.torch
 
@@ -47,16 +47,6 @@ def test_each_policy_has_its_order(policy):
 def test_an_unknown_policy_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'random'.*lru, lfu, fifo, mru, filo, priority, slru"):
         find_policy("random")
-
-
-@rigs("radix")
-def test_leaves_go_first_and_then_their_parents_in_whole_nodes(rig):
-    for tokens in ([1, 1, 2, 2], [1, 1, 5, 5, 6, 6]):
-        rig.insert(tokens)
-    for wanted, evicted, left in ((0, 0, 4), (1, 2, 3), (3, 4, 1), (100, 2, 0), (1, 0, 0)):
-        assert rig.cache.evict(EvictParams(wanted)).num_tokens_evicted == evicted
-        assert len(rig.held(GPU)) == left
-    assert rig.cache.root_node.children == {}
 
 
 @rigs(("unified+mamba+swa", ONE_TIER))
@@ -170,14 +160,6 @@ def test_the_upper_part_of_a_split_begins_without_hits(rig):
     for tokens, expected in (([1, 2], set()), ([1, 3], set()), ([1, 4], {(1,)})):
         rig.turns(tokens)
         assert rig.ends("full", "host_value") == expected
-
-
-@rigs("himamba", page_size=1, write_policy="write_through_selective")
-def test_a_match_that_splits_a_node_gives_the_upper_part_no_hits(rig):
-    rig.insert([1, 2])
-    rig.match([1])
-    rig.turns([1, 2])
-    assert rig.ends("full", "host_value") == set()
 
 
 SELECTIVE = {"page_size": 1, "window": 2, "swa_pages": 8, "write_policy": "write_through_selective"}

@@ -99,21 +99,6 @@ def test_coming_going_and_use_leave_nothing_behind(policy):
     assert len(queue._heap) + len(queue._unsorted) < 200
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_thousand_nodes_come_out_in_order_whatever_happened_before(policy):
-    clock = count()
-    nodes, queue = make_nodes(clock, 1000), EvictionQueue(find_policy(policy))
-    for node in nodes:
-        queue.add(node)
-    for node in nodes[::3]:
-        node.last_access_time = next(clock)
-        queue.used([node])
-        node.hit_count += 1 + node.id % 2
-    expected = sorted(nodes, key=lambda node: (find_policy(policy).key(node), node.id))
-    assert [queue.pop() for _ in nodes] == expected
-    assert queue.pop() is None
-
-
 def test_check_finds_a_key_that_fell_unnoticed():
     (node, newest), queue = make_nodes(count(), 2), EvictionQueue(find_policy("mru"))
     queue.add(node)

@@ -51,12 +51,6 @@ def test_a_lock_that_is_released_twice_leaves_the_locks_of_others(rig):
 
 
 @rigs(*ALL)
-def test_the_root_is_locked_and_unlocked_for_free(rig):
-    lock = rig.cache.inc_lock_ref(rig.cache.root_node)
-    assert (lock.delta, lock.tickets, rig.cache.release(lock).delta) == (0, (), 0)
-
-
-@rigs(*ALL)
 def test_nodes_of_another_tree_or_of_none_are_refused(rig):
     rig.insert(A)
     rig.settle()
@@ -111,39 +105,6 @@ def test_locking_what_is_not_on_the_device_locks_the_way_to_it_and_names_it(rig)
         rig.cache.inc_lock_ref(lower)
 
 
-@pytest.mark.parametrize("is_demoted", [False, True])
-@rigs("himamba", "unified+mamba")
-def test_a_lock_is_taken_back_where_it_was_taken_whatever_was_loaded_or_demoted_since(rig, is_demoted):
-    upper, lower = rig.turns(A, AB)
-    rig.cache.evict(EvictParams(2))
-    lock = rig.cache.inc_lock_ref(lower)
-    assert (lock.node, lock.tickets) == (upper, ())
-    rig.load(AB)
-    rig.settle()
-    rig.end_requests()
-    if is_demoted:
-        rig.cache.evict(EvictParams(2))
-        rig.cache.release(lock)
-        assert (upper.lock_ref, rig.data(upper, "mamba").lock_ref, lower.lock_ref) == (0, 0, 0)
-        return
-    other = rig.cache.inc_lock_ref(lower)
-    assert (upper.lock_ref, lower.lock_ref, rig.data(lower, "mamba").lock_ref) == (2, 1, 1)
-    rig.cache.release(lock)
-    assert (upper.lock_ref, lower.lock_ref, rig.data(lower, "mamba").lock_ref) == (1, 1, 1)
-    rig.cache.release(other)
-    assert locked(rig) == locked(rig, "mamba") == set()
-
-
-@rigs("unified+mamba+swa", tiers=1)
-def test_a_state_that_is_locked_keeps_the_swa_rows_of_its_node(rig):
-    node, _ = rig.turns(A, AB)
-    mamba, swa = rig.cache.auxiliaries
-    mamba.lock(node)
-    node.lock_ref += 1
-    assert (rig.cache._evictor.evict_component(swa, 100), rig.has(A, "swa")[0]) == (2, True)
-    rig.reset()
-
-
 @rigs("unified+mamba")
 def test_a_release_must_state_what_it_takes_back(rig):
     node, _ = rig.turns(A, AB)
@@ -192,30 +153,3 @@ def test_a_lock_continues_behind_a_gap_and_above_a_tombstone(rig, tier, gap, hel
     assert locked(rig, "swa", tier) == ends(*held)
     release()
     assert locked(rig, "swa", tier) == set()
-
-
-@rigs("unified+swa", **WIDE)
-def test_a_release_leaves_locks_that_came_to_a_gap_after_it_was_filled(rig):
-    rig.turns(A, AB, ABC, ABCD)
-    make_gap(rig, rig.node_of(ABC))
-    first = acquire(rig, ABCD)
-    rig.turns(ABCD)
-    second = acquire(rig, ABCD)
-    first()
-    assert locked(rig, "swa") == ends(ABC, ABCD)
-    second()
-    assert locked(rig, "swa") == set()
-
-
-@rigs("unified+swa", page_size=1, device_pages=20, swa_pages=20, host_pages=30, swa_host_pages=30)
-def test_both_parts_of_a_gap_that_is_split_stay_gaps_of_the_lock(rig):
-    _, gap, _ = rig.turns([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5])
-    make_gap(rig, gap)
-    first = acquire(rig, [1, 2, 3, 4, 5])
-    rig.match([1, 2, 3])
-    rig.turns([1, 2, 3, 4, 5])
-    second = acquire(rig, [1, 2, 3, 4, 5])
-    first()
-    assert locked(rig, "swa") == {(1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 4, 5)}
-    second()
-    assert locked(rig, "swa") == set()

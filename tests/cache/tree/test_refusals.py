@@ -125,11 +125,6 @@ def test_what_does_not_fit_together_is_refused_with_its_numbers(build, words):
         build()
 
 
-def test_pages_and_pairs_are_taken_with_an_extra_buffer():
-    for options in ({"page_size": 2}, {"page_size": 1, "is_eagle": True}):
-        check_cache(mamba(**options, enable_mamba_extra_buffer=True))
-
-
 def test_the_order_of_eviction_is_no_choice_with_recurrent_states():
     with pytest.raises(TypeError, match="eviction_policy"):
         himamba(eviction_policy="fifo")
@@ -207,15 +202,6 @@ def test_a_component_must_have_a_validator_that_knows_the_device_alone():
 
     with pytest.raises(TypeError, match="create_match_validator"):
         Abstract()  # type: ignore[abstract]
-
-
-@rigs("unified", "unified+mamba", "unified+swa", "unified+swa+mamba")
-def test_every_component_answers_for_any_tier_and_for_the_device_alone(rig):
-    rig.demoted(AB)
-    node = rig.node_of(AB)
-    for component in rig.cache.components:
-        assert component.create_match_validator()(node)
-        assert not component.create_match_validator(match_device_only=True)(node)
 
 
 @rigs("unified+swa+mamba")

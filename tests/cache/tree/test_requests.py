@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_cache import CacheStateError, EvictParams, PoolExhaustedError, RadixCache, Request
+from engine_cache import CacheStateError, PoolExhaustedError, RadixCache, Request
 from engine_cache.components.component import num_accepted
 from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, ABC, NOTHING, A, rigs
@@ -54,38 +54,6 @@ def started(requests, tokens):
     return req
 
 
-@rigs(*ONE_TIER)
-def test_a_request_shares_its_whole_pages_and_ends_without_a_trace(rig, requests):
-    req = started(requests, [*ABC, 4])
-    requests.share(req)
-    assert (req.cache_protected_len, req.last_node) == (6, rig.node_of(ABC))
-    assert req.prefix_indices[:6].tolist() == rig.match(ABC).device_indices.tolist()
-    assert (len(req.prefix_indices), rig.cache.protected_size()) == (7, 6)
-    rig.check()
-    assert rig.cache.evict(EvictParams(100)).num_tokens_evicted == 0
-    requests.end(req)
-    assert (req.last_node, req.mamba_pool_idx, req.mamba_track_idx) == (None, None, None)
-    assert (rig.cache.evictable_size(), rig.cache.protected_size()) == (6, 0)
-
-
-@pytest.mark.parametrize("is_insert", [False, True])
-@rigs("radix", is_eagle=True, page_size=4)
-def test_an_eagle_request_keeps_the_row_of_its_last_token_and_the_tree_its_rows(rig, requests, is_insert):
-    """The last unit of a prefix ends with a token that a request which has computed nothing does not count yet."""
-    tokens = [*range(9)]
-    req = started(requests, tokens)
-    requests.share(req)
-    assert (req.cache_protected_len, len(req.prefix_indices)) == (8, 9)
-    rig.check()
-    requests.end(req)
-    req = requests.begin(tokens)
-    assert len(req.token_ids) == 8
-    requests.share(req)
-    assert (req.cache_protected_len, len(req.prefix_indices)) == (8, 8)
-    requests.end(req, is_insert=is_insert)
-    assert rig.cache.evictable_size() == 8
-
-
 @rigs("radix", "mamba", disable=True)
 def test_a_disabled_cache_gives_every_row_and_slot_back(rig, requests):
     req = started(requests, ABC)
@@ -98,17 +66,6 @@ def test_a_disabled_cache_gives_every_row_and_slot_back(rig, requests):
 def test_requests_need_their_pool():
     with pytest.raises(CacheStateError, match="req_to_token_pool"):
         RadixCache(page_size=4).cache_unfinished_req(Request("r", [1], 0))
-
-
-@rigs("unified+swa", window=1, tiers=1)
-def test_a_running_request_keeps_rows_that_no_other_could_use(rig, requests):
-    """All of its whole pages are outside the window, but it still reads their full rows."""
-    req = started(requests, [*ABC, 4])
-    requests.slide_window(req)
-    requests.share(req)
-    assert (req.swa_evicted_seqlen, rig.cache.root_node.children) == (6, {})
-    rig.check()
-    requests.end(req)
 
 
 # --- requests and their states ---

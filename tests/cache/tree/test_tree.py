@@ -7,7 +7,7 @@ import pytest
 
 from engine_cache import EvictParams, InsertParams, Lane, MatchPrefixParams, RadixCache, RadixKey, ThreadCopyEngine
 from tests.models.cache_checks import check_cache
-from tests.rigs.cache import AB, ABC, ABCD, CLEARED, CPU, GPU, NOTHING, A, CacheRig, rigs, stored
+from tests.rigs.cache import AB, ABC, ABCD, CPU, GPU, NOTHING, A, CacheRig, rigs, stored
 
 pytestmark = pytest.mark.torch
 
@@ -91,24 +91,6 @@ def test_what_does_not_fit_the_key_or_the_cache_is_refused(cache):
         cache.match_prefix(MatchPrefixParams(RadixKey([1, 2, 3], is_bigram=True)))
 
 
-@rigs(*DEVICE, *HOST, "unified+mamba+swa")
-def test_a_reset_forgets_everything_on_every_tier(rig):
-    rig.insert(A)
-    rig.settle()
-    rig.insert([3, 3])  # its copy is in flight
-    rig.cache.inc_lock_ref(rig.match(A).last_device_node)
-    rig.cache.take_events()
-    rig.reset()
-    rig.settle()
-    assert rig.events() == [CLEARED]
-    assert (rig.cache.evictable_size(), rig.cache.protected_size(), len(rig.match(A).device_indices)) == (0, 0, 0)
-    assert all((each.evictable_size, each.protected_size) == (0, 0) for each in rig.cache.auxiliaries)
-    for pool in (rig.pool, rig.slots, *rig.host_pools.values(), *([rig.swa.swa] if rig.swa else [])):
-        assert pool.available_size() == pool.size
-    rig.insert(AB)
-    rig.settle()
-
-
 @rigs(*DEVICE, *HOST, "unified+mamba", disable=True)
 def test_a_disabled_cache_takes_nothing(rig):
     assert rig.insert(AB)[:2] == (0, 0)
@@ -144,16 +126,6 @@ def test_an_insert_is_a_hit_of_evicted_nodes_but_not_in_a_tree_of_kv_alone(rig):
     rig.settle()
 
 
-@rigs("himamba", "unified+mamba")
-def test_what_is_on_the_device_counts_and_its_duplicates_are_freed(rig):
-    rig.turns(A, AB)
-    rig.cache.evict(EvictParams(2))
-    free = rig.pool.available_size()
-    result = rig.insert(ABC)
-    known = 4 if rig.cls == "unified" else 2
-    assert (result.prefix_len, result.total_len, rig.pool.available_size()) == (known, 6, free - 4)
-
-
 @pytest.mark.parametrize("was_evicted", [False, True])
 @rigs("unified+swa")
 def test_a_node_is_cut_where_its_swa_rows_begin(rig, was_evicted):
@@ -183,13 +155,6 @@ def test_a_leaf_outside_the_window_is_not_made(rig, evicted, expected):
     rig.settle()
 
 
-@rigs("unified+swa")
-def test_an_insert_without_a_new_leaf_reports_the_units_in_the_tree(rig):
-    rig.insert(A)
-    assert tuple(rig.insert(ABC, evicted=3)) == (2, 2, True)
-    assert rig.match(ABC).device_indices.tolist() == rig.node_of(A).value.tolist()
-
-
 @pytest.mark.parametrize(("evicted", "expected"), [(0, [(6, True)]), (1, [(2, False), (4, True)]), (3, [(6, False)])])
 @rigs("unified+swa", window=6, device_pages=12, swa_pages=12, tiers=1)
 def test_a_tombstone_inside_the_window_takes_over_the_swa_rows_of_the_caller(rig, evicted, expected):
@@ -214,20 +179,6 @@ def test_a_key_without_a_unit_takes_nothing(rig):
 
 
 SWA = {"page_size": 1, "window": 8, "device_pages": 20, "swa_pages": 20, "host_pages": 30}
-
-
-@pytest.mark.parametrize("was_evicted", [False, True])
-@rigs("unified+swa", **SWA)
-def test_both_parts_of_a_node_that_an_insert_cuts_count_as_used(rig, was_evicted):
-    """Where the SWA rows of a tombstone begin again, or those of a node that comes back from the host."""
-    (node,) = rig.turns([1, 2, 3, 4])
-    if was_evicted:
-        rig.cache.host.evict_leaf(node)
-    else:
-        rig.cache.auxiliaries[0].free_on_device(node)
-    rig.insert([1, 2, 3, 4], evicted=2, priority=9)
-    assert uses(rig) == [(2, 9, 2), (2, 9, 2)]
-    rig.settle()
 
 
 @pytest.mark.parametrize("evicted", [0, 2])

@@ -98,7 +98,7 @@ class StorageMachine(CacheMachine):
 
     @operation(when=has_store)
     def the_store_fails_or_recovers(self, draw):
-        pools = tuple(self.rig.controller.entries)
+        pools = tuple(self.rig.controller.group.entries)
         self.store.broken = draw.random() < 0.15
         self.store.full = draw.choice([()] * 10 + [pools, (draw.choice(pools),)])
 
@@ -163,7 +163,7 @@ class StorageMachine(CacheMachine):
     def make_store(self, kind):
         if kind == "memory":
             return WatchedMemory()
-        pools = [entry.host_pool for entry in self.rig.controller.entries.values()]
+        pools = [entry.host_pool for entry in self.rig.controller.group.entries.values()]
         return WatchedDirectory(self.rig.identity, pools, num_pages=12)
 
     def change_policy(self, stop):

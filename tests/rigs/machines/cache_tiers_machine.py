@@ -6,7 +6,8 @@ from engine_cache import Lane, Request, TransferError
 from engine_cache.tree.node import iter_nodes
 from kv_events.schema import BlockRemoved
 from tests.models.cache_oracle import lost_windows, num_usable, pages_along, states_of_windows
-from tests.rigs.cache import CPU, EVERYTHING, GPU, NOTHING, is_pending
+from tests.rigs.cache import CPU, EVERYTHING, GPU, NOTHING
+from tests.rigs.cache_content import is_pending
 from tests.rigs.machines.cache_machine import operation
 from tests.rigs.machines.cache_store_machine import StorageMachine, is_stepped
 

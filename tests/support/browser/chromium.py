@@ -3,10 +3,12 @@
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from playwright.async_api import Browser, Page, async_playwright
+
+from tests.support.waiting import async_wait_until
 
 Scheme = Literal["light", "dark"]
 
@@ -40,10 +42,49 @@ async def running_browser() -> AsyncIterator[Browser]:
             await browser.close()
 
 
-async def new_page(browser: Browser, width: int = 1280, height: int = 900, scheme: Scheme = "light") -> Page:
-    """Open an empty page in a profile of its own."""
+async def new_page(
+    browser: Browser, width: int = 1280, height: int = 900, scheme: Scheme = "light", url: str | None = None
+) -> Page:
+    """Open an empty page in a profile of its own. url: to which the page's addresses are relative."""
     context = await browser.new_context(
-        viewport={"width": width, "height": height}, color_scheme=scheme, timezone_id="Asia/Tokyo", locale="en-US"
+        viewport={"width": width, "height": height},
+        color_scheme=scheme,
+        timezone_id="Asia/Tokyo",
+        locale="en-US",
+        base_url=url,
     )
     context.set_default_timeout(DEADLINE_S * 1000)
     return await context.new_page()
+
+
+@asynccontextmanager
+async def visiting(browser: Browser, url: str, allowed: str | None = None, **view: Any) -> AsyncIterator[Page]:
+    """Yield an empty page of a service, and check at the end that nothing went wrong in it.
+
+    allowed: part of what its console may have all the same. view: see `new_page`.
+    """
+    faults: list[str] = []
+    page = await new_page(browser, url=url, **view)
+    page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    yield page
+    assert [fault for fault in faults if allowed is None or allowed not in fault] == []
+
+
+async def text_of(page: Page, selector: str) -> str:
+    return (await page.locator(selector).inner_text()).strip()
+
+
+async def shows(page: Page, selector: str, text: str) -> None:
+    """Wait until an element has a text."""
+
+    async def is_shown() -> bool:
+        return text in await text_of(page, selector)
+
+    await async_wait_until(is_shown, DEADLINE_S, f"{text!r} in {selector}")
+
+
+async def asked(page: Page, path: str, body: Any = None) -> Any:
+    """Return what the service of a page answers to GET, or with a body to POST."""
+    answer = await (page.request.get(path) if body is None else page.request.post(path, data=body))
+    return await answer.json()

@@ -1,11 +1,13 @@
-"""A simulated fleet with the real API, as in `kvsight demo`, but without the comparison of policies."""
+"""Fleets with the real API and a page: a simulated one, as in `kvsight demo`, and one whose records a test writes."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from playwright.async_api import Browser, Page
 
 from api.app import create_app
 from api.decisions.window import DecisionWindow
@@ -19,6 +21,9 @@ from kv_events.log.memory import MemoryLog
 from simulation import SimulationSettings, WorkloadSettings, generate
 from simulation.live import LiveFleet, memory_transport, publishing_fleet
 from simulation.workload import Request
+from tests.support.browser.chromium import visiting
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
 
 POLICY = "kv-aware"
 
@@ -60,3 +65,40 @@ async def shown_fleet(settings: ApiSettings, num_requests: int = 60, workers: in
             await asyncio.sleep(0)
         await fleet.wait_until_synced()
         yield shown
+
+
+class AliveFed(HandFed):
+    """A consumer whose streams send heartbeats, so that a slow machine does not make them stale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[Stream] = []
+        self.url = ""
+
+    async def hold(self, stream: Stream, *arguments: Any, **options: Any) -> list[int]:
+        """Store a prompt. The stream sends heartbeats from now on."""
+        if stream not in self.alive:
+            self.alive.append(stream)
+        return await super().hold(stream, *arguments, **options)
+
+    async def beat(self) -> None:
+        """Send heartbeats forever."""
+        while True:
+            await self.feed(*(stream.batch() for stream in self.alive))
+            await asyncio.sleep(1)
+
+
+@asynccontextmanager
+async def hand_fed(
+    browser: Browser, allowed: str | None = None, view: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[Page, AliveFed]]:
+    """A page of a service whose records a test writes. allowed, view: see `visiting`."""
+    fed, given = AliveFed(), ApiSettings(port=0, **settings)
+    async with running_server(create_app(LiveService(fed.consumer, given)), given) as url:
+        fed.url = url
+        await fed.feed()
+        beating = asyncio.create_task(fed.beat())
+        async with visiting(browser, url, allowed, **(view or {})) as page:
+            yield page, fed
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)

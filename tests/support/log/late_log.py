@@ -1,4 +1,4 @@
-"""Logs that begin late, with a key frame at their first record."""
+"""Logs of some records, also such that begin late, with a key frame at their first record."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,3 +22,11 @@ def write_late_log(
     if begin:
         for path in folder.glob(f"{0:020d}.*"):
             path.unlink()
+
+
+def write_log(folder: Path, records: Iterable[LogRecord], segment_bytes: int = 2**26) -> Path:
+    """Write a log, and return its folder."""
+    with EventLogWriter(folder, segment_bytes=segment_bytes) as writer:
+        for record in records:
+            writer.append(record)
+    return folder

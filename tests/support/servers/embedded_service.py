@@ -65,3 +65,19 @@ async def service(**settings: Any) -> AsyncIterator[Service]:
     registrations = Registrations(consumer, log, RegistrationSettings(), bridge, store)
     async with served(consumer, registrations=registrations) as client:
         yield Service(client)
+
+
+@asynccontextmanager
+async def reading(
+    engine: ZmqEngine | None = None, *, with_replay: bool = False, **fields: Any
+) -> AsyncIterator[tuple[Service, ZmqEngine]]:
+    """A service that reads an engine. engine: None: a new one. with_replay: it is asked for what was missed, too.
+
+    fields: more of its registration.
+    """
+    with engine or ZmqEngine() as engine:
+        if with_replay:
+            fields["replay_endpoint"] = engine.replay_endpoint
+        async with service() as served:
+            assert (await served.register(engine, **fields)).is_success
+            yield served, engine

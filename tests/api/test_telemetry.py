@@ -1,16 +1,26 @@
-"""Metrics of each worker: sums over ranks, a bounded number of series, and the cost of a scrape."""
+"""Metrics of each worker, the cost of a scrape, and log lines of requests and workers."""
 
+import json
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from httpx import AsyncClient
 
-from api.telemetry.service_metrics import HttpMetrics
+from api.app import create_app
+from api.service import LiveService
+from api.settings import ApiSettings
+from api.telemetry.service_metrics import HttpMetrics, metrics_text
 from indexer.settings import IndexerSettings
 from tests.rigs.api import samples
+from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, removed
+from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.waiting import wait_until
 
 TOKENS = list(range(1, 17))
 STATES = ("live", "syncing", "stale", "expired")
@@ -94,7 +104,7 @@ async def test_a_scrape_of_a_thousand_workers_is_no_matter_of_seconds() -> None:
         costs = []
         for _ in range(5):
             began = time.thread_time()
-            text = await metrics.text()
+            text = await metrics_text(metrics.registry)
             costs.append(time.thread_time() - began)
     assert b'kvsight_workers{state="live"} 1000.0' in text
     assert min(costs) < 0.5
@@ -114,3 +124,65 @@ async def test_hashes_are_escaped(limit: int, serving: Any) -> None:
         await fed.hold(Stream('a"b\\c\nd'), TOKENS)
         found = await samples(client)
     assert ("kvsight_worker_pages_stored_total", "m", "default", 'a"b\\c\nd') in found or limit == 0
+
+
+@pytest.fixture
+def service(kafka_bootstrap: str, tmp_path: Path) -> Iterator[tuple[ServiceProcess, dict[str, Any]]]:
+    topics = own_topics(kafka_bootstrap)
+    with ServiceProcess(tmp_path, **topics, KVSIGHT_WORKER_TTL_S=4, KVSIGHT_LOG_FORMAT="json") as process:
+        yield process, topics
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+def test_the_life_of_a_worker_is_in_the_log_of_a_service(service: tuple[ServiceProcess, dict[str, Any]]) -> None:
+    process, topics = service
+    process.wait_until_ready()
+
+    def events() -> list[str]:
+        return [line["event"] for line in json_lines(process.log) if line.get("worker") == "w"]
+
+    with PublishingProcess("w", **topics) as engine:
+        engine.store(1)
+        wait_until(lambda: events() == ["joined"], what="joined")
+        engine.kill()
+        wait_until(lambda: "expired" in events(), deadline_s=60, what="expired")
+    with PublishingProcess("w", **topics) as engine:
+        wait_until(lambda: "came back" in events(), what="came back")
+        engine.close()
+    wait_until(lambda: events()[-1] == "left", what="left")
+    line = json_lines(process.log)[-1]
+    assert (line["level"], line["logger"], line["reason"]) == ("INFO", "indexer.worker_log", "closed")
+
+
+async def test_every_error_answer_has_a_request_id_that_the_log_names(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "api.telemetry.requests")
+    app = create_app(LiveService(HandFed().consumer, ApiSettings()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
+        theirs = await client.get("/nowhere", headers={"X-Request-ID": "mine-1"})
+        ours = await client.get("/nowhere", headers={"X-Request-ID": "not valid\x7f"})
+        unavailable = await client.get("/ready")
+    assert theirs.headers["x-request-id"] == "mine-1"
+    assert len(ours.headers["x-request-id"]) == 16
+    for answer in (theirs, ours, unavailable):
+        assert f"request {answer.headers['x-request-id']}, GET '{answer.url.path}'" in caplog.text
+
+
+async def test_an_error_that_no_route_handles_is_a_problem_document_and_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = create_app(LiveService(HandFed().consumer, ApiSettings()))
+
+    @app.get("/broken")
+    async def broken() -> None:
+        raise ZeroDivisionError
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
+        answer = await client.get("/broken")
+    request = answer.headers["x-request-id"]
+    assert (answer.status_code, answer.headers["content-type"]) == (500, "application/problem+json")
+    assert request in answer.json()["detail"]
+    assert f"request {request}, GET '/broken', failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text

@@ -1,11 +1,22 @@
-"""`KVSIGHT_REGISTER_ALLOW`: which addresses its entries permit, and where a service connects to."""
+"""Addresses that may be registered, and engines that are read where their names lead."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from api.settings import RegistrationSettings
 from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
+from bridge import EngineSettings
 from kv_events.engine_wire import LocateError
 from kv_events.errors import InvalidValueError
+from tests.rigs.bridge import LiveBridge
+from tests.support.engines.event_payloads import payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.http_checks import check_problem
+from tests.support.servers.embedded_service import TOKENS, reading, service
+from tests.support.servers.service_process import ServiceProcess
+from tests.support.waiting import async_wait_until
 
 MANY = "10.0.0.0/16:5557-5560, *.Engines.example, [fd00::/8]:7, fd77::/16, LOCALHOST:9, ipc:///run/engines/*"
 NAMED = "169.254.0.0/16, 169.254.169.254:80, fe80::/10, 100.100.100.200"
@@ -94,3 +105,56 @@ async def test_the_service_itself_is_refused(host: str) -> None:
 def test_an_entry_that_is_not_understood_stops_the_start(entry: str) -> None:
     with pytest.raises(InvalidValueError, match=r"--register-allow: got .*, expected 10\.0\.0\.0/16"):
         RegistrationSettings(register_allow=f"10.0.0.0/8,{entry}")
+
+
+NAME, REPLAY_NAME = "tcp://engine.invalid:5557", "tcp://engine.invalid:6557"
+BODY = {"instance_id": 1, "model_name": "m", "block_size": 4}
+
+
+def test_a_service_does_not_read_itself(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path) as served:
+        served.wait_until_ready()
+        for host in ("127.0.0.1", "localhost", "0x7f000001"):
+            address = f"tcp://{host}:{urlsplit(served.url).port}"
+            for fields in ({"endpoint": address}, {"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": address}):
+                problem = check_problem(served.post("/register", {**BODY, **fields}), 403)
+                assert problem["field"] == list(fields)[-1]
+                assert problem["value"] == address
+
+
+async def test_an_engine_keeps_the_name_under_which_it_was_registered() -> None:
+    async with reading(ZmqEngine(host="localhost"), with_replay=True) as (served, engine):
+        engine.send(payload(stored([1, 2], TOKENS[:8])))
+        await served.holds(8)
+        assert (await served.listener())["endpoint"] == engine.endpoint
+
+
+async def test_a_name_that_is_not_known_yet_may_be_registered() -> None:
+    async with service() as served:
+        assert (await served.client.post("/register", json={**BODY, "endpoint": NAME})).status_code == 201
+        assert (await served.listener())["failure"] == "engine.invalid: the host name is unknown"
+
+
+async def test_an_engine_that_comes_back_elsewhere_is_read_there() -> None:
+    """Nobody but `locate` can find the engines: their names lead nowhere."""
+    where: dict[str, str | None] = {}
+
+    async def locate(endpoint: str) -> str:
+        address = where.get(endpoint)
+        if address is None:
+            raise LocateError("not found")
+        return address
+
+    async with LiveBridge(locate, bridge_idle_check_s=0.1) as bridge:
+        engine = EngineSettings(endpoint=NAME, worker="w", model="m", block_size=4, replay_endpoint=REPLAY_NAME)
+        await bridge.fleet.add(engine)
+        await async_wait_until(lambda: bridge.status().failure == "not found", what="the failure")
+        pages: set[tuple[int, int]] = set()
+        for tokens in (TOKENS[:4], TOKENS[4:8]):
+            with ZmqEngine() as engine_there:
+                engine_there.send(payload(stored([1], tokens)))  # only a replay has it
+                where.update({NAME: engine_there.endpoint, REPLAY_NAME: engine_there.replay_endpoint})
+                await async_wait_until(lambda: bridge.status().failure is None, 60, "the connection")
+                await async_wait_until(lambda: len(pages | bridge.view().pages) == len(pages) + 1, 60, "its page")
+                pages.update(bridge.view().pages)
+            await async_wait_until(lambda: bridge.status().failure is not None, 60, "the end of the connection")
