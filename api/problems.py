@@ -158,10 +158,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 async def _on_bad_parameter(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    field = str(first["loc"][-1])
-    fault = InvalidValueError(field, first.get("input"), _lower_first(first["msg"]).removeprefix("input should be "))
+    field, message = str(first["loc"][-1]), str(first["msg"])
+    expected = (message[:1].lower() + message[1:]).removeprefix("input should be ")
+    fault = InvalidValueError(field, first.get("input"), expected)
     return ProblemError.of_value(fault).response()
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]

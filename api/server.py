@@ -19,10 +19,10 @@ from starlette.applications import Starlette
 
 from api.access.connections import RESERVED, BodyLimit, ConnectionLimit
 from api.app import Application
+from api.background import following
 from api.fast.connection import FastConnection
 from api.fast.http_limits import LimitedHttpProtocol
 from api.fast.tls_handshakes import TlsHandshake
-from api.followed_files import following
 from api.settings import ApiSettings
 from kv_events.errors import KvsightError
 from kv_events.runtime.event_loops import new_event_loop

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import zmq
 import zmq.asyncio
 
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
@@ -71,15 +71,21 @@ class EngineConnection:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.gather(*(each.ranks.close(deadline_s, clear=clear) for each in self._all_streams()))
+        streams = [*self._engine_streams.values(), *self._leaving]
+        await asyncio.gather(*(each.ranks.close(deadline_s, clear=clear) for each in streams))
 
     def status(self) -> EngineStatus:
-        streams = [status for each in list(self._engine_streams.values()) for status in each.ranks.status()]
+        engine_streams = list(self._engine_streams.values())
+        streams = [status for each in engine_streams for status in each.ranks.status()]
+        publishers = [stream.publisher for stream in streams if stream.publisher is not None]
+        failures = [self._failure, self._subscriber.failure]
+        failures += [each.failure for each in engine_streams]
+        failures += [each.failure for each in publishers]
         return EngineStatus(
             self.engine,
             ConnectionState.FAILED if self._failure is not None else self._subscriber.state,
-            self._failure or self._subscriber.failure or self._stream_failure() or _publisher_failure(streams),
-            next((each.replay_failure for each in list(self._engine_streams.values()) if each.replay_failure), None),
+            next(filter(None, failures), None),
+            next((each.replay_failure for each in engine_streams if each.replay_failure), None),
             time.monotonic() - self._subscriber.last_message_at,
             streams,
             self.counters.copy(),
@@ -157,13 +163,6 @@ class EngineConnection:
             await asyncio.gather(*(leaving.ranks.close(_LEAVING_DEADLINE_S, clear=True) for leaving in self._leaving))
             self._leaving.clear()
 
-    def _all_streams(self) -> list[EngineStream]:
-        return [*self._engine_streams.values(), *self._leaving]
-
-    def _stream_failure(self) -> str | None:
-        failures = (engine_stream.failure for engine_stream in list(self._engine_streams.values()))
-        return next((failure for failure in failures if failure is not None), None)
-
     def _new_stream(self, model: str, worker: str) -> EngineStream:
         engine, registry = self.engine, self._registry
         replay: Any = None
@@ -172,8 +171,3 @@ class EngineConnection:
             replay = ReplayClient(self._context, engine.replay_endpoint, timeout_s, registry.locate)
         stream = StreamId(model, engine.tenant, worker, engine.dp_rank)
         return EngineStream(stream, engine, registry, self.counters, replay)
-
-
-def _publisher_failure(streams: list[StreamStatus]) -> str | None:
-    publishers = (stream.publisher for stream in streams)
-    return next((stats.failure for stats in publishers if stats is not None and stats.failure is not None), None)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.engine import EngineStatus
 from bridge.stream.subscriber import ConnectionState
 from publisher.metrics import LABELS, publisher_families, stream_labels

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bridge.context import EngineContext
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters, EngineContext
 from bridge.decoding.decoder import Decoder
 from bridge.decoding.events import InvalidEvent
 from bridge.settings import BridgeSettings, EngineDefaults

@@ -2,8 +2,7 @@
 
 import threading
 
-from bridge.context import EngineContext
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters, EngineContext
 from bridge.decoding.decoder import Decoder
 from bridge.settings import BridgeSettings, EngineDefaults
 from bridge.shared_sink import SharedSink

@@ -34,10 +34,6 @@ class BridgeSettings(KvsightSettings):
     """
     bridge_replay_timeout_s: float = Field(5.0, gt=0)
     """Silence after which a replay request is abandoned."""
-    bridge_replay_attempts: int = Field(3, ge=1)
-    """Consecutive requests without progress after which a replay is abandoned."""
-    bridge_replay_deadline_s: float = Field(60.0, gt=0)
-    """Time after which a replay is abandoned in any case: live batches wait for it."""
     bridge_idle_check_s: float = Field(5.0, gt=0)
     """Silence after which an engine with a replay socket is asked for its newest batch."""
     bridge_max_workers: int = Field(1024, ge=1)

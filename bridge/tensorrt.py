@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.context import EngineContext
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters, EngineContext
 from bridge.decoding.events import AttentionSpec, InvalidEvent, PageRun, Run
 from bridge.decoding.kernels.columns import REMOVAL
 from bridge.settings import EngineDefaults
@@ -102,7 +101,8 @@ class PolledEvents:
         for stream in self._streams.values():
             for _ in stream.end_batch():
                 pass
-            for publisher in stream.take_publishers().retired:
+            _, retired = stream.take_publishers()
+            for publisher in retired:
                 publisher.set_degraded_reason(CLOSED)
 
     def _take(self, event: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ class PolledEvents:
 
 def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iterator[Run]:
     data, window, layers = event["data"], event.get("window_size"), event.get("layer_group_id")
-    attention_group = window if layers is None else _optional(layers)
+    attention_group = window if layers is None else _integer(layers)
     spec = AttentionSpec("full_attention")
     if window == _STATES:
         spec = AttentionSpec("mamba")
@@ -222,10 +222,6 @@ def _hash(value: Any) -> int:
     if not isinstance(value, int):
         raise _BadEventError(f"got {value!r}, expected a block hash")
     return value & _MASK64
-
-
-def _optional(value: Any) -> int | None:
-    return None if value is None else _integer(value)
 
 
 def _integer(value: Any) -> int:

@@ -9,7 +9,6 @@ from bridge.decoding.events import ClearedRun, InvalidEvent, Run
 from bridge.hashes.event_translator import EventTranslator
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, REPLAYING
 from kv_events.streams import StreamId
-from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher, PublisherStats
 
 _OLD_DEADLINE_S = 0.2
@@ -31,14 +30,6 @@ class StreamStatus(NamedTuple):
         return 0 if self.publisher is None else self.publisher.pages["held"]
 
 
-class ChangedPublishers(NamedTuple):
-    """Publishers of a worker stream since they were last taken."""
-
-    unstarted: list[EventPublisher]
-    retired: list[EventPublisher]
-    """Those of old incarnations, and of group streams that are not needed any more."""
-
-
 class EngineState(NamedTuple):
     """What all streams of an engine have in common."""
 
@@ -58,12 +49,9 @@ class WorkerStream:
         self.stream = stream
         self.is_replaced = False
         """Whether another engine was registered under this name. The stream must then be closed and not be used."""
-        self._changed = ChangedPublishers([], [])
-        self._provisional: EventPublisher | None = None  # made before the block size of its incarnation was known
         self._state = state
         self._is_incomplete = False  # the engine may hold pages that its events since then did not name
-        self._context = context
-        self.translator = self._new_translator()
+        self.translator = EventTranslator(stream, context)
         self._update_degraded_reason()
 
     def apply(self, run: Run) -> None:
@@ -98,23 +86,15 @@ class WorkerStream:
         self.mark_incomplete()
 
     def restart(self, *, is_certain: bool) -> None:
-        """Drop all pages and begin a new epoch at once, with the old block size until a store proves another one.
-
-        is_certain: whether the engine surely restarted. If not, its hashes are kept, because the same engine may go on
-        to name pages by them.
-        """
-        old = self.translator.publisher
+        """Drop all pages and begin a new epoch. is_certain: see `EventTranslator.restart`."""
         self._is_incomplete = False
-        if old is not None and old is not self._provisional:  # a provisional one has published nothing yet
-            if is_certain:
-                self._forget(old.block_size)
-            else:
-                self.translator.replace_publisher(old.block_size)
+        self.translator.restart(is_certain=is_certain)
         self._update_degraded_reason()
 
-    def take_publishers(self) -> ChangedPublishers:
-        """Return new publishers, which are to be started, and old ones, which are to be closed."""
-        taken, self._changed = self._changed, ChangedPublishers([], [])
+    def take_publishers(self) -> tuple[list[EventPublisher], list[EventPublisher]]:
+        """Return publishers that are to be started, and others that are to be closed."""
+        taken = self.translator.unstarted, self.translator.retired
+        self.translator.unstarted, self.translator.retired = [], []
         return taken
 
     async def start_and_close_publishers(self) -> None:
@@ -155,24 +135,3 @@ class WorkerStream:
         if self._is_incomplete:
             return BATCHES_LOST
         return REPLAYING if self._state.is_replaying else self.translator.problem
-
-    def _forget(self, block_size: int) -> None:
-        """Begin with an empty translator, and with a publisher whose block size is not certain yet."""
-        self.translator.close()
-        self.translator = self._new_translator()
-        if self.translator.publisher is None:
-            self._provisional = self.translator.open_publisher(block_size)
-
-    def _new_translator(self) -> EventTranslator:
-        context = self._context._replace(new_publisher=self._publisher_of_size)
-        return EventTranslator(self.stream, context, lambda publisher: self._changed.retired.append(publisher))
-
-    def _publisher_of_size(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
-        """The provisional publisher if it is the stream's and has the right block size, else a new one."""
-        if stream == self.stream:
-            provisional, self._provisional = self._provisional, None
-            if provisional is not None and provisional.block_size == block_size:
-                return provisional
-        publisher = self._context.new_publisher(stream, block_size, blocks)
-        self._changed.unstarted.append(publisher)
-        return publisher

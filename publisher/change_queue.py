@@ -13,7 +13,18 @@ from kv_events.kernels.bundles import resident
 from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
+class QueueStats(NamedTuple):
+    """Numbers of page changes, see `PublisherStats`: a page that comes to another tier, or leaves one, is one."""
+
+    queued: int
+    in_flight: int
+    delivered: int
+    dropped: int
+
+
 class PageChanges(NamedTuple):
+    """Stores and removals of single pages, and clears, in the order in which they happened, as columns."""
+
     kinds: npt.NDArray[np.uint8]
     """[n] medium for a store, REMOVAL + medium for a removal, or CLEARED."""
     hashes: npt.NDArray[np.uint64]
@@ -73,6 +84,7 @@ class ChangeQueue:
         return PageChanges._make(self.arrays[:5]).part(start, start + min(max_pages, self.num_queued))
 
     def take(self, num_pages: int) -> None:
+        """Mark the oldest waiting changes as in flight."""
         self.arrays.cursors[TAKEN] += num_pages
 
     def confirm(self) -> None:
@@ -89,7 +101,6 @@ class ChangeQueue:
         cursors[HEAD] = cursors[TAKEN]
         cursors[BROKEN] = 0
 
-    def stats(self) -> tuple[int, int, int, int]:
-        """Return the numbers of changes: waiting, in flight, delivered so far, dropped so far."""
+    def stats(self) -> QueueStats:
         head, taken, tail, dropped, *_ = self.arrays.cursors.tolist()
-        return head - taken, taken - tail, self._num_delivered, dropped
+        return QueueStats(head - taken, taken - tail, self._num_delivered, dropped)

@@ -7,13 +7,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from kv_events.digest import Digest
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
-from publisher.change_queue import ChangeQueue, PageChanges
+from publisher.change_queue import ChangeQueue, PageChanges, QueueStats
 from publisher.event_columns import (
     InvalidEventError,
     PageEvents,
@@ -47,6 +47,14 @@ _COPY_PASSES = 3
 _STEP_PAGES = 8192
 
 _place = operator.attrgetter("medium", "extra_key")
+
+
+class TrackerStats(NamedTuple):
+    """See `PublisherStats`."""
+
+    queue: QueueStats
+    pages: dict[str, int]
+    rejected_events: dict[str, int]
 
 
 class FairLock:
@@ -175,7 +183,6 @@ class ChangeTracker:
             logger.warning("publisher %s: engine events dropped so far: %s", self._worker, self._logged)
 
     def _note_lost_events(self) -> None:
-        """Log the current exception, and let a resync follow."""
         logger.exception("publisher %s: events lost; a resync follows", self._worker)
         self.has_lost_events = True
 
@@ -301,6 +308,7 @@ class ChangeTracker:
 
     @property
     def num_held(self) -> int:
+        """Distinct pages that the worker holds, on any tier, with those of deferred calls."""
         with self._lock:
             self._record_deferred()
             return self.ledger.num_pages
@@ -310,12 +318,11 @@ class ChangeTracker:
         with self._lock:
             return None if self.queue.num_queued else self.ledger.digest()
 
-    def stats(self) -> tuple[tuple[int, int, int, int], dict[str, int], dict[str, int]]:
-        """Return the queue's numbers of changes, total pages by result with those held now, and dropped events."""
+    def stats(self) -> TrackerStats:
         with self._lock:
             self._record_deferred()
             pages = {**self.ledger.counts(), "held": self.ledger.num_pages}
-            return self.queue.stats(), pages, dict(self._rejected)
+            return TrackerStats(self.queue.stats(), pages, dict(self._rejected))
 
     def check(self) -> None:
         """Recount the ledger from scratch. Raises AssertionError with both figures."""

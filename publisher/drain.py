@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 5.0
 _STOP_GRACE_S = 2.0
+_MAX_IN_FLIGHT = 32
+"""Most records handed to the sink at once."""
 _POLL_S = 0.002
 """Longest time for which `publish` may leave events to the drain."""
 _POLLING_S = 0.1
@@ -51,7 +53,6 @@ class Drain:
         self._builder = builder
         self._sink = sink
         self._spans = open_spans()
-        self._max_records = settings.inflight_batches
         self._poll_s = min(_POLL_S, settings.linger_ms / 1000)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -156,7 +157,7 @@ class Drain:
             while True:
                 if self._builder.is_resync_due(time.time(), force=self._is_closing):
                     await self._begin_resync()
-                records = self._builder.take_records(time.time(), force=self._is_closing, max_records=self._max_records)
+                records = self._builder.take_records(time.time(), force=self._is_closing, max_records=_MAX_IN_FLIGHT)
                 if records:
                     await self._send(records)
                 elif self._is_closing:

@@ -94,7 +94,7 @@ class EventPublisher:
 
     def __init__(self, settings: PublisherSettings, sink: Sink, blocks: BlockTable | None = None) -> None:
         """blocks: a table that the caller fills, such as the bridge's. Only stores of its blocks are
-        accepted. A publisher that used the table before must not be used any further. None for a table of its own.
+        accepted. `refuse_events` of a publisher that used the table before must have been called. None: its own table.
 
         Raises InvalidValueError for arguments of other types.
         """
@@ -163,18 +163,19 @@ class EventPublisher:
         self._builder.degraded_reason = degraded_reason
         self._drain.wake()
 
+    def refuse_events(self) -> None:
+        """Refuse further events, as `aclose` does first. Those from before are in the ledger from then on."""
+        self._tracker.close()
+
     def stats(self) -> PublisherStats:
         """Return current statistics. Thread-safe."""
         failure = self._drain.failure
-        (queued, in_flight, delivered, dropped), pages, rejected_events = self._tracker.stats()
+        tracked = self._tracker.stats()
         return PublisherStats(
-            queued=queued,
-            in_flight=in_flight,
-            delivered=delivered,
-            dropped=dropped,
+            **tracked.queue._asdict(),
             is_broken=self._tracker.queue.is_broken,
-            pages=pages,
-            rejected_events=rejected_events,
+            pages=tracked.pages,
+            rejected_events=tracked.rejected_events,
             next_seq=self._builder.seq,
             resyncs=self._builder.num_resyncs,
             resync_pages=self._builder.num_resync_pages,
@@ -204,7 +205,7 @@ class EventPublisher:
         ends_stream: send a closing record, so that routers stop scoring the worker at once. False if another publisher
         continues under the same name. Returns what was not sent. Belongs to the loop of `start`.
         """
-        self._tracker.close()
+        self.refuse_events()
         before = self.stats()
         if self._is_started:
             await self._drain.stop(deadline_s, ends_stream=ends_stream)

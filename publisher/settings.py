@@ -41,10 +41,6 @@ class PublisherSettings(KafkaSettings):
     """Form of events: arrays, which every reader understands, or maps, as newer versions of vLLM and SGLang write."""
     zmq_replay_layout: Literal["new", "old"] = Field("new")
     """Frames of a replayed batch: topic, number and batch; "old" leaves out the topic."""
-    zmq_buffer_steps: int = Field(10_000, ge=1, le=10_000_000)
-    """Batches kept for replay."""
-    zmq_hwm: int = Field(100_000, ge=1, le=2**31 - 1)
-    """Batches that may wait for a slow reader. It misses later ones and can request a replay."""
 
     metrics_port: int | None = Field(default=None, ge=1, le=65_535)
     """Port on which `kvsight demo --engine` and the engine plug-in serve Prometheus metrics. None: no metrics. In the
@@ -63,8 +59,6 @@ class PublisherSettings(KafkaSettings):
     """Bytes at which a record is closed."""
     linger_ms: float = Field(5.0, ge=0)
     """Shortest time between two records. The first event after a pause is sent at once; under load, records fill."""
-    inflight_batches: int = Field(32, ge=1)
-    """Most records handed to the sink at once."""
     heartbeat_s: float = Field(HEARTBEAT_S, gt=0)
     """Interval of records without events while nothing happens. Well below the indexer's `worker_ttl_s`."""
     resync_min_interval_s: float = Field(1.0, ge=0)

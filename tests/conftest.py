@@ -156,14 +156,14 @@ def secure_kafka(request: pytest.FixtureRequest) -> SecureKafka:
     return SecureKafka(Path(_shared(request, "secure-kafka")))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def _own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
     yield from _running(lambda: KafkaBroker(tmp_path_factory.mktemp("own-kafka")))
 
 
 @pytest.fixture
 def kafka_broker(_own_kafka: KafkaBroker) -> KafkaBroker:
-    """A running broker of this module's own, which a test may `kill()` and `restart()`."""
+    """A running broker that no other process of tests uses, so a test may `kill()` and `restart()` it."""
     if not _own_kafka.running:
         _own_kafka.restart()
     return _own_kafka

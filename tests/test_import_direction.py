@@ -11,18 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.import_rules import MAY_IMPORT
+
 ROOT = Path(__file__).resolve().parent.parent
-MAY_IMPORT = {
-    "kv_events": set(),
-    "engine_cache": {"kv_events"},
-    "publisher": {"kv_events"},
-    "bridge": {"kv_events", "publisher"},
-    "indexer": {"kv_events"},
-    "analysis": {"kv_events", "indexer"},
-    "api": {"kv_events", "indexer", "analysis", "bridge"},
-    "simulation": {"kv_events", "engine_cache", "publisher", "indexer", "analysis"},
-    "kvsight": {"kv_events", "engine_cache", "publisher", "bridge", "indexer", "analysis", "api", "simulation"},
-}
 MOST_MODULES = 15
 """In a room: a package or sub-package."""
 MOST_LINES = 450

@@ -65,7 +65,7 @@ def write_audit_page(path: Path, report: AuditReport, series: AuditCurves) -> in
         offered=requests[facts.OFFERED],
         chosen=CHOSEN,
         worst=_worst(report.streams),
-        page_rows=_page_rows(report),
+        page_rows=[(text.format(churn=report.churn_s), report.pages[name]) for name, text in PAGE_COUNTS.items()],
         tiers=TIERS,
     )
 
@@ -76,10 +76,6 @@ def _policies(tokens: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]
     tokens: [..., columns of `analysis.audit.curves`].
     """
     return {BEST: tokens[..., facts.BEST], CHOSEN: tokens[..., facts.TAKEN], AVERAGE: tokens[..., facts.MEAN]}
-
-
-def _page_rows(report: AuditReport) -> list[tuple[str, list[int]]]:
-    return [(text.format(churn=report.churn_s), report.pages[name]) for name, text in PAGE_COUNTS.items()]
 
 
 class _Curves:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 
-from api.followed_files import following
+from api.background import following
 from api.problems import ProblemError, ProblemKind
 from indexer.tenants import TenantLimits
 from kv_events.errors import shorten

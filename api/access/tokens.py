@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 import msgspec
 
 from api.access.rate_limits import RateLimit
-from api.followed_files import following
+from api.background import following
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.runtime.settings import read_secret
@@ -105,13 +105,11 @@ class TokenRegistry:
                 logger.warning("%s was deleted: its tokens are no longer valid", file)
             on_change()
 
-        async with following("tokens", self._text, lambda: _text_of(file), use, logger):
+        def read() -> str:
+            return read_secret(_FIELD, file) if file.exists() else ""
+
+        async with following("tokens", self._text, read, use, logger):
             yield
-
-
-def _text_of(file: Path) -> str:
-    """Return the text of the file, "" if it was deleted. Raises InvalidValueError."""
-    return read_secret(_FIELD, file) if file.exists() else ""
 
 
 def _callers(text: str, file: Path | None) -> list[tuple[bytes, Principal]]:

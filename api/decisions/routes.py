@@ -105,7 +105,9 @@ class DecisionRoute:
         rest = slimmed(data, body_format).rest
         try:
             if probe.cached_tokens is not UNSET:
-                record: DecisionRecord = _outcome(decode_as(OutcomeRequest, rest, body_format), now)
+                outcome = decode_as(OutcomeRequest, rest, body_format)
+                time_s = _time(outcome.timestamp, now)
+                record: DecisionRecord = Outcome(VERSION, outcome.request_id, time_s, outcome.cached_tokens)
             else:
                 record = self._decision(decode_as(DecisionRequest, rest, body_format), data, body_format, now)
             payload = encode_decision(record)
@@ -141,10 +143,6 @@ class DecisionRoute:
         if question.field == "token_ids" and not block_size:
             numbers = numbers[:0]  # nothing to hash them by
         return block_size, question.hashes(numbers, max(1, block_size))
-
-
-def _outcome(request: OutcomeRequest, now: float) -> Outcome:
-    return Outcome(VERSION, request.request_id, _time(request.timestamp, now), request.cached_tokens)
 
 
 def _time(given: float | None, now: float) -> float:

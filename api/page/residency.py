@@ -77,7 +77,8 @@ def describe_residency(scene: PageState, wanted: Wanted) -> Generator[None, None
         for prefix in (yield from namespace.index.shared_prefixes(MAX_ROWS)):
             row = _row(namespace, columns, prefix)
             if row.cells:
-                rows.append((msgspec.Raw(_encoder.encode(row)), _holders(row, views)))
+                holders = frozenset(views[column].stream.worker for column, *_, pages in row.cells if pages)
+                rows.append((msgspec.Raw(_encoder.encode(row)), holders))
             yield
     key = _NO_NAMESPACE if namespace is None else namespace.key
     found = Residency(
@@ -123,7 +124,3 @@ def _row(namespace: Namespace, columns: dict[int, int], prefix: U64Array) -> Res
         holders=int(np.count_nonzero(held[:, 3] == len(prefix))),
         cells=cells,
     )
-
-
-def _holders(row: ResidencyRow, views: list[View]) -> frozenset[str]:
-    return frozenset(views[column].stream.worker for column, *_, pages in row.cells if pages)

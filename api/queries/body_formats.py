@@ -11,16 +11,20 @@ from api.problems import ProblemError, ProblemKind
 from api.queries.large_bodies import JSON, MSGPACK, Body, BodyFormat, Data, Decoder, elements, slimmed
 from kv_events.errors import InvalidValueError
 from kv_events.http.queries import MAX_QUERIES_PER_BATCH, BatchQuery, DialectFields, PeerQuery, RfcQuery
+from kv_events.limits import MAX_TOKEN_ID
 
 _T = TypeVar("_T")
 Query: TypeAlias = PeerQuery[Any] | RfcQuery[Any]
 
-ITEMS = {
-    "token_ids": "an integer in 0 .. 4294967295",
-    "seq_hashes": "an integer in 0 .. 18446744073709551615",
-    "block_hash": "an integer in 0 .. 18446744073709551615",
-    "block_hashes": "an integer in -9223372036854775808 .. 9223372036854775807",
-    "tier_weights": "a number in 0 .. 1000000",
+RANGES = {
+    "token_ids": (0, MAX_TOKEN_ID),
+    "seq_hashes": (0, 2**64 - 1),
+    "block_hash": (0, 2**64 - 1),
+    "block_hashes": (-(2**63), 2**63 - 1),
+}
+"""The lowest and the highest number in each list."""
+ITEMS = {field: f"an integer in {low} .. {high}" for field, (low, high) in RANGES.items()} | {
+    "tier_weights": "a number in 0 .. 1000000"
 }
 """Expected elements of each list."""
 

@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from analysis.explain.asked_prompt import EXIT_REFUSED, ExplainError, ExplainJob
-from api.daemon_threads import run_in_daemon_thread
+from api.background import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as
 from api.queries.large_bodies import BodyFormat, is_large, slimmed

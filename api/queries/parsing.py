@@ -11,13 +11,13 @@ import numpy as np
 from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import ITEMS, Query, decode_query
+from api.queries.body_formats import ITEMS, RANGES, Query, decode_query
 from api.queries.large_bodies import JSON, BodyFormat, Data, is_large, number_slices, slimmed
 from api.queries.number_kernels import read_u32
 from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray, Weights
 from kv_events.http.queries import PeerQuery, TierWeights
-from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY
+from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
 from kv_events.streams import DEFAULT_TENANT
 
 TIERS = ("gpu", "cpu", "disk", "external")
@@ -29,16 +29,14 @@ class _Kind(NamedTuple):
     """Type code of `array`, which packs a list in C and refuses values out of range."""
     dtype: str
     """numpy type of the packed bytes."""
-    low: int
-    high: int
     most: int
 
 
 _KINDS = {
-    "token_ids": _Kind("I", "<u4", 0, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY),
-    "seq_hashes": _Kind("Q", "<u8", 0, 2**64 - 1, MAX_HASHES_PER_QUERY),
-    "block_hash": _Kind("Q", "<u8", 0, 2**64 - 1, MAX_HASHES_PER_QUERY),
-    "block_hashes": _Kind("q", "<u8", -(2**63), 2**63 - 1, MAX_HASHES_PER_QUERY),
+    "token_ids": _Kind("I", "<u4", MAX_TOKENS_PER_QUERY),
+    "seq_hashes": _Kind("Q", "<u8", MAX_HASHES_PER_QUERY),
+    "block_hash": _Kind("Q", "<u8", MAX_HASHES_PER_QUERY),
+    "block_hashes": _Kind("q", "<u8", MAX_HASHES_PER_QUERY),
 }
 BY_TOKENS = ("token_ids",)
 BY_HASH = ("seq_hashes", "block_hashes", "block_hash")
@@ -138,11 +136,11 @@ def _check_count(field: str, count: int) -> None:
 
 def _packed(field: str, numbers: list[int], first: int = 0) -> array[int]:
     """first: position of the first number in the whole list."""
-    kind = _KINDS[field]
     try:
-        return array(kind.typecode, numbers)
+        return array(_KINDS[field].typecode, numbers)
     except OverflowError:
-        position = next(i for i, number in enumerate(numbers) if not kind.low <= number <= kind.high)
+        low, high = RANGES[field]
+        position = next(i for i, number in enumerate(numbers) if not low <= number <= high)
         raise InvalidValueError(f"{field}[{first + position}]", numbers[position], ITEMS[field]) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
 from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
@@ -21,7 +21,6 @@ from api.queries.large_bodies import JSON, Body, BodyFormat, Data, is_large
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
 from indexer.slices import Slices
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
-from kv_events.http.queries import Missing
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -65,7 +64,13 @@ class QueryRoutes:
         (answer,), missing = await self._answerer.answer([asked])
         if isinstance(answer, ProblemError):
             raise answer
-        return _marked(encoded_response(asked[0], answer, body_format), missing)
+        headers = missing_header(
+            each for part in missing for each in part.partitions
+        )  # the RFC's dialect has no other place for them
+        if asked[0].is_detailed and body_format is not JSON:
+            packed = msgspec.msgpack.encode(msgspec.json.decode(answer))
+            return Response(packed, headers=headers, media_type="application/msgpack")
+        return Response(answer, headers=headers, media_type="application/json")
 
     async def _batch(self, body: Body, body_format: BodyFormat) -> Response:
         self._check_ready()
@@ -87,7 +92,9 @@ class QueryRoutes:
         results = [each or next(following) for each in results]
         parts = [msgspec.json.encode(each.document()) if isinstance(each, ProblemError) else each for each in results]
         tail = b',"missing":' + msgspec.json.encode(missing) if missing else b""
-        return _marked(json_response(b'{"results":[' + b",".join(parts) + b"]" + tail + b"}"), missing)
+        body = b'{"results":[' + b",".join(parts) + b"]" + tail + b"}"
+        headers = missing_header(partition for each in missing for partition in each.partitions)
+        return Response(body, headers=headers, media_type="application/json")
 
     def _check_ready(self) -> None:
         self._answerer.check_ready()
@@ -137,19 +144,10 @@ def json_response(answer: Any, status: int = HTTPStatus.OK) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-def _marked(response: Response, missing: list[Missing]) -> Response:
-    """Name the missing partitions in a header as well: the RFC's dialect has no other place for them."""
-    if missing:
-        partitions = sorted(partition for each in missing for partition in each.partitions)
-        response.headers[MISSING_HEADER] = ",".join(map(str, partitions))
-    return response
-
-
-def encoded_response(question: ParsedQuery, answer: bytes, body_format: BodyFormat) -> Response:
-    """Return an answer to a query. answer: as JSON."""
-    if question.is_detailed and body_format is not JSON:
-        return Response(msgspec.msgpack.encode(msgspec.json.decode(answer)), media_type="application/msgpack")
-    return json_response(answer)
+def missing_header(partitions: Iterable[int]) -> dict[str, str]:
+    """Return the header that names the partitions which an answer lacks, if it lacks any."""
+    named = ",".join(map(str, sorted(partitions)))
+    return {MISSING_HEADER: named} if named else {}
 
 
 async def read_body(receive: Receive, content_length: str | None, limit: int) -> Body:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from api.daemon_threads import run_in_daemon_thread
+from api.background import run_in_daemon_thread
 from api.page.worker_history import CountedRates
 from api.problems import ProblemError, ProblemKind
 from indexer.replay import Replay, Timeline

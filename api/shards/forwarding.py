@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.access.guard import header
 from api.problems import MEDIA_TYPE as PROBLEM_TYPE
 from api.problems import ProblemError, ProblemKind
-from api.queries.answers import MISSING_HEADER
+from api.queries.routes import missing_header
 from api.shards.members import MemberAnswer, MemberError, Members
 from api.shards.scatter_gather import not_joined
 from indexer.shards.assignment import Member
@@ -88,13 +88,13 @@ class ForwardToMembers:
         for member, answer in await self._ask(scope, target):
             try:
                 if isinstance(answer, MemberError) or answer.status != HTTPStatus.OK:
-                    missing.append(member)
+                    missing += member.partitions
                 else:
                     lists.append(_listed(answer.body))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                missing.append(member)
+                missing += member.partitions
         body = b"[" + b",".join(_distinct(lists)) + b"]"
-        return Response(body, headers=_missing_header(missing), media_type=_JSON)
+        return Response(body, headers=missing_header(missing), media_type=_JSON)
 
     async def _first_that_knows(self, scope: Scope, target: str, own: Response) -> Response:
         """Return the answer of the member that has the worker. A 404 says that no member has it."""
@@ -111,7 +111,7 @@ class ForwardToMembers:
             return own
         detail = f"no member that answers has the worker; {silent[0][0].url}: {silent[0][1]}"
         response = ProblemError(503, ProblemKind.UNAVAILABLE, detail, retry_after_s=1).response()
-        response.headers.update(_missing_header(member for member, _ in silent))
+        response.headers.update(missing_header(each for member, _ in silent for each in member.partitions))
         return response
 
     async def _ask(self, scope: Scope, target: str) -> list[tuple[Member, MemberAnswer | MemberError]]:
@@ -144,12 +144,6 @@ def _target(scope: Scope) -> str | None:
     given = QueryParams(scope["query_string"]).multi_items()
     query = urlencode([each for each in given if each[0] in _PARAMETERS[action]], quote_via=quote, errors="replace")
     return f"{path}?{query}" if query else str(path)
-
-
-def _missing_header(members: Iterable[Member]) -> dict[str, str]:
-    """Return the header that names the partitions of members that do not answer."""
-    partitions = sorted(partition for member in members for partition in member.partitions)
-    return {MISSING_HEADER: ",".join(map(str, partitions))} if partitions else {}
 
 
 def _listed(body: bytes) -> list[tuple[_Listed, msgspec.Raw]]:

@@ -1,4 +1,7 @@
-"""Asks all members of a group, and joins their replies into the answer that a single service would give."""
+"""Asks all members of a group, and joins their replies into the answer that a single service would give.
+
+`LocalShard` replies from a member's own views.
+"""
 
 import asyncio
 import logging
@@ -14,13 +17,26 @@ from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import Answered, check_block_size, unknown_model
-from api.queries.encoding import encode_answer
-from api.shards.local_shard import LocalShard
+from api.queries.encoding import age_ms, encode_answer
 from api.shards.members import MemberError, Members
-from api.shards.wire import ANY_BLOCK_SIZE, PromptRows, ShardPrompt, ShardReply, ShardRequest, StreamRow, encode
-from indexer.scores import StreamScore, TierTokens, worker_scores
+from api.shards.wire import (
+    ANY_BLOCK_SIZE,
+    MAX_BLOCK_SIZES,
+    MAX_NAMES,
+    PromptRows,
+    ShardPrompt,
+    ShardReply,
+    ShardRequest,
+    StreamRow,
+    encode,
+)
+from indexer.consumer import Consumer
+from indexer.namespaces import Namespace
+from indexer.scores import StreamScore, TierTokens, stream_scores, worker_scores
 from indexer.shards.assignment import Assignment
 from indexer.shards.membership import Membership
+from indexer.shards.owned_partitions import OwnedPartitions
+from indexer.slices import Slices
 from indexer.views import STATES, ViewState
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
@@ -34,6 +50,73 @@ _MAX_MODELS = 4096
 _MANY_TOKENS = 2**17
 _CATCHING_UP = "catching up with the log"
 _NOBODY = "no member answers for it yet"
+_NUMBERS = {state: number for number, state in enumerate(STATES)}
+
+
+class LocalShard:
+    """The views of one member. Belongs to the event loop of its consumer."""
+
+    def __init__(self, consumer: Consumer, owned: OwnedPartitions) -> None:
+        self._consumer = consumer
+        self._owned = owned
+
+    def owned(self) -> dict[int, bool]:
+        """Return the partitions of this member, and whether their views are up to date."""
+        return self._owned.owned()
+
+    async def reply(self, asked: ShardRequest) -> ShardReply:
+        """Answer another member. Other tasks run about once a millisecond."""
+        found, slices = [], Slices()
+        for prompt in asked.prompts:
+            found.append(self._find(prompt))
+            await slices.yield_if_due()
+        return self._reply(asked, found)
+
+    def reply_inline(self, asked: ShardRequest) -> ShardReply:
+        """Answer another member, while no other task runs."""
+        return self._reply(asked, list(map(self._find, asked.prompts)))
+
+    def _reply(self, asked: ShardRequest, found: list[PromptRows]) -> ShardReply:
+        membership = self._owned.membership
+        newest = membership.assignment
+        return ShardReply(
+            membership.id,
+            newest.generation,
+            self._owned.owned(),
+            found,
+            newest if newest.generation > asked.generation else None,
+        )
+
+    def _find(self, prompt: ShardPrompt) -> PromptRows:
+        namespaces = self._consumer.namespaces.find(prompt.model, prompt.tenant)
+        if not namespaces:
+            return PromptRows([], [], self._known())
+        rows: list[StreamRow] = []
+        for namespace in namespaces:
+            packed = prompt.hashes.get(namespace.key.block_size, prompt.hashes.get(ANY_BLOCK_SIZE))
+            if packed is not None:
+                rows += self._rows(namespace, packed, prompt.num_positions)
+        block_sizes = [namespace.key.block_size for namespace in namespaces]
+        return PromptRows(block_sizes[:MAX_BLOCK_SIZES], rows, [])
+
+    def _rows(self, namespace: Namespace, packed: bytes, num_positions: int | None) -> list[StreamRow]:
+        consumer = self._consumer
+        hashes, now = np.frombuffer(packed, "<u8"), consumer.now()
+        return [
+            StreamRow(
+                each.partition,
+                each.worker,
+                each.dp_rank,
+                *each.tiers,
+                _NUMBERS[each.state],
+                age_ms(each.last_batch_at, now),
+            )
+            for each in stream_scores(namespace, hashes, consumer.freshness, num_positions)
+        ]
+
+    def _known(self) -> list[tuple[str, str]]:
+        namespaces = self._consumer.namespaces
+        return sorted({each.key[:2] for each in namespaces if not namespaces.is_group(each)})[:MAX_NAMES]
 
 
 @dataclass

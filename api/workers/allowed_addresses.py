@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, NamedTuple, TypeAlias
 
-from api.daemon_threads import run_in_daemon_thread
+from api.background import run_in_daemon_thread
 from kv_events.engine_wire import LocateError
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.variables import variable

@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from api.daemon_threads import run_in_daemon_thread
+from api.background import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge

@@ -124,7 +124,6 @@ class Decoder(threading.local):
         return self._batches(messages, readable)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Make buffers for the events of payloads with this total size."""
         self._room = num_bytes
         self._events = columns.ScannedEvents(
             np.empty((_ROWS, columns.NUM_COLUMNS), np.int64),

@@ -8,7 +8,7 @@ may leave out blocks, which are named by the stores of full attention in the sam
 end of the messages that are decoded together, as everything does that follows the first store of a group.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from kv_events.hashing import U64Array
 from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.streams import StreamId, group_model
 from publisher.event_columns import PageEvents
+from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
 
 _MAX_WAITING = 16_384
@@ -33,16 +34,15 @@ _MAX_WAITING = 16_384
 class EventTranslator:
     """Translates the events of one worker. Publishes as soon as the block size is known. Not thread-safe."""
 
-    def __init__(
-        self, stream: StreamId, context: EngineContext, drop_publisher: Callable[[EventPublisher], None]
-    ) -> None:
-        """stream: events of another model or tenant are left out. drop_publisher: called with each publisher that is no
-        longer used.
-        """
+    def __init__(self, stream: StreamId, context: EngineContext) -> None:
+        """stream: events of another model or tenant are left out."""
+        self.unstarted: list[EventPublisher] = []
+        """New publishers, for the owner to take and start."""
+        self.retired: list[EventPublisher] = []
+        """Those of old incarnations, and of group streams that are not needed any more, to take and close."""
         self._stream = stream
         self._context = context
         self._counters, self._limited_logger = context.counters, context.limited_logger
-        self._drop_publisher = drop_publisher
         self._hashes = HashMemory(context.ledger_pages, context.name_pages)
         self._namer = PageNamer(context, self._hashes)
         self._groups = AttentionGroups(context.defaults)
@@ -50,7 +50,7 @@ class EventTranslator:
         self._size = BlockSizeRule(context.defaults.block_size)
         self._waiting: list[PageRun] = []
         if context.defaults.block_size is not None:
-            self.open_publisher(context.defaults.block_size)
+            self._open_publisher(context.defaults.block_size)
 
     @property
     def publisher(self) -> EventPublisher | None:
@@ -61,18 +61,6 @@ class EventTranslator:
     def publishers(self) -> list[EventPublisher]:
         """Those of all streams, the worker's own first."""
         return [output.publisher for output in self._outputs.values() if output.publisher is not None]
-
-    def open_publisher(self, block_size: int) -> EventPublisher:
-        """Publish with new publishers from now on."""
-        own = self._outputs[OWN_STREAM]
-        publisher = self._context.new_publisher(self._stream, block_size, self._hashes.blocks)
-        for output in self._outputs.values():
-            if output.publisher not in (None, publisher):
-                self._drop_publisher(output.publisher)
-            output.publisher = None
-        own.publisher = publisher
-        self._open_streams()
-        return publisher
 
     @property
     def block_size(self) -> int | None:
@@ -138,15 +126,22 @@ class EventTranslator:
                 apply(part)
                 yield
 
-    def replace_publisher(self, block_size: int) -> None:
-        """Begin a new epoch without pages, because the engine may have restarted.
+    def restart(self, *, is_certain: bool) -> None:
+        """Begin a new epoch without pages at once, with the old block size until a store proves another one.
 
-        Hashes stay remembered: it may be the same engine, and hashes of another one mean the same content or nothing.
+        is_certain: whether the engine surely restarted. If not, its hashes stay remembered: the same engine may go on
+        to name pages by them, and hashes of another one mean the same content or nothing.
         """
-        self._groups.forget()
-        self.open_publisher(block_size)
+        if self.publisher is None or self.block_size is None:
+            return  # nothing was stored since the last restart
+        if is_certain:
+            self._hashes.clear()
+            self._groups, self._size = AttentionGroups(self._context.defaults), BlockSizeRule(self._size.registered)
+        else:
+            self._groups.forget()
+            self._size.forget_proof()
+        self._open_publisher(self.publisher.block_size)
         self.clear()
-        self._size.forget_proof()
 
     def clear(self) -> None:
         """Publish that the worker holds no pages. Hashes stay remembered, because they keep their meaning."""
@@ -154,11 +149,22 @@ class EventTranslator:
         for output in self._outputs.values():
             output.clear()
 
-    def close(self) -> None:
-        for publisher in self.publishers:
-            self._drop_publisher(publisher)
-
     # --- streams ----------------------------------------------------------------------------------------------------
+
+    def _open_publisher(self, block_size: int) -> None:
+        publisher = self._new_publisher(self._stream, block_size, self._hashes.blocks)
+        for output in self._outputs.values():
+            if output.publisher is not None:
+                output.publisher.refuse_events()  # before others use its table of blocks
+                self.retired.append(output.publisher)
+            output.publisher = None
+        self._outputs[OWN_STREAM].publisher = publisher
+        self._open_streams()
+
+    def _new_publisher(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
+        publisher = self._context.new_publisher(stream, block_size, blocks)
+        self.unstarted.append(publisher)
+        return publisher
 
     def _open_streams(self) -> None:
         """Open the streams that the groups need, once the block size is known, and close all others."""
@@ -166,19 +172,18 @@ class EventTranslator:
         for name in [name for name in self._outputs if name not in (OWN_STREAM, *needed)]:
             unneeded = self._outputs.pop(name).publisher
             if unneeded is not None:
-                self._drop_publisher(unneeded)
+                self.retired.append(unneeded)
         for name, num_groups in needed.items():
             output = self._outputs.setdefault(name, PagePublisher(self._context))
             if output.publisher is None and self.publisher is not None:
                 stream = self._stream._replace(model=group_model(self._stream.model, name))
-                output.publisher = self._context.new_publisher(stream, self.publisher.block_size, None)
+                output.publisher = self._new_publisher(stream, self.publisher.block_size, None)
             if output.publisher is not None:
                 output.publisher.require_groups(num_groups)
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
     def _apply_to_own_stream(self, run: PageRun) -> None:
-        """Apply what a run says of full attention."""
         if run.is_mixed:
             self._change(run)
         elif run.is_removal:
@@ -203,7 +208,8 @@ class EventTranslator:
                 self._apply_to_own_stream(part)
         else:
             pages = self._namer.by_tokens(run, namespace)
-            self._outputs[OWN_STREAM].publish(pages, namespace, names_group=run.attention_group is not None)
+            names_group = run.attention_group is not None
+            self._outputs[OWN_STREAM].publish(pages, namespace, names_group=names_group, is_mixed=True)
 
     def _remove(
         self, run: PageRun, output: PagePublisher, namespace: HashNamespace, group: GroupIndex, scale: int
@@ -212,7 +218,6 @@ class EventTranslator:
         output.publish(pages, namespace, names_group=group is not None, medium=run.medium)
 
     def _apply_to_groups(self, run: PageRun) -> None:
-        """Apply what a run says of other groups than full attention."""
         hashes = run.events.block_hashes
         if run.is_removal:
             groups = self._groups.removed_from(run.attention_group)
@@ -291,11 +296,12 @@ class EventTranslator:
     def _resize(self) -> None:
         """Use pages of another size at once if a new group needs it: no store would fit them otherwise."""
         size = self._groups.page_size
-        if size and not self._size.is_registered and self._size.tokens not in (None, size):
+        if size and self._size.registered is None and self._size.tokens not in (None, size):
             self._begin_with_size(size)
 
     def _begin_with_size(self, block_size: int) -> None:
-        self.open_publisher(block_size)
+        if self.block_size is not None or self.publisher is None or self.publisher.block_size != block_size:
+            self._open_publisher(block_size)
         self.clear()
         self._hashes.clear()
         self._size.learn(block_size)
@@ -371,7 +377,8 @@ class BlockSizeRule:
         """Tokens a page; None until the first store."""
         self.mismatch = ""
         """Names both sizes while stores arrive and none has the registered size; else empty."""
-        self.is_registered = self._is_proved = registered is not None
+        self.registered = registered
+        self._is_proved = registered is not None
         self._has_matched = False
         self._refused = 0  # device stores since the last one that matched
 
@@ -380,7 +387,7 @@ class BlockSizeRule:
 
         Device stores do if no device store proved the assumed size, or if none has matched it for long.
         """
-        if self.is_registered or size == self.tokens:
+        if self.registered is not None or size == self.tokens:
             return False
         self._refused += num_stores * is_on_device
         return self.tokens is None or (is_on_device and (not self._is_proved or self._refused > _MAX_REFUSED))
@@ -391,13 +398,13 @@ class BlockSizeRule:
 
     def forget_proof(self) -> None:
         """Keep the size as an assumption only, because the engine may have been replaced."""
-        self._is_proved, self._has_matched, self._refused, self.mismatch = self.is_registered, False, 0, ""
+        self._is_proved, self._has_matched, self._refused, self.mismatch = self.registered is not None, False, 0, ""
 
     def admits(self, size: int, *, is_on_device: bool) -> bool:
         if size == self.tokens:
             self._is_proved = self._is_proved or is_on_device
             self._has_matched, self._refused, self.mismatch = True, 0, ""
             return True
-        if self.is_registered and not self._has_matched:
+        if self.registered is not None and not self._has_matched:
             self.mismatch = f"block size {size}, registered with {self.tokens}"
         return False

@@ -121,21 +121,13 @@ class PageNamer:
 
 
 def with_pages(run: PageRun, scale: int) -> PageRun:
-    """The run with each block cut into `scale` pages."""
+    """The run with each block cut into `scale` pages. The last page of each has the block's own hash."""
     if scale == 1:
         return run
-    hashes = page_hashes(run.events.block_hashes, scale)
+    hashes = (run.events.block_hashes[:, np.newaxis] ^ derived(scale)).ravel()
     events = run.events._replace(block_hashes=hashes, hashes=hashes, lengths=run.events.lengths * scale)
     extra_keys = [entry for entry in run.extra_keys for _ in range(scale)]
     return run._replace(events=events, block_size=run.block_size // scale, extra_keys=extra_keys)
-
-
-def page_hashes(block_hashes: U64Array, scale: int) -> U64Array:
-    """uint64[scale * n]: the hashes of the pages of blocks. The last page of each has the block's own hash."""
-    if scale == 1:
-        return block_hashes
-    hashes: U64Array = (block_hashes[:, np.newaxis] ^ derived(scale)).ravel()
-    return hashes
 
 
 @lru_cache(64)

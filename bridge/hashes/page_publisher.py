@@ -17,6 +17,10 @@ from publisher.kernels.changes import COPY_REMOVAL, REMOVAL
 from publisher.publisher import EventPublisher
 
 _MAX_MEDIA_NAMES = 64
+_KINDS = np.arange(2 * NUM_MEDIA, dtype=np.uint8)  # stores on each tier, then removals
+_OF_COPIES = np.where(_KINDS >= REMOVAL, _KINDS + np.uint8(COPY_REMOVAL - REMOVAL), _KINDS)
+"""Kind -> the same, with removals of one copy in place of removals of all."""
+_OF_COPIES_ON_DEVICE = np.where(_KINDS == REMOVAL, _OF_COPIES, _KINDS)
 
 
 class PagePublisher:
@@ -42,12 +46,19 @@ class PagePublisher:
             self.publisher.publish([AllBlocksCleared()])
 
     def publish(
-        self, pages: TranslatedPages, namespace: HashNamespace, *, names_group: bool = False, medium: str = ""
+        self,
+        pages: TranslatedPages,
+        namespace: HashNamespace,
+        *,
+        names_group: bool = False,
+        is_mixed: bool = False,
+        medium: str = "",
     ) -> None:
         """Publish events of stores and removals in order. names_group: whether the engine's events name a group.
 
-        medium: the engine's name of the medium if it is unknown: `columns` then contain no other. The pages are left
-        out, but hashes that came to mean other pages are removed from all tiers.
+        is_mixed: whether the events are of several kinds. medium: the engine's name of the medium if it is unknown:
+        `columns` then contain no other. The pages are left out, but hashes that came to mean other pages are removed
+        from all tiers.
         """
         columns = pages.columns
         if not len(columns.hashes):
@@ -59,14 +70,13 @@ class PagePublisher:
         elif self.publisher is not None:
             kinds = columns.kinds
             num_removed = len(columns.hashes) if kind & REMOVAL else 0
-            if len(kinds) > 1:  # one event is frequent, and operations of numpy are slow
+            if is_mixed:
                 num_removed = int(columns.lengths @ (kinds & REMOVAL > 0))
             self._counters.pages_stored += len(columns.hashes) - num_removed
             self._counters.pages_removed += num_removed
             self._is_clear = self._is_clear and num_removed == len(columns.hashes)
             if self._counts_copies and num_removed:
-                is_copy = kinds & REMOVAL > 0 if names_group else kinds == REMOVAL
-                columns = columns.with_kinds(kinds + np.uint8(COPY_REMOVAL - REMOVAL) * is_copy)
+                columns = columns.with_kinds((_OF_COPIES if names_group else _OF_COPIES_ON_DEVICE)[kinds])
             if pages.ambiguous or self._collisions:
                 self._publish_ambiguous(self.publisher, columns, pages.ambiguous, namespace)
             else:

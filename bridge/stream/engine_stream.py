@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import aclosing
 
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults
@@ -26,6 +26,10 @@ from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
 
+_ATTEMPTS = 3
+"""Consecutive requests without progress after which a replay is abandoned."""
+_DEADLINE_S = 60.0
+"""Time after which a replay is abandoned in any case: live batches wait for it."""
 _MAX_RESTARTS = 3
 """Restarts within one recovery. Beyond, the engine's answers contradict each other; the next batch tries again."""
 _BATCHES_AT_A_TIME = 32
@@ -64,8 +68,6 @@ class EngineStream:
         self._counters = counters
         self._replay = replay
         self._threads = registry.threads
-        self._attempts = registry.settings.bridge_replay_attempts
-        self._deadline_s = registry.settings.bridge_replay_deadline_s
         self._sequence = SequenceCheck()
         self._no_replay_before = -math.inf  # pause after a replay socket failed
         self._settled_until = -math.inf  # until then, batches out of order are stale
@@ -126,7 +128,6 @@ class EngineStream:
         return number - start
 
     def _take_next(self, messages: Messages) -> Iterator[None]:
-        """Apply batches each of which is the expected one."""
         self._contradictions = 0
         self._sequence.applied_live(*messages.one(len(messages) - 1))
         return self.ranks.apply(messages)
@@ -220,12 +221,12 @@ class EngineStream:
         if self._replay is None or time.monotonic() < self._no_replay_before or self._restart_limit.is_exceeded():
             return False
         try:
-            return await self._replay_all(self._replay, may_be_new, attempts or self._attempts, live)
+            return await self._replay_all(self._replay, may_be_new, attempts or _ATTEMPTS, live)
         finally:
             self.ranks.set_state(is_replaying=False)
 
     async def _replay_all(self, replay: ReplayClient, may_be_new: bool, attempts: int, live: Backlog | None) -> bool:
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + _DEADLINE_S
         num_failed = restarts = 0
         is_reachable = True
         while is_reachable and num_failed < attempts and restarts < _MAX_RESTARTS:
@@ -317,7 +318,6 @@ class EngineStream:
             self.set_receiving(False)  # of the new incarnation, which holds no pages
 
     async def _apply_waiting(self) -> None:
-        """Apply the waiting batches, then start and close publishers as needed."""
         await self._threads.run(self.ranks.waiting_bytes, self.ranks.apply_waiting())
         await self.ranks.start_and_close_publishers()
 

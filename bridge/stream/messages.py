@@ -15,7 +15,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.decoding.decoder import I64Array, Messages
 from bridge.stream.kernels import receive
 from kv_events.hashing import U64Array

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Generator, Iterator
 
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages, UnreadableBatch
 from bridge.decoding.events import InvalidEvent, Run
 from bridge.decoding.mooncake import MooncakeEvent

@@ -75,7 +75,10 @@ class ReplayClient:
             raise ReplayUnreachableError(str(error)) from None
         socket = self._context.socket(zmq.DEALER)
         try:
-            self._set_options(socket, address)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, is_ipv6(address))
+            socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             await self._connect(socket, address, deadline)
             answer, last = _Answer(socket, start), -1
             while True:
@@ -99,12 +102,6 @@ class ReplayClient:
             raise ReplayError(f"{self._endpoint}: {error}") from error
         finally:
             socket.close()
-
-    def _set_options(self, socket: zmq.asyncio.Socket, address: str) -> None:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, is_ipv6(address))
-        socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 
     async def _connect(self, socket: zmq.asyncio.Socket, address: str, deadline: float) -> None:
         """Wait for the connection by the socket's monitor, even if live messages arrive: whether there is one is shown.

@@ -70,16 +70,12 @@ class SequenceCheck:
 
     def applied_live(self, seq: int, payload: Payload) -> None:
         """Note the last one of several live batches that were in order and were applied."""
-        content = _content_hash(payload)
-        self._note_live(seq, content)
-        self._last_applied, self.expected = content, seq + 1
+        self.note_live(seq, payload)
+        self._last_applied, self.expected = self._last_live_content, seq + 1
 
     def note_live(self, seq: int, payload: Payload) -> None:
         """Note a live batch of this incarnation."""
-        self._note_live(seq, _content_hash(payload))
-
-    def _note_live(self, seq: int, content: int) -> None:
-        self._last_live, self._last_live_content = seq, content
+        self._last_live, self._last_live_content = seq, _content_hash(payload)
         while self._ahead and next(iter(self._ahead)) <= seq:
             self._ahead.popitem(last=False)
 

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings
 from bridge.stream.engine_stream import EngineStream
@@ -182,7 +182,6 @@ class Subscriber:
             self._limited_logger.warning("it sends faster than its messages can be applied: the oldest are dropped")
 
     async def _take(self, sent: Iterable[SenderMessages]) -> None:
-        """Pass messages to the engine streams that sent them."""
         until = time.monotonic() + _TURN_S
         for topic, connection, messages in sent:
             if time.monotonic() >= until:

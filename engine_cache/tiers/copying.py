@@ -164,9 +164,8 @@ class ManualCopyEngine:
         return True
 
     def run_up_to(self, ticket: Ticket) -> None:
-        lane = next((job.lane for job in self._queued if job.ticket is ticket), None)
-        while lane is not None and any(job.ticket is ticket for job in self._queued):
-            self.step(lane)
+        while (job := next((job for job in self._queued if job.ticket is ticket), None)) is not None:
+            self.step(job.lane)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         while self._queued:

@@ -113,10 +113,6 @@ class HostTier:
                     tree.update_leaf(node)
                     tree.update_leaf(node.parent)
 
-    def _make_room(self, num_units: int) -> None:
-        is_short = self.device.variant.evicts_shortage_only
-        self.evict_leaves(num_units - self._allocator.available_size() if is_short else num_units)
-
     def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
         return self.device.evict_component(component, num_rows, self.evict_leaf)
 
@@ -193,7 +189,8 @@ class HostTier:
             self._hold_needed(node, held)
             rows = self.controller.load(host_rows, ack_id, extras)
             if rows is None:
-                self._make_room(len(host_rows))
+                is_short = self.device.variant.evicts_shortage_only
+                self.evict_leaves(len(host_rows) - self._allocator.available_size() * is_short)
                 rows = self.controller.load(host_rows, ack_id, extras)
         if rows is None:
             logger.warning("no room on the device to load %d units back", len(host_rows))

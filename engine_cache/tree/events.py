@@ -117,7 +117,8 @@ class EventRecorder:
     def resident(self, root: TreeNode, medium: StorageMedium) -> Iterator[ResidentPage]:
         """Yield every page below the root that is resident on the device or the host."""
         for node in iter_nodes(root):
-            if not _is_resident(node, medium):
+            is_pending = medium is StorageMedium.CPU and node.write_through_pending_id is not None
+            if is_pending or (node.value if medium is StorageMedium.GPU else node.host_value) is None:
                 continue
             hashes = self._block_hashes(node).tolist()
             parents, sequence = [_parent_block_hash(node), *hashes], self._sequence_hashes(node).tolist()
@@ -186,12 +187,6 @@ class KVCacheEventMixin:
         if medium not in (StorageMedium.GPU, StorageMedium.CPU):
             raise InvalidValueError("medium", medium, "GPU or CPU_PINNED; pages of a store are in iter_announced()")
         return self.events.resident(self.root_node, medium)
-
-
-def _is_resident(node: TreeNode, medium: StorageMedium) -> bool:
-    if medium is StorageMedium.GPU:
-        return node.value is not None
-    return node.host_value is not None and node.write_through_pending_id is None
 
 
 def _parent_block_hash(node: TreeNode) -> int | None:

@@ -12,6 +12,7 @@ import msgspec
 
 from indexer.replay.replay import Replay
 from indexer.settings import IndexerSettings
+from indexer.slices import run_at_once
 from indexer.snapshots.base import SnapshotDamagedError
 from indexer.snapshots.image import check, take, unpack
 from kv_events.errors import KvsightError
@@ -94,13 +95,7 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
         dict(replay.applier.dead_letters.counts),
         replay.lacks_beginning,
     )
-    copying = take(replay.namespaces, replay.positions, replay.now, is_exact=True)
-    while True:
-        try:
-            next(copying)
-        except StopIteration as end:
-            image = end.value.pack()
-            break
+    image = run_at_once(take(replay.namespaces, replay.positions, replay.now, is_exact=True)).pack()
     packed = _encoder.encode(head)
     lengths = len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little")
     path = folder / f"{next_index:020d}{FRAME_SUFFIX}"

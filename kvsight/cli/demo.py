@@ -219,7 +219,6 @@ async def _warm_up(
 async def _serve_at(
     rate: float, serve: Callable[[Request], object], requests: Iterable[Request], stop: asyncio.Event
 ) -> None:
-    """Serve so many requests in a second, until `stop` is set."""
     for request in requests:
         serve(request)
         try:

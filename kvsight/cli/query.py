@@ -135,7 +135,6 @@ def hashes_of(
 
 
 def _hash_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a table of a prompt's hashes, page by page."""
     if not found["seq_hashes"]:
         yield f"{found['num_tokens']} tokens: less than one page of {found['block_size']}"
         return

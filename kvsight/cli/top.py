@@ -105,13 +105,10 @@ _Show: TypeAlias = Callable[[Any, str], None]
 
 
 def _fleet_table(client: Client, contains: str) -> _Table:
-    """A row for each worker."""
     return _Table(lambda: client.fleet(contains, limit=_MOST_WORKERS), _fleet_lines)
 
 
 def _ranks_table(client: Client, contains: str, model: str | None, tenant: str | None) -> _Table:
-    """A row for each rank."""
-
     def lines(found: list[Worker], width: int, height: int | None) -> Iterator[Line]:
         rows = rows_of(found)
         of_model = f" for {namespace_text(model, tenant or 'default', 0)}" if model else ""
@@ -139,7 +136,6 @@ def _watch(table: _Table, show: _Show, pauses_and_ends: Callable[[], bool]) -> N
 
 @contextmanager
 def _screen(table: _Table) -> Iterator[_Show]:
-    """Yield what shows an answer on a screen that is refreshed in place."""
     from rich.live import Live
     from rich.text import Text
 
@@ -254,7 +250,6 @@ def _columns(workers: Sequence[FleetWorker], fleet: Fleet) -> Iterator[Column]:
 
 
 def _now(rates: Sequence[float]) -> float:
-    """The rate of the last interval."""
     return rates[-1] if rates else 0.0
 
 

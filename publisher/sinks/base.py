@@ -1,5 +1,6 @@
 """The contract of sinks."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -34,6 +35,12 @@ class OutRecord(NamedTuple):
     num_pages: int
     headers: Headers = ()
     """Context of a trace, for sinks that can carry it."""
+
+
+async def no_requests() -> AsyncIterator[ResyncRequest | None]:
+    """The requests of a sink without a control channel."""
+    await asyncio.Event().wait()
+    yield None  # never reached; makes this function a generator
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from kv_events.log.event_log import EventLogError, EventLogWriter
 from kv_events.records import LogRecord
 from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
-from publisher.sinks.base import OutRecord, SinkUnavailableError
+from publisher.sinks.base import OutRecord, SinkUnavailableError, no_requests
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,8 @@ class FileSink:
             thread.shutdown(wait=False)
             await asyncio.shield(closing)
 
-    async def requests(self) -> AsyncIterator[ResyncRequest]:
-        await asyncio.Event().wait()
-        yield ResyncRequest("", 0)  # never reached; makes this function a generator
+    def requests(self) -> AsyncIterator[ResyncRequest | None]:
+        return no_requests()
 
     async def _in_thread(self, thread: ThreadPoolExecutor, step: Callable[[], None]) -> None:
         try:

@@ -172,7 +172,6 @@ class KafkaSink:
         await asyncio.gather(*self._acknowledged)
 
     async def _start_producer(self) -> None:
-        """Create missing topics, then connect the producer."""
         await self._create_missing_topics()
         compression = self._settings.compression
         producer = self._connection.producer(

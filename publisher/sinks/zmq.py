@@ -15,13 +15,17 @@ from kv_events.errors import InvalidValueError, RecordRejectedError, check_type
 from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
-from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError
+from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError, no_requests
 from publisher.sinks.engine_events import EngineEvents
 from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
 
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 500
+_MAX_KEPT = 10_000
+"""Batches kept for replay."""
+_MAX_UNREAD = 100_000
+"""Batches that may wait for a slow reader. It misses later ones and can request a replay."""
 
 
 class ZmqSink:
@@ -39,10 +43,9 @@ class ZmqSink:
         if not settings.with_tokens:
             raise InvalidValueError("KVSIGHT_WITH_TOKENS", False, "true: readers of KVSIGHT_ZMQ hash tokens")
         self.outage = Outage(logger, f"{settings.zmq} takes no records", f"{settings.zmq} takes records")
-        self._settings = settings
         self._key = settings.stream.key.encode()
         self._endpoint = endpoint_of_rank(settings.zmq, settings.dp_rank, "KVSIGHT_ZMQ")
-        self._kept = KeptBatches(settings.zmq_buffer_steps)
+        self._kept = KeptBatches(_MAX_KEPT)
         self._replay: ReplaySocket | None = None
         if settings.zmq_replay is not None:
             endpoint = endpoint_of_rank(settings.zmq_replay, settings.dp_rank, "KVSIGHT_ZMQ_REPLAY")
@@ -59,7 +62,7 @@ class ZmqSink:
         try:
             self._live = self._context.socket(zmq.PUB)
             self._live.setsockopt(zmq.LINGER, _LINGER_MS)  # now: readers may leave before close
-            self._live.setsockopt(zmq.SNDHWM, self._settings.zmq_hwm)
+            self._live.setsockopt(zmq.SNDHWM, _MAX_UNREAD)
             self._live.setsockopt(zmq.IPV6, is_ipv6(self._endpoint))
             if has_wildcard(self._endpoint) or self._endpoint.startswith(LOCAL_SCHEMES):
                 self._live.bind(self._endpoint)
@@ -98,9 +101,8 @@ class ZmqSink:
         if context is not None:
             await asyncio.to_thread(context.term)
 
-    async def requests(self) -> AsyncIterator[ResyncRequest]:
-        await asyncio.Event().wait()
-        yield ResyncRequest("", 0)  # never reached; makes this function a generator
+    def requests(self) -> AsyncIterator[ResyncRequest | None]:
+        return no_requests()
 
     def _log_omitted(self) -> None:
         """Log a warning whenever the number of omitted pages has doubled."""

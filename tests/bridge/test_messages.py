@@ -11,7 +11,7 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.stream import messages as module
 from bridge.stream.messages import Backlog, Inbox, Inboxes, receiving
 from tests.support.engines.inboxes import of_protocol, received

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from kv_events.errors import KvsightError
 from tests.models.stream_reader import Pages
-from tests.rigs.bridge import CPU, DISK, EXTERNAL, GPU, Rig, on
+from tests.rigs.bridge import CPU, DISK, EXTERNAL, GPU, NOW, Rig, on
 from tests.support.engines.event_payloads import Event, cleared, names_of, removed, stored
 
 TOKENS = list(range(100, 116))
@@ -182,52 +181,6 @@ def test_what_is_held_and_counted(steps: Steps, counters: dict[str, Any]) -> Non
     assert {name: value for name, value in rig.counts().items() if value and name not in _ALWAYS} == counters
 
 
-def test_a_captured_event_of_vllm_is_taken_as_it_is() -> None:
-    event = {
-        "type": "BlockStored",
-        "block_hashes": [15760518052499183552],
-        "parent_block_hash": None,
-        "token_ids": list(range(16)),
-        "block_size": 16,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-        "extra_keys": [None],
-        "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention",
-    }
-    data = msgspec.msgpack.encode([1789095808.83, [event], 0])
-    rig = Rig().take_payload(data)
-    assert rig.pages == on(GPU, names_of(list(range(16)), 16))
-    assert rig.translator.block_size == 16
-
-
-@pytest.mark.parametrize("form", ["array", "array with nils", "map"])
-@pytest.mark.parametrize("batch", ["array", "pair", "map"])
-def test_both_event_encodings_and_all_batch_shapes_are_detected(form: Any, batch: Any) -> None:
-    events = (stored(HASHES, TOKENS, medium="GPU"), removed(HASHES[3:], "GPU"))
-    assert Rig().take(*events, form=form, batch=batch).pages == on(GPU, NAMES[:3])
-
-
-@pytest.mark.parametrize(
-    "names_again",
-    [
-        [-1, -(2**63), 2**63 - 1, 5],
-        [2**64 - 1, 2**63, 2**63 - 1, 5],
-        [b"\xff" * 8, b"x" * 24 + b"\x80" + b"\0" * 7, b"\x7f" + b"\xff" * 7, b"\0" * 31 + b"\5"],
-        [b"\xff" * 32, 2**63, 2**63 - 1, b"\5"],
-    ],
-    ids=["signed", "unsigned", "bytes", "mixed"],
-)
-def test_hashes_signed_unsigned_and_as_bytes_are_one_and_the_same(names_again: list[Any]) -> None:
-    rig = Rig().take(stored([-1, -(2**63), 2**63 - 1, 5], TOKENS))
-    assert rig.pages == on(GPU, NAMES)
-    assert rig.take(stored([77], TOKENS[:4], parent=names_again[3])).pages == on(
-        GPU, [*NAMES, names_of(TOKENS + TOKENS[:4])[4]]
-    )
-    assert rig.take(removed([*names_again, 77])).pages == set()
-
-
 def test_copies_are_not_counted_if_the_registration_says_so() -> None:
     rig = Rig(count_copies=False).take(stored(HASHES, TOKENS), stored(HASHES, TOKENS))
     assert rig.take(removed([14])).pages == on(GPU, NAMES[:3])
@@ -263,3 +216,18 @@ def test_a_publisher_that_could_not_be_made_is_made_for_the_next_store() -> None
     with pytest.raises(KvsightError):
         rig.take(stored([1], SMALL))
     assert rig.take(stored([2], SMALL)).pages == on(GPU, names_of(SMALL))
+
+
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_a_clear_that_an_old_publisher_recorded_late_costs_its_successor_nothing(is_restarted: bool) -> None:
+    rig = Rig().take(stored([1], SMALL, medium="CPU"))
+    old = rig.translator.publisher
+    assert old is not None
+    old._tracker.accept_deferred_calls()  # as while it runs
+    rig.take(cleared())
+    if is_restarted:
+        rig.translator.restart(is_certain=False)
+    rig.take(stored([2], LARGE, 8))
+    old.take_records(NOW, force=True)
+    assert rig.pages == on(GPU, names_of(LARGE, 8))
+    assert rig.take(removed([2])).pages == set()

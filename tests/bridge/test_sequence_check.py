@@ -1,10 +1,11 @@
 """The order of batches, the incarnations that sent them, and connections that a subscriber reports."""
 
 import numpy as np
+import pytest
 import zmq
 
 from bridge import BridgeSettings
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults
@@ -21,93 +22,80 @@ from tests.models.stream_reader import StreamReader
 from tests.rigs.bridge import pages, store
 from tests.support.waiting import async_wait_until
 
-
-def live(sequence: SequenceCheck, seq: int, payload: bytes) -> BatchOrder:
-    verdict = sequence.classify(seq, payload)
-    if verdict is BatchOrder.APPLY:
-        sequence.applied(seq, payload)
-    if verdict in (BatchOrder.APPLY, BatchOrder.DUPLICATE):
-        sequence.note_live(seq, payload)
-    return verdict
+_ORDERS = {"+": BatchOrder.APPLY, "=": BatchOrder.DUPLICATE, "?": BatchOrder.GAP, "!": BatchOrder.RESTART}
 
 
-def begun(*payloads: bytes) -> SequenceCheck:
+def follow(script: str) -> SequenceCheck:
+    """Follow steps: a number, the content of its batch, and what a live batch must be; `r` after it: a replayed one.
+
+    "2c?": batch 2 with content c is live, and a gap is before it. "restart": another incarnation.
+    """
     sequence = SequenceCheck()
-    for seq, payload in enumerate(payloads):
-        assert live(sequence, seq, payload) is BatchOrder.APPLY
+    for step in script.split():
+        if step == "restart":
+            sequence.restart()
+            assert not sequence.has_begun
+            continue
+        seq, payload, order = int(step[:-2]), step[-2].encode(), step[-1]
+        if order == "r":
+            sequence.applied(seq, payload)
+            continue
+        assert sequence.classify(seq, payload) is _ORDERS[order], step
+        if order == "+":
+            sequence.applied(seq, payload)
+        if order in "+=":
+            sequence.note_live(seq, payload)
     return sequence
 
 
-def test_batches_in_their_order_are_applied() -> None:
-    assert begun(b"a", b"b", b"c").expected == 3
-
-
-def test_a_number_left_out_is_a_gap() -> None:
-    assert live(begun(b"a"), 2, b"c") is BatchOrder.GAP
-    assert live(SequenceCheck(), 1, b"b") is BatchOrder.GAP
-
-
-def test_a_number_that_goes_back_is_a_restart() -> None:
-    assert live(begun(b"a", b"b", b"c"), 0, b"a") is BatchOrder.RESTART
-
-
-def test_the_last_one_again_is_a_duplicate_and_with_another_content_a_restart() -> None:
-    assert live(begun(b"a", b"b"), 1, b"b") is BatchOrder.DUPLICATE
-    assert live(begun(b"a", b"b"), 1, b"x") is BatchOrder.RESTART
-
-
-def test_what_was_replayed_before_it_came_is_a_duplicate_if_it_is_the_same() -> None:
-    sequence = begun(b"a")
-    for seq, payload in ((1, b"b"), (2, b"c"), (3, b"d")):
-        sequence.applied(seq, payload)
-    assert live(sequence, 1, b"b") is BatchOrder.DUPLICATE
-    assert live(sequence, 3, b"x") is BatchOrder.RESTART
-    assert live(sequence, 3, b"d") is BatchOrder.DUPLICATE
-    assert live(sequence, 4, b"e") is BatchOrder.APPLY
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("0a+ 1b+ 2c+", 3),
+        ("0a+ 2c?", 1),
+        ("1b?", 0),
+        ("0a+ 1b+ 2c+ 0a!", 3),
+        ("0a+ 1b+ 1b=", 2),
+        ("0a+ 1b+ 1x!", 2),
+        ("0a+ 1br 2cr 3dr 1b= 3x! 3d= 4e+", 5),  # replayed before they came live
+        ("0a+ 1b+ restart 0x+", 1),
+    ],
+)
+def test_a_batch_is_judged_by_its_number_and_content(script: str, expected: int) -> None:
+    assert follow(script).expected == expected
 
 
 def test_the_last_batch_applied_is_known_by_its_content() -> None:
-    sequence = begun(b"a", b"b")
+    sequence = follow("0a+ 1b+")
     assert sequence.is_last_applied(b"b")
     assert not sequence.is_last_applied(b"a")
 
 
-def test_after_a_restart_everything_starts_again() -> None:
-    sequence = begun(b"a", b"b")
-    sequence.restart()
-    assert not sequence.has_begun
-    assert live(sequence, 0, b"x") is BatchOrder.APPLY
-
-
-def test_batches_in_their_order_are_counted_up_to_the_first_that_is_not() -> None:
-    sequence = begun(b"a", b"b")
-    for seqs, num in (([2, 3, 4], 3), ([2, 3, 5, 6], 2), ([2, 2, 3], 1), ([3], 0), ([1, 2], 0), ([], 0)):
-        assert sequence.num_in_order(np.array(seqs, np.uint64)) == num
-
-
-def test_the_highest_number_is_followed_by_none() -> None:
-    sequence = SequenceCheck()
-    sequence.applied(2**64 - 2, b"a")
-    sequence.note_live(2**64 - 2, b"a")
-    assert sequence.num_in_order(np.array([2**64 - 1, 0, 1], np.uint64)) == 1
+@pytest.mark.parametrize(
+    ("script", "seqs", "num"),
+    [
+        ("0a+ 1b+", [2, 3, 4], 3),
+        ("0a+ 1b+", [2, 3, 5, 6], 2),
+        ("0a+ 1b+", [2, 2, 3], 1),
+        ("0a+ 1b+", [3], 0),
+        ("0a+ 1b+", [1, 2], 0),
+        ("0a+ 1b+", [], 0),
+        ("0a+ 1br", [1, 2], 0),  # batch 1 may still come live
+        ("0a+ 1br 1b=", [2, 3], 2),
+        (f"{2**64 - 2}ar {2**64 - 2}a=", [2**64 - 1, 0, 1], 1),  # the highest number is followed by none
+    ],
+)
+def test_batches_in_their_order_are_counted_up_to_the_first_that_is_not(script: str, seqs: list[int], num: int) -> None:
+    assert follow(script).num_in_order(np.array(seqs, np.uint64)) == num
 
 
 def test_batches_that_are_applied_together_are_as_if_applied_one_by_one() -> None:
-    sequence = begun(b"a")
+    sequence = follow("0a+")
     sequence.applied_live(3, b"d")
     assert sequence.expected == 4
     assert sequence.is_last_applied(b"d")
-    assert live(sequence, 3, b"d") is BatchOrder.DUPLICATE
-    assert live(sequence, 3, b"x") is BatchOrder.RESTART
-    assert live(sequence, 4, b"e") is BatchOrder.APPLY
-
-
-def test_batches_after_replayed_ones_are_in_order_once_the_replayed_ones_came() -> None:
-    sequence = begun(b"a")
-    sequence.applied(1, b"b")
-    assert sequence.num_in_order(np.array([1, 2], np.uint64)) == 0
-    assert live(sequence, 1, b"b") is BatchOrder.DUPLICATE
-    assert sequence.num_in_order(np.array([2, 3], np.uint64)) == 2
+    orders = [sequence.classify(seq, payload) for seq, payload in ((3, b"d"), (3, b"x"), (4, b"e"))]
+    assert orders == [BatchOrder.DUPLICATE, BatchOrder.RESTART, BatchOrder.APPLY]
 
 
 async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_for_unbroken() -> None:
@@ -141,17 +129,23 @@ def after(*events: tuple[int, int]) -> Connections:
     return connections
 
 
-def test_a_connection_is_there_from_its_handshake_until_it_is_lost() -> None:
-    assert not after((BEGUN, 5))
-    assert after((BEGUN, 5), (MADE, 0))
-    assert not after((BEGUN, 5), (MADE, 0), (LOST, 5))
-    assert after((BEGUN, 5), (MADE, 0), (LOST, 5), (BEGUN, 5), (MADE, 0))
-
-
-def test_losing_what_never_shook_hands_changes_nothing() -> None:
-    assert after((BEGUN, 5), (MADE, 0), (BEGUN, 6), (LOST, 6))
-    assert after((BEGUN, 6), (BEGUN, 5), (MADE, 0), (LOST, 6))
-    assert not after((BEGUN, 6), (LOST, 6))
+@pytest.mark.parametrize(
+    ("events", "is_connected"),
+    [
+        ([(BEGUN, 5)], False),
+        ([(BEGUN, 5), (MADE, 0)], True),
+        ([(BEGUN, 5), (MADE, 0), (LOST, 5)], False),
+        ([(BEGUN, 5), (MADE, 0), (LOST, 5), (BEGUN, 5), (MADE, 0)], True),
+        ([(BEGUN, 5), (MADE, 0), (BEGUN, 6), (LOST, 6)], True),  # 6 never completed a handshake
+        ([(BEGUN, 6), (BEGUN, 5), (MADE, 0), (LOST, 6)], True),
+        ([(BEGUN, 6), (LOST, 6)], False),
+        ([(MADE, 0)], False),  # of a connection that was not seen to begin
+    ],
+)
+def test_a_connection_is_there_from_its_handshake_until_it_is_lost(
+    events: list[tuple[int, int]], is_connected: bool
+) -> None:
+    assert bool(after(*events)) is is_connected
 
 
 def test_a_message_shows_which_connection_shook_hands() -> None:
@@ -161,7 +155,3 @@ def test_a_message_shows_which_connection_shook_hands() -> None:
     assert connections
     assert not connections.note_message(6)
     assert not connections.note_message(-1)
-
-
-def test_a_handshake_of_a_connection_that_was_not_seen_to_begin_is_ignored() -> None:
-    assert not after((MADE, 0))

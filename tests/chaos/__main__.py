@@ -19,7 +19,6 @@ assert tests.chaos.log_faults  # fills the table
 
 
 def main() -> None:
-    """Run, and print a line for each injection and a table at the end."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one")
@@ -43,7 +42,6 @@ def main() -> None:
 
 
 def show(outcome: Outcome) -> None:
-    """Print a line, and everything about a failure."""
     converged = "never right" if outcome.converged_s is None else f"right after {outcome.converged_s:.1f} s"
     line = f"{outcome.number:3} {' + '.join(outcome.faults):60} {converged}, {outcome.resent_pages:,} pages again"
     line += f", worst answer {outcome.worst_s * 1000:.0f} ms, load {outcome.load:.1f}"

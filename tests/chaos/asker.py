@@ -26,8 +26,6 @@ _RETRY_S = 0.02
 
 
 class Asked(msgspec.Struct):
-    """A prompt that is asked for."""
-
     worker: str
     model: str
     tenant: str
@@ -35,8 +33,6 @@ class Asked(msgspec.Struct):
 
 
 class AskerOptions(msgspec.Struct):
-    """What to ask whom."""
-
     ports: list[int]
     prompts: list[Asked]
     file: str
@@ -55,8 +51,6 @@ class _Answer(msgspec.Struct):
 
 
 class _Asker:
-    """Asks one service."""
-
     def __init__(self, options: AskerOptions, service: int, output: int) -> None:
         self._options, self._service, self._output = options, service, output
         self._decoder = msgspec.json.Decoder(_Answer)

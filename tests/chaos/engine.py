@@ -68,8 +68,6 @@ class Truth(msgspec.Struct):
 
 
 class EngineStats(msgspec.Struct):
-    """Figures of an engine's publisher since its start."""
-
     epoch: int
     resync_pages: int
     resyncs: int
@@ -103,21 +101,16 @@ class Engine:
             **self.clock,
         }
         """Its settings. A change counts from the next start on."""
-        self.is_paused = False
-        """Whether the process is stopped by a signal."""
-        self.resync_pages_before = 0
         self.options = options
         self._process: ControlledProcess | None = None
         self._starts = 0
 
     @property
     def running(self) -> bool:
-        """Whether the process was started and not killed."""
         return self._process is not None
 
     @property
     def epoch(self) -> int:
-        """The epoch of its publisher."""
         return int(self._running_process.greeting)
 
     def start(self) -> None:
@@ -129,49 +122,28 @@ class Engine:
         self._process = ControlledProcess(__name__, [json.dumps(given)], self.variables, self.log)
 
     def kill(self) -> None:
-        """Send SIGKILL. Idempotent."""
         if self._process is not None:
             process, self._process = self._process, None
             process.kill()
             process.close_streams()
-        self.is_paused = False
 
     def pause(self) -> None:
-        """Send SIGSTOP."""
-        self.is_paused = True
         self._running_process.pause()
 
     def resume(self) -> None:
-        """Send SIGCONT."""
         self._running_process.resume()
-        self.is_paused = False
 
-    def rest(self) -> None:
-        """Serve no more requests until `work`. The publisher goes on."""
-        self._running_process.order("rest")
-
-    def work(self) -> None:
-        """Serve requests."""
-        self._running_process.order("work")
+    def order(self, command: str, *arguments: object) -> Any:
+        """Give an order that `_run` knows: rest, work, harm with kind and number of records, or left to harm."""
+        return self._running_process.order(command, *arguments)
 
     def burst(self, pages: int) -> float:
-        """Serve requests for this many new pages at once. Returns the seconds that it took."""
         return float(self._running_process.order("burst", pages))
 
-    def harm_records(self, harm: str, records: int) -> None:
-        """Harm the next records on their way to the log: see `tests.chaos.harmful_sink`."""
-        self._running_process.order("harm", harm, records)
-
-    def num_left_to_harm(self) -> int:
-        """Return how many of these are still to come."""
-        return int(self._running_process.order("left to harm"))
-
     def truth(self) -> Truth:
-        """Return what the cache holds."""
         return msgspec.convert(self._running_process.order("truth"), Truth)
 
     def stats(self) -> EngineStats:
-        """Return the figures of its publisher."""
         return msgspec.convert(self._running_process.order("stats"), EngineStats)
 
     def rows(self) -> npt.NDArray[Any]:
@@ -207,7 +179,6 @@ class _Life:
         self._evict, worker.cache.evict = worker.cache.evict, self._evict_and_note  # type: ignore[method-assign]
 
     def serve(self) -> None:
-        """Serve the next request and write a row of history."""
         self.worker.serve(next(self._requests))
         self.num_requests += 1
         self.note()
@@ -218,12 +189,10 @@ class _Life:
         return result
 
     def note(self) -> None:
-        """Write a row of history."""
         row = np.array([(time.monotonic(), self.digest(self.held()))], HISTORY_ROW)
         os.write(self._history, row.tobytes())
 
     def burst(self, pages: int) -> None:
-        """Serve requests for new pages, without pauses."""
         from simulation.workload import Request
 
         for _ in range(-(-pages // _BURST_PROMPT_PAGES)):
@@ -232,7 +201,6 @@ class _Life:
             self.note()
 
     def held(self) -> dict[str, npt.NDArray[np.uint64]]:
-        """Return the pages of each medium."""
         from simulation.worker import held_pages
 
         found = {medium.value: held_pages(self.worker, medium) for medium in MEDIA}
@@ -241,7 +209,6 @@ class _Life:
 
     @staticmethod
     def digest(held: dict[str, npt.NDArray[np.uint64]]) -> npt.NDArray[np.uint64]:
-        """Compute the digest from scratch."""
         xors = [np.bitwise_xor.reduce(_mixed(pages), initial=0) for pages in held.values()]
         return np.array([*map(len, held.values()), *xors], np.uint64)
 

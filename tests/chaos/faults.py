@@ -31,8 +31,6 @@ Course: TypeAlias = Callable[[Rig, Random], Iterator[None]]
 
 
 class Fault(NamedTuple):
-    """A kind of fault."""
-
     name: str
     course: Course
     touches: frozenset[str]

@@ -19,9 +19,9 @@ _MOST_RECORDS = 5
 def _harmed(harm: str) -> Course:
     def course(rig: Rig, random: Random) -> Iterator[None]:
         engine = random.choice(rig.engines)
-        engine.harm_records(harm, random.randint(1, _MOST_RECORDS))
+        engine.order("harm", harm, random.randint(1, _MOST_RECORDS))
         yield
-        wait_until(lambda: engine.num_left_to_harm() == 0, 60, f"records to be {harm}")
+        wait_until(lambda: engine.order("left to harm") == 0, 60, f"records to be {harm}")
 
     return course
 
@@ -74,7 +74,6 @@ def foreign(rig: Rig, random: Random) -> Iterator[None]:
 
 
 def _forged(engine: Engine, random: Random) -> bytes:
-    """Return a record that the engine has not sent."""
     stream = Stream(
         engine.name,
         model=engine.stream.model,

@@ -24,7 +24,6 @@ HEADINGS = (
 
 
 def rows_of(reports: Sequence[Report]) -> list[list[str]]:
-    """Return a row for each fault that was injected alone, and one for all pairs."""
     by_fault: dict[str, list[Outcome]] = defaultdict(list)
     for report in reports:
         for outcome in report.outcomes:
@@ -48,20 +47,17 @@ def _row(name: str, outcomes: list[Outcome]) -> list[str]:
 
 
 def plain_table(reports: Sequence[Report]) -> str:
-    """Return the table for a terminal."""
     rows = [list(HEADINGS), *rows_of(reports)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
 def markdown_table(reports: Sequence[Report]) -> str:
-    """Return the table for the docs."""
     lines = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)], *rows_of(reports)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def summary(report: Report) -> str:
-    """Return the figures of a run in one line."""
     ratio = report.faulty_p99_s / report.quiet_p99_s if report.quiet_p99_s else 0.0
     p99 = f"p99 {report.quiet_p99_s * 1000:.1f} ms quiet, {report.faulty_p99_s * 1000:.1f} ms during faults"
     done = f"{len(report.outcomes)} injections in {report.minutes:.1f} min, {report.queries:,} answers"

@@ -76,24 +76,20 @@ class Service(ServiceProcess):
         return self.is_away and not self._is_paused and self._running
 
     def launch(self) -> None:
-        """Start, without waiting."""
         self._leave()
         super().launch()
 
     def kill(self) -> None:
-        """Send SIGKILL. Idempotent."""
         if self._running:
             self._leave()
         super().kill()
 
     def pause(self) -> None:
-        """Send SIGSTOP."""
         self._leave()
         self._is_paused = True
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Send SIGCONT."""
         self._signal(signal.SIGCONT)
         self._is_paused = False
         self.note_ready()
@@ -104,7 +100,6 @@ class Service(ServiceProcess):
         wait_until(lambda: self._num_snapshots() > before, 60, "the next snapshot")
 
     def note_ready(self) -> None:
-        """Its process answers queries from now on."""
         if self.is_away:
             self.away[-1] = self.away[-1]._replace(ended=time.monotonic())
 
@@ -143,7 +138,6 @@ class Bridge:
         }
 
     def start(self) -> None:
-        """Start to read the engine."""
         name = self.engine.stream
         where = f"endpoint=tcp://127.0.0.1:{self._live},replay_endpoint=tcp://127.0.0.1:{self._replay}"
         option = f"worker={name.worker},model={name.model},tenant={name.tenant},{where}"
@@ -153,7 +147,6 @@ class Bridge:
             self._process = PreparedProcess("kvsight", ["bridge", "--engine", option], environment, streams)
 
     def kill(self) -> None:
-        """Send SIGKILL. Idempotent."""
         if self._process is not None:
             self._process.kill()
 
@@ -219,11 +212,9 @@ class Rig:
         return twin
 
     def new_member(self, name: str) -> Service:
-        """Return a member of the group that is not started."""
         return self.new_service(name, has_redis=True, KVSIGHT_GROUP=self.group)
 
     def start_further_member(self) -> Service:
-        """Start one more member of the group. The caller closes it."""
         self._num_added += 1
         member = self.new_member(f"added-member-{self._num_added}")
         member.start()

@@ -43,7 +43,6 @@ class Answers(NamedTuple):
 
     @property
     def num_errors(self) -> int:
-        """Number of 5xx, and of connections that failed."""
         return int((self.rows["status"] >= _SERVER_ERROR).sum() + (self.rows["status"] == 0).sum())
 
     @property
@@ -53,11 +52,9 @@ class Answers(NamedTuple):
 
     @property
     def worst_s(self) -> float:
-        """Longest time to an answer."""
         return float(self.rows["seconds"].max(initial=0.0))
 
     def percentile_s(self, percent: float) -> float:
-        """Return a percentile of the times to an answer; 0 without any."""
         return float(np.percentile(self.rows["seconds"], percent)) if len(self.rows) else 0.0
 
 
@@ -75,7 +72,6 @@ def read_answers(file: Path, services: Sequence[Service], since: float, until: f
 
 
 def joined(parts: Sequence[Answers]) -> Answers:
-    """Return the answers of several intervals."""
     empty = np.zeros(0, ANSWER_ROW)
     return Answers(
         np.concatenate([empty, *(part.rows for part in parts)]), np.concatenate([empty, *(part.away for part in parts)])
@@ -133,8 +129,6 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A whole run."""
-
     seed: int
     minutes: float
     quiet_p99_s: float

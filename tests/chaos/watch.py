@@ -52,7 +52,6 @@ class Sighting(NamedTuple):
 
 
 def listener_of(workers: list[dict[str, Any]], engine: Engine) -> dict[str, Any] | None:
-    """Return the stream of an engine from an answer of `GET /workers`."""
     stream = engine.stream
     for worker in workers:
         if (worker["model_name"], worker["routing_group"], worker["instance_id"]) == stream[:3]:
@@ -83,17 +82,14 @@ class Watch:
         return max(known) if len(known) == len(since) else None
 
     def newest(self) -> list[Sighting]:
-        """Return the last sighting of each view."""
         with self._lock:
             return list(self._newest.values())
 
     def wrong_since(self, at: float) -> list[Sighting]:
-        """Return the sightings of live views that were not right, from a time on."""
         with self._lock:
             return [each for each in self._wrong if each.at >= at]
 
     def lies_since(self, at: float) -> list[Sighting]:
-        """Return the sightings that are lies, from a time on."""
         with self._lock:
             return [each for each in self._lies if each.at >= at]
 
@@ -181,7 +177,7 @@ def compare(rig: Rig, deadline_s: float) -> list[Difference]:
     """Let the engines rest, and return the differences that remain at the deadline. The engines then work again."""
     engines = [engine for engine in rig.all_engines if engine.running]
     for engine in engines:
-        engine.rest()
+        engine.order("rest")
     try:
         truths = {engine.name: engine.truth() for engine in engines}
         give_up = time.monotonic() + deadline_s
@@ -194,7 +190,7 @@ def compare(rig: Rig, deadline_s: float) -> list[Difference]:
         return [each for service in rig.all_services for each in _differences(rig, service, engines, truths)]
     finally:
         for engine in engines:
-            engine.work()
+            engine.order("work")
 
 
 def _is_equal(service: Service, engine: Engine, truth: Truth) -> bool:

@@ -11,12 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+import simulation
 from kv_events.log.event_log import EventLogReader
 from kv_events.schema import CLOSED
 from kvsight import Client, StateChanged
 from tests.models.stream_reader import StreamReader
 from tests.rigs.bridge import GPU, on
-from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight
+from tests.support.commands import RunningCommand, invoke, kvsight
 from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
@@ -49,23 +50,13 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 
 def test_a_server_that_no_engine_can_reach_reports_it() -> None:
     port = free_port()
-    process = subprocess.Popen(
-        [*KVSIGHT, "serve", "--port", str(port)],
-        env=ENVIRONMENT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    said = ""
-    while "/register" not in said and (line := process.stderr.readline()):  # the first start may compile kernels
-        said += line
-    with socket.create_connection(("127.0.0.1", port)):
-        pass  # printed after the server is listening
-    process.terminate()  # a shell's background jobs ignore SIGINT until uvicorn listens to it
-    process.communicate(timeout=20)
-    assert f"http://127.0.0.1:{port}" in said
-    assert "--kafka" in said
-    assert "/register" in said
+    with RunningCommand("serve", "--port", port) as command:
+        command.wait_for("/register")
+        with socket.create_connection(("127.0.0.1", port)):
+            pass  # printed after the server is listening
+        command.end(signal.SIGTERM)
+    assert f"http://127.0.0.1:{port}" in command.err
+    assert "--kafka" in command.err
 
 
 def test_the_demo_ends_by_itself_and_shows_policies_and_an_answer() -> None:
@@ -79,37 +70,28 @@ def test_the_demo_ends_by_itself_and_shows_policies_and_an_answer() -> None:
     assert addresses[0] == f"http://127.0.0.1:{port}"  # the page
 
 
-def test_the_demo_of_a_tiered_fleet_shows_gpu_below_cpu_below_disk() -> None:
-    port = free_port()
-    done = kvsight("demo", "--exit", "--port", port, "--requests", 360, "--cache", "hiradix")
-    assert done.returncode == 0, done.stderr
+def test_the_demo_of_a_tiered_fleet_shows_gpu_below_cpu_below_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "POLICIES", ["kv-aware"])  # the comparison of all takes seconds
+    done = invoke("demo", "--exit", "--port", free_port(), "--requests", 360, "--cache", "hiradix")
+    assert done.exit_code == 0, done.output
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("worker-") and "live" in line]
     assert any(0 < int(gpu) < int(cpu) < int(disk) for _, _, gpu, cpu, disk, *_ in rows), done.stdout
 
 
-def test_the_demo_ends_cleanly_on_ctrl_c_and_its_engines_say_goodbye() -> None:
+def test_the_demo_ends_cleanly_on_ctrl_c_and_its_engines_send_closing_records() -> None:
     port = free_port()
-    process = subprocess.Popen(
-        [*KVSIGHT, "demo", "--port", str(port), "--requests", "320"],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    line = ""
-    while "Ctrl-C" not in line:
-        line = process.stderr.readline()
-        assert line, process.communicate()
-    with Client(f"http://127.0.0.1:{port}") as client:
+    with (
+        RunningCommand("demo", "--port", port, "--requests", 320) as command,
+        Client(f"http://127.0.0.1:{port}") as client,
+    ):
+        command.wait_for("Ctrl-C")
         events = client.events()
         next(events)
-        process.send_signal(signal.SIGINT)
+        command.send(signal.SIGINT)
         states = {event.instance_id: (event.state, event.reason) for event in events if isinstance(event, StateChanged)}
+        assert command.end() == 0, command.err
     assert states == {f"worker-{number}": ("expired", CLOSED) for number in range(4)}
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == 0, errors
-    assert "Traceback" not in errors
+    assert "Traceback" not in command.err
 
 
 def test_a_named_topic_is_recorded_and_the_recording_continues(kafka_bootstrap: str, tmp_path: Path) -> None:
@@ -159,16 +141,14 @@ def test_engines_listed_in_a_file_are_bridged_into_a_log_until_it_is_stopped(tmp
         f'replay_endpoint = "{engine.replay_endpoint}"\n'
     )
     engine.send(payload(stored([1, 2], range(8))))
-    command = [*KVSIGHT, "bridge", "--config", str(config), "--event-log-dir", str(log), "--metrics-port", str(port)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+    words = ("bridge", "--config", config, "--event-log-dir", log, "--metrics-port", port)
+    with RunningCommand(*words) as command:
         engine.wait_for_readers(deadline_s=60)
         engine.send(payload(stored([3], range(8, 12), parent=2), ["BlockStored", ["x"]]))
         wait_until(
             lambda: 'kvsight_bridge_pages{dp_rank="0",model="m",tenant="default",worker="w"} 3.0' in scraped(port)
         )
         assert 'reason="type"' in scraped(port)
-        process.send_signal(signal.SIGTERM)
-        _, words = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert "stopped after 3 events in 2 batches" in words
+        assert command.end(signal.SIGTERM) == 0
+    assert "stopped after 3 events in 2 batches" in command.err
     assert held(log) == on(GPU, names_of(range(12)))

@@ -27,6 +27,7 @@ from tests.support.commands import invoke
 from tests.support.log.late_log import write_late_log
 from tests.support.log.planted_causes import VICTIM, check_truth, planted
 from tests.support.log.records import Stream, removed, stored
+from tests.support.servers.service_process import ServiceProcess
 
 TOKENS = list(range(1, 33))
 PAGES = list(range(1, 21))
@@ -173,6 +174,16 @@ def test_two_logs_differ_by_the_workers_that_one_lacks(changing: Path, tmp_path:
     found = printed("replay", tmp_path / "one", "--diff", changing)
     facts = [(each["worker"], each["gained"], each["lost"]) for each in found]
     assert facts == [("engine-10", 2, 0), ("engine-2", 0, 0)]
+
+
+def test_a_service_that_follows_a_log_equals_its_end_and_differs_from_earlier_moments(
+    changing: Path, tmp_path: Path
+) -> None:
+    with ServiceProcess(tmp_path, KVSIGHT_EVENT_LOG_DIR=changing) as service:
+        service.wait_until_ready()
+        assert invoke("replay", changing, "--diff", service.url).stdout == "no difference\n"
+        done = invoke("replay", changing, "--diff", service.url, "--at", 2)
+    assert "engine-2 gained, for example: 7, 8" in done.stdout
 
 
 def test_a_dump_of_several_block_sizes_has_the_names_of_its_streams(changing: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,10 +16,11 @@ from aiokafka import AIOKafkaProducer
 from kv_events.hashing import sequence_hashes, token_array
 from kv_events.log.event_log import EventLogWriter
 from kv_events.records import LogRecord
-from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight, served_log
+from tests.support.commands import ENVIRONMENT, KVSIGHT, RunningCommand, kvsight, served_log
 from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.terminal import COLUMNS, on_terminal
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timing("a command must show its lines within seconds")
 
@@ -145,9 +145,10 @@ def test_tail_shows_the_records_of_a_log(screen: Shown, recorded: Path) -> None:
 def test_tail_shows_the_records_of_a_topic(kafka_bootstrap: str) -> None:
     topic = uuid.uuid4().hex
     words = f"tail --kafka {kafka_bootstrap} --events-topic {topic} --from-beginning -n 1 --json"
-    process = subprocess.Popen([*KVSIGHT, *words.split()], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-    asyncio.run(publish(kafka_bootstrap, topic, Stream("engine-0").batch(stored((0, [1, 2, 3])))))
-    event = json.loads(process.communicate(timeout=60)[0])
+    with RunningCommand(*words.split()) as command:
+        asyncio.run(publish(kafka_bootstrap, topic, Stream("engine-0").batch(stored((0, [1, 2, 3])))))
+        assert command.end() == 0
+    event = json.loads(command.out)
     facts = (event["worker"], event["kinds"], event["stored"], event["offset"])
     assert facts == ("engine-0", ["stored"], {"GPU": 3}, 0)
 
@@ -172,18 +173,16 @@ def test_a_simulation_explains_its_columns(screen: Shown) -> None:
 
 
 def test_an_interrupted_command_ends_without_a_traceback() -> None:
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*KVSIGHT, "simulate", "--requests", "100000", "--workers", "2"],
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    time_to_start = time.monotonic() + 60
-    while "numba" not in (maps := Path(f"/proc/{process.pid}/maps").read_text()) and time.monotonic() < time_to_start:
-        os.sched_yield()
-    assert maps
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    ) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_until(lambda: "numba" in maps.read_text(), 60, "the imports")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors
     assert process.returncode in (130, -signal.SIGINT)

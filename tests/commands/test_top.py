@@ -6,12 +6,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from kv_events.log.event_log import EventLogWriter
-from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight
+from tests.support.commands import RunningCommand, kvsight
 from tests.support.log.records import Stream, stored
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.terminal import COLUMNS, Screen, on_terminal
@@ -66,16 +65,11 @@ def test_workers_are_selected_by_their_names(service: ServiceProcess) -> None:
 
 @pytest.mark.parametrize("ranks", [[], ["--ranks"]])
 def test_piped_tables_follow_each_other_until_ctrl_c(ranks: list[str], service: ServiceProcess) -> None:
-    options = ["top", *ranks, "--json", "--interval", "0.1", "--url", service.url]
-    process = subprocess.Popen(
-        [*KVSIGHT, *options], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    shown = [json.loads(process.stdout.readline()) for _ in range(2)]
+    with RunningCommand("top", *ranks, "--json", "--interval", 0.1, "--url", service.url) as command:
+        wait_until(lambda: command.out.count("\n") >= 2, 60, "two tables")
+        assert (command.end(signal.SIGINT), command.err) == (0, "")
+    shown = [json.loads(line) for line in command.out.splitlines()[:2]]
     assert [len(each if ranks else each["workers"]) for each in shown] == [3, 3]
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
 
 
 def test_a_screen_outlives_the_service_and_ends_with_q(service: ServiceProcess) -> None:
@@ -100,21 +94,16 @@ def test_ctrl_c_ends_a_screen_without_a_word(service: ServiceProcess) -> None:
     assert "Aborted" not in screen.text
 
 
-def test_a_service_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+def test_a_service_that_does_not_answer_is_one_line() -> None:
     url = "http://127.0.0.1:9"  # the port of a service that nothing runs
     shown = on_terminal("top", "--once", "--url", url)
     assert shown.returncode == 2
     assert shown.stdout.startswith(f"kvsight: {url}/fleet: ")
     assert shown.stdout.count("\n") == 1
-    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-        waiting = subprocess.Popen(
-            [*KVSIGHT, "top", "--interval", "0.1", "--url", url], env=ENVIRONMENT, stdout=out, stderr=err
-        )
-        wait_until(lambda: (tmp_path / "err").read_text(), 60, "the outage on stderr")
-        waiting.send_signal(signal.SIGINT)
-        assert waiting.wait(60) == 0
-    assert (tmp_path / "out").read_text() == ""
-    assert (tmp_path / "err").read_text().count("no answer since") == 1
+    with RunningCommand("top", "--interval", 0.1, "--url", url) as command:
+        command.wait_for("no answer since")
+        assert command.end(signal.SIGINT) == 0
+    assert (command.out, command.err.count("no answer since")) == ("", 1)
 
 
 def test_a_refusal_ends_the_command(service: ServiceProcess) -> None:

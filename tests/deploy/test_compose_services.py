@@ -7,19 +7,19 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from kvsight.cli.shared.process import compile_kernels
 from tests.support import compose
-from tests.support.servers.child_process import ChildProcess, free_port
+from tests.support.commands import RunningCommand
+from tests.support.servers.child_process import free_port
 from tests.support.servers.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
-KVSIGHT = [sys.executable, "-m", "kvsight"]
 SERVICES = ("indexer", "engine-0", "engine-1")
 
 
@@ -46,7 +46,6 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def url(kafka_bootstrap: str, redis_server: RedisServer, environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
     """The address of the running stack."""
-    compile_kernels("publisher.ledger")  # here once, instead of in every process
     port = free_port()
     addresses = {
         "kafka:9092": kafka_bootstrap,
@@ -54,18 +53,15 @@ def url(kafka_bootstrap: str, redis_server: RedisServer, environment: dict[str, 
         "0.0.0.0": "127.0.0.1",
         "8000": str(port),
     }
-    running = []
-    try:
+    with ExitStack() as running:
         for name in SERVICES:
             own = addresses | {"9100": str(free_port())}  # of metrics: each container has its own address
             words = [own.get(word, word) for word in compose.command(name)]
             variables = {**environment, **compose.environment(name)}
-            running.append(ChildProcess([*KVSIGHT, *words[1:]], tmp_path / f"{name}.log", variables))
-        running[0].wait_for_port(port, deadline_s=100)
+            service = running.enter_context(RunningCommand(*words[1:], **variables))
+            if name == "indexer":
+                service.wait_for("kvsight listens on", 100)
         yield f"http://localhost:{port}"
-    finally:
-        for each in running:
-            each.kill()
 
 
 def states(url: str) -> dict[str, str]:

@@ -202,7 +202,7 @@ def test_the_first_day(site: Site, broker: KafkaBroker, redis: RedisServer, api:
         events_are_recorded_and_replayed(site, folder, prompt)
         broker_goes_away_and_comes_back(serve, broker, api)
         engine_dies_and_comes_back(site, engines[0], serve, api)
-        engine_says_goodbye(engines[1], serve, api)
+        engine_sends_a_closing_record(engines[1], serve, api)
     assert PASSWORD not in serve.output
 
 
@@ -307,7 +307,7 @@ def engine_dies_and_comes_back(site: Site, engine: Running, serve: Running, api:
     serve.wait_for("engine-0", "came back")
 
 
-def engine_says_goodbye(engine: Running, serve: Running, api: Api) -> None:
+def engine_sends_a_closing_record(engine: Running, serve: Running, api: Api) -> None:
     assert "engine-1" in api.states()
     engine.terminate()
     wait_until(lambda: api.states().get("engine-1") != "live", TTL_S / 2, "the worker to leave before its time-to-live")

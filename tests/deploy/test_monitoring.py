@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from aiokafka import AIOKafkaProducer
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.commands import ENVIRONMENT, KVSIGHT
+from tests.support.commands import RunningCommand
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import ChildProcess, free_port
@@ -53,20 +54,14 @@ def targets(kafka_bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> I
     topics = own_topics(kafka_bootstrap)
     ports = {f"kvsight-{name}": free_port() for name in ("engine", "bridge", "record")}
     with ZmqEngine() as zmq_engine, ServiceProcess(folder, **topics, KVSIGHT_RECORD=folder / "recording") as service:
-        lines = {
+        lines: dict[str, list[object]] = {
             "kvsight-engine": ["demo", "--engine", "e", "--kafka", kafka_bootstrap],
-            "kvsight-record": ["record", str(folder / "record"), "--kafka", kafka_bootstrap],
+            "kvsight-record": ["record", folder / "record", "--kafka", kafka_bootstrap],
             "kvsight-bridge": ["bridge", "--engine", f"worker=b,model=m,block_size=4,endpoint={zmq_engine.endpoint}"],
         }
-        processes = [
-            ChildProcess(
-                [*KVSIGHT, *words, "--metrics-port", str(ports[job])], folder / f"{job}.log", ENVIRONMENT | topics
-            )
-            for job, words in lines.items()
-        ]
-        try:
-            for process, port in zip(processes, ports.values(), strict=True):
-                process.wait_for_port(port, 100)
+        with ExitStack() as running:
+            for job, words in lines.items():
+                running.enter_context(RunningCommand(*words, "--metrics-port", ports[job], **topics))
             zmq_engine.wait_for_readers(deadline_s=60)
             zmq_engine.send(payload(stored([1, 2], range(8))))
             asyncio.run(send_garbage(kafka_bootstrap, topics["KVSIGHT_EVENTS_TOPIC"]))
@@ -80,9 +75,6 @@ def targets(kafka_bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> I
                 "kvsight": service.url.removeprefix("http://"),
                 **{job: f"127.0.0.1:{port}" for job, port in ports.items()},
             }
-        finally:
-            for process in processes:
-                process.kill()
 
 
 async def send_garbage(bootstrap: str, topic: str) -> None:

@@ -231,9 +231,9 @@ async def test_answers_are_relayed_as_they_are(router: str) -> None:
 @both
 async def test_more_than_a_hundred_requests_are_under_way_at_once(router: str) -> None:
     async with routed(router) as rig:
-        slow = [asyncio.create_task(rig.complete(TOKENS, slow=True)) for _ in range(130)]
+        slow = [asyncio.create_task(rig.complete(TOKENS, slow=True)) for _ in range(105)]
         asked = [engine.asked for engine in rig.engines.values()]
-        await async_wait_until(lambda: sum(map(len, asked)) == 130, what="all requests at the engines")
+        await async_wait_until(lambda: sum(map(len, asked)) == 105, what="all requests at the engines")
         for engine in rig.engines.values():
             engine.may_go_on.set()
         assert {answer.status_code for answer in await asyncio.gather(*slow)} == {200}

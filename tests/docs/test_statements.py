@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version as installed
@@ -29,7 +30,7 @@ from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel
 from kv_events.schema import NUM_MEDIA
 from kvsight.cli.main import app
-from tests.support.commands import kvsight
+from tests.support.commands import invoke
 from tests.support.compose import ROOT, SERVICES
 from tests.support.engines.released_modules import RELEASES
 from tests.support.pages import PAGES
@@ -190,14 +191,24 @@ def shown() -> Iterator[tuple[list[str], list[str]]]:
         yield shlex.split(command), [line for line in lines if line != "..."]
 
 
+@pytest.fixture
+def utc() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TZ", "UTC")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("utc")
 def test_five_commands_find_the_cause_as_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(EXAMPLES / RECORDING, tmp_path / RECORDING)
     monkeypatch.chdir(tmp_path)
     commands = list(shown())
     assert len(commands) == 5
     for words, lines in commands:
-        done = kvsight(*words[1:], environment={"TZ": "UTC"})
-        assert (words[0], done.returncode) == ("kvsight", 0), done.stderr
+        done = invoke(*words[1:])
+        assert (words[0], done.exit_code) == ("kvsight", 0), done.stderr
         output = done.stdout.splitlines()
         for line in lines:
             begin, is_cut, _ = line.partition("...")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_import_direction import MAY_IMPORT
+from tests.support.import_rules import MAY_IMPORT
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "structure.md").read_text()

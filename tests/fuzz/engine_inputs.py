@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from bridge import BridgeSettings
-from bridge.context import EngineContext
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters, EngineContext
 from bridge.decoding.decoder import Decoder, Messages, UndecodableError
 from bridge.hashes.event_translator import EventTranslator
 from bridge.registry import StreamRegistry
@@ -80,7 +79,7 @@ class BridgeTarget:
         self._decoder = Decoder()
         limited_logger = RateLimitedLogger(logging.getLogger("tests"), "engine w")
         context = EngineContext(EngineDefaults(), BridgeCounters(), limited_logger, _publisher, 4096, 4096)
-        self._translator = EventTranslator(STREAM, context, lambda publisher: None)
+        self._translator = EventTranslator(STREAM, context)
 
     def __call__(self, data: bytes) -> None:
         try:

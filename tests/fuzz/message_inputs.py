@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 
 from bridge import BridgeSettings, EngineSettings, Fleet
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages
 from bridge.settings import EngineDefaults
 from bridge.stream.engine_stream import EngineStream

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from indexer.index import IndexFullError, IndexImage, Marks, OverlapIndex
+from indexer.index import IndexFullError, Marks, OverlapIndex
+from indexer.slices import run_at_once
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.digest import empty_digest
 from kv_events.errors import InvalidValueError
@@ -45,18 +46,8 @@ def prefix_held(held: set[tuple[int, int]], prompt: list[int], slowest: int) -> 
 def copied(index: OverlapIndex) -> OverlapIndex:
     """Return a copy of the index, made through an image."""
     copy = OverlapIndex(max_pages=1000)
-    copy.restore(image_of(index))
+    copy.restore(run_at_once(index.image()))
     return copy
-
-
-def image_of(index: OverlapIndex) -> IndexImage:
-    copying = index.image()
-    while True:
-        try:
-            next(copying)
-        except StopIteration as end:
-            image: IndexImage = end.value
-            return image
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -198,12 +189,15 @@ def test_pages_beyond_the_bound_are_refused_counted_and_harmless() -> None:
     index.check()
 
 
-def test_streams_beyond_the_bound_are_refused() -> None:
+def test_streams_beyond_the_bound_are_refused_and_one_that_holds_pages_cannot_be_dropped() -> None:
     index = OverlapIndex(max_pages=10, max_streams=2)
-    index.add_stream()
+    stream = index.add_stream()
     index.add_stream()
     with pytest.raises(IndexFullError, match="at most 2 worker streams"):
         index.add_stream()
+    index.store(stream, stored_pages([1], 0), 0, 1)
+    with pytest.raises(InvalidValueError, match="stream: got 0"):
+        index.drop_stream(stream)
 
 
 def scattered(max_pages: int, **bounds: int) -> tuple[OverlapIndex, dict[int, int], list[int]]:
@@ -262,14 +256,6 @@ def test_there_is_no_room_to_make_while_a_number_of_a_stream_is_free() -> None:
     assert index.most_streams == 64
 
 
-def test_a_stream_that_holds_pages_cannot_be_dropped() -> None:
-    index = OverlapIndex(max_pages=10)
-    stream = index.add_stream()
-    index.store(stream, stored_pages([1], 0), 0, 1)
-    with pytest.raises(InvalidValueError, match="stream: got 0"):
-        index.drop_stream(stream)
-
-
 def test_all_workers_on_the_same_pages_cost_no_more_than_one() -> None:
     alone, shared = OverlapIndex(max_pages=200_000), OverlapIndex(max_pages=200_000)
     pages = stored_pages(list(range(1, 30_001)), 0)
@@ -309,7 +295,7 @@ def test_an_image_whose_pages_are_held_by_an_unknown_stream_is_refused(holder: i
     for stream in range(65 if holder >= 64 else 1):
         assert index.add_stream() == stream
     index.store(0, stored_pages([1, 2], 0), 0, 2)
-    image = image_of(index)
+    image = run_at_once(index.image())
     sets = np.concatenate(image.sets)
     width = sets.shape[1] // NUM_MEDIA
     if holder >= 64 * width:

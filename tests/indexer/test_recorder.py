@@ -14,25 +14,19 @@ from indexer.recording.recorder import MAX_WAITING_BYTES, LogPositions, Recorder
 from indexer.sources.memory import MemorySource
 from kv_events.decisions import VERSION, Decision, Outcome, encode_decision
 from kv_events.log.event_log import EventLogReader, EventLogWriter
-from kv_events.log.format import EventLogCorruptedError, list_segments
+from kv_events.log.format import EventLogCorruptedError, list_segments, size_of
 from kv_events.log.memory import MemoryLog
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
 from kv_events.log.retention import DeletedSegment
 from kv_events.records import Channel, LogRecord
+from tests.support.log.plain_log import flip, segments
 from tests.support.log.records import Stream, stored
 from tests.support.waiting import async_wait_until
 
 
 def record(number: int, num_bytes: int = 1000) -> LogRecord:
     return LogRecord(0, number, 1, b"key", bytes(num_bytes), Channel.EVENTS)
-
-
-def damage_the_middle(folder: Path) -> None:
-    (segment,) = folder.glob("*.kvlog")
-    data = bytearray(segment.read_bytes())
-    data[len(data) // 2] ^= 1
-    segment.write_bytes(data)
 
 
 def damage_the_last(folder: Path, where: slice) -> Path:
@@ -97,7 +91,8 @@ async def test_a_recording_goes_on_after_damage_and_knows_what_it_has(tmp_path: 
     with EventLogWriter(tmp_path) as writer:
         for number in range(10):
             writer.append(record(number))
-    damage_the_middle(tmp_path)
+    (segment,) = segments(tmp_path)
+    flip(segment, size_of(segment) // 2)
     recorder = Recorder(tmp_path)
     async with RecordingThread(recorder).running():
         for number in range(8, 12):  # it has two of them

@@ -239,37 +239,27 @@ def recorded_again(topics: dict[str, Any], folder: Path, workers: set[bytes]) ->
     return {record.key.split(b"/")[2] for record in records(folder)} == workers
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (["--from", "soon"], "--from: got 'soon', expected a time"),
-        (["--to", "12"], "--to: got 12; a topic has no index: give a time or PARTITION:OFFSET,..."),
-        (["--from", "0:1", "--channel", "control"], "--from and --to name offsets of the events' topic"),
-        (
-            ["--channel", "nothing"],
-            "--channel: got 'nothing', expected one of events, control, decisions, dead_letters",
-        ),
-        (["--max-age", "long"], "--max-age: got 'long', expected a positive number with one of the units s, m, h, d"),
-    ],
-)
-def test_wrong_flags_of_a_recording_are_one_line(flags: list[str], line: str, tmp_path: Path) -> None:
-    done = kvsight("record", tmp_path / "log", "--kafka", f"127.0.0.1:{free_port()}", *flags)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
-    assert done.stderr.startswith(f"kvsight: {line}")
-    assert not (tmp_path / "log").exists()
+KAFKA = ["--kafka", "127.0.0.1:9"]
+RECORD, SERVE = ["record", "/tmp/kvsight-nowhere", *KAFKA], ["serve", "--port", "0"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "line"),
+    ("command", "flags", "line"),
     [
-        (["--record-keep", "soon"], "--record-keep: got 'soon', expected a positive number"),
-        (["--record-max-bytes", "20"], "--record-max-bytes: got '20', expected at least 16MiB"),
-        (["--record-max-bytes", "20GB"], "--record-max-bytes: got '20GB', expected a positive number"),
-        (["--record", "/proc/nowhere"], "/proc/nowhere: "),
-        (["--record", "/tmp/r", "--event-log-dir", "/tmp/e"], "--record: got '/tmp/r', expected none"),
+        (RECORD, ["--from", "soon"], "--from: got 'soon', expected a time"),
+        (RECORD, ["--to", "12"], "--to: got 12; a topic has no index: give a time or PARTITION:OFFSET,..."),
+        (RECORD, ["--from", "0:1", "--channel", "control"], "--from and --to name offsets of the events' topic"),
+        (RECORD, ["--channel", "x"], "--channel: got 'x', expected one of events, control, decisions, dead_letters"),
+        (RECORD, ["--max-age", "long"], "--max-age: got 'long', expected a positive number with one of the units s, "),
+        (SERVE, ["--record-keep", "soon"], "--record-keep: got 'soon', expected a positive number"),
+        (SERVE, ["--record-max-bytes", "20"], "--record-max-bytes: got '20', expected at least 16MiB"),
+        (SERVE, ["--record-max-bytes", "20GB"], "--record-max-bytes: got '20GB', expected a positive number"),
+        (SERVE, ["--record", "/proc/nowhere"], "/proc/nowhere: "),
+        (SERVE, ["--record", "/tmp/r", "--event-log-dir", "/tmp/e"], "--record: got '/tmp/r', expected none"),
     ],
 )
-def test_wrong_settings_of_a_recording_are_one_line(flags: list[str], line: str) -> None:
-    done = kvsight("serve", "--port", 0, *flags)
+def test_wrong_flags_are_one_line(command: list[str], flags: list[str], line: str) -> None:
+    done = kvsight(*command, *flags)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
     assert done.stderr.startswith(f"kvsight: {line}")
+    assert not Path("/tmp/kvsight-nowhere").exists()

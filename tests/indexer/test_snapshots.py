@@ -14,7 +14,8 @@ import pytest
 
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings, RedisSettings
-from indexer.snapshots.base import Piece, SnapshotDamagedError, SnapshotStore, SnapshotStoreError
+from indexer.slices import run_at_once
+from indexer.snapshots.base import SnapshotDamagedError, SnapshotStore, SnapshotStoreError
 from indexer.snapshots.folder import FolderStore
 from indexer.snapshots.image import SnapshotParts, take, unpack
 from indexer.snapshots.redis import RedisStore
@@ -27,17 +28,6 @@ from tests.support.log.records import Stream, stored
 
 SETTINGS = IndexerSettings.ignoring_environment()
 MAGIC = bytes(next(SnapshotParts(deque()).pack()))[:8]
-
-
-def taken(namespaces: Namespaces, positions: dict[int, int], now: float) -> tuple[list[Piece], int]:
-    """Return the pieces of a snapshot, and the number of slices in which they were copied."""
-    copying, num_slices = take(namespaces, positions, now), 0
-    while True:
-        try:
-            next(copying)
-            num_slices += 1
-        except StopIteration as end:
-            return list(end.value.pack()), num_slices
 
 
 def sealed(body: bytes) -> bytes:
@@ -67,8 +57,8 @@ def test_a_snapshot_is_copied_and_written_in_small_pieces() -> None:
         pages = StoredPages(0, hashes, hashes, np.ones(125, np.uint8), np.zeros(125 * 8, np.uint64))
         for view in views[: number % 70 + 1]:
             view.index.store(view.number, pages, 0, 1000)
-    pieces, num_slices = taken(namespaces, {0: 1}, 0.0)
-    assert num_slices > 10
+    assert sum(1 for _ in take(namespaces, {0: 1}, 0.0)) > 10
+    pieces = list(run_at_once(take(namespaces, {0: 1}, 0.0)).pack())
     assert max(map(len, pieces)) <= 2**18
     (namespace,) = unpack(b"".join(pieces), SETTINGS).namespaces
     assert namespace.index.num_pages == 100_000
@@ -105,7 +95,8 @@ def test_a_snapshot_keeps_every_view_and_its_scores() -> None:
         for record in (stream.batch(stored((0, list(range(1, i + 2))), tier=i % 4)), stream.batch()):
             views.read(record, at=5.0)
     views.read(streams[0].batch(SnapshotBegin()), streams[1].batch(degraded_reason=BATCHES_LOST), at=5.0)
-    snapshot = unpack(b"".join(taken(views.applier.namespaces, {0: 7, 3: 9}, 6.0)[0]), SETTINGS)
+    parts = run_at_once(take(views.applier.namespaces, {0: 7, 3: 9}, 6.0))
+    snapshot = unpack(b"".join(parts.pack()), SETTINGS)
     assert (snapshot.positions, snapshot.taken_at) == ({0: 7, 3: 9}, 6.0)
     prompt = np.arange(1, 80, dtype=np.uint64)
     for old in views.applier.namespaces:

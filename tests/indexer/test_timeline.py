@@ -17,6 +17,7 @@ from kv_events.log.event_log import EventLogError, EventLogWriter
 from kv_events.log.moments import LogMoment
 from kv_events.log.retention import LogRetention
 from kv_events.records import Channel, LogRecord
+from tests.support.log.plain_log import flip
 from tests.support.log.records import Stream, removed, stored
 from tests.support.log.view_facts import facts
 
@@ -51,12 +52,6 @@ def num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def damage(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
-
 def test_an_indexer_continues_where_another_one_ended(log: Path) -> None:
     before = index_log(log)
     with EventLogWriter(log) as writer:
@@ -89,11 +84,11 @@ def test_a_damaged_key_frame_is_named_and_an_earlier_one_is_used(log: Path) -> N
     expected = facts(Timeline(log, SETTINGS).at())
     *_, last = index_log(log)
     for position in (0, 9, 20, last.stat().st_size - 1):
-        damage(last, position)
+        flip(last, position)
         timeline = Timeline(log, SETTINGS)
         assert facts(timeline.at()) == expected
         assert [str(last) in fault for fault in timeline.faults] == [True]
-        damage(last, position)
+        flip(last, position)
     os.truncate(last, 100)
     timeline = Timeline(log, SETTINGS)
     assert facts(timeline.at()) == expected
@@ -120,7 +115,7 @@ def test_key_frames_of_another_log_or_of_other_settings_are_not_used(log: Path, 
 def test_a_damaged_time_index_is_named_and_the_records_are_read(log: Path) -> None:
     index_log(log)
     path = min(log.glob("*.kvtimes"))
-    damage(path, 30)
+    flip(path, 30)
     timeline = Timeline(log, SETTINGS)
     assert num_pages(timeline, LogMoment(time_s=1020)) == 21
     assert [str(path) in fault for fault in timeline.faults] == [True]
@@ -128,7 +123,7 @@ def test_a_damaged_time_index_is_named_and_the_records_are_read(log: Path) -> No
 
 def test_damaged_records_are_named_and_the_others_are_used(log: Path) -> None:
     segment = sorted(log.glob("*.kvlog"))[1]
-    damage(segment, 24 + 12 + 50)
+    flip(segment, 24 + 12 + 50)
     timeline = Timeline(log, SETTINGS)
     first = int(segment.stem)
     assert num_pages(timeline) == NUM_RECORDS - 1

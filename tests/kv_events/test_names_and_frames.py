@@ -1,5 +1,7 @@
 """Names and frames on the wire: streams, groups, ZMQ addresses, the engines' protocol; and values in messages."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,12 +21,20 @@ from kv_events.streams import MAMBA_GROUP, Group, StreamId, group_model, parse_g
 # --- groups of layers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [MAMBA_GROUP, swa_group(1), swa_group(4096), swa_group(999_999_999)])
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        (Group("mamba"), MAMBA_GROUP), (Group("swa", 1), swa_group(1)),
+        (Group("swa", 999_999_999), swa_group(999_999_999)), (Group("swa", 127, 64), "swa:127/64"),
+        (Group("chunk", 8192), "chunk:8192"), (Group("step", 64), "step:64"), (Group("eagle"), "eagle"),
+        (Group("nofull"), "nofull"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("model", ["m", "org/m", "m#v2", "m#", "#", "m#mamba", "m#swa:4", "a\nb"])
-def test_a_groups_model_is_split_into_what_it_was_made_of(model: str, group: str) -> None:
-    companion = group_model(model, group)
-    assert companion == f"{model}#{group}"
-    assert split_group(companion) == (model, group)
+def test_a_group_and_the_model_of_its_streams_are_read_back(model: str, group: Group, name: str) -> None:
+    assert (group.name, parse_group(name)) == (name, group)
+    assert group_model(model, name) == f"{model}#{name}"
+    assert split_group(f"{model}#{name}") == (model, name)
 
 
 @pytest.mark.parametrize(
@@ -35,51 +45,26 @@ def test_a_name_that_only_looks_like_a_group_is_a_models_own(model: str) -> None
     assert split_group(model) == (model, None)
 
 
-@pytest.mark.parametrize(("model", "group"), [("m", "kv"), ("m", ""), ("m", "swa:0"), ("", "mamba"), ("m", "x#mamba")])
-def test_groups_of_unknown_form_are_refused(model: str, group: str) -> None:
-    with pytest.raises(InvalidValueError, match="group: got"):
-        group_model(model, group)
-
-
-@pytest.mark.parametrize("window", [0, -1, 1_000_000_000])
-def test_windows_out_of_bounds_are_refused(window: int) -> None:
-    with pytest.raises(InvalidValueError, match="window: got"):
-        swa_group(window)
-
-
 @pytest.mark.parametrize(
-    ("group", "name"),
+    ("call", "field"),
     [
-        (Group("mamba"), "mamba"), (Group("swa", 127), "swa:127"), (Group("swa", 127, 64), "swa:127/64"),
-        (Group("chunk", 8192), "chunk:8192"), (Group("step", 64), "step:64"), (Group("eagle"), "eagle"),
-        (Group("nofull"), "nofull"),
+        *[(partial(group_model, "m", group), "group") for group in ("kv", "", "swa:0", "x#mamba")],
+        *[(partial(group_model, "", "mamba"), "group"), (partial(parse_group, "kv"), "group")],
+        *[(partial(swa_group, window), "window") for window in (0, -1, 1_000_000_000)],
+        *[
+            (partial(getattr, group, "name"), "group")
+            for group in (Group("kv"), Group("swa"), Group("mamba", 3), Group("step", 4, 4), Group("eagle", 1))
+        ],
     ],
-)  # fmt: skip
-def test_a_groups_name_is_read_back(group: Group, name: str) -> None:
-    assert (group.name, parse_group(name)) == (name, group)
-    assert split_group(group_model("m", name)) == ("m", name)
-
-
-@pytest.mark.parametrize(
-    "group", [Group("kv"), Group("swa"), Group("mamba", 3), Group("step", 4, 4), Group("eagle", 1)]
 )
-def test_groups_that_make_no_sense_have_no_name(group: Group) -> None:
-    with pytest.raises(InvalidValueError, match="group: got"):
-        _ = group.name
-
-
-def test_a_text_that_is_no_group_cannot_be_read() -> None:
-    with pytest.raises(InvalidValueError, match="group: got"):
-        parse_group("kv")
-
-
-def test_a_group_stream_has_a_key_of_its_own() -> None:
-    stream = StreamId(group_model("m", MAMBA_GROUP), "default", "w", 0)
-    assert stream.key != StreamId("m", "default", "w", 0).key
+def test_groups_that_make_no_sense_are_refused(call: Callable[[], object], field: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"{field}: got"):
+        call()
 
 
 def test_a_key_cannot_imitate_another_stream() -> None:
     assert StreamId("m", "default", "a/b", 0).key != StreamId("m/a", "default", "b", 0).key
+    assert StreamId("m#mamba", "default", "w", 0).key != StreamId("m", "default", "w", 0).key
     assert StreamId("x/y", "ü", "a/b%", 2).key == "%C3%BC/x%2Fy/a%2Fb%25/2"
 
 
@@ -116,18 +101,21 @@ def test_replayed_batches_and_their_end_are_read_in_both_layouts(frames: list[by
     assert parse_replay([END if frame == SEQ else frame for frame in frames]).is_end
 
 
-@pytest.mark.parametrize("frames", [[], [b""], [b"", b"\0", b""], [b""] * 5])
-def test_an_answer_of_other_frames_is_refused(frames: list[bytes]) -> None:
-    with pytest.raises(FrameError):
-        parse_replay(frames)
-
-
-@pytest.mark.parametrize("frames", [[], [b""], [SEQ], [b"", SEQ[1:]], [b"", SEQ, b""]])
-def test_a_request_names_its_start_behind_an_empty_frame_and_nothing_else(frames: list[bytes]) -> None:
+def test_a_request_names_its_start_behind_an_empty_frame() -> None:
     assert replay_request(258) == [b"", SEQ]
     assert parse_replay_request(replay_request(258)) == 258
+
+
+@pytest.mark.parametrize(
+    ("parse", "frames"),
+    [
+        *[(parse_replay, frames) for frames in ([], [b""], [b"", b"\0", b""], [b""] * 5)],
+        *[(parse_replay_request, frames) for frames in ([], [b""], [SEQ], [b"", SEQ[1:]], [b"", SEQ, b""])],
+    ],
+)
+def test_other_frames_are_refused(parse: Callable[[list[bytes]], object], frames: list[bytes]) -> None:
     with pytest.raises(FrameError):
-        parse_replay_request(frames)
+        parse(frames)
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,10 @@ async def test_closing_sends_what_waits_and_refuses_what_comes_later(sink: Fault
 
 
 async def test_closing_ends_in_time_and_reports_what_was_not_sent(
-    sink: FaultySink, log: MemoryLog, caplog: pytest.LogCaptureFixture
+    sink: FaultySink, log: MemoryLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publisher = make_running(sink, batch_pages=2, inflight_batches=1)
+    monkeypatch.setattr("publisher.drain._MAX_IN_FLIGHT", 1)
+    publisher = make_running(sink, batch_pages=2)
     await publisher.start()
     await async_wait_until(lambda: log.next_offset == 1)
     sink.error = SinkUnavailableError("away")

@@ -118,16 +118,6 @@ def test_an_extra_key_that_was_hashed_as_an_adapter_is_reported_as_one() -> None
     assert begun("map").events(event)[0]["lora_name"] == "ad"
 
 
-def test_removals_name_what_was_reported_on_that_medium() -> None:
-    stream = begun()
-    names = names_of(TOKENS)
-    stream.events(store([7, 8, 9]), store([7, 8, 9], medium=StorageMedium.DISK))
-    assert stream.events(BlockRemoved([9]), BlockRemoved([7], StorageMedium.DISK)) == [
-        ["BlockRemoved", names[2:], "GPU"],
-        ["BlockRemoved", names[:1], "DISK"],
-    ]
-
-
 def test_pages_that_tokens_do_not_name_are_left_out_with_those_behind_them() -> None:
     stream = begun()
     wrong = names_of(TOKENS[:4])[0].to_bytes(8, "little") + bytes([1] * 8 + [2] * 8)

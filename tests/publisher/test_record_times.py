@@ -14,15 +14,16 @@ from publisher import EventPublisher, OutRecord
 from publisher.change_tracker import ChangeTracker
 from publisher.publisher import next_epoch
 from publisher.record_builder import RecordBuilder
-from tests.rigs.publisher import NOW, batches_of, make_publisher, num_pages, publisher_settings, steps_of, stored
-
-
-def make(**settings: Any) -> EventPublisher:
-    """Return a publisher that has sent its first, empty resync."""
-    publisher = make_publisher(**settings)
-    assert len(publisher.take_records(NOW)) == 1
-    return publisher
-
+from tests.rigs.publisher import (
+    NOW,
+    batches_of,
+    make_begun,
+    make_publisher,
+    num_pages,
+    publisher_settings,
+    steps_of,
+    stored,
+)
 
 # --- times ----------------------------------------------------------------------------------------------------------
 
@@ -41,7 +42,7 @@ TIMES: list[tuple[dict[str, Any], list[tuple[float, int, list[list[int]]]]]] = [
 
 @pytest.mark.parametrize(("settings", "moments"), TIMES)
 def test_records_are_due_after_their_time(settings: dict[str, Any], moments: list[Any]) -> None:
-    publisher = make(**settings)
+    publisher = make_begun(**settings)
     for seconds, page, due in moments:
         if page:
             publisher.publish([stored(page, parent=page - 1)])
@@ -52,14 +53,14 @@ def test_records_are_due_after_their_time(settings: dict[str, Any], moments: lis
 
 
 def test_a_full_batch_does_not_wait() -> None:
-    publisher = make(linger_ms=10_000, batch_pages=4)
+    publisher = make_begun(linger_ms=10_000, batch_pages=4)
     publisher.publish([stored(*range(10))])
     assert [len(step.hashes) for step in steps_of(publisher.take_records(NOW))] == [4, 4]
     assert [len(step.hashes) for step in steps_of(publisher.take_records(NOW, force=True))] == [2]
 
 
 def test_a_heartbeat_never_runs_ahead_of_the_stream() -> None:
-    publisher = make(heartbeat_s=1e-9, linger_ms=0, ledger_pages=64_000)
+    publisher = make_begun(heartbeat_s=1e-9, linger_ms=0, ledger_pages=64_000)
     events = [stored(*range(i, i + 16)) for i in range(0, 64_000, 16)]
 
     def publish_all() -> None:
@@ -167,7 +168,7 @@ def test_every_record_states_the_degraded_reason_until_it_is_cleared() -> None:
 
 
 def test_a_change_of_the_reason_is_reported_at_once_and_once() -> None:
-    publisher = make()
+    publisher = make_begun()
     for degraded_reason in ("engine not heard", "batches lost", ""):
         publisher.set_degraded_reason(degraded_reason)
         assert reasons(publisher) == [(0, degraded_reason)]
@@ -200,7 +201,7 @@ def test_a_degraded_reason_holds_for_all_changes_that_came_under_it() -> None:
 
 
 def test_a_degraded_reason_that_readers_would_refuse_is_refused() -> None:
-    publisher = make()
+    publisher = make_begun()
     with pytest.raises(InvalidValueError, match="degraded_reason"):
         publisher.set_degraded_reason("x" * 257)
     assert reasons(publisher) == []

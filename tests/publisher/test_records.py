@@ -6,22 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_events.codec import StoredPages, encode_event
+from kv_events.codec import StoredPages
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.schema import BlockRemoved, BlockStored, SnapshotBegin, SnapshotEnd, StorageMedium
+from kv_events.schema import BlockRemoved, BlockStored, SnapshotBegin, StorageMedium
 from publisher import EventPublisher
-from tests.rigs.publisher import NOW, batches_of, make_publisher, num_pages, steps_of, stored
+from publisher.event_columns import MAX_PAGES_PER_EVENT
+from tests.rigs.publisher import NOW, batches_of, make_begun, num_pages, steps_of, stored
 from tests.support.log.records import words
-
-
-def make(**settings: Any) -> EventPublisher:
-    """Return a publisher that has sent its first, empty resync."""
-    publisher = make_publisher(**settings)
-    (first,) = publisher.take_records(NOW)
-    assert steps_of([first]) == [SnapshotBegin("start"), SnapshotEnd()]
-    assert encode_event(SnapshotBegin("start")) in first.payload
-    return publisher
 
 
 def drain(publisher: EventPublisher, now: float = NOW) -> list[Any]:
@@ -29,7 +21,7 @@ def drain(publisher: EventPublisher, now: float = NOW) -> list[Any]:
 
 
 def test_a_record_has_the_streams_key_numbers_and_time() -> None:
-    publisher = make()
+    publisher = make_begun()
     publisher.publish([stored(1)])
     (record,) = publisher.take_records(NOW, force=True)
     (batch,) = batches_of([record])
@@ -60,7 +52,7 @@ STEPS: list[tuple[list[Any], list[tuple[list[int], list[int]]], dict[str, int]]]
 
 @pytest.mark.parametrize(("events", "steps", "counts"), STEPS)
 def test_events_become_steps_and_are_counted(events: list[Any], steps: list[Any], counts: dict[str, int]) -> None:
-    publisher = make()
+    publisher = make_begun()
     for event in events:
         publisher.publish([event])
     found = [(step.hashes.tolist(), getattr(step, "parents", np.zeros(0)).tolist()) for step in drain(publisher)]
@@ -70,7 +62,7 @@ def test_events_become_steps_and_are_counted(events: list[Any], steps: list[Any]
 
 
 def test_a_child_names_its_parent_by_the_sequence_hash() -> None:
-    publisher = make()
+    publisher = make_begun()
     publisher.publish([stored(1, 2)])
     drain(publisher)
     publisher.publish([stored(7, parent=2)])
@@ -79,7 +71,7 @@ def test_a_child_names_its_parent_by_the_sequence_hash() -> None:
 
 
 def test_pages_without_sequence_hashes_are_named_from_their_tokens() -> None:
-    publisher = make()
+    publisher = make_begun()
     tokens = np.arange(12, dtype=np.uint32)
     names = sequence_hashes(tokens, 4, namespace_seed(cache_salt="salt")).tolist()
     first = BlockStored([1, 2], None, tokens[:8].tolist(), 4, extra_key="salt")
@@ -92,7 +84,7 @@ def test_pages_without_sequence_hashes_are_named_from_their_tokens() -> None:
 
 
 def test_a_full_ledger_drops_the_page_from_the_stream_too() -> None:
-    publisher = make(ledger_pages=2)
+    publisher = make_begun(ledger_pages=2)
     publisher.publish([stored(1, 2, 3)])
     (batch,) = batches_of(publisher.take_records(NOW, force=True))
     assert [step.hashes.tolist() for step in batch.steps if isinstance(step, StoredPages)] == [[101, 102]]
@@ -100,24 +92,42 @@ def test_a_full_ledger_drops_the_page_from_the_stream_too() -> None:
     assert publisher.stats().pages["ledger_full"] == 1
 
 
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        (stored(5, medium="TAPE"), "medium"),
-        (stored(5, extra_key=7), "type"),
-        (BlockStored([5], None, [], 3, sequence_hashes=words([5])), "block_size"),
-        (BlockStored("abc", None, [], 4), "type"),  # type: ignore[arg-type]
-        (BlockStored([1.5], None, [], 4, sequence_hashes=words([1])), "type"),  # type: ignore[list-item]
-        (BlockRemoved(None), "type"),  # type: ignore[arg-type]
-        (BlockRemoved([2**64]), "hash_range"),
-        (stored(5, parent="x", sequence_hashes=b""), "type"),  # type: ignore[arg-type]
-        (stored(5, medium=np.zeros(2)), "medium"),
-        ("BlockStored", "type"),
-        (None, "type"),
-    ],
-)
-def test_a_bad_event_is_dropped_and_counted_and_the_rest_continues(bad: Any, reason: str) -> None:
-    publisher = make()
+def a_store(**fields: Any) -> BlockStored:
+    good = {"block_hashes": [5, 6], "parent_block_hash": None, "token_ids": list(range(8)), "block_size": 4}
+    return BlockStored(**{**good, "sequence_hashes": words([11, 12]), **fields})
+
+
+PAGES, PARENT, SIZE, TOKENS, NAMES = "block_hashes", "parent_block_hash", "block_size", "token_ids", "sequence_hashes"
+BAD: list[tuple[str, list[Any]]] = [
+    ("medium", [stored(5, medium=medium) for medium in ("gpu", "TAPE", 3, ["GPU"], b"GPU", np.zeros(2))]),
+    ("extra_key", [stored(5, extra_key=key) for key in ("\ud800", "x" * 1025)]),
+    ("type", [stored(5, extra_key=7), BlockRemoved(None), "BlockStored", None]),  # type: ignore[arg-type]
+    ("type", [a_store(**{PAGES: names}) for names in ("ab", b"ab", None, [1, "2"], [1.0, 2.5])]),
+    ("type", [a_store(**{PARENT: "root"}), a_store(**{SIZE: [4]}), a_store(**{TOKENS: 8}), a_store(**{NAMES: [1, 2]})]),
+    ("type", [stored(5, parent="x", sequence_hashes=b"")]),  # type: ignore[arg-type]
+    ("type", [a_store(**{TOKENS: [(1, 2), 3, 4, 5, 6, 7, 8, 9], NAMES: b""})]),
+    ("hash_range", [a_store(**{PAGES: [1, 2**64]}), a_store(**{PAGES: [1, -(2**63) - 1]}), a_store(**{PARENT: 2**70})]),
+    ("hash_range", [BlockRemoved([2**64])]),
+    ("hash_count", [a_store(**{NAMES: words([11])}), a_store(**{NAMES: b"12345678901"})]),
+    ("hash_count", [BlockRemoved([0] * (MAX_PAGES_PER_EVENT + 1))]),
+    ("block_size", [a_store(**{SIZE: size}) for size in (0, -4, 2**70, None)]),
+    ("token_count", [a_store(**{PAGES: [5]}), a_store(**{TOKENS: [1, 2, 3]})]),
+    ("unidentified", [a_store(**{TOKENS: [], NAMES: b""})]),
+    (
+        "tokens",
+        [
+            a_store(**{TOKENS: tokens, NAMES: b""})
+            for tokens in (
+                [-1, *range(7)], [2**32, *range(7)], ["x", *range(7)], [(1, 2), (9, 3), *[(3, 3)] * 6], [(1, 2, 3)] * 8
+            )
+        ],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "bad"), [(reason, bad) for reason, all_bad in BAD for bad in all_bad])
+def test_a_bad_event_is_dropped_and_counted_and_the_rest_continues(reason: str, bad: Any) -> None:
+    publisher = make_begun()
     publisher.publish([stored(1), bad, stored(2)])
     assert [h for step in drain(publisher) for h in step.hashes.tolist()] == [101, 102]
     assert publisher.stats().rejected_events == {reason: 1}
@@ -125,14 +135,14 @@ def test_a_bad_event_is_dropped_and_counted_and_the_rest_continues(bad: Any, rea
 
 
 def test_bad_events_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    publisher = make()
+    publisher = make_begun()
     for _ in range(50):
         publisher.publish([None])  # type: ignore[list-item]
     assert [r.getMessage() for r in caplog.records] == ["publisher w: engine events dropped so far: {'type': 1}"]
 
 
 def test_what_is_no_list_of_events_never_raises(caplog: pytest.LogCaptureFixture) -> None:
-    publisher = make()
+    publisher = make_begun()
     with caplog.at_level(logging.CRITICAL):
         publisher.publish(None)  # type: ignore[arg-type]
     publisher.publish([stored(1)])
@@ -143,7 +153,7 @@ def test_what_is_no_list_of_events_never_raises(caplog: pytest.LogCaptureFixture
 
 def test_tokens_travel_only_when_asked_for() -> None:
     event = BlockStored([1], None, [70_000, 1, 2, 3], 4, sequence_hashes=words([9]), extra_key="secret salt")
-    plain, with_tokens = make(), make(with_tokens=True)
+    plain, with_tokens = make_begun(), make_begun(with_tokens=True)
     for publisher in (plain, with_tokens):
         publisher.publish([event, event, stored(2)])
     (record,) = plain.take_records(NOW, force=True)
@@ -155,7 +165,7 @@ def test_tokens_travel_only_when_asked_for() -> None:
 
 
 def test_records_with_tokens_keep_within_the_largest_record() -> None:
-    publisher = make(with_tokens=True, block_size=1024, batch_bytes=900_000)
+    publisher = make_begun(with_tokens=True, block_size=1024, batch_bytes=900_000)
     for i in range(500):
         event = BlockStored([i], None, [2**31] * 1024, 1024, sequence_hashes=words([i]), extra_key=f"{i}" * 300)
         publisher.publish([event])

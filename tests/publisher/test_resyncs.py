@@ -1,28 +1,18 @@
 """Resyncs of an `EventPublisher` without tasks: what begins them, and what they state."""
 
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kv_events.schema import BlockRemoved, ResyncRequest, SnapshotBegin, SnapshotEnd, StorageMedium
-from publisher import EventPublisher
 from publisher.event_columns import PageEvents
 from tests.models.stream_reader import StreamReader
-from tests.rigs.publisher import NOW, batches_of, num_pages, steps_of, stored
-from tests.rigs.publisher import make_publisher as make_unstarted
-
-
-def make(**settings: Any) -> EventPublisher:
-    """Return a publisher that has sent its first, empty resync."""
-    publisher = make_unstarted(**settings)
-    assert len(publisher.take_records(NOW)) == 1
-    return publisher
+from tests.rigs.publisher import NOW, batches_of, make_begun, make_publisher, num_pages, steps_of, stored
 
 
 def test_an_overflow_leads_to_a_resync() -> None:
-    publisher = make(queue_pages=10)
+    publisher = make_begun(queue_pages=10)
     publisher.publish([stored(*range(1, 9))])
     publisher.publish([stored(*range(20, 25))])
     publisher.publish([BlockRemoved([1])])
@@ -35,7 +25,7 @@ def test_an_overflow_leads_to_a_resync() -> None:
 
 
 def test_the_bound_counts_what_was_taken_and_not_confirmed() -> None:
-    publisher = make(queue_pages=10)
+    publisher = make_begun(queue_pages=10)
     publisher.publish([stored(*range(1, 9))])
     publisher.take_records(NOW, force=True)
     assert publisher.stats().in_flight == 8
@@ -44,7 +34,7 @@ def test_the_bound_counts_what_was_taken_and_not_confirmed() -> None:
 
 
 def test_resyncs_after_overflows_are_rate_limited_and_heartbeats_until_then_claim_nothing() -> None:
-    publisher = make(queue_pages=2, resync_min_interval_s=5, heartbeat_s=2)
+    publisher = make_begun(queue_pages=2, resync_min_interval_s=5, heartbeat_s=2)
     publisher.publish([stored(1, 2, 3)])
     (batch,) = batches_of(publisher.take_records(NOW + 2))
     assert (batch.steps, batch.digest.tolist()[0]) == ([], 3)
@@ -54,7 +44,7 @@ def test_resyncs_after_overflows_are_rate_limited_and_heartbeats_until_then_clai
 
 @pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
 def test_a_clock_that_was_set_holds_up_no_resync(step_s: float) -> None:
-    publisher = make(queue_pages=2, resync_min_interval_s=5, heartbeat_s=100)
+    publisher = make_begun(queue_pages=2, resync_min_interval_s=5, heartbeat_s=100)
     publisher.publish([stored(1, 2, 3)])
     assert publisher.take_records(NOW + 1) == []
     now = NOW + 1 + step_s
@@ -63,7 +53,7 @@ def test_a_clock_that_was_set_holds_up_no_resync(step_s: float) -> None:
 
 
 def test_resyncs_that_are_made_while_the_engine_publishes_equal_the_ledger() -> None:
-    publisher = make_unstarted(queue_pages=2_000_000, ledger_pages=30_000, batch_pages=30_000, batch_bytes=900_000)
+    publisher = make_publisher(queue_pages=2_000_000, ledger_pages=30_000, batch_pages=30_000, batch_bytes=900_000)
     publisher.publish([stored(*range(start, start + 1000)) for start in range(0, 20_000, 1000)])
     is_over = threading.Event()
 
@@ -89,7 +79,7 @@ def test_resyncs_that_are_made_while_the_engine_publishes_equal_the_ledger() -> 
 def test_a_million_pages_that_come_at_once_do_not_keep_the_drain_waiting() -> None:
     events, length = 10_000, 100
     total = events * length
-    publisher = make(queue_pages=total, ledger_pages=total)
+    publisher = make_begun(queue_pages=total, ledger_pages=total)
     names = np.arange(total, dtype=np.uint64)
     no_parents = np.zeros(events, np.uint64), np.zeros(events, np.uint8)
     columns = PageEvents(names, names, np.full(events, length), *no_parents).stored_on(0)
@@ -103,7 +93,7 @@ def test_a_million_pages_that_come_at_once_do_not_keep_the_drain_waiting() -> No
 
 
 def test_a_large_resync_is_split_and_states_the_whole_digest_and_lasts_until_its_end() -> None:
-    publisher = make(batch_pages=3)
+    publisher = make_begun(batch_pages=3)
     publisher.publish([stored(*range(1, 9), medium=m) for m in StorageMedium])
     publisher.take_records(NOW, force=True)
     publisher.request_resync("operator")
@@ -120,7 +110,7 @@ def test_a_large_resync_is_split_and_states_the_whole_digest_and_lasts_until_its
 
 
 def test_a_resync_of_shared_prefixes_has_one_chain_a_branch() -> None:
-    publisher = make()
+    publisher = make_begun()
     publisher.publish([stored(1, 2, 3), stored(11, 12, parent=2), stored(21, 22, parent=2)])
     publisher.take_records(NOW, force=True)
     publisher.request_resync("operator")
@@ -129,7 +119,7 @@ def test_a_resync_of_shared_prefixes_has_one_chain_a_branch() -> None:
 
 
 def test_requests_of_other_streams_and_incarnations_are_ignored() -> None:
-    publisher = make()
+    publisher = make_begun()
     key, epoch = publisher.stream.key, publisher.epoch
     for request in (ResyncRequest(key, epoch - 1), ResyncRequest(key, epoch + 1), ResyncRequest("t/m/v/0", epoch)):
         assert not publisher._builder.answer(request)
@@ -139,7 +129,7 @@ def test_requests_of_other_streams_and_incarnations_are_ignored() -> None:
 
 
 def test_many_requests_lead_to_one_resync_in_an_interval() -> None:
-    publisher = make(resync_min_interval_s=5, heartbeat_s=100)
+    publisher = make_begun(resync_min_interval_s=5, heartbeat_s=100)
     request = ResyncRequest(publisher.stream.key, publisher.epoch, "gap")
     num_begun = 0
     for tenth in range(100):

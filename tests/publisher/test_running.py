@@ -27,14 +27,6 @@ def reasons_of(log: MemoryLog) -> list[str]:
     return StreamReader().read_all(log.read(0, 10_000)).resyncs
 
 
-async def test_what_is_published_arrives_without_further_calls(publisher: EventPublisher, log: MemoryLog) -> None:
-    await async_wait_until(lambda: log.next_offset == 1)
-    publisher.publish([stored(1, 2)])
-    await async_wait_until(lambda: view_of(log) == {101, 102})
-    publisher.publish([BlockRemoved([1])])
-    await async_wait_until(lambda: view_of(log) == {102})
-
-
 async def test_a_caller_may_reuse_its_list_of_events(publisher: EventPublisher, log: MemoryLog) -> None:
     events: list[Any] = [stored(1)]
     publisher.publish(events)

@@ -123,9 +123,12 @@ async def test_a_replay_answers_from_a_number_on_and_marks_its_end(layout: Liter
         assert len(await replayed(f"tcp://127.0.0.1:{port}", 1_000)) == 1
 
 
-async def test_only_the_newest_batches_are_kept_and_an_odd_request_is_left_unanswered() -> None:
+async def test_only_the_newest_batches_are_kept_and_an_odd_request_is_left_unanswered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("publisher.sinks.zmq._MAX_KEPT", 3)
     port = free_port()
-    settings = settings_of(zmq_replay=f"tcp://127.0.0.1:{port}", zmq_buffer_steps=3)
+    settings = settings_of(zmq_replay=f"tcp://127.0.0.1:{port}")
     async with publishing(settings) as (publisher, _):
         for number in range(10):
             publisher.publish([store(number)])
@@ -150,10 +153,13 @@ async def test_ranks_have_ports_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["array", "map"])
-async def test_a_bridge_that_came_late_and_is_slow_knows_what_the_worker_holds(encoding: str) -> None:
+async def test_a_bridge_that_came_late_and_is_slow_knows_what_the_worker_holds(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setattr("publisher.sinks.zmq._MAX_UNREAD", 2)
     port, replay = free_port(), free_port()
     settings = settings_of(
-        zmq=bound(port), zmq_replay=bound(replay), zmq_hwm=2, zmq_encoding=encoding, batch_pages=20, batch_bytes=4096
+        zmq=bound(port), zmq_replay=bound(replay), zmq_encoding=encoding, batch_pages=20, batch_bytes=4096
     )
     async with publishing(settings) as (publisher, _), LiveBridge(bridge_idle_check_s=0.1) as bridge:
         publisher.publish([store(number) for number in range(500)])

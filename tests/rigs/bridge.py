@@ -9,8 +9,7 @@ from dataclasses import fields
 from typing import Any, Literal, Self
 
 from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
-from bridge.context import EngineContext
-from bridge.counters import BridgeCounters
+from bridge.context import BridgeCounters, EngineContext
 from bridge.decoding.decoder import Decoder
 from bridge.hashes.event_translator import EventTranslator
 from bridge.settings import EngineDefaults
@@ -215,7 +214,7 @@ class Rig:
         context = EngineContext(
             EngineDefaults(**defaults), self.counters, limited_logger, self._publisher, ledger_pages, name_pages
         )
-        self.translator = EventTranslator(StreamId("m", "default", "w", 0), context, lambda publisher: None)
+        self.translator = EventTranslator(StreamId("m", "default", "w", 0), context)
 
     def take(self, *events: Any, **shape: Any) -> Self:
         """Pass one batch of events to the bridge, see `event_payloads.payload`."""

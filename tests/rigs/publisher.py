@@ -5,7 +5,7 @@ from typing import Any
 
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.log.memory import MemoryLog
-from kv_events.schema import BlockStored
+from kv_events.schema import BlockStored, SnapshotBegin, SnapshotEnd
 from publisher import EventPublisher, OutRecord, PublisherSettings
 from publisher.sinks import MemorySink
 from tests.models.stream_reader import StreamReader
@@ -22,6 +22,13 @@ def publisher_settings(**settings: Any) -> PublisherSettings:
 
 def make_publisher(sink: MemorySink | None = None, **settings: Any) -> EventPublisher:
     return EventPublisher(publisher_settings(**settings), sink or MemorySink(MemoryLog()))
+
+
+def make_begun(**settings: Any) -> EventPublisher:
+    """A publisher that has sent its first, empty resync."""
+    publisher = make_publisher(**settings)
+    assert steps_of(publisher.take_records(NOW)) == [SnapshotBegin("start"), SnapshotEnd()]
+    return publisher
 
 
 def make_running(sink: MemorySink, **settings: Any) -> EventPublisher:

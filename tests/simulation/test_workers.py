@@ -70,13 +70,6 @@ def test_a_prefix_that_two_prompts_shared_has_a_state_for_the_third(make_worker,
     assert found == [0, 0, 128]
 
 
-@pytest.mark.parametrize("cache", TIERED)
-def test_a_served_prompt_is_on_every_tier(make_worker, prompts, cache: str) -> None:
-    worker, request = make_worker(cache), prompts.request(160)
-    worker.serve(request)
-    assert _where(worker, request) == [{0, 1, 2}] * 10
-
-
 @pytest.mark.parametrize(
     ("others", "changes", "tiers", "found"),
     [(1, {}, {1, 2}, 512), (2, {}, {2}, 512), (2, {"disk_ratio": 0.5}, set(), 0)],
@@ -93,19 +86,6 @@ def test_a_prompt_is_found_on_the_tiers_that_it_has_not_left(
     assert _where(worker, request) == [tiers] * 32
     assert worker.serve(request).found_tokens == found
     assert _where(worker, request) == [{0, 1, 2}] * 32
-
-
-@pytest.mark.parametrize("cache", TIERED)
-def test_an_extra_key_keeps_prompts_apart_on_disk(make_worker, prompts, cache: str) -> None:
-    worker, request = make_worker(cache), prompts.request(512)
-    salted = request._replace(extra_key="tenant")
-    worker.serve(request)
-    for _ in range(2):
-        worker.serve(prompts.request(960))
-    assert worker.serve(salted).found_tokens == 0
-    for _ in range(2):
-        worker.serve(prompts.request(960))
-    assert worker.serve(salted).found_tokens == 512
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -169,14 +149,6 @@ def test_a_request_that_fits_is_not_cut_even_if_all_else_has_to_go(make_worker, 
     worker = make_worker("radix")
     worker.serve(prompts.request(1000))
     assert not worker.serve(prompts.request(1024)).is_cut
-
-
-def test_the_ledger_holds_what_the_cache_holds(make_worker, prompts) -> None:
-    worker = make_worker("radix")
-    for _ in range(10):
-        worker.serve(prompts.request(200))
-    held = worker.publisher.stats().pages["held"]
-    assert held == sum(1 for _ in worker.cache.iter_resident(StorageMedium.GPU)) > 0
 
 
 # --- the comparison of a cache with its view ---

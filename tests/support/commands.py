@@ -1,18 +1,20 @@
-"""The `kvsight` command: in this process, as a process until it ends, and as a service of a log."""
+"""The `kvsight` command: in this process, as a process until it ends or beside a test, and as a service of a log."""
 
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import httpx
 from typer.testing import CliRunner, Result
 
 from kvsight.cli.main import app
-from tests.support.prepared_python import run_module
+from tests.support.prepared_python import PreparedProcess, run_module
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
@@ -40,25 +42,77 @@ def kvsight(
     return run_module("kvsight", *arguments, stdin=stdin, environment=ENVIRONMENT | (environment or {}))
 
 
+class RunningCommand:
+    """`with RunningCommand("tail", ...) as command:` runs a command beside a test, with pipes, until the block ends."""
+
+    def __init__(self, *words: object, **variables: object) -> None:
+        """variables: further ones of its environment."""
+        self._out, self._err = os.memfd_create("out"), os.memfd_create("err")
+        for descriptor in (self._out, self._err):
+            weakref.finalize(self, os.close, descriptor)
+        environment = ENVIRONMENT | {name: str(value) for name, value in variables.items()}
+        with Path(os.devnull).open() as nothing:
+            streams = nothing.fileno(), self._out, self._err
+            self._process = PreparedProcess("kvsight", words, environment, streams)
+
+    @property
+    def out(self) -> str:
+        """What it has written to stdout so far."""
+        return _written(self._out)
+
+    @property
+    def err(self) -> str:
+        """What it has written to stderr so far."""
+        return _written(self._err)
+
+    def wait_for(self, text: str, deadline_s: float = 60) -> None:
+        """Return once it has written a text to stdout or stderr."""
+        wait_until(lambda: self._has_written(text), deadline_s, f"{text!r} from the command")
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        self._process.send(number)
+
+    def end(self, *signals: int) -> int:
+        """Send signals, and return the exit code once it has ended."""
+        for number in signals:
+            self._process.send(number)
+        return self._process.wait(60)
+
+    def _has_written(self, text: str) -> bool:
+        is_running = self._process.running
+        found = text in self.out or text in self.err
+        assert found or is_running, self.err
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+
+
+def _written(descriptor: int) -> str:
+    """All of a file to which another process writes."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode()
+
+
 @contextmanager
 def served_log(log: Path, *flags: object, interrupts: int = 1) -> Iterator[str]:
     """Run `kvsight serve` with a log whose workers never expire. Ctrl-C ends it without a traceback."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     settings = {"KVSIGHT_WORKER_TTL_S": "1000000000000", "KVSIGHT_FORGET_AFTER_S": "1000000000000"}
-    words = [*KVSIGHT, "serve", "--port", str(port), "--event-log-dir", str(log), *map(str, flags)]
-    process = subprocess.Popen(words, env=ENVIRONMENT | settings, stderr=subprocess.PIPE)
+    with RunningCommand("serve", "--port", port, "--event-log-dir", log, *flags, **settings) as service:
+        service.wait_for("kvsight listens on")
+        wait_until(lambda: _is_ready(url), deadline_s=100, what="kvsight serve to be ready")
+        yield url
+        code = service.end(*[signal.SIGINT] * interrupts)
+        assert "Traceback" not in service.err
+        assert code in ((0, 130) if interrupts == 1 else (130, -signal.SIGINT)), service.err
 
-    def ready() -> bool:
-        assert process.poll() is None, process.communicate()
-        try:
-            return httpx.get(f"{url}/ready").status_code == 200
-        except httpx.TransportError:
-            return False
 
-    wait_until(ready, deadline_s=100, what="kvsight serve to be ready")
-    yield url
-    for _ in range(interrupts):
-        process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert b"Traceback" not in errors
-    assert process.returncode in ((0, 130) if interrupts == 1 else (130, -signal.SIGINT)), errors
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -11,6 +11,7 @@ which the process id and, at the end, the exit code are written.
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -22,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -132,7 +134,7 @@ def _prepared(variables: tuple[tuple[str, str], ...]) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", __name__, str(theirs.fileno())]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
-    environment |= dict(variables)
+    environment |= {"NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1", **dict(variables)}  # see `commands.ENVIRONMENT`
     process = subprocess.Popen(command, cwd=_ROOT, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
     theirs.close()
 
@@ -206,12 +208,14 @@ def _tell(events: socket.socket, number: int) -> None:
 
 
 def _take_over(streams: Sequence[int]) -> None:
-    """In a forked process: use these standard streams, in a session of its own."""
+    """In a forked process: use these standard streams, in a session of its own. A terminal sends it Ctrl-C."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    if os.isatty(0):
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)

@@ -9,7 +9,8 @@ import subprocess
 import termios
 from typing import Self
 
-from tests.support.commands import ENVIRONMENT, KVSIGHT
+from tests.support.commands import ENVIRONMENT
+from tests.support.prepared_python import PreparedProcess
 from tests.support.waiting import wait_until
 
 COLUMNS = 80
@@ -34,15 +35,7 @@ class Screen:
         self._leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
         os.set_blocking(self._leader, False)
-        self._process = subprocess.Popen(
-            [*KVSIGHT, *map(str, arguments)],
-            stdin=follower,
-            stdout=follower,
-            stderr=follower,
-            env=ENVIRONMENT | {"TERM": terminal},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
-        )
+        self._process = PreparedProcess("kvsight", arguments, ENVIRONMENT | {"TERM": terminal}, [follower] * 3)
         os.close(follower)
 
     def wait_for(self, text: str, absent: str | None = None) -> None:
@@ -70,11 +63,11 @@ class Screen:
 
         def has_ended() -> bool:
             self._read()
-            return self._process.poll() is not None
+            return not self._process.running
 
         wait_until(has_ended, deadline_s, "the command to end")
         self._read()
-        return self._process.returncode
+        return self._process.wait(0)
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
@@ -86,5 +79,4 @@ class Screen:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait()
         os.close(self._leader)

@@ -10,6 +10,7 @@ import resource
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ import pytest
 
 from indexer.sources.base import SourceUnavailableError
 from indexer.sources.kafka import KafkaSource
+from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.kafka_broker import LinkedKafka
@@ -114,10 +116,11 @@ def test_a_slow_link_loses_nothing(site: Site) -> None:
             link.heal()
 
 
-@pytest.mark.timeout(200)
 async def test_a_topic_without_records_is_read_again_after_its_connection_was_lost_silently(
-    linked_kafka: LinkedKafka, caplog: pytest.LogCaptureFixture
+    linked_kafka: LinkedKafka, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    consumer = KafkaConnection.consumer
+    monkeypatch.setattr(KafkaConnection, "consumer", partialmethod(consumer, request_timeout_ms=2000))  # of 40 s
     link = linked_kafka.links["SERVICES"]
     source = KafkaSource(KafkaSettings(kafka=link.address), topic=f"missing-{uuid.uuid4().hex}")
     await source.start({})

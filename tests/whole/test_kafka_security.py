@@ -28,7 +28,7 @@ from publisher.sinks import create_sink
 from publisher.sinks.base import OutRecord, SinkUnavailableError
 from tests.support.commands import kvsight
 from tests.support.servers.certificates import Certificates
-from tests.support.servers.secure_kafka import PASSWORD, USER, SecureKafka, unsecured_token
+from tests.support.servers.secure_kafka import PASSWORD, ROTATED_USER, USER, SecureKafka, unsecured_token
 from tests.support.waiting import async_wait_until
 
 pytestmark = pytest.mark.timing("a broker must refuse within the deadline of a connection")
@@ -211,14 +211,12 @@ def test_secrets_are_not_shown_by_settings() -> None:
 async def test_a_password_that_is_rotated_needs_no_restart(
     kafka: SecureKafka, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    user, name = uuid.uuid4().hex, uuid.uuid4().hex
-    password = tmp_path / "password"
-    password.write_text("the-first-secret")
-    await asyncio.to_thread(kafka.set_password, user, "the-first-secret")
+    name, password = uuid.uuid4().hex, tmp_path / "password"
+    password.write_text(PASSWORD)
     own = {
         "kafka": kafka.address("BRIEF"),
         **login(password),
-        "kafka_username": user,
+        "kafka_username": ROTATED_USER,
         "events_topic": f"e-{name}",
         "control_topic": f"c-{name}",
     }
@@ -235,15 +233,16 @@ async def test_a_password_that_is_rotated_needs_no_restart(
             )
 
         await shows(1)
-        await asyncio.to_thread(kafka.set_password, user, "the-second-secret")
+        await asyncio.to_thread(kafka.set_password, ROTATED_USER, "the-second-secret")
         password.write_text("the-second-secret")
         await shows(2)
         resyncs = publisher.stats().resyncs
         consumer.resyncs.demand(consumer.namespaces.views[0])
         await async_wait_until(lambda: publisher.stats().resyncs > resyncs, deadline_s=30, what="a resync")
-    password.write_text("the-first-secret")
+    password.write_text(PASSWORD)
     assert "wrong user or password" in await refusal(**own)
-    assert "secret" not in caplog.text
+    assert PASSWORD not in caplog.text
+    assert "the-second-secret" not in caplog.text
 
 
 @pytest.mark.parametrize("right", ["describe", "read", "write"])

@@ -11,10 +11,11 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from publisher import metrics
 from publisher.metrics import serve_metrics
-from tests.support.commands import ENVIRONMENT, KVSIGHT
+from tests.support.commands import RunningCommand
 from tests.support.engines.zmq_engine import ZmqEngine
-from tests.support.servers.child_process import ChildProcess, free_port
+from tests.support.servers.child_process import free_port
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.service_process import own_topics
 from tests.support.waiting import wait_until
@@ -34,16 +35,20 @@ def is_without(port: int, words: str) -> bool:
     return status == 503 and words in text
 
 
+def is_listening(port: int) -> bool:
+    try:
+        return ask(port, "/health")[0] > 0
+    except httpx.TransportError:
+        return False
+
+
 @contextmanager
-def process(folder: Path, *words: str) -> Iterator[int]:
+def process(*words: object) -> Iterator[int]:
     """A command that serves metrics on the port of the block."""
     port = free_port()
-    running = ChildProcess([*KVSIGHT, *words, "--metrics-port", str(port)], folder / f"{port}.log", ENVIRONMENT)
-    try:
-        running.wait_for_port(port, 100)
+    with RunningCommand(*words, "--metrics-port", port):
+        wait_until(lambda: is_listening(port), 100, "the port")
         yield port
-    finally:
-        running.kill()
 
 
 @pytest.mark.timeout(300)
@@ -53,8 +58,8 @@ def test_engines_and_recordings_are_not_ready_while_the_broker_is_away(
     topics = own_topics(kafka_broker.bootstrap)
     flags = ["--kafka", kafka_broker.bootstrap, "--events-topic", topics["KVSIGHT_EVENTS_TOPIC"]]
     with (
-        process(tmp_path, "demo", "--engine", "w", *flags) as engine,
-        process(tmp_path, "record", str(tmp_path / "log"), *flags) as recording,
+        process("demo", "--engine", "w", *flags) as engine,
+        process("record", tmp_path / "log", *flags) as recording,
     ):
         for port in (engine, recording):
             wait_until(partial(is_ready, port), 60, "the work")
@@ -71,27 +76,29 @@ def test_engines_and_recordings_are_not_ready_while_the_broker_is_away(
 def test_a_bridge_is_ready_while_it_reads_one_of_its_engines(tmp_path: Path) -> None:
     ports = free_port(), free_port()
     engines = [f"--engine=worker=w{port},model=m,endpoint=tcp://127.0.0.1:{port}" for port in ports]
-    with process(tmp_path, "bridge", "--event-log-dir", str(tmp_path / "log"), *engines) as port:
+    with process("bridge", "--event-log-dir", tmp_path / "log", *engines) as port:
         wait_until(partial(is_without, port, "connection refused"), 60, "the failure")
         with ZmqEngine(port=ports[1]):
             wait_until(partial(is_ready, port), 60, "the engine")
         wait_until(partial(is_without, port, ""), 60, "the loss of the engine")
 
 
-async def test_a_process_whose_event_loop_hangs_is_neither_healthy_nor_ready() -> None:
+async def test_a_process_whose_event_loop_hangs_is_neither_healthy_nor_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_PATIENCE_S", 1.0)
     port = free_port()
     end = serve_metrics(port, CollectorRegistry(), lambda: "")
     try:
         assert await asyncio.to_thread(is_ready, port)
         asking = [asyncio.create_task(asyncio.to_thread(ask, port, path)) for path in ("/health", "/ready")]
         await asyncio.sleep(0)
-        time.sleep(3)  # noqa: ASYNC251
-        assert [await each for each in asking] == [(503, "the event loop has not answered for 2 s\n")] * 2
+        time.sleep(1.5)  # noqa: ASYNC251
+        assert [await each for each in asking] == [(503, "the event loop has not answered for 1 s\n")] * 2
     finally:
         end()
 
 
-async def test_silent_connections_are_closed() -> None:
+async def test_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics._Impatient, "timeout", 1.0)
     port = free_port()
     end = serve_metrics(port, CollectorRegistry(), lambda: "")
     try:

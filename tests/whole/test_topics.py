@@ -3,11 +3,10 @@
 import asyncio
 import logging
 import signal
-import subprocess
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from kv_events.log.event_log import EventLogReader
 from kv_events.schema import ResyncRequest
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
-from tests.support.commands import KVSIGHT, kvsight
+from tests.support.commands import RunningCommand, kvsight
 from tests.support.waiting import async_wait_until, wait_until
 
 
@@ -35,17 +34,6 @@ def own(kafka_bootstrap: str) -> dict[str, Any]:
     name = uuid.uuid4().hex
     names = {"events_topic": f"e-{name}", "control_topic": f"c-{name}", "decisions_topic": f"d-{name}"}
     return {"kafka": kafka_bootstrap, **names}
-
-
-@contextmanager
-def running(*arguments: object, output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that runs inside the block, with its stderr in a file."""
-    command = [*KVSIGHT, *map(str, arguments)]
-    with output.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 async def existing(own: dict[str, Any]) -> dict[str, Topic]:
@@ -186,26 +174,24 @@ def test_a_simulation_without_a_broker_fails_in_seconds() -> None:
 async def test_a_recording_waits_for_its_topic_and_keeps_a_bound_on_its_size(
     own: dict[str, Any], tmp_path: Path
 ) -> None:
-    log, said = tmp_path / "log", tmp_path / "said"
+    log = tmp_path / "log"
     bounds = ("--max-bytes", "64KiB", "--segment-bytes", "8KiB", "--channel", "events")
-    with running("record", log, *flags(own), *bounds, output=said) as process:
-        await asyncio.to_thread(wait_until, lambda: "waiting for topic" in said.read_text(), 60, "the line")
+    with RunningCommand("record", log, *flags(own), *bounds) as command:
+        await asyncio.to_thread(command.wait_for, "waiting for topic")
         assert await existing(own) == {}
         await create(own["kafka"], own["events_topic"])
         async with AIOKafkaProducer(bootstrap_servers=own["kafka"]) as producer:
             for _ in range(200):
                 await producer.send_and_wait(own["events_topic"], b"x" * 1000, key=b"k")
         await asyncio.to_thread(wait_until, lambda: EventLogReader(log).next_index == 200, 30, "the records")
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 30) == 0
+        assert await asyncio.to_thread(command.end, signal.SIGTERM) == 0
     files = sorted(log.glob("*.kvlog"))
     assert sum(file.stat().st_size for file in files) <= 64 * 1024
     assert len(list(log.glob("*.kvtimes"))) == len(files)  # the time index is written along
     kept = [record.offset for _, record in EventLogReader(log).read(EventLogReader(log).first_index)]
     assert kept == list(range(200 - len(kept), 200))
-    text = said.read_text()
-    assert text.count("waiting for topic") == 1
-    assert "deleted 00000000000000000000.kvlog: records 0 to " in text
+    assert command.err.count("waiting for topic") == 1
+    assert "deleted 00000000000000000000.kvlog: records 0 to " in command.err
 
 
 def test_a_recording_of_a_topic_that_does_not_exist_ends_if_it_is_to_run_once(

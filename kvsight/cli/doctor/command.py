@@ -93,7 +93,6 @@ def doctor(
 
 
 def _checks(servers: Servers, probe: PromptTrace) -> list[Check]:
-    """The chain, from the log to the answer."""
     of_kafka = "see `Connect to Kafka` in docs/operations.md"
     return [
         Check("broker", servers.broker, f"start the broker, or correct --kafka; {of_kafka}"),

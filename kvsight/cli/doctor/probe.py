@@ -1,23 +1,29 @@
 """Follows one prompt: from the engine through its events into the index, and compares what both hold."""
 
+from __future__ import annotations
+
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from kv_events.hash_seed import SEED, SEED_VARIABLE, process_seed
 from kv_events.http.queries import PeerAnswer
 from kv_events.http.workers import Listener, Worker
+from kv_events.records import LogRecord
 from kv_events.runtime.words import count, duration, names
 from kv_events.streams import split_group
-from kvsight.cli.doctor.arrivals import Arrival, listen
 from kvsight.cli.doctor.checks import BrokenError, SkippedError
 from kvsight.cli.doctor.servers import Servers
 from kvsight.cli.shared.console import UsageError
 from kvsight.cli.shared.engine_client import ClockReading, EngineClient
 from kvsight.cli.shared.process import run_until_interrupted
 from kvsight.errors import KvsightHttpError
+
+if TYPE_CHECKING:
+    from indexer.settings import IndexerSettings
 
 _PROMPT_PAGES = 4
 _LARGEST_USUAL_PAGE = 64
@@ -30,6 +36,18 @@ _DATE_ERROR_S = 0.5
 _ENGINE_BINDS = "set the engine's `endpoint` to tcp://*:PORT (with an address for * it connects, and nobody answers)"
 _WRONG_PAGES = "block size "
 """Beginning of what is wrong with an engine that is registered with another block size."""
+
+
+class Arrival(NamedTuple):
+    """A batch that was added to the topic while this command was listening."""
+
+    model: str
+    tenant: str
+    worker: str
+    pages_stored: int
+    degraded_reason: str
+    ahead_s: float
+    """How far the publisher's clock is ahead of this machine's; less by the time that the batch took."""
 
 
 @dataclass
@@ -159,7 +177,6 @@ class PromptTrace:
         return [f"{name}: {text}" for name, text in texts if text]
 
     def _stored(self) -> int:
-        """Pages that the workers have stored so far."""
         return sum(each.counters.get("pages_stored", 0) for _, each in _listeners(self._workers()))
 
     def _held(self) -> dict[str, int]:
@@ -193,7 +210,7 @@ class PromptTrace:
     def _listen(self) -> None:
         """Send the prompt, and note what is added to the topic until its first events arrive."""
         self.arrivals += run_until_interrupted(
-            partial(listen, self.servers.settings, self._send, self._is_awaited, self.wait_s)
+            partial(_listen, self.servers.settings, self._send, self._is_awaited, self.wait_s)
         )
 
     def _is_ours(self, arrival: Arrival) -> bool:
@@ -208,7 +225,6 @@ class PromptTrace:
         return self._is_ours(arrival) and (is_of_prompt or not self.tokens or self._is_known)
 
     def _judge_arrivals(self) -> None:
-        """Raise BrokenError if the awaited events are not among those that arrived."""
         if any(map(self._is_awaited, self.arrivals)):
             return
         topic, within = self.servers.settings.events_topic, f"within {self.wait_s:g} s"
@@ -275,7 +291,6 @@ class PromptTrace:
     # --- pages ------------------------------------------------------------------------------------------------------
 
     def _page_tokens(self) -> int:
-        """The block size of the prompt's pages in the index."""
         indexed = {worker.block_size for worker in self._workers()} - {0}
         return self._engine_block_size if self._engine_block_size in indexed else min(indexed)
 
@@ -313,6 +328,48 @@ class PromptTrace:
             return BrokenError(text, "look at `counters` and `stale_reason` in GET /workers: see docs/debugging.md")
         text = f"the index has {count(indexed, 'page')} of the prompt, the engine reuses {reused}"
         return BrokenError(text, "let the engine cache prefixes; behind a load balancer, name one engine")
+
+
+async def _listen(
+    settings: IndexerSettings, send: Callable[[], None], is_awaited: Callable[[Arrival], bool], wait_s: float
+) -> list[Arrival]:
+    """Return what is added to the topic, from before `send` is called until the first awaited batch arrives.
+
+    wait_s: longest wait after `send`. Raises KvsightError, and what `send` raises.
+    """
+    from api.background import run_in_daemon_thread
+    from indexer.sources.kafka import KafkaSource
+
+    source, arrivals = KafkaSource(settings), list[Arrival]()
+    try:
+        await source.start({})
+        ends = await source.ends()
+        await source.stop()
+        await source.start(ends)
+        await run_in_daemon_thread(send)  # Ctrl-C does not wait for the engine
+        give_up = time.monotonic() + wait_s
+        while time.monotonic() < give_up and not any(map(is_awaited, arrivals)):
+            arrivals += _decoded(await source.fetch())
+    finally:
+        await source.stop()
+    return arrivals
+
+
+def _decoded(records: Sequence[LogRecord]) -> list[Arrival]:
+    from kv_events.codec import decode_batch
+    from kv_events.errors import RecordRejectedError
+
+    now, found = time.time(), []
+    for record in records:
+        try:
+            batch = decode_batch(record.payload)
+        except RecordRejectedError:
+            continue
+        who, ahead_s = batch.stream, batch.timestamp - now
+        found.append(
+            Arrival(who.model, who.tenant, who.worker, batch.pages().stored.total(), batch.degraded_reason, ahead_s)
+        )
+    return found
 
 
 def _listeners(workers: Sequence[Worker]) -> list[tuple[str, Listener]]:

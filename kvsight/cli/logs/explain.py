@@ -10,9 +10,9 @@ import msgspec
 import typer
 
 from kv_events.http.explanations import Explanation, Finding, WorkerExplanation
-from kv_events.log.moments import LogExtent, LogMoment
+from kv_events.log.moments import LogMoment
 from kv_events.runtime.words import count, local_time, names, natural_order, printable
-from kvsight.cli.logs.reading import LogSource, extent_text, moment_fault, open_source
+from kvsight.cli.logs.reading import LogInput, TopicInput, extent_text, moment_fault, open_source
 from kvsight.cli.shared.console import UsageError, err, out, print_result
 from kvsight.cli.shared.flags import KAFKA, AsJson, with_flags
 from kvsight.cli.shared.process import compile_kernels
@@ -23,7 +23,7 @@ from kvsight.extras import require
 
 if TYPE_CHECKING:
     from analysis.explain.asked_prompt import AskedPrompt
-    from analysis.explain.tracer import History as Records
+    from analysis.explain.tracer import History
 
 
 @with_flags(KAFKA)
@@ -53,36 +53,33 @@ def explain(
     from analysis.explain.asked_prompt import AskedPrompt
 
     asked = AskedPrompt(*decode_query(body), worker)
-    found, extent = _explain(asked, source, moment)
+    found = _explain(asked, source, moment)
     print_result(found, _lines(found, asked, out.width), as_json=as_json)
     as_of = f"as of {local_time(found.time)}, after {count(found.records, 'record')}"
-    err.print(f"{extent_text(extent)}\n{as_of}")
+    err.print(f"{extent_text(source.extent)}\n{as_of}")
     source.exit_if_damaged()
 
 
-def _explain(asked: AskedPrompt, source: LogSource, moment: LogMoment) -> tuple[Explanation, LogExtent]:
+def _explain(asked: AskedPrompt, source: LogInput | TopicInput, moment: LogMoment) -> Explanation:
     """Raises UsageError if the moment is outside the log."""
     from analysis.explain.explanation import NothingToExplainError
     from analysis.explain.explanation import explain as explain_records
 
-    extent = LogExtent(source.name) if source.log is None else source.log.extent
-    views = None if source.log is None else source.log.views_before()
+    views = source.views_before() if isinstance(source, LogInput) else None
     try:
-        found = explain_records(asked, _records(source, extent), moment, views)
+        found = explain_records(asked, _history(source), moment, views)
     except NothingToExplainError as error:
-        raise UsageError(moment_fault(extent, moment) or f"{source.name}: {error}") from error
-    fault = moment_fault(extent, moment)
-    if fault:
+        raise UsageError(moment_fault(source.extent, moment) or f"{source.extent.name}: {error}") from error
+    if fault := moment_fault(source.extent, moment):
         raise UsageError(fault)
-    damage = [] if source.log is None else source.log.damage_lines
-    return msgspec.structs.replace(found, damage=damage), extent
+    return msgspec.structs.replace(found, damage=list(source.damage_lines))
 
 
-def _records(source: LogSource, extent: LogExtent) -> Records:
-    """Return the records to follow. A topic has no indices."""
-    if source.log is not None:
-        return source.log.chunks("replaying")
-    return ((None, record) for _, record in source.records(extent))
+def _history(source: LogInput | TopicInput) -> History:
+    """The records to follow. A topic has no indices."""
+    if isinstance(source, LogInput):
+        return source.chunks("replaying")
+    return ((None, record) for record in source.records())
 
 
 def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:

@@ -234,7 +234,6 @@ def slice_log(
 
 
 def _keep_views(log: Path, new_log: Path, copied: LogRange, begin: int) -> None:
-    """Write the views before the first copied record into the new log."""
     compile_kernels("indexer.replay")
     from indexer.replay import Timeline
     from indexer.replay.frames import save_frame
@@ -353,7 +352,6 @@ def export(
 
 
 def _report_new(new_log: Path, num_records: int, sources: list[LogInput], as_json: bool) -> None:
-    """Print what a new log has."""
     facts = {"new_log": str(new_log), "records": num_records}
     _report(facts, f"{new_log}: {count(num_records, 'record')}", sources, as_json)
 

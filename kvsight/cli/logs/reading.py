@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
 import typer
 from rich.progress import Progress
@@ -199,57 +199,44 @@ def exit_if_any_damaged(logs: Iterable[LogInput]) -> None:
         raise typer.Exit(EXIT_DAMAGED)
 
 
-class LogSource(NamedTuple):
-    """The records of a log, from the oldest to the newest."""
+class TopicInput:
+    """What a topic holds now, which a command reads once, from the oldest record to the newest."""
 
-    name: str
-    read: Callable[[Progress], Iterator[tuple[int, LogRecord]]]
-    """Yields each record with its index, and shows the progress in its argument."""
-    log: LogInput | None = None
-    """None: a topic."""
+    damage_lines = ()
 
-    def records(self, extent: LogExtent) -> Iterator[tuple[int, LogRecord]]:
-        """Yield each record with its index, noted in an extent, and show the progress on stderr."""
-        with progress_bar() as bar:
-            for index, record in self.read(bar):
-                extent.note(index, record)
-                yield index, record
+    def __init__(self, kafka: str | None, connection: dict[str, Any], moment: LogMoment) -> None:
+        """connection: further settings of Kafka. moment: must not be an index. Raises KvsightError."""
+        from kv_events.kafka.connection import KafkaConnection
+        from kv_events.kafka.settings import KafkaSettings
 
-    def exit_if_damaged(self) -> None:
-        """Print warnings and what could not be read. Ends with exit code 1 unless everything was read."""
-        if self.log is not None:
-            self.log.exit_if_damaged()
+        if moment.index is not None:
+            raise UsageError(f"--at {moment.typed}: a topic has no index; give a time or PARTITION:OFFSET,...")
+        self._settings = KafkaSettings.from_flags(kafka=kafka, **connection)
+        run_until_interrupted(KafkaConnection(self._settings).check)  # before kernels are compiled
+        self.extent = LogExtent(f"topic {self._settings.events_topic}")
 
+    def records(self) -> Iterator[LogRecord]:
+        """Yield all records. Raises KvsightError."""
+        from indexer.sources.kafka import KafkaSource
+        from indexer.sources.reader import source_records
 
-def open_source(log: Path | None, kafka: str | None, connection: dict[str, Any], moment: LogMoment) -> LogSource:
-    """Open the log that was asked for. connection: further settings of Kafka. Raises KvsightError."""
-    if at_most_one({"LOG": log, "--kafka": kafka}) is None:
-        raise UsageError("give the folder of an event log, or --kafka HOST:PORT")
-    if log is None:
-        return _topic(kafka, connection, moment)
-    source = LogInput(log)
-    return LogSource(str(log), lambda bar: source.records("replaying", bar), source)
-
-
-def _topic(kafka: str | None, connection: dict[str, Any], moment: LogMoment) -> LogSource:
-    from indexer.sources.kafka import KafkaSource
-    from indexer.sources.reader import source_records
-    from kv_events.kafka.connection import KafkaConnection
-    from kv_events.kafka.settings import KafkaSettings
-
-    if moment.index is not None:
-        raise UsageError(f"--at {moment.typed}: a topic has no index; give a time or PARTITION:OFFSET,...")
-    settings = KafkaSettings.from_flags(kafka=kafka, **connection)
-    run_until_interrupted(KafkaConnection(settings).check)  # before kernels are compiled
-    name = f"topic {settings.events_topic}"
-
-    def read(bar: Progress) -> Iterator[tuple[int, LogRecord]]:
-        task = bar.add_task("replaying", total=None)
-        records = source_records(KafkaSource(settings), lambda total: bar.update(task, total=total))
-        with interrupting_loops():
+        with progress_bar() as bar, interrupting_loops():
+            task = bar.add_task("replaying", total=None)
+            records = source_records(KafkaSource(self._settings), lambda total: bar.update(task, total=total))
             for index, record in enumerate(records):
                 if index % 256 == 0:
                     bar.update(task, completed=index)
-                yield index, record
+                self.extent.note(index, record)
+                yield record
 
-    return LogSource(name, read)
+    def exit_if_damaged(self) -> None:
+        """Do nothing: what a topic holds is not damaged."""
+
+
+def open_source(
+    log: Path | None, kafka: str | None, connection: dict[str, Any], moment: LogMoment
+) -> LogInput | TopicInput:
+    """Open the log that was asked for. connection: further settings of Kafka. Raises KvsightError."""
+    if at_most_one({"LOG": log, "--kafka": kafka}) is None:
+        raise UsageError("give the folder of an event log, or --kafka HOST:PORT")
+    return TopicInput(kafka, connection, moment) if log is None else LogInput(log)

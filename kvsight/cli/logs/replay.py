@@ -14,7 +14,7 @@ from kv_events.http.log import MovedPage, StreamDiff
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.runtime.words import count, local_time, natural_order
 from kv_events.streams import split_group
-from kvsight.cli.logs.reading import LogInput, LogSource, exit_if_any_damaged, extent_text, moment_fault, open_source
+from kvsight.cli.logs.reading import LogInput, TopicInput, exit_if_any_damaged, extent_text, moment_fault, open_source
 from kvsight.cli.shared.answers import Asked, answer_lines
 from kvsight.cli.shared.console import (
     EXIT_USAGE,
@@ -153,18 +153,16 @@ def _serve(folder: Path, at: str | None, **flags: Any) -> None:
     run_server(app, settings, bound)
 
 
-def _replay(source: LogSource, moment: LogMoment) -> tuple[Replay, LogExtent]:
+def _replay(source: LogInput | TopicInput, moment: LogMoment) -> tuple[Replay, LogExtent]:
     from indexer.replay import Replay
 
-    if source.log is not None:
-        with waiting("replaying"):
-            return source.log.views_at(moment)
-    extent = LogExtent(source.name)
-    return Replay().apply_all((record for _, record in source.records(extent)), moment), extent
+    if isinstance(source, TopicInput):
+        return Replay().apply_all(source.records(), moment), source.extent
+    with waiting("replaying"):
+        return source.views_at(moment)
 
 
 def _used(moment: LogMoment, replayed: Replay) -> str:
-    """The moment that was used, in words."""
     zone = " (the local zone)" if moment.is_naive else ""
     asked = "" if moment.time_s is None else f"; asked for {local_time(moment.time_s)}{zone}"
     return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"

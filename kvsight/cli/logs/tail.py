@@ -110,7 +110,6 @@ def _show(event: RecordLine, as_json: bool) -> None:
 
 
 def _feed(url: str, api_token: str | None, wanted: RecordFilter) -> Generator[RecordLine]:
-    """Yield what the API reports."""
     from kvsight.client import Client
 
     with Client(url, token=api_token) as client:

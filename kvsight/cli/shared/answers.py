@@ -144,7 +144,6 @@ def _ago(fields: Mapping[str, Any]) -> str:
 
 
 def _absent_lines(asked: Asked, known: Sequence[StreamRow], held: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why workers are absent, one line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for worker in sorted({row.worker for row in known} - held.keys(), key=natural_order):
         reason = _why_absent(asked, [row for row in known if row.worker == worker])

@@ -83,12 +83,10 @@ def _decoded(data: bytes, file: Path, kind: Any, expected: str) -> Any:
 
 
 def _shown(path: Path) -> str:
-    """The name of an input file in a message."""
     return "stdin" if str(path) == "-" else str(path)
 
 
 def _json_fault(data: bytes, error: Exception) -> str:
-    """What is wrong with JSON, with line and column."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     if isinstance(error, UnicodeDecodeError):

@@ -21,7 +21,7 @@ from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from tests.rigs.api import replace, served
-from tests.support.commands import ENVIRONMENT, KVSIGHT
+from tests.support.commands import RunningCommand
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -169,26 +169,12 @@ async def test_an_open_stream_of_events_ends_with_its_token(file: Path) -> None:
 async def test_top_waits_out_a_limit_of_requests(file: Path) -> None:
     replace(file, table("slow", "read", limit=1))
     async with a_service(file) as client:
-        process = await asyncio.create_subprocess_exec(
-            *KVSIGHT,
-            "top",
-            "--json",
-            "--interval",
-            "0.1",
-            "--url",
-            str(client.base_url),
-            env={**ENVIRONMENT, "KVSIGHT_API_TOKEN": secret("slow")},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        assert process.stdout is not None
-        lines = [await process.stdout.readline() for _ in range(3)]  # two of them after refusals
-        if process.returncode is None:
-            process.send_signal(signal.SIGINT)
-        _, errors = await process.communicate()
-        assert (process.returncode, all(lines)) == (0, True), errors
-        assert [json.loads(line)["num_workers"] for line in lines] == [1, 1, 1]
-        assert b"more requests with this token than it permits in a second" in errors
+        words = ("top", "--json", "--interval", 0.1, "--url", client.base_url)
+        with RunningCommand(*words, KVSIGHT_API_TOKEN=secret("slow")) as command:
+            await async_wait_until(lambda: command.out.count("\n") >= 3, 60, "lines, two of them after refusals")
+            assert await asyncio.to_thread(command.end, signal.SIGINT) == 0, command.err
+        assert [json.loads(line)["num_workers"] for line in command.out.splitlines()[:3]] == [1, 1, 1]
+        assert "more requests with this token than it permits in a second" in command.err
 
 
 @pytest.mark.parametrize(

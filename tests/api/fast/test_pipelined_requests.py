@@ -76,11 +76,11 @@ async def test_a_client_that_pipelines_without_end_is_not_read_on(
     monkeypatch.setattr(connection.FastConnection, "connection_made", noted)
 
     hostile, other = await connect(), await connect()
-    text = (request(QUERY) * 10 + HEALTH) * 20_000
+    text = (request(QUERY) * 10 + HEALTH) * 3000
     hostile.writer.write(text)
-    for _ in range(60):
+    for _ in range(20):
         for _ in range(10):
             assert (await hostile.answer())[0] == b"HTTP/1.1 200 OK"
         await other.ask(request(QUERY))
-    assert max(len(server.rest) for server in servers) < 2**20 < len(text)
+    assert max(len(server.rest) for server in servers) < 2**20 < len(text) / 4
     hostile.writer.transport.abort()

@@ -135,30 +135,14 @@ async def test_ranks_tiers_adapters_and_salts(tmp_path: Path) -> None:
                 {"1": {"0": 8, "1": 12}, "2": {"0": 4}}, route="query_by_hash", block_hashes=hashes
             )
             assert by_hash == answer
+            named: list[tuple[dict[str, Any], int]] = [({"lora_name": "ad"}, 4), ({"cache_salt": "s"}, 8), (salted, 4)]
+            for names, held in named:  # local hashes find the pages of an adapter and a salt without their names
+                hashes = local_hashes(token_array(tokens), BLOCK, namespace_seed(**names)).astype(np.int64).tolist()
+                question = {"route": "query_by_hash", "block_hashes": hashes}
+                for lora_name in (None, "ad", "another"):
+                    await two.agree({"2": {"0": held}}, **question, lora_name=lora_name)
             answer = await two.agree({"3": {"0": 8}}, token_ids=outside)
             assert answer["instances"]["3"] == instance(8, 24, 28)
-
-
-@pytest.mark.parametrize("names", [{"lora_name": "ad"}, {"cache_salt": "s"}, {"lora_name": "ad", "cache_salt": "s"}])
-async def test_local_hashes_find_an_adapters_and_a_salts_pages_without_their_names(
-    tmp_path: Path, names: dict[str, Any]
-) -> None:
-    tokens = list(range(1, 25))
-    async with both(tmp_path) as two:
-        with ZmqEngine() as engine, ZmqEngine() as plain:
-            await two.read(1, engine)
-            await two.read(2, plain)
-            engine.send(payload(stored([1, 2, 3], tokens[:12], medium="GPU", **names), form="map"))
-            engine.send(payload(stored([4, 5], tokens[12:20], parent=3, medium="GPU", **names), form="map"))
-            plain.send(payload(stored([1, 2], tokens[:8], medium="GPU")))
-            for sender, worker in ((engine, 1), (plain, 2)):
-                await two.send_to_both(sender, worker)
-            await two.agree({"1": {"0": 20}}, token_ids=tokens, **names)
-            hashes = local_hashes(token_array(tokens), BLOCK, namespace_seed(**names)).astype(np.int64).tolist()
-            question = {"route": "query_by_hash", "block_hashes": hashes}
-            await two.agree({"1": {"0": 20}}, **question)
-            await two.agree({"1": {"0": 20}}, **question, lora_name="ad")
-            await two.agree({"1": {"0": 20}}, **question, lora_name="another")
 
 
 async def test_engines_that_name_a_page_differently_cost_the_peer_slower_tiers_and_us_nothing(tmp_path: Path) -> None:

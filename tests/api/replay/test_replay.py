@@ -2,8 +2,6 @@
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from random import Random
@@ -23,10 +21,11 @@ from kv_events.records import Channel, LogRecord
 from kv_events.schema import WireEvent
 from kvsight.cli.main import app
 from tests.rigs.api import Serving, replaying, searched_span
+from tests.support.commands import RunningCommand
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, removed, stored
-from tests.support.waiting import async_wait_until, wait_until
+from tests.support.waiting import async_wait_until
 
 
 def decided(number: int, at: float) -> LogRecord:
@@ -154,25 +153,19 @@ def log(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_log_is_served_until_ctrl_c_and_its_damage_is_named(log: Path, tmp_path: Path) -> None:
-    said = tmp_path / "stderr"
-    command = (sys.executable, "-m", "kvsight", "replay", str(log), "--serve", "--port", "0", "--at", "4")
-    with said.open("wb") as output, subprocess.Popen(command, stderr=output, stdout=output) as process:
-        try:
-            wait_until(lambda: "is served on" in said.read_text() or process.poll() is not None, 120, "the address")
-            found = re.search(r"is served on (http://\S+)", said.read_text())
-            assert found is not None, (process.poll(), said.read_text())
-            with httpx.Client(base_url=found[1], timeout=60) as client:
-                assert client.get("/moment").json()["index"] == 4
-                assert [each["instance_id"] for each in client.get("/workers?at=@1007").json()] == ["w"]
-                assert "a torn tail of 3 bytes" in client.get("/span").json()["damage"][0]
-                assert "<title>kvsight</title>" in client.get("/").text
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-        finally:
-            process.kill()
-    assert (process.returncode, "Traceback" in said.read_text()) == (130, False), said.read_text()
-    assert "damaged: " in said.read_text()
+def test_a_log_is_served_until_ctrl_c_and_its_damage_is_named(log: Path) -> None:
+    with RunningCommand("replay", log, "--serve", "--port", 0, "--at", 4) as command:
+        command.wait_for("(docs at /docs)")
+        found = re.search(r"is served on (http://\S+)", command.err)
+        assert found is not None, command.err
+        with httpx.Client(base_url=found[1], timeout=60) as client:
+            assert client.get("/moment").json()["index"] == 4
+            assert [each["instance_id"] for each in client.get("/workers?at=@1007").json()] == ["w"]
+            assert "a torn tail of 3 bytes" in client.get("/span").json()["damage"][0]
+            assert "<title>kvsight</title>" in client.get("/").text
+        code = command.end(signal.SIGINT)
+    assert (code, "Traceback" in command.err) == (130, False), command.err
+    assert "damaged: " in command.err
 
 
 def test_mistakes_are_named_before_anything_is_served(log: Path, tmp_path: Path) -> None:

@@ -5,19 +5,21 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import given
 
 from api.queries.answers import general_answer, namespaces_of
 from api.queries.body_formats import format_of
 from api.queries.parsing import BY_ANY, decode_question
-from api.shards.local_shard import LocalShard
-from api.shards.scatter_gather import ScatterGather
+from api.shards.scatter_gather import LocalShard, ScatterGather
 from api.shards.wire import ShardReply, decode_reply, decode_request, encode
 from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
 from indexer.namespaces import Namespaces
+from indexer.progress import Progress
 from indexer.settings import IndexerSettings
-from indexer.shards.assignment import Assignment, Candidate, Member, share_out
+from indexer.shards.assignment import Assignment, Candidate, Member, decode_assignment, decode_candidate, share_out
+from indexer.shards.assignment import encode as encode_entry
 from indexer.shards.owned_partitions import copy_views
 from indexer.snapshots.image import take, unpack
 from indexer.sources.memory import MemorySource
@@ -25,6 +27,7 @@ from kv_events.digest import digest_bytes
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
 from kv_events.http.parsed_query import ParsedQuery
 from kv_events.log.memory import MemoryLog
+from kv_events.records import LogRecord
 from tests.support.log.records import Stream, stored
 
 SETTINGS = IndexerSettings(max_pages=2**12)
@@ -218,3 +221,40 @@ def run(steps: Any) -> Any:
             next(steps)
         except StopIteration as end:
             return end.value
+
+
+NOW_MS = 1_800_000_000_000
+
+
+def candidate(name: str, generation: int = 0, url: str = "") -> Candidate:
+    return Candidate(name, url or f"http://{name}:1", generation, [])
+
+
+def test_a_partition_that_is_given_up_does_not_delay_the_others() -> None:
+    progress = Progress()
+    progress.start({0: 0, 1: 0}, {0: 1, 1: 9})
+    progress.advance(LogRecord(0, 0, 0, b"", b""))
+    assert not progress.catches_up()
+    progress.remove(1)
+    assert progress.catches_up()
+    assert progress.lag() == 0
+
+
+@pytest.mark.parametrize("generation", [2**53 - 1, NOW_MS + 10**9])
+def test_a_generation_of_the_far_future_does_not_stay(generation: int) -> None:
+    with_stranger = share_out([candidate("a", NOW_MS - 5), candidate("stranger", generation)], range(4), NOW_MS)
+    assert (with_stranger.generation, with_stranger.before) == (NOW_MS, NOW_MS - 5)
+    assert decode_assignment(encode_entry(with_stranger)) == with_stranger
+    assert sorted(with_stranger.owners()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("generation", [-1, 2**53, 2**64 - 1])
+def test_other_generations_are_not_read(generation: int) -> None:
+    assert decode_candidate(encode_entry(candidate("a", generation))) is None
+    assert decode_candidate(encode_entry(candidate("a", NOW_MS))) == candidate("a", NOW_MS)
+
+
+def test_two_members_with_one_id_leave_no_partition_without_a_member() -> None:
+    shared = share_out([candidate("a"), candidate("a", url="http://other:1"), candidate("b")], range(5), NOW_MS)
+    assert sorted(shared.owners()) == [0, 1, 2, 3, 4]
+    assert [member.id for member in shared.members] == ["a", "b"]

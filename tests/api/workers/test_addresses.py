@@ -8,6 +8,7 @@ import pytest
 from api.settings import RegistrationSettings
 from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
 from bridge import EngineSettings
+from bridge.stream import subscriber
 from kv_events.engine_wire import LocateError
 from kv_events.errors import InvalidValueError
 from tests.rigs.bridge import LiveBridge
@@ -135,8 +136,9 @@ async def test_a_name_that_is_not_known_yet_may_be_registered() -> None:
         assert (await served.listener())["failure"] == "engine.invalid: the host name is unknown"
 
 
-async def test_an_engine_that_comes_back_elsewhere_is_read_there() -> None:
+async def test_an_engine_that_comes_back_elsewhere_is_read_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody but `locate` can find the engines: their names lead nowhere."""
+    monkeypatch.setattr(subscriber, "_PROBE_S", 0.5)
     where: dict[str, str | None] = {}
 
     async def locate(endpoint: str) -> str:
@@ -151,10 +153,10 @@ async def test_an_engine_that_comes_back_elsewhere_is_read_there() -> None:
         await async_wait_until(lambda: bridge.status().failure == "not found", what="the failure")
         pages: set[tuple[int, int]] = set()
         for tokens in (TOKENS[:4], TOKENS[4:8]):
+            await async_wait_until(lambda: bridge.status().failure is not None, 60, "the end of the connection")
             with ZmqEngine() as engine_there:
                 engine_there.send(payload(stored([1], tokens)))  # only a replay has it
                 where.update({NAME: engine_there.endpoint, REPLAY_NAME: engine_there.replay_endpoint})
                 await async_wait_until(lambda: bridge.status().failure is None, 60, "the connection")
                 await async_wait_until(lambda: len(pages | bridge.view().pages) == len(pages) + 1, 60, "its page")
                 pages.update(bridge.view().pages)
-            await async_wait_until(lambda: bridge.status().failure is not None, 60, "the end of the connection")

@@ -6,8 +6,7 @@ import subprocess
 import sys
 import tomllib
 import uuid
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -222,36 +221,19 @@ while publisher._stream.translator.publishers[0].stats().next_seq == 0:
 """
 
 
-@pytest.fixture
-def to_kafka(variables: Path, monkeypatch: pytest.MonkeyPatch, kafka_bootstrap: str) -> Callable[[], AIOKafkaConsumer]:
-    """Use new topics instead of the folder. Returns a function that creates a consumer of the records."""
+async def test_an_engine_that_ends_without_a_word_holds_nothing_according_to_kafka(
+    variables: Path, monkeypatch: pytest.MonkeyPatch, kafka_bootstrap: str
+) -> None:
     topic = f"events-{uuid.uuid4().hex}"
     monkeypatch.delenv("KVSIGHT_EVENT_LOG_DIR")
     for name, value in {"KAFKA": kafka_bootstrap, "EVENTS_TOPIC": topic, "CONTROL_TOPIC": f"control-{topic}"}.items():
         monkeypatch.setenv(f"KVSIGHT_{name}", value)
-    return partial(AIOKafkaConsumer, topic, bootstrap_servers=kafka_bootstrap, auto_offset_reset="earliest")
-
-
-async def test_events_reach_kafka(to_kafka: Callable[[], AIOKafkaConsumer]) -> None:
-    module = engine_module("sglang", engine_folder(*SGLANG_ARRAYS))
-    publisher = made("sglang", module)
-    await asyncio.to_thread(publisher.publish, batch(module, store("sglang", module)))
-    view, wanted = StreamReader(), on(GPU, names_of(TOKENS, 16))
-    async with asyncio.timeout(30), to_kafka() as records:
-        while view.pages != wanted:
-            view.read((await records.getone()).value)
-    await asyncio.to_thread(publisher.shutdown)
-    forget_engine_modules()
-
-
-async def test_an_engine_that_ends_without_a_word_holds_nothing(
-    to_kafka: Callable[[], AIOKafkaConsumer],
-) -> None:
     command = [sys.executable, "-c", _ENGINE_WITHOUT_SHUTDOWN]
     await asyncio.to_thread(subprocess.run, command, cwd=ROOT, check=True, timeout=60)
     view = StreamReader()
     lengths: list[int] = []
-    async with asyncio.timeout(30), to_kafka() as records:
+    consumer = AIOKafkaConsumer(topic, bootstrap_servers=kafka_bootstrap, auto_offset_reset="earliest")
+    async with asyncio.timeout(30), consumer as records:
         while lengths[-2:] != [1, 0]:
             view.read((await records.getone()).value)
             lengths.append(len(view.pages))

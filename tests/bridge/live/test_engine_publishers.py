@@ -1,5 +1,6 @@
 """vLLM's and SGLang's own publishers, each in its own process, feed a bridge."""
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -56,7 +57,7 @@ class EngineProcess:
         """What it holds in the end, which it goes on to once the bridge has its first batch."""
         await async_wait_until(has_begun, 30, str(self.place / "log"))
         self.ledger.with_suffix(".go").touch()
-        await async_wait_until(self.ledger.exists, 30, f"{self.ledger}; {self.place / 'log'}")
+        await async_wait_until(self.ledger.exists, 90, f"{self.ledger}; {self.place / 'log'}")
         return {(tier, name) for tier, name in json.loads(self.ledger.read_text())}
 
     async def restarted(self) -> None:
@@ -111,9 +112,10 @@ async def test_one_bridge_reads_ranks_and_engines_of_all_kinds(tmp_path: Path) -
             for (worker, _), own in engines.items():
                 await bridge.fleet.add(own.entry(worker))
                 own.start()
-            for (worker, rank), own in engines.items():
-                begun = partial(lambda *who: bridge.counters(*who)["batches"], worker, rank)
-                await bridge.shows(await own.pages(begun), worker, rank, deadline_s=60)
+            begun = [partial(lambda *who: bridge.counters(*who)["batches"], *who) for who in engines]
+            held = await asyncio.gather(*map(EngineProcess.pages, engines.values(), begun))  # all at the same time
+            for (worker, rank), pages in zip(engines, held, strict=True):
+                await bridge.shows(pages, worker, rank, deadline_s=60)
     finally:
         for own in engines.values():
             own.process.kill()

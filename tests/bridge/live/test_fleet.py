@@ -8,7 +8,6 @@ from contextlib import ExitStack
 import pytest
 
 from bridge import BridgeSettings, ConnectionState, EngineConflictError, EngineSettings, Fleet
-from indexer.views import ViewState
 from kv_events.errors import InvalidValueError
 from kv_events.schema import BATCHES_LOST
 from publisher import PublisherSettings
@@ -121,22 +120,6 @@ async def test_an_address_that_cannot_be_used_is_shown_and_tried_again() -> None
             assert "in use" in (bridge.status().failure or "")
             engine.stop()
             await async_wait_until(lambda: bridge.status().state is not ConnectionState.FAILED)
-
-
-async def test_the_routers_view_of_a_bridged_engine_is_live() -> None:
-    fed = HandFed()
-    template = PublisherSettings(model="-", worker="-", block_size=1)
-    with ZmqEngine() as engine:
-        async with Fleet(BridgeSettings(), template, MemorySink(fed.log)) as fleet, fed.consumer.running():
-            await fleet.add(EngineSettings(worker="w", model="m", endpoint=engine.endpoint))
-            await asyncio.to_thread(engine.wait_for_readers)
-            engine.send(payload(stored(range(1, 5), range(16))))
-
-            def view_is_right() -> bool:
-                views = fed.consumer.namespaces.views
-                return [(view.state, view.num_pages[0]) for view in views] == [(ViewState.LIVE, 4)]
-
-            await async_wait_until(view_is_right)
 
 
 def test_a_bridge_passes_no_tokens_on_and_reports_it() -> None:

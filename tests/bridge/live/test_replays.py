@@ -82,18 +82,23 @@ async def test_live_batches_do_not_wait_for_an_answer_to_a_question_that_they_an
             (
                 "none",
                 iter(()),
-                {"bridge_replay_timeout_s": 0.3, "bridge_replay_attempts": 2},
+                {"bridge_replay_timeout_s": 0.2},
                 "send 0, show 0, lose 1, send 2, show 2",
-                {"failed_replays": 2, "losses": 1},
+                {"failed_replays": 3, "losses": 1},
             ),
             ("one again and again", repeat(0), {}, "until failed_replays, count 1, send 1, show 0 1", {}),
-            ("no end", count(), {"bridge_replay_deadline_s": 0.5}, "count 1000000, send 7, show 7, until losses", {}),
+            ("no end", count(), {}, "count 1000000, send 7, show 7, until losses", {}),
         )
     ],
 )
 async def test_an_answer_that_helps_nobody_is_left(
-    answers: Iterator[int], settings: dict[str, float], script: str, counters: dict[str, int]
+    answers: Iterator[int],
+    settings: dict[str, float],
+    script: str,
+    counters: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("bridge.stream.engine_stream._DEADLINE_S", 2.0)
     with OddReplays(answers).answering() as odd:
         read = {"replay_endpoint": odd.endpoint}
         counted, _ = await Play.follow(script, read=read, settings=settings, replay=False)

@@ -29,6 +29,12 @@ UNTIL_CLEARED = (
     [
         pytest.param(script, opening, counters, id=name)
         for name, script, opening, counters in (
+            (
+                "live batches that were replayed before are not taken twice",
+                "send 0, show 0, drop 1, send 2..199 -50, show 0..49 51..199, until duplicate_batches",
+                {},
+                {"batches": 201},
+            ),
             ("sent before the bridge came", "send 0..4, read, show 0..4, send 5, show 0..5", {}, {"gaps": 0}),
             ("answers that are cut are continued", "send 0..34, read, show 0..34", {**SOON, "answers_at_most": 10}, {}),
             (
@@ -98,19 +104,6 @@ async def test_a_gap_is_closed_by_a_replay_whatever_its_layout(layout: str) -> N
     counted, asked = await Play.follow("send 0, show 0, drop 1 -0, send 3, show 1 3", layout=layout)
     assert (counted["gaps"], counted["losses"], counted["restarts"]) == (1, 0, 0)
     assert asked[-1] == 0  # the last one applied: its content shows that the engine did not restart
-
-
-async def test_live_batches_that_were_replayed_before_are_not_taken_twice() -> None:
-    async with bridged() as (engine, bridge):
-        engine.send(store(0))
-        await bridge.shows(pages(0))
-        engine.send(store(1), "dropped")
-        for number in range(2, 200):
-            engine.send(store(number))
-        engine.send(payload(removed([50])))
-        await bridge.shows(pages(*(number for number in range(200) if number != 50)))
-        await async_wait_until(lambda: bridge.counters()["duplicate_batches"] > 0)
-        assert bridge.counters()["batches"] == 201
 
 
 async def test_children_of_pages_from_before_a_loss_are_still_named() -> None:

@@ -1,16 +1,14 @@
 """A bridge or a registration with a wrong address says what is wrong with it."""
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
 from bridge.stream.subscriber import why_unreachable
+from tests.support.commands import RunningCommand
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
 from tests.support.servers.embedded_service import service
@@ -22,7 +20,6 @@ REFUSED = (
     "connection refused; an engine listens only if its `endpoint` is tcp://*:PORT: "
     "with an address in place of * it connects"
 )
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
 
 
 async def test_a_registered_address_that_refuses_connections_is_shown_until_an_engine_listens() -> None:
@@ -51,20 +48,14 @@ async def test_a_registered_address_that_refuses_connections_is_shown_until_an_e
 
 def test_a_bridge_with_a_wrong_address_logs_one_line(tmp_path: Path) -> None:
     port, metrics_port = free_port(), free_port()
-    command = [sys.executable, "-m", "kvsight", "bridge", "--event-log-dir", str(tmp_path / "log")]
-    command += ["--engine", f"worker=w,model=m,endpoint=tcp://127.0.0.1:{port}", "--metrics-port", str(metrics_port)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
-        assert process.stderr is not None
-        line = ""
-        while "cannot connect" not in line:
-            line = process.stderr.readline()
-            assert line, "the bridge has ended"
+    words = ["bridge", "--event-log-dir", tmp_path / "log", "--metrics-port", metrics_port]
+    with RunningCommand(*words, "--engine", f"worker=w,model=m,endpoint=tcp://127.0.0.1:{port}") as command:
+        command.wait_for("cannot connect")
         failed = 'kvsight_bridge_failed{dp_rank="0",model="m",tenant="default",worker="w"} 1.0'
         assert failed in httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
-        process.send_signal(signal.SIGTERM)
-        _, rest = process.communicate(timeout=30)
-    assert f"cannot connect to tcp://127.0.0.1:{port}: connection refused" in line
-    assert "cannot connect" not in rest
+        command.end(signal.SIGTERM)
+    assert command.err.count("cannot connect") == 1
+    assert f"cannot connect to tcp://127.0.0.1:{port}: connection refused" in command.err
 
 
 async def test_the_reason_names_what_is_wrong(tmp_path: Path) -> None:

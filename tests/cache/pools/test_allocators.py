@@ -123,15 +123,6 @@ def test_swa_rows_move_from_one_full_row_to_another():
     assert pool.available_size() == 8
 
 
-def test_rows_loaded_apart_are_mapped_afterwards():
-    pool = SWATokenToKVPoolAllocator(8, 8, 2)
-    full, swa = pool.full.alloc(4), pool.swa.alloc(2)
-    pool.map_swa(full[2:], swa)
-    assert pool.translate(full).tolist() == [0, 0, *swa]
-    pool.free(full)
-    assert pool.available_size() == 8
-
-
 @pytest.mark.parametrize(
     ("act", "error"),
     [

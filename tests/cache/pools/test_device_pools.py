@@ -53,13 +53,6 @@ def test_latent_rows_are_written_where_they_were_allocated():
     assert torch.equal(pool.get_kv_buffer(2)[rows], kv.bfloat16())
 
 
-def test_the_last_row_handed_out_is_inside_the_tensors():
-    pool = MLATokenToKVPool(SHAPE, kv_lora_rank=2, qk_rope_head_dim=2)
-    rows = PagedTokenToKVPoolAllocator(32, 4).alloc(32)
-    pool.set_kv_buffer(0, rows, torch.ones(32, 1, 4))
-    assert pool.get_kv_buffer(0).float().sum() == 32 * 4
-
-
 @pytest.mark.parametrize("name", ["size", "page_size", "layer_num"])
 def test_an_empty_pool_is_refused(name):
     figures: Any = {"size": 4, "page_size": 4, "layer_num": 1, name: 0}

@@ -26,7 +26,6 @@ from engine_cache.pools.host import HOST_LAYOUTS, MLATokenToKVPoolHost, NSAIndex
 from engine_cache.pools.mamba import HybridReqToTokenPool, MambaPool
 from engine_cache.stacks import (
     HostTierConfig,
-    PoolSpec,
     build_hybrid_stack,
     build_mamba_hybrid_stack,
     build_nsa_hybrid_stack,
@@ -192,14 +191,6 @@ def test_pools_that_fit_one_by_one_but_not_together_are_no_stack(rows, monkeypat
         build_nsa_hybrid_stack(hiradix(rows), nsa_model(), rows, config=HostTierConfig(reserve_bytes=100))
     assert isinstance(raised.value.__cause__, InvalidValueError)
     assert pools.held_bytes() == 0
-
-
-@pytest.mark.parametrize("layers", [{0: 0, 3: 1}, {0: 0}, {0: 0, 1: 0}, {0: 0, 1: 2}])
-def test_layers_that_would_never_be_copied_are_refused(rows, layers):
-    kv, index = nsa_pools(nsa_model(), rows)
-    kv = PoolSpec(KV, kv.make_host_pool, kv.device_pool, rows, layers)
-    with pytest.raises(StackError, match=r"controller: layers of pool kv|controller: layers that no pool"):
-        build_hybrid_stack([kv, index], hiradix(rows), config=SMALL)
 
 
 def test_a_list_without_pools_or_with_a_pool_twice_is_no_stack(rows):

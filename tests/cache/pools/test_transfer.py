@@ -23,7 +23,6 @@ from engine_cache.pools.device import MHATokenToKVPool, PoolShape
 from engine_cache.pools.host import MHATokenToKVPoolHost
 from engine_cache.storage.base import PoolName, PoolTransfer
 from kv_events.errors import InvalidValueError
-from tests.rigs.cache_tensors import FaultyHostPool
 
 pytestmark = pytest.mark.torch
 LAYERS = 3
@@ -153,18 +152,6 @@ def test_queued_loads_start_as_one_operation():
     engine.step(Lane.LOAD)
     assert [ack.ids for ack in controller.finished_loads()] == [[4, 5]]
     controller.wait_for_layer(0, 0)
-
-
-def test_a_load_that_fails_twice_is_an_error():
-    kv, engine = real(host=FaultyHostPool), ManualCopyEngine()
-    controller = HiCacheController(kv, engine)
-    kv.host_pool.load_faults = 2
-    controller.load(kv.host_pool.alloc(2), 1)
-    consumer = controller.start_loading()
-    with pytest.raises(TransferError, match="injected load fault"):
-        controller.wait_for_layer(consumer, 0)
-    with pytest.raises(TransferError, match="load of 1 nodes failed"):
-        controller.finished_loads()
 
 
 def test_reset_waits_for_copies_and_frees_the_host(engine):

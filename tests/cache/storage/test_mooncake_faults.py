@@ -4,7 +4,6 @@ import socket
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
@@ -18,16 +17,11 @@ from engine_cache.storage.mooncake_client import (  # noqa: E402
     StorageRegistrationError,
     StorageUnreachableError,
 )
-from tests.rigs.cache import CPU  # noqa: E402
 from tests.rigs.mooncake import (  # noqa: E402
-    PROMPT,
     archive,
-    attach,
     engine,
     follow,
-    make_rig,
     own_identity,
-    prefetch,
 )
 from tests.rigs.page_pools import KEYS, PagePool, get, put  # noqa: E402
 from tests.support.servers.child_process import free_port  # noqa: E402
@@ -177,19 +171,6 @@ def test_a_full_store_refuses_pages_and_loses_none_that_are_reported(connect, ow
     assert {key for key in keys if store.is_held(key)} <= there
 
 
-def test_a_page_that_the_store_dropped_is_withdrawn_when_it_is_missed(mooncake_master):
-    with engine("mha", own_identity(), mooncake_master.settings()) as rig:
-        archive(rig)
-        assert len(follow(rig)) == 4
-        names = rig.store._names("kv", [rig.store._held.keys()[1]])
-        rig.store._client.remove(names)
-        rig.cache.check_hicache_events()
-        assert len(follow(rig)) == 4
-        assert rig.store.batch_exists(rig.store._held.keys()) == 1
-        rig.cache.check_hicache_events()
-        assert len(follow(rig)) == 3
-
-
 def test_pages_beyond_the_bound_are_no_longer_reported(mooncake_master):
     with engine("mha", own_identity(), mooncake_master.settings(mooncake_max_tracked_pages=3)) as rig:
         archive(rig)
@@ -219,16 +200,6 @@ def test_the_owner_of_a_store_clears_all_of_it_and_the_others_notice(connect, ow
 
 
 # --- a master that dies and returns ----------------------------------------------------------------------------------
-
-
-def test_what_was_reported_is_withdrawn_when_the_master_dies_without_a_call(own_mooncake_master):
-    with engine("mha", own_identity(), own_mooncake_master.settings()) as rig:
-        archive(rig)
-        assert len(follow(rig)) == 4
-        own_mooncake_master.kill()
-        wait_until(lambda: not rig.store._held.keys(), what="the loss of the master")
-        rig.cache.check_hicache_events()
-        assert follow(rig) == set()
 
 
 def test_a_master_that_was_restarted_between_two_looks_is_noticed(connect, own_mooncake_master):
@@ -273,17 +244,3 @@ def test_a_master_that_stands_still_is_waited_for_once_and_used_again_when_it_co
     assert not any(store.is_held(key) for key in KEYS[:4])
     assert put(store, *FOUR) == [True] * 4
     assert all(store.is_held(key) for key in KEYS[:4])
-
-
-def test_nothing_is_prefetched_of_a_store_that_was_closed(mooncake_master):
-    with engine("mha", own_identity(), mooncake_master.settings()) as rig:
-        archive(rig)
-        assert len(follow(rig)) == 4
-        rig.store.close()
-        rig.cache.check_hicache_events()
-        assert follow(rig) == set()
-        assert set(rig.replay.pages[CPU])
-    fresh = attach(make_rig("mha"), MooncakeStorage.connect(own_identity(), mooncake_master.settings()))
-    fresh.store.close()
-    assert prefetch(fresh, PROMPT) == 0
-    assert np.all(fresh.host.free_pages() >= 0)

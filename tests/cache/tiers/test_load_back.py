@@ -182,3 +182,13 @@ def test_a_load_before_the_one_that_failed_is_not_blamed(rig, monkeypatch):
     with pytest.raises(TransferError):
         rig.controller.wait_for_layer(1, last)
     rig.reset()
+
+
+@rigs("unified+mamba+swa")
+def test_there_is_nothing_to_load_of_what_is_on_the_device(rig):
+    rig.turns(A, AB, ABC)
+    match = rig.match(ABC)
+    (rows, node), req, lock = rig.load_back(match)
+    rig.cache.release(lock)
+    assert (rows.tolist(), node, req.mamba_pool_idx) == ([], match.last_device_node, None)
+    assert rig.cache.ongoing_load_back == {}

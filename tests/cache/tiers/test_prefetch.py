@@ -261,3 +261,12 @@ def test_a_prefetch_that_would_be_cut_below_the_threshold_is_abandoned(rig, stor
     assert rig.prefetch(ABCD) is None
     assert (is_idle(rig), rig.host.available_size()) == (True, 4)
     rig.host.free(taken)
+
+
+@rigs("hiradix")
+def test_a_page_that_went_between_query_and_read_ends_the_prefix(rig, store):
+    rig.prefetch(ABCD)
+    rig.engine.step(Lane.PREFETCH)
+    store.lose(page_hashes(ABCD)[1])
+    assert rig.fetched() == 2
+    assert (is_idle(rig), rig.used()) == (True, {"kv": 2})

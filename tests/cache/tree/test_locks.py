@@ -5,6 +5,7 @@ import pytest
 from engine_cache import CacheStateError, DecLockRefParams, EvictParams, EvictResult, IncLockRefResult
 from kv_events.errors import InvalidValueError
 from tests.rigs.cache import AB, ABC, ABCD, EVERYTHING, A, CacheRig, rigs
+from tests.rigs.cache_steps import holdings
 
 pytestmark = pytest.mark.torch
 
@@ -153,3 +154,11 @@ def test_a_lock_continues_behind_a_gap_and_above_a_tombstone(rig, tier, gap, hel
     assert locked(rig, "swa", tier) == ends(*held)
     release()
     assert locked(rig, "swa", tier) == set()
+
+
+@rigs(*ALL)
+def test_a_lock_of_the_root_protects_nothing_and_is_released_without_a_trace(rig):
+    before = holdings(rig)
+    lock = rig.cache.inc_lock_ref(rig.cache.root_node)
+    assert (lock.delta, lock.tickets, rig.cache.release(lock).delta) == (0, (), 0)
+    assert holdings(rig) == before

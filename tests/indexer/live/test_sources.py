@@ -3,7 +3,8 @@
 import asyncio
 import gc
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,6 +75,13 @@ async def log(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[L
             yield made
 
 
+@asynccontextmanager
+async def started(source: Source, positions: Mapping[int, int] | None = None) -> AsyncIterator[Source]:
+    await source.start(positions or {})
+    yield source
+    await source.stop()
+
+
 async def read(source: Source, count: int) -> list[LogRecord]:
     records: list[LogRecord] = []
 
@@ -90,67 +98,35 @@ async def test_records_come_whole_and_in_the_order_of_their_stream(log: Log) -> 
     sent = [stream.batch() for _ in range(20) for stream in streams]
     for record in sent:
         await log.append(record)
-    source = log.new_source()
-    await source.start({})
-    received = await read(source, len(sent))
+    async with started(log.new_source()) as source:
+        received = await read(source, len(sent))
     for stream in streams:
         key = stream.id.key.encode()
         assert [r.payload for r in received if r.key == key] == [r.payload for r in sent if r.key == key]
     assert {r.timestamp_ms for r in received} == {r.timestamp_ms for r in sent}
-    await source.stop()
 
 
-async def test_a_second_reader_continues_where_the_first_one_stopped(log: Log) -> None:
+async def test_a_reader_begins_where_another_one_stopped_and_beyond_the_end_at_the_oldest_record(log: Log) -> None:
     stream = Stream()
     for _ in range(10):
         await log.append(stream.batch())
-    first = log.new_source()
-    await first.start({})
-    records = await read(first, 10)
-    await first.stop()
-    half = records[5]
-    second = log.new_source()
-    await second.start({half.partition: half.offset})
-    rest = [r for r in await read(second, 5) if r.partition == half.partition]
-    assert rest == records[5:]
-    await second.stop()
-
-
-async def test_the_ends_state_what_there_is_to_catch_up_with(log: Log) -> None:
-    stream = Stream()
-    for _ in range(3):
-        await log.append(stream.batch())
+    async with started(log.new_source()) as source:
+        records = await read(source, 10)
+        half, ends = records[5], await source.ends()
+    assert ends[half.partition] == sum(ends.values()) == records[-1].offset + 1 == 10
+    async with started(log.new_source(), {half.partition: half.offset}) as source:
+        assert [r for r in await read(source, 5) if r.partition == half.partition] == records[5:]
     source = log.new_source()
-    await source.start({})
-    records = await read(source, 3)
-    ends = await source.ends()
-    assert ends[records[-1].partition] == records[-1].offset + 1
-    assert sum(ends.values()) == 3
-    await source.stop()
-
-
-async def test_a_position_beyond_the_end_begins_at_the_oldest_record(log: Log) -> None:
-    stream = Stream()
-    for _ in range(3):
-        await log.append(stream.batch())
-    probe = log.new_source()
-    await probe.start({})
-    partition = (await read(probe, 3))[0].partition
-    await probe.stop()
-    source = log.new_source()
-    began = await source.start({partition: 1000})
-    assert began[partition] == 0
-    assert len(await read(source, 3)) == 3
+    assert (await source.start({half.partition: 1000}))[half.partition] == 0
+    assert len(await read(source, 10)) == 10
     await source.stop()
 
 
 async def test_records_that_come_later_are_seen(log: Log) -> None:
-    source = log.new_source()
-    await source.start({})
-    assert list(await source.fetch()) == []
-    await log.append(Stream().batch())
-    assert len(await read(source, 1)) == 1
-    await source.stop()
+    async with started(log.new_source()) as source:
+        assert list(await source.fetch()) == []
+        await log.append(Stream().batch())
+        assert len(await read(source, 1)) == 1
 
 
 async def test_a_dropped_offset_begins_at_the_oldest_record() -> None:
@@ -159,11 +135,8 @@ async def test_a_dropped_offset_begins_at_the_oldest_record() -> None:
     for _ in range(30):
         record = stream.batch()
         memory.append(record.key, record.payload, record.timestamp_ms)
-    source = MemorySource(memory)
-    await source.start({0: 0})
-    records = await source.fetch()
-    assert records[0].offset == memory.first_offset > 0
-    await source.stop()
+    async with started(MemorySource(memory), {0: 0}) as source:
+        assert (await source.fetch())[0].offset == memory.first_offset > 0
 
 
 async def test_a_folder_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
@@ -201,16 +174,12 @@ async def test_a_start_that_is_cancelled_at_any_moment_closes_its_consumer(
 
 async def test_a_topic_that_appears_later_is_read_from_its_beginning(kafka_bootstrap: str) -> None:
     topic = f"late-{uuid.uuid4().hex}"
-    source = KafkaSource(kafka_settings(kafka_bootstrap, topic))
-    await source.start({})
-    producer = AIOKafkaProducer(bootstrap_servers=kafka_bootstrap)
-    await producer.start()
-    await producer.send_and_wait(topic, b"first")
-    await producer.stop()
+    async with started(KafkaSource(kafka_settings(kafka_bootstrap, topic))) as source:
+        async with AIOKafkaProducer(bootstrap_servers=kafka_bootstrap) as producer:
+            await producer.send_and_wait(topic, b"first")
 
-    async def seen() -> bool:
-        return sum((await source.ends()).values()) == 1
+        async def seen() -> bool:
+            return sum((await source.ends()).values()) == 1
 
-    await async_wait_until(seen, deadline_s=60, what="the topic")
-    assert [r.payload for r in await read(source, 1)] == [b"first"]
-    await source.stop()
+        await async_wait_until(seen, deadline_s=60, what="the topic")
+        assert [r.payload for r in await read(source, 1)] == [b"first"]

@@ -1,11 +1,13 @@
 """Server processes for tests. They use free ports, write their output to a file, and end with the test run."""
 
 import contextlib
+import fcntl
 import os
 import random
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ _TIED_TO_US = 'exec 3<&0; (cat <&3 >/dev/null; kill -9 -$$) 2>/dev/null & exec 3
 # These ports are below the range that Linux uses for outgoing connections. A client that retries a port in that range
 # while its server is down may connect to itself, and the server could then not restart.
 _PORTS = range(18_000, 32_000)
+_CLAIMS = os.open(Path(tempfile.gettempdir()) / f"kvsight-ports-{os.getuid()}", os.O_CREAT | os.O_RDWR, 0o600)
+"""A file of which a process locks one byte for each port that it has chosen, because the port is used only later."""
 
 
 class PartMissingError(Exception):
@@ -127,9 +131,10 @@ def has_ipv6() -> bool:
 
 
 def free_port() -> int:
-    """Return a free port of the loopback address."""
+    """Return a free port of the loopback address, which no other process of the tests gets while this one runs."""
     for port in random.SystemRandom().sample(_PORTS, 50):
         with socket.socket() as probe, contextlib.suppress(OSError):
+            fcntl.lockf(_CLAIMS, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
             probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError(f"no free port found in {_PORTS}")

@@ -13,6 +13,8 @@ from tests.support.servers.child_process import free_port
 from tests.support.servers.kafka_broker import KafkaBroker, run_kafka_tool
 
 USER, PASSWORD = "kvsight-user", "a-secret-of-the-tests"
+ROTATED_USER = "rotated-user"
+"""Has the same password, until a test changes it."""
 _MODULES = "org.apache.kafka.common.security"
 _TOPIC = 2
 _OPERATIONS = {"read": 3, "write": 4, "describe": 8}
@@ -38,6 +40,7 @@ class SecureKafka:
         """Create one. `restart()` starts it. Raises PartMissingError."""
         ports = {name: free_port() for name in _PROTOCOLS}
         users = [f"{m}=[name={USER},password={PASSWORD}]" for m in ("SCRAM-SHA-256", "SCRAM-SHA-512")]
+        users.append(f"SCRAM-SHA-512=[name={ROTATED_USER},password={PASSWORD}]")
         more = "\n".join(_settings(Certificates(folder / "certificates")))
         broker = KafkaBroker(folder, listeners=ports, more=more, users=users)
         ports["PLAINTEXT"] = int(broker.bootstrap.rpartition(":")[2])
@@ -62,7 +65,7 @@ class SecureKafka:
             await admin.close()
 
     def set_password(self, user: str, password: str) -> None:
-        """Create a user of SCRAM-SHA-512, or change its password. Takes about 2 s."""
+        """Change the password of a user of SCRAM-SHA-512. Takes about 2 s."""
         server = ("--bootstrap-server", self.address("PLAINTEXT"))
         change = ("--alter", "--entity-type", "users", "--entity-name", user)
         config = f"SCRAM-SHA-512=[password={password}]"

@@ -44,6 +44,8 @@ def as_flags(variables: Mapping[str, object]) -> tuple[list[str], dict[str, str]
 class ServiceProcess:
     """`with ServiceProcess(folder, KVSIGHT_KAFKA=...) as service:`. It keeps its port over restarts."""
 
+    module = "kvsight"
+
     def __init__(self, folder: Path, **variables: object) -> None:
         """folder: for its log lines. variables: settings, environment. With `SSL_CERT_FILE`, it is asked over HTTPS."""
         port, ca = free_port(), variables.get("SSL_CERT_FILE")
@@ -66,7 +68,7 @@ class ServiceProcess:
         arguments = ["serve", "--port", self._port, *self._flags]
         with self.log.open("ab") as output, Path(os.devnull).open() as nothing:
             streams = nothing.fileno(), output.fileno(), output.fileno()
-            self._process = PreparedProcess("kvsight", arguments, os.environ | self._variables, streams)
+            self._process = PreparedProcess(self.module, arguments, os.environ | self._variables, streams)
 
     def wait_until_it_listens(self) -> None:
         """Return once the service listens."""
@@ -150,3 +152,9 @@ class ServiceProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class HastyService(ServiceProcess):
+    """A service that gives up silent connections and bodies that stop sooner than usual."""
+
+    module = "tests.support.servers.hasty_service"

@@ -1,23 +1,42 @@
-"""Files that a running service reads again whenever they change."""
+"""Long work beside the event loop, and files that a running service reads again whenever they change."""
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from api.daemon_threads import run_in_daemon_thread
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.supervised import keep_running
 
 _POLL_S = 1.0
 
-_Content = TypeVar("_Content")
+_T = TypeVar("_T")
+
+
+async def run_in_daemon_thread(work: Callable[[], _T]) -> _T:
+    """Call `work` in a thread, and return what it returns. Raises its error.
+
+    A process that ends does not wait for the thread, as it would for one of `asyncio.to_thread`.
+    """
+    done: Future[_T] = Future()
+    done.set_running_or_notify_cancel()  # a task that stops waiting does not cancel it
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (it is raised by the waiting task)
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="daemon-work", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 @asynccontextmanager
 async def following(
-    what: str, known: _Content, read: Callable[[], _Content], use: Callable[[_Content], None], logger: logging.Logger
+    what: str, known: _T, read: Callable[[], _T], use: Callable[[_T], None], logger: logging.Logger
 ) -> AsyncIterator[None]:
     """Call `use` with each new content, in the background of a block. It looks once a second.
 
