@@ -1,8 +1,8 @@
 """The server's HTTP protocol: most queries are answered as soon as their last byte has arrived.
 
-A request enters the fast path if its head is one that `HeadCache` accepts and no other request of the connection is in
+A request enters the fast path if its head is one that `HeadReader` accepts and no other request of the connection is in
 progress. All its bytes are held until it is complete. If the fast path does not answer it, it is passed to FastAPI, as
-if it had arrived just now. Connections whose requests repeat become direct: see `api.fast.kernel_connections`.
+if it had arrived just now. Connections whose requests are alike become direct: see `api.fast.kernel_connections`.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from api.fast.fast_path import FastPath
-from api.fast.heads import MAX_BYTES, Head
+from api.fast.heads import Head
 from api.fast.http_limits import HEAD, LimitedHttpProtocol
 from api.fast.kernel_connections import RequestTemplate
 from api.problems import ProblemError
@@ -18,7 +18,6 @@ from api.problems import ProblemError
 _ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 1, 16
 _ANSWERS_AFTER_CUT = 1024  # large answers often do not fit into the socket's buffer
 _LARGE_ANSWER = 2**15  # a copy takes longer than another call
-_END_OF_HEAD = b"\r\n\r\n"
 
 
 class FastConnection(LimitedHttpProtocol):
@@ -34,7 +33,7 @@ class FastConnection(LimitedHttpProtocol):
         self._direct = fast_path.direct
         self._direct_as: int | None = None  # the file descriptor, while this connection is direct
         self._until_direct = _ANSWERS_BEFORE_DIRECT
-        self._repeated: RequestTemplate | None = None
+        self._template: RequestTemplate | None = None
 
     def take(self, data: bytes) -> None:
         """Answer a request in the fast path, or pass it on."""
@@ -68,10 +67,10 @@ class FastConnection(LimitedHttpProtocol):
 
         Of several requests at once, it takes the first one.
         """
-        start = data.find(_END_OF_HEAD, 0, MAX_BYTES) + len(_END_OF_HEAD)
-        head = self._fast_path.heads.find(data[:start]) if start > len(_END_OF_HEAD) else None
-        if head is None:
+        read = self._fast_path.heads.read(data)
+        if read is None:
             return False
+        head, start = read
         end = start + head.content_length
         self._missing = end - len(data)
         if self._missing > 0:
@@ -120,21 +119,21 @@ class FastConnection(LimitedHttpProtocol):
         return self._answering is not None
 
     def _consider_direct(self, head: Head, data: bytes, start: int) -> None:
-        """Make the connection direct if this request repeats the one before."""
-        before = self._repeated
-        self._repeated = self._fast_path.repeated(head, data, start) if self._direct is not None else None
-        if self._repeated is None:
+        """Make the connection direct if this request is like the one before."""
+        before = self._template
+        self._template = self._fast_path.request_template(head, data, start) if self._direct is not None else None
+        if self._template is None:
             self._until_direct = _ANSWERS_AFTER_RETURN
-        elif self._repeated == before and self.scheme == "http":
+        elif self._template == before and self.scheme == "http":
             self.loop.call_soon(self._become_direct)  # the answer has been sent by then
 
     def _become_direct(self) -> None:
-        if self._direct is None or self._repeated is None or self._direct_as is not None or self._held or self.rest:
+        if self._direct is None or self._template is None or self._direct_as is not None or self._held or self.rest:
             return
         if self._is_free() and self.transport.get_write_buffer_size() == 0:
             connection = self.transport.get_extra_info("socket").fileno()
             try:
-                self._direct.join(connection, self, self._repeated)
+                self._direct.join(connection, self, self._template)
             except OSError:  # too many files are open
                 self._until_direct = _ANSWERS_AFTER_CUT
             else:
@@ -144,7 +143,7 @@ class FastConnection(LimitedHttpProtocol):
     def resume(self, data: bytes, rest: bytes) -> None:
         """Read again. data: what was read of a request. rest: what is left to send of the answer before it."""
         self.heard_at = self.last_request_at()
-        self._direct_as, self._repeated = None, None
+        self._direct_as, self._template = None, None
         self._until_direct = _ANSWERS_AFTER_CUT if rest else _ANSWERS_AFTER_RETURN
         self.transport.resume_reading()
         if rest:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
-from api.fast.heads import Head, HeadCache
+from api.fast.heads import Head, HeadReader
 from api.fast.kernel_connection_kernels import MAX_REQUEST_BYTES
 from api.fast.kernel_connections import KernelConnections, RequestTemplate
 from api.fast.local_answers import LocalAnswers
@@ -65,7 +65,7 @@ class FastPath:
         self._group = group
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
-        self.heads = HeadCache(
+        self.heads = HeadReader(
             fields if group is None else [*group.members, *group.queries],
             tokens,
             max_body_bytes,
@@ -100,8 +100,8 @@ class FastPath:
             self._limited_logger.warning("a query is passed to FastAPI: %r", error)
             return None
         if body is not None:
-            if head.limit is not None:
-                head.limit.note()
+            if head.caller.limit is not None:
+                head.caller.limit.note()
             self._metrics.queries.note(head.path, time.perf_counter() - began)
             if span is not None:
                 end_request(span, HTTPStatus.OK)
@@ -113,9 +113,9 @@ class FastPath:
         A query with a limited token is passed to FastAPI, which counts it before it asks.
         """
         ask = None if self._group is None else self._group.queries.get(head.path)
-        if ask is None or self._spans is not None or head.limit is not None or self._is_refused(head):
+        if ask is None or self._spans is not None or head.caller.limit is not None or self._is_refused(head):
             return None
-        return self._gathered(ask(data[start:], head.content_type), head)
+        return self._gathered(ask(data[start:], head.caller.content_type), head)
 
     async def _gathered(self, asking: Awaitable[bytes | None], head: Head) -> bytes | None:
         began = time.perf_counter()
@@ -133,15 +133,15 @@ class FastPath:
     def _is_refused(self, head: Head) -> bool:
         if self._must_be_ready and not self._consumer.ready:
             return True
-        return head.limit is not None and head.limit.wait_s() > 0
+        return head.caller.limit is not None and head.caller.limit.wait_s() > 0
 
     def _answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         if self._group is not None:
             reply = self._group.members.get(head.path)
-            return None if reply is None or head.content_type not in _PACKED else reply(data[start:])
-        if head.content_type == "application/json":
+            return None if reply is None or head.caller.content_type not in _PACKED else reply(data[start:])
+        if head.caller.content_type == "application/json":
             return self._answer_json(self._templates[head.path], data, start)
-        return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
+        return self._answer_packed(head, data[start:]) if head.caller.content_type in _PACKED else None
 
     def _answer_json(self, templates: TemplateCache, data: bytes, start: int) -> bytes | None:
         expected = templates.expected(data, start)
@@ -152,11 +152,11 @@ class FastPath:
         return body
 
     def _answer_template(self, template: BodyTemplate, data: bytes, start: int) -> bytes | None:
-        question, num_before, after = template
+        question, before, after = template
         rate = self._rate(question)
         if rate is not None and rate.wait_s():
             return None
-        answered = self._answers.answer_text(question, data, start + num_before)
+        answered = self._answers.answer_text(question, data, start + len(before))
         if answered is None or data[answered[1] :] != after:
             return None
         if rate is not None:
@@ -166,7 +166,7 @@ class FastPath:
     def _answer_packed(self, head: Head, body: bytes) -> bytes | None:
         if is_large(body):
             return None
-        question, numbers = decode_question(body, format_of(head.content_type), self._fields[head.path])
+        question, numbers = decode_question(body, format_of(head.caller.content_type), self._fields[head.path])
         if question.is_detailed:
             return None  # the answer is not JSON
         rate = self._rate(question)
@@ -183,23 +183,23 @@ class FastPath:
             return None
         return self._tenants.rate(question.tenant)
 
-    def repeated(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
+    def request_template(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
         """Return the template of a request that was answered here. None: its connection cannot be direct."""
-        if head.content_type != "application/json" or head.limit is not None:
+        if head.caller.content_type != "application/json" or head.caller.limit is not None:
             return None
         template = self._templates[head.path].read(data, start)
         if template is None or self._rate(template.question) is not None:
             return None
-        return RequestTemplate.of(head.path, data, start, template, self.heads.generation)
+        return RequestTemplate.of(head, template, self.heads.generation)
 
-    def _plan(self, repeated: RequestTemplate) -> Plan | None:
+    def _plan(self, template: RequestTemplate) -> Plan | None:
         """Return how requests of a direct connection are answered now, or None if they must not be."""
-        if repeated.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
+        if template.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
             return None
-        if self._rate(repeated.question) is not None:
+        if self._rate(template.question) is not None:
             return None
         try:
-            return self._answers.direct_plan(repeated.question)
+            return self._answers.direct_plan(template.question)
         except ProblemError:
             return None
         except Exception as error:  # noqa: BLE001  (FastAPI's route reports it, if it fails as well)

@@ -1,45 +1,46 @@
-"""Heads of query requests, recognised by their bytes.
-
-Clients send the same few heads again and again. httptools parses a head once, and the result is kept by its bytes.
-"""
-
-from __future__ import annotations
+"""Heads of query requests. A kernel finds the lines that matter; what they say about the caller is looked up here."""
 
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-import httptools
+import numpy as np
 
 from api.access.guard import refusal_of
 from api.access.rate_limits import RateLimit
 from api.access.tokens import TokenRegistry
+from api.fast.head_kernel import NUM_FOUND, PASS_ON, TRACE_PARENT, TRACE_STATE, read_head
 from api.queries.body_formats import CONTENT_TYPES
 from kv_events.records import Headers
 from kv_events.runtime.tracing import trace_headers
 
-MAX_BYTES = 2048
-"""Requests with a longer head are passed to FastAPI."""
-
-_MAX_KEPT = 4096
 _HTTP_VERSION = "1.1"
-_UNUSUAL = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
+_MAX_KEPT = 4096
+_MOST_DIGITS = 18
+
+
+class Caller(NamedTuple):
+    """What the head says about the caller and the body. Many requests have the same."""
+
+    lines: tuple[bytes, bytes, bytes]
+    """Values of `Content-Type`, of `Host`, and of `Authorization` if tokens are required."""
+    content_type: str
+    """Without parameters, in lower case."""
+    limit: RateLimit | None = None
+    """Bound on the requests with this token."""
 
 
 class Head(NamedTuple):
     """An accepted head."""
 
     path: str
-    content_type: str
-    """Without parameters, in lower case."""
+    caller: Caller
     content_length: int
-    limit: RateLimit | None = None
-    """Bound on the requests with this token."""
     trace: Headers = ()
     """Context of the caller's trace, if the process sends traces."""
 
 
-class HeadCache:
-    """The heads of POST requests to some paths."""
+class HeadReader:
+    """Reads the heads of POST requests to some paths. One thread calls it."""
 
     def __init__(
         self,
@@ -55,88 +56,65 @@ class HeadCache:
         is_allowed_host: of the header `Host`.
         """
         self._is_allowed_host = is_allowed_host
-        self._paths = {path.encode(): path for path in paths}
+        self._paths = {request_line(path): path for path in paths}
+        self._longest = max(map(len, self._paths), default=0)
         self._tokens = tokens
         self._max_body_bytes = max_body_bytes
         self._with_traces = with_traces
         self.generation = 0
         """Changes whenever `forget` is called."""
-        self._kept: dict[bytes, Head | None] = {}
+        self._found = np.empty((NUM_FOUND, 2), np.int64)
+        self._callers: dict[tuple[bytes, bytes, bytes], Caller | None] = {}
 
-    def find(self, head: bytes) -> Head | None:
-        """Return what a head says, or None if the request must be passed to FastAPI.
-
-        head: from the request line up to and including the empty line.
-        """
-        if head in self._kept:
-            return self._kept[head]
-        if len(self._kept) == _MAX_KEPT:
-            self._kept.clear()
-        found = self._kept[head] = self._accepted(_Parsed.of(head))
-        return found
+    def read(self, data: bytes) -> tuple[Head, int] | None:
+        """Read the head of a request, and return it with its end, or None if the request must be passed to FastAPI."""
+        start = data.find(b"\n", 0, self._longest) + 1
+        path = self._paths.get(data[:start])
+        if path is None:
+            return None
+        end = read_head(data, start, self._found)
+        if end == PASS_ON:
+            return None
+        length, content_type, host, token, *_ = values = [data[first:last] for first, last in self._found.tolist()]
+        if not length.isdigit() or len(length) > _MOST_DIGITS or int(length) > self._max_body_bytes:
+            return None
+        caller = self._caller((content_type, host, token if self._tokens.are_required else b""))
+        if caller is None:
+            return None
+        trace = _trace(values) if self._with_traces else ()
+        return Head(path, caller, int(length), trace), end
 
     def forget(self) -> None:
-        """Find all heads again, because the tokens have changed."""
-        self._kept.clear()
+        """Look up all callers again, because the tokens have changed."""
+        self._callers.clear()
         self.generation += 1
 
-    def _accepted(self, parsed: _Parsed | None) -> Head | None:
-        if parsed is None or not parsed.is_simple_post or parsed.url not in self._paths:
+    def _caller(self, lines: tuple[bytes, bytes, bytes]) -> Caller | None:
+        if lines in self._callers:
+            return self._callers[lines]
+        if len(self._callers) == _MAX_KEPT:
+            self._callers.clear()
+        found = self._callers[lines] = self._accepted(lines)
+        return found
+
+    def _accepted(self, lines: tuple[bytes, bytes, bytes]) -> Caller | None:
+        content_type, host, token = lines
+        if refusal_of([(b"host", host)] if host else [], _HTTP_VERSION) is not None:
             return None
-        headers = parsed.headers
-        if len(dict(headers)) != len(headers) or not _UNUSUAL.isdisjoint(dict(headers)):
+        if not self._is_allowed_host(host.decode("latin-1")):
             return None
-        if refusal_of(headers, _HTTP_VERSION) is not None:
+        principal = self._tokens.caller(token)
+        if principal is None or "read" not in principal.scopes:
             return None
-        fields = dict(headers)
-        length = fields.get(b"content-length", b"")
-        if not length.isdigit() or int(length) > self._max_body_bytes:
-            return None
-        if not self._is_allowed_host(fields.get(b"host", b"").decode("latin-1")):
-            return None
-        caller = self._tokens.caller(fields.get(b"authorization", b""))
-        if caller is None or "read" not in caller.scopes:
-            return None
-        content_type = fields.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-        if content_type not in CONTENT_TYPES:
-            return None  # refused before the body arrives
-        trace = trace_headers((name.decode("latin-1"), value) for name, value in headers) if self._with_traces else ()
-        return Head(self._paths[parsed.url], content_type, int(length), caller.limit, trace)
+        known = content_type.partition(b";")[0].strip().lower().decode("latin-1")
+        # others are refused before the body arrives
+        return Caller(lines, known, principal.limit) if known in CONTENT_TYPES else None
 
 
-class _Parsed:
-    """What httptools reports about a head."""
+def request_line(path: str) -> bytes:
+    """Return the first line of requests to a path."""
+    return b"POST %b HTTP/1.1\r\n" % path.encode()
 
-    def __init__(self) -> None:
-        self.url = b""
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.is_simple_post = False
-        self._has_more = False
-        self._parser = httptools.HttpRequestParser(self)
 
-    @classmethod
-    def of(cls, head: bytes) -> _Parsed | None:
-        """Parse a head. Returns None if it is not exactly one valid head."""
-        parsed = cls()
-        try:
-            parsed._parser.feed_data(head)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            return None
-        finally:
-            del parsed._parser  # it refers to this object, too
-        return None if parsed._has_more else parsed
-
-    def on_url(self, url: bytes) -> None:
-        self.url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
-
-    def on_body(self, _body: bytes) -> None:
-        self._has_more = True  # httptools sees an earlier end of the head
-
-    def on_headers_complete(self) -> None:
-        parser = self._parser
-        self.is_simple_post = (
-            parser.get_method() == b"POST" and parser.get_http_version() == _HTTP_VERSION and parser.should_keep_alive()
-        )
+def _trace(values: list[bytes]) -> Headers:
+    return trace_headers([("traceparent", values[TRACE_PARENT]), ("tracestate", values[TRACE_STATE])])

@@ -1,9 +1,9 @@
-"""The kernel that serves connections whose requests repeat: it reads, answers and writes by itself.
+"""The kernel that serves connections whose requests are alike: it reads, answers and writes by itself.
 
-A repeated request differs from the one before only in its numbers and in its Content-Length:
+Such requests have the same values in the lines of the head that matter, and the same body around the numbers:
 
-    POST /query HTTP/1.1\\r\\n...\\r\\nContent-Length: | 62 | \\r\\n\\r\\n{..."token_ids":[ | 1,2,3 | ]}
-                       before                       digits            between            numbers  after
+    POST /query HTTP/1.1\\r\\n...\\r\\n\\r\\n{..."token_ids":[ | 1,2,3 | ]}
+    line                  lines            before           numbers  after
 """
 
 from typing import NamedTuple
@@ -12,9 +12,10 @@ import numpy as np
 from numba import types
 
 from api.fast.answer_kernels import Layout, StreamTable, Texts, put_number, put_piece
+from api.fast.head_kernel import AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST, read_lines
 from api.fast.query_kernel import TEXT, UNKNOWN, QueryBuffers, answer
 from indexer.kernels.find import PageLookup
-from kv_events.kernels.bundles import I32Vector, I64Matrix, I64Vector, U8Vector, U64Vector
+from kv_events.kernels.bundles import I32Vector, I64Matrix, U8Vector, U64Vector
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
 from kv_events.kernels.instructions import address_of, call_native, eight_bytes
 
@@ -32,20 +33,11 @@ WAITING, ANSWERED, RETURNED, CUT = range(4)
 request was answered, and the rest of the answer is left to the caller.
 """
 
-_BEFORE, _BETWEEN, _AFTER = range(3)
+_LINE, _CONTENT_TYPE, _HOST, _AUTHORIZATION, _BEFORE, _AFTER = range(6)
 _BEGIN, _END = range(2)
 _MOST_DIGITS = 6
 _ZERO, _NINE = np.uint8(ord("0")), np.uint8(ord("9"))
 _FAILED = -1
-
-
-class TemplatePieces(NamedTuple):
-    """What is alike in all requests that repeat."""
-
-    pieces: Texts
-    """Three: before, between and after."""
-    head_bytes_between: I64Vector
-    """[1] bytes of `between` that belong to the head."""
 
 
 class SocketBuffers(NamedTuple):
@@ -67,6 +59,8 @@ class SocketBuffers(NamedTuple):
     """[1] the part of a head after the length."""
     parts: U64Vector
     """[4] addresses and sizes of head and body: two `struct iovec`."""
+    lines: I64Matrix
+    """[NUM_FOUND, 2] scratch, see `read_lines`."""
 
 
 @array_function
@@ -89,19 +83,46 @@ def _is_at(data, at, stop, texts, number):
 
 
 @array_helper
-def _start_of_numbers(pattern, data, start, stop):
-    """Return where the numbers of a request begin, or -1 if it is not one of the pattern, or not complete."""
-    pieces = pattern.pieces
-    if not _is_at(data, start, stop, pieces, _BEFORE):
+def _size(texts, number):
+    return texts.ends[number + 1] - texts.ends[number]
+
+
+@array_helper
+def _has_value(data, lines, line, template, number):
+    """Return whether a line has the value of the template. An empty one stands for any."""
+    size = _size(template, number)
+    begin, end = lines[line, _BEGIN], lines[line, _END]
+    return size == 0 or (end - begin == size and _is_at(data, begin, end, template, number))
+
+
+@array_helper
+def _length_of_body(data, lines):
+    """Return the number in the line Content-Length, or -1."""
+    begin, end = lines[CONTENT_LENGTH, _BEGIN], lines[CONTENT_LENGTH, _END]
+    length = np.int64(0)
+    for i in range(begin, end):
+        if data[i] < _ZERO or data[i] > _NINE:
+            return np.int64(_FAILED)
+        length = 10 * length + np.int64(data[i] - _ZERO)
+    return length if 0 < end - begin <= _MOST_DIGITS else np.int64(_FAILED)
+
+
+@array_function
+def _start_of_numbers(template, data, start, stop, lines):
+    """Return where the numbers of a request begin, or -1 if it is not one of the template, or not complete."""
+    if not _is_at(data, start, stop, template, _LINE):
         return np.int64(_FAILED)
-    first = start + pieces.ends[1]
-    at, length = first, np.int64(0)
-    while at < stop and at < first + _MOST_DIGITS and _ZERO <= data[at] <= _NINE:
-        length = 10 * length + np.int64(data[at] - _ZERO)
-        at += 1
-    if not _is_at(data, at, stop, pieces, _BETWEEN) or at + pattern.head_bytes_between[0] + length != stop:
+    body = read_lines(data, start + _size(template, _LINE), stop, lines)
+    if body < 0 or not _has_value(data, lines, CONTENT_TYPE, template, _CONTENT_TYPE):
         return np.int64(_FAILED)
-    return at + pieces.ends[2] - pieces.ends[1]
+    if not _has_value(data, lines, HOST, template, _HOST):
+        return np.int64(_FAILED)
+    if not _has_value(data, lines, AUTHORIZATION, template, _AUTHORIZATION):
+        return np.int64(_FAILED)
+    length = _length_of_body(data, lines)
+    if length < 0 or body + length != stop or not _is_at(data, body, stop, template, _BEFORE):
+        return np.int64(_FAILED)
+    return body + _size(template, _BEFORE)
 
 
 @array_helper
@@ -134,7 +155,7 @@ def _keep_rest(sockets, number, at, body, num_bytes, head_bytes, sent):
 @array_kernel(
     types.int64,
     SocketBuffers,
-    TemplatePieces,
+    Texts,
     types.UniTuple(types.int64, 3),
     types.UniTuple(types.int64, 4),
     types.UniTuple(types.uint64, 2),
@@ -144,20 +165,20 @@ def _keep_rest(sockets, number, at, body, num_bytes, head_bytes, sent):
     Layout,
     types.UniTuple(types.float64, 4),
 )
-def serve_ready(sockets, pattern, sizes, numbers, seeds, lookup, buffers, table, layout, times):
+def serve_ready(sockets, template, sizes, numbers, seeds, lookup, buffers, table, layout, times):
     """Serve one request of each connection, all of which have something to read.
 
-    sizes: number of connections, bytes of the fixed part of `sockets.head`, bound on the bytes of an answer. numbers:
-    block size, 1 for pages of token pairs or 0, 1 if `buffers.weights` counts or 0, bytes at the beginning of
-    `buffers.out` that the caller has written. The others: as for `answer`. Returns the number of connections that were
-    answered completely. The others have an outcome of their own. WAITING: the memory is full, and the connection has to
-    be served in the next pass.
+    template: six pieces, see `RequestTemplate.pieces`. sizes: number of connections, bytes of the fixed part of
+    `sockets.head`, bound on the bytes of an answer. numbers: block size, 1 for pages of token pairs or 0, 1 if
+    `buffers.weights` counts or 0, bytes at the beginning of `buffers.out` that the caller has written. The others: as
+    for `answer`. Returns the number of connections that were answered completely. The others have an outcome of their
+    own. WAITING: the memory is full, and the connection has to be served in the next pass.
     """
     count, head_size, answer_bytes = sizes
     block_size, is_bigram, has_weights, begin = numbers
     question = (np.int64(TEXT), block_size, is_bigram, np.int64(UNKNOWN), has_weights, np.int64(0), begin)
     data, at, answered = sockets.data, np.int64(0), 0
-    after = pattern.pieces.ends[3] - pattern.pieces.ends[2]
+    after = _size(template, _AFTER)
     most = MAX_REQUEST_BYTES + sockets.head.shape[0] + answer_bytes
     for number in range(count):
         connection = sockets.connections[number]
@@ -172,9 +193,9 @@ def serve_ready(sockets, pattern, sizes, numbers, seeds, lookup, buffers, table,
         stop = at + max(np.int64(0), size)
         sockets.outcomes[number] = RETURNED
         sockets.borders[number, _BEGIN], sockets.borders[number, _END] = at, stop
-        start = _start_of_numbers(pattern, data, at, stop)
+        start = _start_of_numbers(template, data, at, stop, sockets.lines)
         length = np.int64(_FAILED)
-        if start >= 0 and start + after <= stop and _is_at(data, stop - after, stop, pattern.pieces, _AFTER):
+        if start >= 0 and start + after <= stop and _is_at(data, stop - after, stop, template, _AFTER):
             length, end, _ = answer(
                 data[:stop],
                 start,

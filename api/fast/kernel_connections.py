@@ -1,6 +1,7 @@
-"""Direct connections: their requests repeat, and a kernel serves many of them in one pass.
+"""Direct connections: their requests are alike, and a kernel serves many of them in one pass.
 
-A connection becomes direct after two requests that differ only in their numbers. Its transport no longer reads.
+A connection becomes direct after two requests with the same template: the same path, caller and fields, but other
+numbers and other lines in the head that do not matter, such as request ids. Its transport no longer reads.
 Instead, an epoll object reports which of them have a request, and the kernel reads it and writes the answer.
 Any other request, the end of a connection and any error return the connection to its protocol, with all bytes that the
 kernel has read. The kernel runs in the event loop's thread, so nothing changes while it answers.
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-import re
 import select
 import time
 from collections.abc import Callable
@@ -21,6 +21,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from api.fast.head_kernel import NUM_FOUND
+from api.fast.heads import Head, request_line
 from api.fast.kernel_connection_kernels import (
     ANSWERED,
     CUT,
@@ -29,7 +31,6 @@ from api.fast.kernel_connection_kernels import (
     RETURNED,
     ROOM_BYTES,
     SocketBuffers,
-    TemplatePieces,
 )
 from api.fast.templates import BodyTemplate
 from api.fast.writer import Plan, Times, texts
@@ -42,9 +43,8 @@ logger = logging.getLogger(__name__)
 _MOST = 32
 """Connections that are served in one pass, before other callers are answered."""
 _MOST_SECONDS = 1e-3
-_MOST_PATTERNS = 1024
+_MOST_TEMPLATES = 1024
 _LENGTH_BYTES = 128  # room for the end of a head, from the digits of its Content-Length on
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([1-9][0-9]*)\r\n", re.IGNORECASE)
 _HEAD_BEGIN = b"HTTP/1.1 200 OK\r\n%bcontent-length: "
 _HEAD_END = b"\r\ncontent-type: application/json\r\n\r\n"
 
@@ -56,33 +56,20 @@ class RequestTemplate(NamedTuple):
 
     path: str
     question: ParsedQuery
-    before: bytes
-    """The head up to the digits of Content-Length."""
-    between: bytes
-    """The head after these digits, and the body up to the numbers."""
-    after: bytes
-    """The body after the numbers."""
-    head_bytes_between: int
-    """Bytes of `between` that belong to the head."""
+    pieces: tuple[bytes, ...]
+    """Request line; values of Content-Type, Host and Authorization, empty if any is accepted; the body before the
+    numbers, and after them."""
     generation: int
-    """`HeadCache.generation` when the head was accepted."""
+    """`HeadReader.generation` when the head was accepted."""
 
     @classmethod
-    def of(cls, path: str, data: bytes, body: int, template: BodyTemplate, generation: int) -> RequestTemplate | None:
-        """Return the template of a request, or None if a kernel cannot read such requests.
-
-        data: a request. body: index of its body. generation: `HeadCache.generation`.
-        """
-        length = _LENGTH.search(data, 0, body)
-        if length is None or len(data) > MAX_REQUEST_BYTES or template.question.field != "token_ids":
+    def of(cls, head: Head, template: BodyTemplate, generation: int) -> RequestTemplate | None:
+        """Return the template of a request, or None if a kernel cannot read such requests."""
+        if head.content_length > MAX_REQUEST_BYTES or template.question.field != "token_ids":
             return None
-        first, end = length.span(1)
-        between = data[end : body + template.num_before]
-        return cls(path, template.question, data[:first], between, template.after, body - end, generation)
-
-    def pattern(self) -> TemplatePieces:
-        """Return the same for the kernel."""
-        return TemplatePieces(texts((self.before, self.between, self.after)), np.array([self.head_bytes_between]))
+        before = template.before
+        pieces = (request_line(head.path), *head.caller.lines, before, template.after)
+        return cls(head.path, template.question, pieces, generation)
 
 
 class Owner(Protocol):
@@ -100,8 +87,8 @@ class Owner(Protocol):
 
 class _Member(NamedTuple):
     owner: Owner
-    repeated: RequestTemplate
-    pattern: Resident
+    template: RequestTemplate
+    pieces: Resident
 
 
 class _Returned(NamedTuple):
@@ -130,14 +117,14 @@ class KernelConnections:
         self._note = note
         self._limited_logger = RateLimitedLogger(logger, "direct connections")
         self._members: dict[int, _Member] = {}  # by file descriptor
-        self._patterns: dict[tuple[str, bytes, bytes, bytes], Resident] = {}
+        self._pieces: dict[tuple[bytes, ...], Resident] = {}
         self._answered_at = np.zeros(0)  # by file descriptor
         self._epoll: select.epoll | None = None
         self._use(_empty_buffers())
         self._headers: bytes | None = None  # that are written in the head of answers
         self._head_size = 0
 
-    def join(self, connection: int, owner: Owner, repeated: RequestTemplate) -> None:
+    def join(self, connection: int, owner: Owner, template: RequestTemplate) -> None:
         """Serve a connection, whose transport must not read or write. Raises OSError.
 
         connection: its file descriptor.
@@ -154,7 +141,7 @@ class KernelConnections:
         if connection >= len(self._answered_at):
             self._answered_at = np.resize(self._answered_at, 2 * connection + 1)
         self._answered_at[connection] = loop.time()
-        self._members[connection] = _Member(owner, repeated, self._pattern_of(repeated))
+        self._members[connection] = _Member(owner, template, self._resident_pieces(template.pieces))
 
     def leave(self, connection: int, owner: Owner) -> None:
         """Stop serving a connection. It may have been closed, and another one may have its file descriptor by now."""
@@ -173,13 +160,12 @@ class KernelConnections:
         """Return the time of the last answer, by the clock of the loop."""
         return float(self._answered_at[connection])
 
-    def _pattern_of(self, repeated: RequestTemplate) -> Resident:
-        key = (repeated.path, repeated.before, repeated.between, repeated.after)
-        if key not in self._patterns:
-            if len(self._patterns) == _MOST_PATTERNS:
-                self._patterns.clear()
-            self._patterns[key] = resident(repeated.pattern())
-        return self._patterns[key]
+    def _resident_pieces(self, pieces: tuple[bytes, ...]) -> Resident:
+        if pieces not in self._pieces:
+            if len(self._pieces) == _MOST_TEMPLATES:
+                self._pieces.clear()
+            self._pieces[pieces] = resident(texts(pieces))
+        return self._pieces[pieces]
 
     def _close_if_unused(self) -> None:
         if self._epoll is not None and not self._members:
@@ -188,15 +174,15 @@ class KernelConnections:
             self._epoll = None
 
     def _serve(self) -> None:
-        """Serve the connections that have a request, one pattern after the other, until the time is over."""
+        """Serve the connections that have a request, one template after the other, until the time is over."""
         assert self._epoll is not None
         give_up = time.perf_counter() + _MOST_SECONDS
-        by_pattern: dict[int, list[int]] = {}
+        alike: dict[int, list[int]] = {}
         for connection, _ in self._epoll.poll(0, _MOST):
             member = self._members.get(connection)
             if member is not None:
-                by_pattern.setdefault(id(member.pattern), []).append(connection)
-        for connections in by_pattern.values():
+                alike.setdefault(id(member.pieces), []).append(connection)
+        for connections in alike.values():
             try:
                 self._return(self._serve_alike(connections))
             except Exception as error:  # noqa: BLE001  (other connections are served)
@@ -206,16 +192,16 @@ class KernelConnections:
                 return
 
     def _serve_alike(self, connections: list[int]) -> list[_Returned]:
-        """Serve connections with the same pattern. Returns those that the kernel returns."""
+        """Serve connections with the same template. Returns those that the kernel returns."""
         began, count = time.perf_counter(), len(connections)
         first = self._members[connections[0]]
-        plan = self._plan(first.repeated)
+        plan = self._plan(first.template)
         if plan is None:
             return [_Returned(connection) for connection in connections]
         self._prepare(first.owner.response_headers(), plan.answer_bytes)
         sockets = self._sockets
         sockets.connections[:count] = connections
-        answered = plan.serve(self._resident, first.pattern, count, self._head_size, self._times())
+        answered = plan.serve(self._resident, first.pieces, count, self._head_size, self._times())
         served, returned = sockets.connections[:count], []
         if answered < count:
             outcomes = sockets.outcomes[:count]
@@ -223,7 +209,7 @@ class KernelConnections:
             served = served[_IS_ANSWERED[outcomes]]
         if len(served):
             self._answered_at[served] = asyncio.get_running_loop().time()
-            self._note(first.repeated.path, (time.perf_counter() - began) / len(served), len(served))
+            self._note(first.template.path, (time.perf_counter() - began) / len(served), len(served))
         return returned
 
     def _returned(self, number: int) -> _Returned:
@@ -274,6 +260,7 @@ def _empty_buffers() -> SocketBuffers:
         np.zeros(_LENGTH_BYTES, np.uint8),
         texts((_HEAD_END,)),
         np.zeros(4, np.uint64),
+        np.zeros((NUM_FOUND, 2), np.int64),
     )
 
 

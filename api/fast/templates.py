@@ -28,11 +28,11 @@ _Value = TypeVar("_Value")
 
 
 class BodyTemplate(NamedTuple):
-    """What a template asks, and where the numbers of a body begin."""
+    """What a template asks, and what surrounds the numbers of a body."""
 
     question: ParsedQuery
-    num_before: int
-    """Bytes before the numbers."""
+    before: bytes
+    """What comes before the numbers, up to the "["."""
     after: bytes
     """What must follow the numbers, from the "]" on."""
 
@@ -64,7 +64,7 @@ class TemplateCache:
         question = self._decoded(before, after)
         if question is None:
             return None
-        template = BodyTemplate(question, len(before), after)
+        template = BodyTemplate(question, before, after)
         if before.index(b"[") == len(before) - 1:
             _keep(self._last, before, template)
         return template

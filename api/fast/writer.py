@@ -242,11 +242,11 @@ class Plan(NamedTuple):
         )
         return answered
 
-    def serve(self, sockets: Resident, pattern: Resident, count: int, head_size: int, times: Times) -> int:
+    def serve(self, sockets: Resident, template: Resident, count: int, head_size: int, times: Times) -> int:
         """Call `serve_ready`."""
         answered: int = serve_ready(
             sockets,
-            pattern,
+            template,
             (count, head_size, self.answer_bytes),
             self.numbers,
             self.seeds,

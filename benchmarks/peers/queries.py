@@ -1,9 +1,12 @@
-"""`POST /query` of both services, by wrk: throughput of 16 connections, and latency of one."""
+"""`POST /query` of both services, by wrk: throughput of 16 connections, and latency of one.
+
+"own headers": each request has its own prompt, traceparent and x-request-id, as those of a router have.
+"""
 
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
@@ -28,10 +31,24 @@ _GOALS = {
     8: ("≥ 2", "≥ 2", "≥ 1.5", "≥ 1.5", "≥ 1.5"),
     64: ("≥ 3", "≥ 3", "≥ 2", "≥ 1.5", "≥ 1.5"),
 }
+_OWN_REQUESTS = 1024
+_GOALS_OWN = {8: ("≥ 2", "≥ 2", "≥ 1.6"), 64: ("≥ 3", "≥ 3", "≥ 2")}
 _SCRIPT = """\
-local body = io.open("{body}", "rb")
-wrk.method, wrk.body = "POST", body:read("*all")
-wrk.headers["Content-Type"] = "{content_type}"
+local requests, number = {{}}, 0
+init = function()
+  for body in io.lines("{bodies}", "L") do
+    local headers = {{["Content-Type"] = "{content_type}"}}
+    if {has_own_headers} then
+      headers["x-request-id"] = string.format("%08x-0000-4000-8000-%012x", #requests, #requests * 7919)
+      headers["traceparent"] = string.format("00-%032x-%016x-01", #requests + 1, #requests * 104729 + 1)
+    end
+    requests[#requests + 1] = wrk.format("POST", nil, headers, body:sub(1, -2))
+  end
+end
+request = function()
+  number = number % #requests + 1
+  return requests[number]
+end
 done = function(summary, latency)
   local errors = summary.errors
   local failed = errors.status + errors.connect + errors.read + errors.write + errors.timeout
@@ -50,12 +67,16 @@ class Measured(NamedTuple):
     p99_us: float
 
 
-def measured(service: HTTPConnection, body: bytes, content_type: str, connections: int) -> Measured:
-    """Run wrk with one thread for `SECONDS`. Raises RuntimeError if an answer is not 200."""
+def measured(service: HTTPConnection, bodies: Sequence[bytes], content_type: str, connections: int) -> Measured:
+    """Run wrk with one thread for `SECONDS`. Raises RuntimeError if an answer is not 200.
+
+    bodies: without line ends. With several, each request also has headers of its own.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        content, script = Path(folder, "body"), Path(folder, "query.lua")
-        content.write_bytes(body)
-        script.write_text(_SCRIPT.format(body=content, content_type=content_type))
+        content, script = Path(folder, "bodies"), Path(folder, "query.lua")
+        content.write_bytes(b"".join(body + b"\n" for body in bodies))
+        has_own = str(len(bodies) > 1).lower()
+        script.write_text(_SCRIPT.format(bodies=content, content_type=content_type, has_own_headers=has_own))
         command = ["wrk", "-t1", f"-c{connections}", f"-d{SECONDS}s", "-s", str(script)]
         url = f"http://{service.host}:{service.port}/query"
         done = subprocess.run([*command, url], check=True, capture_output=True, text=True)
@@ -84,12 +105,17 @@ def _many_workers() -> Figure:
     with bench_http.server_process(MANY_WORKERS) as url:
         parts = urlsplit(url)
         service = HTTPConnection(parts.hostname or "", parts.port)
-        rates = [measured(service, body, "application/json", CONNECTIONS).rate for _ in range(ROUNDS)]
+        rates = [measured(service, [body], "application/json", CONNECTIONS).rate for _ in range(ROUNDS)]
     return figure(f"{MANY_WORKERS:,} workers, 64 pages: kvsight", "req/s", rates, "≥ 5,000")
 
 
 def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figure]:
     tokens = prompts()[0]
+    for pages, goal in zip(PAGES, _GOALS_OWN[num_workers], strict=False):
+        bodies = _own_bodies(tokens[: pages * BLOCK_SIZE])
+        ours, theirs = _rounds([(each, bodies, "application/json") for each in services], CONNECTIONS)
+        row = f"{num_workers} workers, {pages} pages, own headers"
+        yield from _rates(row, [each.rate for each in ours], [each.rate for each in theirs], goal)
     for pages, goal in zip(PAGES, _GOALS[num_workers], strict=True):
         asked = tokens[: pages * BLOCK_SIZE]
         body = msgspec.json.encode({"model_name": "m", "token_ids": asked})
@@ -100,9 +126,16 @@ def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figur
             yield from _packed(services, body, msgspec.msgpack.encode(packed), row)
 
 
+def _own_bodies(tokens: list[int]) -> list[bytes]:
+    """Return bodies that ask for all pages but the last one, which is different in each."""
+    asked = {"model_name": "m", "token_ids": tokens}
+    own = np.random.default_rng(1).integers(0, 128_000, (_OWN_REQUESTS, BLOCK_SIZE)).tolist()
+    return [msgspec.json.encode(asked | {"token_ids": tokens[:-BLOCK_SIZE] + last}) for last in own]
+
+
 def _compared(services: list[HTTPConnection], body: bytes, row: str, goal: str) -> Iterator[Figure]:
     for connections in (CONNECTIONS, 1):
-        ours, theirs = _rounds([(each, body, "application/json") for each in services], connections)
+        ours, theirs = _rounds([(each, [body], "application/json") for each in services], connections)
         if connections == 1:
             for name in ("p50_us", "p99_us"):
                 values = [[getattr(each, name) for each in side] for side in (ours, theirs)]
@@ -115,7 +148,7 @@ def _compared(services: list[HTTPConnection], body: bytes, row: str, goal: str) 
 
 
 def _packed(services: list[HTTPConnection], body: bytes, packed: bytes, row: str) -> Iterator[Figure]:
-    runs = [(services[0], packed, "application/msgpack"), (services[1], body, "application/json")]
+    runs = [(services[0], [packed], "application/msgpack"), (services[1], [body], "application/json")]
     ours, theirs = _rounds(runs, CONNECTIONS)
     yield from _rates(f"{row}, packed", [each.rate for each in ours], [each.rate for each in theirs], "≥ 3")
 
@@ -126,10 +159,10 @@ def _rates(row: str, ours: list[float], theirs: list[float], goal: str) -> Itera
     yield figure(f"{row}: Dynamo", "req/s", theirs)
 
 
-def _rounds(runs: list[tuple[HTTPConnection, bytes, str]], connections: int) -> list[list[Measured]]:
+def _rounds(runs: Sequence[tuple[HTTPConnection, list[bytes], str]], connections: int) -> list[list[Measured]]:
     """Return the results of each service, of rounds in which they take turns."""
     results: list[list[Measured]] = [[] for _ in runs]
     for _ in range(ROUNDS):
-        for result, (service, body, content_type) in zip(results, runs, strict=True):
-            result.append(measured(service, body, content_type, connections))
+        for result, (service, bodies, content_type) in zip(results, runs, strict=True):
+            result.append(measured(service, bodies, content_type, connections))
     return results

@@ -94,7 +94,7 @@ def stream(seed: int, number: int) -> list[bytes]:
 
 def _request(choices: random.Random) -> bytes:
     if choices.random() < 0.3:
-        return request(choices.choice(_BODIES[:6]))  # as `USUAL`, apart from the numbers
+        return request(choices.choice(_BODIES[:6]), extra=_own_lines(choices))  # as `USUAL`, apart from the numbers
     body = choices.choice(_BODIES)
     method, path, version = b"POST", choices.choice(_PATHS[:3]), b"HTTP/1.1"
     if choices.random() < 0.3:
@@ -127,6 +127,15 @@ def _request(choices: random.Random) -> bytes:
     if choices.random() < 0.04:
         ends = [choices.choice(_ENDS)] * len(lines)
     return b"".join(itertools.chain.from_iterable(zip(lines, ends, strict=True))) + body
+
+
+def _own_lines(choices: random.Random) -> bytes:
+    """Return lines of a head that do not matter, and now and then one that does."""
+    lines = [b"traceparent: 00-%032x-01" % choices.getrandbits(128), b"X-Request-ID: %x" % choices.getrandbits(40)]
+    lines += [choices.choice(_HEADERS)] if choices.random() < 0.3 else []
+    lines += [bytes(choices.choices(range(256), k=3)) + b": y"] if choices.random() < 0.1 else []
+    lines += [b"X: " + bytes(choices.choices(range(256), k=3))] if choices.random() < 0.1 else []
+    return b"".join(line + b"\r\n" for line in choices.sample(lines, choices.randint(0, len(lines))))
 
 
 def _chunked(choices: random.Random, body: bytes) -> bytes:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from api.fast.heads import Head
+from api.fast.heads import Caller, Head
 from api.fast.kernel_connections import RequestTemplate
 from api.problems import ProblemError
 from api.queries.body_formats import format_of
@@ -24,7 +24,7 @@ from tests.support.log.records import Stream, stored
 
 _FIELDS = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH}
 _AGE = re.compile(rb'"age_ms":\d+')
-_HEAD = b"POST %b HTTP/1.1\r\nContent-Length: %d\r\nContent-Type: %b\r\n\r\n"
+_HEAD = b"POST %b HTTP/1.1\r\nX-Request-Id: 1\r\nContent-Length: %d\r\nHost: h\r\nContent-Type: %b\r\n\r\n"
 _DEADLINE_S = 30.0
 PROMPT = list(range(1, 41))
 BLOCK_SIZE = 4
@@ -48,12 +48,12 @@ class BothWays:
         A body that the fast path takes is then sent twice over a direct connection.
         """
         head = _HEAD % (path.encode(), len(body), content_type.encode())
-        accepted, data = Head(path, content_type, len(body)), head + body
+        accepted, data = _head(path, content_type, len(body)), head + body
         answered = self._fast_path.answer(accepted, data, len(head))
         if answered is None:
             return False
         assert _AGE.sub(b"", answered) == self._expected(body, path, content_type), body
-        repeated = self._fast_path.repeated(accepted, data, len(head))
+        repeated = self._fast_path.request_template(accepted, data, len(head))
         if repeated is not None:
             assert self.agree_directly(repeated, [body, body], path) == [True, True]
         return True
@@ -72,7 +72,7 @@ class BothWays:
     def repeated(self, body: bytes) -> RequestTemplate | None:
         """Return what is alike in requests with such a body."""
         head = _HEAD % (b"/query", len(body), b"application/json")
-        return self._fast_path.repeated(Head("/query", "application/json", len(body)), head + body, len(head))
+        return self._fast_path.request_template(_head("/query", "application/json", len(body)), head + body, len(head))
 
     def read_into(self, data: npt.NDArray[np.uint8]) -> None:
         """Let requests of direct connections be read into this memory."""
@@ -113,6 +113,10 @@ class BothWays:
                 assert not head or head.endswith(b"content-length: %d\r\ncontent-type: application/json" % len(body))
                 answers.append(_AGE.sub(b"", body) if answer else None)
         return answers
+
+
+def _head(path: str, content_type: str, content_length: int) -> Head:
+    return Head(path, Caller((content_type.encode(), b"h", b""), content_type), content_length)
 
 
 class _Owner:

@@ -7,7 +7,7 @@ import pytest
 
 from api.access.tokens import TokenRegistry
 from api.fast.fast_path import FastPath
-from api.fast.heads import HeadCache
+from api.fast.heads import HeadReader
 from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.streams import StreamId
@@ -25,9 +25,9 @@ def lane_of(**settings: Any) -> FastPath:
 
 def answer(fast_path: FastPath, body: bytes = BODY, path: bytes = b"/query") -> bytes | None:
     head_bytes = head(path, len(body))
-    found = fast_path.heads.find(head_bytes)
+    found = fast_path.heads.read(head_bytes + body)
     assert found is not None
-    return fast_path.answer(found, head_bytes + body, len(head_bytes))
+    return fast_path.answer(found[0], head_bytes + body, found[1])
 
 
 def head(
@@ -73,18 +73,17 @@ def test_errors_are_passed_to_fastapi(model: str) -> None:
     ],
 )
 def test_unusual_heads_are_passed_to_fastapi(unusual: bytes) -> None:
-    heads = HeadCache(["/query"], TokenRegistry(ApiSettings()), 2**20)
-    assert heads.find(head()) is not None
-    assert heads.find(unusual) is None
-    assert heads.find(unusual) is None  # from memory
+    heads = HeadReader(["/query"], TokenRegistry(ApiSettings()), 2**20)
+    assert heads.read(head()) is not None
+    assert heads.read(unusual) is None
 
 
 def test_the_bytes_of_a_head_decide_about_its_token() -> None:
-    heads = HeadCache(["/query"], TokenRegistry(ApiSettings(api_token="right")), 2**20)
-    assert heads.find(head(b"/query", 1, b"Authorization: Bearer right")) is not None
+    heads = HeadReader(["/query"], TokenRegistry(ApiSettings(api_token="right")), 2**20)
+    assert heads.read(head(b"/query", 1, b"Authorization: Bearer right")) is not None
     for wrong in (b"Bearer wrong", b"bearer right", b"Bearer right2", b""):
-        assert heads.find(head(b"/query", 1, b"Authorization: " + wrong)) is None
-    assert heads.find(head()) is None
+        assert heads.read(head(b"/query", 1, b"Authorization: " + wrong)) is None
+    assert heads.read(head()) is None
 
 
 def test_as_many_heads_and_envelopes_as_a_client_can_invent_are_read() -> None:
