@@ -15,15 +15,8 @@ from kv_events.log.reader import scan_log
 from kv_events.streams import StreamId
 from kvsight.cli.shared.prompts import decode_query
 from tests.support.log.late_log import write_late_log, write_log
-from tests.support.log.planted_causes import (
-    MODEL,
-    PLANTS,
-    VICTIM,
-    Scene,
-    check_truth,
-    planted,
-    store_under_engine_names,
-)
+from tests.support.log.planted_causes import PLANTS, check_truth, planted, store_under_engine_names
+from tests.support.log.planted_scene import MODEL, VICTIM, Scene
 
 INSTANCES = 20
 

@@ -19,7 +19,8 @@ from kvsight.cli.main import app
 from kvsight.client import Client
 from kvsight.prompts import Prompt
 from tests.support.log.late_log import write_log
-from tests.support.log.planted_causes import MODEL, VICTIM, check_truth, planted
+from tests.support.log.planted_causes import check_truth, planted
+from tests.support.log.planted_scene import MODEL, VICTIM
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 

@@ -15,7 +15,8 @@ from tests.support.browser.chromium import DEADLINE_S, asked, shows, text_of, vi
 from tests.support.browser.shown_fleet import hand_fed
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.late_log import write_log
-from tests.support.log.planted_causes import VICTIM, planted
+from tests.support.log.planted_causes import planted
+from tests.support.log.planted_scene import VICTIM
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
 

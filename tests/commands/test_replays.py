@@ -25,7 +25,8 @@ from kvsight.cli.logs.lines import RecordLine
 from kvsight.cli.logs.reading import moment_fault
 from tests.support.commands import invoke
 from tests.support.log.late_log import write_late_log
-from tests.support.log.planted_causes import VICTIM, check_truth, planted
+from tests.support.log.planted_causes import check_truth, planted
+from tests.support.log.planted_scene import VICTIM
 from tests.support.log.records import Stream, removed, stored
 from tests.support.servers.service_process import ServiceProcess
 

@@ -21,7 +21,8 @@ from kvsight.prompts import Prompt
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.late_log import write_late_log, write_log
-from tests.support.log.planted_causes import MODEL, VICTIM, Scene, check_truth, planted
+from tests.support.log.planted_causes import check_truth, planted
+from tests.support.log.planted_scene import MODEL, VICTIM, Scene
 
 QUERY = {"model_name": MODEL, "token_ids": list(range(64))}
 
