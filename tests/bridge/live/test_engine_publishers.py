@@ -39,7 +39,7 @@ class EngineProcess:
             "endpoint": f"tcp://*:{free_port() - rank}",
             "replay_endpoint": f"tcp://*:{free_port() - rank}",
             "rank": rank,
-            "hwm": 5,
+            "hwm": 1,
             "batches": 2000,
             "seed": seed,
         }

@@ -100,10 +100,15 @@ def main(options: dict[str, Any]) -> None:
     )
     life = Life(module, options["engine"], options["seed"])
     ledger = Path(options["ledger"])
-    for number in range(options["batches"]):
-        publisher.publish(module.KVEventBatch(ts=float(number), events=life.events()))
-        while number == 0 and not ledger.with_suffix(".go").exists():
-            time.sleep(0.005)
+    # all but the first at once, so that some wait for the socket, whose queue is short, and are dropped
+    first, *others = [
+        module.KVEventBatch(ts=float(number), events=life.events()) for number in range(options["batches"])
+    ]
+    publisher.publish(first)
+    while not ledger.with_suffix(".go").exists():
+        time.sleep(0.005)
+    for batch in others:
+        publisher.publish(batch)
     ledger.with_suffix(".part").write_text(json.dumps(sorted(life.pages)))
     ledger.with_suffix(".part").replace(ledger)
     signal.pause()  # the process is killed, as engines are
