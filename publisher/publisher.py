@@ -93,8 +93,8 @@ class EventPublisher:
     """
 
     def __init__(self, settings: PublisherSettings, sink: Sink, blocks: BlockTable | None = None) -> None:
-        """blocks: a table that the caller fills, such as the bridge's. Only stores of its blocks are
-        accepted. `refuse_events` of a publisher that used the table before must have been called. None: its own table.
+        """blocks: a table that the caller fills, such as the bridge's. Only stores of its blocks are accepted, once
+        `refuse_events` of a publisher that used the table before has been called. None: its own table.
 
         Raises InvalidValueError for arguments of other types.
         """

@@ -14,7 +14,8 @@ from kv_events.records import Headers
 from kv_events.runtime.tracing import trace_headers
 
 _HTTP_VERSION = "1.1"
-_MAX_KEPT = 4096
+_MAX_KEPT, _MAX_KEPT_BYTES = 4096, 1024
+"""Bounds on the callers that are kept, and on the lines of one. Others are looked up each time."""
 _MOST_DIGITS = 18
 
 
@@ -92,9 +93,11 @@ class HeadReader:
     def _caller(self, lines: tuple[bytes, bytes, bytes]) -> Caller | None:
         if lines in self._callers:
             return self._callers[lines]
-        if len(self._callers) == _MAX_KEPT:
-            self._callers.clear()
-        found = self._callers[lines] = self._accepted(lines)
+        found = self._accepted(lines)
+        if sum(map(len, lines)) <= _MAX_KEPT_BYTES:
+            if len(self._callers) == _MAX_KEPT:
+                self._callers.clear()
+            self._callers[lines] = found
         return found
 
     def _accepted(self, lines: tuple[bytes, bytes, bytes]) -> Caller | None:

@@ -134,13 +134,16 @@ class EventTranslator:
         """
         if self.publisher is None or self.block_size is None:
             return  # nothing was stored since the last restart
+        publisher = self._new_publisher(self._stream, self.publisher.block_size, self._hashes.blocks)
+        self._retire_publishers()
         if is_certain:
             self._hashes.clear()
             self._groups, self._size = AttentionGroups(self._context.defaults), BlockSizeRule(self._size.registered)
         else:
             self._groups.forget()
             self._size.forget_proof()
-        self._open_publisher(self.publisher.block_size)
+        self._outputs[OWN_STREAM].publisher = publisher
+        self._open_streams()
         self.clear()
 
     def clear(self) -> None:
@@ -153,13 +156,16 @@ class EventTranslator:
 
     def _open_publisher(self, block_size: int) -> None:
         publisher = self._new_publisher(self._stream, block_size, self._hashes.blocks)
+        self._retire_publishers()
+        self._outputs[OWN_STREAM].publisher = publisher
+        self._open_streams()
+
+    def _retire_publishers(self) -> None:
         for output in self._outputs.values():
             if output.publisher is not None:
                 output.publisher.refuse_events()  # before others use its table of blocks
                 self.retired.append(output.publisher)
             output.publisher = None
-        self._outputs[OWN_STREAM].publisher = publisher
-        self._open_streams()
 
     def _new_publisher(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
         publisher = self._context.new_publisher(stream, block_size, blocks)

@@ -7,7 +7,7 @@ from typing import Any
 
 from indexer.decisions.log import DecisionsUnavailableError
 from kv_events.kafka.connection import KafkaConnection
-from kv_events.kafka.private_parts import stop_producer
+from kv_events.kafka.private_parts import start_client, stop_producer
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
 from kv_events.limits import MAX_RECORD_BYTES
@@ -54,8 +54,8 @@ class KafkaDecisions:
             logger.info("created topic %s", topic)
         producer = self._connection.producer(enable_idempotence=True, acks="all", max_batch_size=MAX_RECORD_BYTES)
         try:
-            await producer.start()
+            await start_client(producer)
         except BaseException:
-            await producer.stop()
+            await stop_producer(producer)
             raise
         self._producer = producer

@@ -31,7 +31,7 @@ from indexer.shards.assignment import (
 )
 from indexer.shards.settings import GroupSettings
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
-from kv_events.kafka.private_parts import stop_consumer
+from kv_events.kafka.private_parts import start_client, stop_consumer
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.outages import Outage
@@ -153,7 +153,7 @@ class Membership:
         )
         try:
             consumer.subscribe([self._topic])
-            await consumer.start()
+            await start_client(consumer)
             while True:
                 await consumer.getmany(timeout_ms=_POLL_MS)  # there are no records; raises errors of the group
                 self.outage.note_success()

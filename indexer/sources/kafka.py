@@ -219,8 +219,12 @@ class KafkaSource:
     async def _open_producer(self) -> None:
         """Connect the writer of requests. A reader that sends none needs no right to write."""
         producer = self._connection.producer(acks="all", enable_idempotence=True)
+        try:
+            await start_client(producer)
+        except BaseException:
+            await stop_producer(producer)
+            raise
         self._clients.push_async_callback(stop_producer, producer)
-        await producer.start()
         self._producer = producer
 
     async def _compare_retention(self) -> None:

@@ -147,8 +147,11 @@ async def start_client(client: Any) -> None:
     try:
         await asyncio.shield(starting)
     except asyncio.CancelledError:
-        await asyncio.wait({starting}, timeout=_STOP_S)
-        starting.cancel()
+        try:
+            await asyncio.wait({starting}, timeout=_STOP_S)
+        finally:
+            starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         raise
 
 
@@ -171,6 +174,12 @@ async def stop_producer(producer: Any) -> None:
     if not await _stops(producer.stop()):
         await _stops(producer._sender.close())
         await _stops(producer.client.close())
+
+
+async def stop_admin(admin: Any) -> None:
+    """Close the connections of an AIOKafkaAdminClient."""
+    _give_up_requests(admin)
+    await admin.close()
 
 
 def _give_up_requests(client: Any) -> None:

@@ -47,14 +47,14 @@ async def inspect_topics(
     names: some of `topic_names`; by default those that publishers use. Raises KafkaUnreachableError, also if the broker
     refuses to create a topic.
     """
-    from kv_events.kafka.private_parts import describe_topics
+    from kv_events.kafka.private_parts import describe_topics, start_client, stop_admin
 
     names = [settings.events_topic, settings.control_topic] if names is None else names
     await connection.check()
     admin = connection.admin(request_timeout_ms=_TIMEOUT_MS)
     try:
         with connection.guarded("describe", KafkaUnreachableError):
-            await admin.start()
+            await start_client(admin)
             found = await describe_topics(admin, names)
             missing = [name for name in names if name not in found] if create else []
             if missing:
@@ -62,7 +62,7 @@ async def inspect_topics(
                 found |= await _describe_new(admin, missing)
             configs = await _configs(admin, list(found))
     finally:
-        await admin.close()
+        await stop_admin(admin)
     topics = {
         name: Topic(name, len(parts), min(map(len, parts), default=0), configs.get(name, {}))
         for name, parts in found.items()

@@ -28,7 +28,7 @@ from aiokafka.partitioner import DefaultPartitioner
 from kv_events.codec import decode_resync
 from kv_events.errors import InvalidValueError, RecordRejectedError, check_type, shorten
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
-from kv_events.kafka.private_parts import check_fetching, describe_topics, stop_consumer, stop_producer
+from kv_events.kafka.private_parts import check_fetching, describe_topics, start_client, stop_consumer, stop_producer
 from kv_events.kafka.topics import inspect_topics, mismatches
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.runtime.backoff import Backoff
@@ -182,9 +182,9 @@ class KafkaSink:
             partitioner=_WorkerPartitioner(),
         )
         try:
-            await producer.start()
+            await start_client(producer)
         except BaseException:
-            await producer.stop()
+            await stop_producer(producer)
             raise
         self._producer = producer
         self._acknowledged = []
@@ -242,7 +242,7 @@ class KafkaSink:
         partitions = await self._producer.partitions_for(topic)
         consumer = self._connection.consumer(group_id=None, enable_auto_commit=False, auto_offset_reset="latest")
         try:
-            await consumer.start()
+            await start_client(consumer)
             consumer.assign([TopicPartition(topic, partition) for partition in sorted(partitions)])
             await consumer.seek_to_end()
         except BaseException:

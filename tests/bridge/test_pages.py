@@ -218,15 +218,25 @@ def test_a_publisher_that_could_not_be_made_is_made_for_the_next_store() -> None
     assert rig.take(stored([2], SMALL)).pages == on(GPU, names_of(SMALL))
 
 
-@pytest.mark.parametrize("is_restarted", [True, False])
-def test_a_clear_that_an_old_publisher_recorded_late_costs_its_successor_nothing(is_restarted: bool) -> None:
+def test_a_restart_whose_publisher_could_not_be_made_changes_nothing_until_the_next_one() -> None:
+    rig = Rig().take(stored([1], SMALL))
+    rig.fail_once(KvsightError("no publisher"))
+    with pytest.raises(KvsightError):
+        rig.translator.restart(is_certain=True)
+    assert rig.pages == on(GPU, names_of(SMALL))
+    rig.translator.restart(is_certain=True)
+    assert rig.pages == set()
+
+
+@pytest.mark.parametrize("is_certain", [True, False, None])
+def test_a_clear_that_an_old_publisher_recorded_late_costs_its_successor_nothing(is_certain: bool | None) -> None:
     rig = Rig().take(stored([1], SMALL, medium="CPU"))
     old = rig.translator.publisher
     assert old is not None
     old._tracker.accept_deferred_calls()  # as while it runs
     rig.take(cleared())
-    if is_restarted:
-        rig.translator.restart(is_certain=False)
+    if is_certain is not None:
+        rig.translator.restart(is_certain=is_certain)
     rig.take(stored([2], LARGE, 8))
     old.take_records(NOW, force=True)
     assert rig.pages == on(GPU, names_of(LARGE, 8))

@@ -53,23 +53,23 @@ class BothWays:
         if answered is None:
             return False
         assert _AGE.sub(b"", answered) == self._expected(body, path, content_type), body
-        repeated = self._fast_path.request_template(accepted, data, len(head))
-        if repeated is not None:
-            assert self.agree_directly(repeated, [body, body], path) == [True, True]
+        template = self._fast_path.request_template(accepted, data, len(head))
+        if template is not None:
+            assert self.agree_directly(template, [body, body], path) == [True, True]
         return True
 
-    def agree_directly(self, repeated: RequestTemplate, bodies: list[bytes], path: str = "/query") -> list[bool]:
+    def agree_directly(self, template: RequestTemplate, bodies: list[bytes], path: str = "/query") -> list[bool]:
         """Send bodies over a connection that is direct for some requests. Checks answers, and that nothing is lost.
 
         Returns whether each one was answered, and not returned to the owner of the connection.
         """
         requests = [_HEAD % (path.encode(), len(body), b"application/json") + body for body in bodies]
-        answers = asyncio.run(self._ask_directly(repeated, requests))
+        answers = asyncio.run(self._ask_directly(template, requests))
         for body, answer in zip(bodies, answers, strict=True):
             assert answer is None or answer == self._expected(body, path, "application/json"), body
         return [answer is not None for answer in answers]
 
-    def repeated(self, body: bytes) -> RequestTemplate | None:
+    def template(self, body: bytes) -> RequestTemplate | None:
         """Return what is alike in requests with such a body."""
         head = _HEAD % (b"/query", len(body), b"application/json")
         return self._fast_path.request_template(_head("/query", "application/json", len(body)), head + body, len(head))
@@ -90,7 +90,7 @@ class BothWays:
         scores = score_all(namespaces, partial(question.hashes, numbers), self._consumer.freshness)
         return _AGE.sub(b"", encode_answer(question, scores, time.time()))
 
-    async def _ask_directly(self, repeated: RequestTemplate, requests: list[bytes]) -> list[bytes | None]:
+    async def _ask_directly(self, template: RequestTemplate, requests: list[bytes]) -> list[bytes | None]:
         """Return the answers without ages, None for those requests that were returned."""
         direct = self._fast_path.direct
         assert direct is not None
@@ -101,7 +101,7 @@ class BothWays:
             theirs.setblocking(False)
             for request in requests:
                 owner = _Owner()
-                direct.join(theirs.fileno(), owner, repeated)
+                direct.join(theirs.fileno(), owner, template)
                 ours.send(request)
                 answer = await _received(ours, owner)
                 assert (answer == b"") == (owner.returned is not None)

@@ -245,6 +245,10 @@ class Rig:
         names = [split_group(publisher.stream.model)[1] or "" for publisher in self.translator.publishers]
         return {name: self._views[name].pages for name in names}
 
+    def fail_once(self, error: Exception) -> None:
+        """Raise an error when the next publisher is created."""
+        self._failures.append(error)
+
     def _publisher(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
         if self._failures:
             raise self._failures.pop(0)

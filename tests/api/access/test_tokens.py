@@ -65,7 +65,7 @@ async def test_a_query_needs_the_scope_read(file: Path) -> None:
     """On the fast path, too. `test_hostile_input` has the scopes of all routes."""
     replace(file, "".join(table(scope, scope) for scope in SCOPES))
     async with a_service(file, api_token="of-everything") as client:
-        for _ in range(3):  # the fast path knows the heads from the second one on
+        for _ in range(3):  # the fast path knows the callers from the second one on
             for scope in SCOPES:
                 answer = await client.post("/query", json=QUERY, headers=as_(scope))
                 if scope in ("read", "admin"):
@@ -105,7 +105,7 @@ async def test_tokens_change_while_the_service_runs(file: Path, caplog: pytest.L
         async def status(name: str) -> int:
             return (await client.post("/query", json=QUERY, headers=as_(name))).status_code
 
-        for _ in range(10):  # one connection whose requests repeat
+        for _ in range(10):  # one connection whose requests are alike
             assert await status("old") == 200
         replace(file, table("old", "read") + table("new", "read"))
         async with asyncio.timeout(60):

@@ -75,7 +75,7 @@ async def test_the_own_page_and_programs_may_ask_for_changes() -> None:
 async def test_another_name_of_the_service_is_refused_on_either_path() -> None:
     async with a_service(allowed_hosts="127.0.0.1,*.kvsight.example,[::1]") as client:
         for host in ("127.0.0.1", "127.0.0.1:8000", "a.KVSIGHT.example:80", "[::1]", "[::1]:8000"):
-            for _ in range(5):  # the fast path knows the head from the second one on
+            for _ in range(5):  # the fast path knows the caller from the second one on
                 assert (await client.post("/query", json=QUERY, headers={"host": host})).is_success, host
             assert (await client.get("/workers", headers={"host": host})).is_success, host
         for host in ("rebound.example", "kvsight.example", "127.0.0.1.example", "[::2]", "1", ""):
@@ -110,7 +110,7 @@ async def secure(certificates: Certificates) -> AsyncIterator[httpx.AsyncClient]
 
 
 async def test_queries_on_either_path_and_of_any_size_are_answered(secure: httpx.AsyncClient) -> None:
-    for _ in range(10):  # one connection whose requests repeat
+    for _ in range(10):  # one connection whose requests are alike
         fast = (await secure.post("/query", json=QUERY)).json()
         assert len(fast["instances"]) == 300
     by_fastapi = (await secure.post("/query?", json=QUERY)).json()

@@ -72,7 +72,7 @@ def test_both_ways_agree(
 @given(bodies, st.data())
 def test_a_damaged_body_is_never_read_as_another_one(body: list[tuple[str, Any]], data: st.DataObject) -> None:
     text = bytearray(text_of(body, (",", ":"), is_ascii=True))
-    repeated = both_ways.repeated(bytes(text))
+    template = both_ways.template(bytes(text))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(text)))
         text[at : at + data.draw(st.integers(0, 2))] = data.draw(
@@ -80,8 +80,8 @@ def test_a_damaged_body_is_never_read_as_another_one(body: list[tuple[str, Any]]
         )
     for fields in (BY_TOKENS, BY_HASH):
         check(bytes(text), fields)
-    if repeated is not None:
-        both_ways.agree_directly(repeated, [bytes(text)])
+    if template is not None:
+        both_ways.agree_directly(template, [bytes(text)])
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,6 @@ def memory_after_a_guard(size: int) -> npt.NDArray[np.uint8]:
 def test_a_request_that_is_shorter_than_the_end_of_the_one_before_is_returned() -> None:
     both_ways.read_into(memory_after_a_guard(2**21))
     long, short = (b'{"model_name":"m","token_ids":[1]}' + b" " * spaces for spaces in (3900, 0))
-    repeated = both_ways.repeated(long)
-    assert repeated is not None
-    assert both_ways.agree_directly(repeated, [long, short, long]) == [True, False, True]
+    template = both_ways.template(long)
+    assert template is not None
+    assert both_ways.agree_directly(template, [long, short, long]) == [True, False, True]

@@ -75,6 +75,29 @@ async def test_other_requests_of_a_direct_connection_are_answered_as_before(
         assert await line.ask(data) == await single.ask(data)
 
 
+@pytest.mark.parametrize(
+    ("known", "other", "status"),
+    [
+        (b"Bearer right", b"Bearer wrong", b"401"),
+        (b"Bearer right", b"Bearer righ", b"401"),
+        (b"Bearer right", b"Bearer rightt", b"401"),
+        (b"Authorization: Bearer right\r\n", b"", b"401"),
+        (b"Host: h\r\n", b"Host: x\r\n", b"421"),
+        (b"Host: h\r\n", b"Host: hh\r\n", b"421"),
+        (b"Host: h\r\n", b"", b"400"),
+        (b"application/json", b"application/jsox", b"415"),
+    ],
+)
+async def test_each_request_of_a_direct_connection_needs_its_own_lines(
+    known: bytes, other: bytes, status: bytes
+) -> None:
+    async with a_service(api_token="right", allowed_hosts="h") as connect:
+        line, usual = await connect(), request(QUERY, extra=b"Authorization: Bearer right\r\n")
+        for _ in range(5):
+            assert (await line.ask(usual))[0] == b"HTTP/1.1 200 OK"
+        assert (await line.ask(usual.replace(known, other)))[0].split()[1] == status
+
+
 async def test_direct_connections_may_end_at_any_time(connect: Connect) -> None:
     kept = await connect()
     expected = await kept.ask(prompts()[0])
