@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
@@ -21,6 +21,7 @@ from api.queries.large_bodies import JSON, Body, BodyFormat, Data, is_large
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
 from indexer.slices import Slices
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
+from kv_events.http.queries import Missing
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -64,9 +65,7 @@ class QueryRoutes:
         (answer,), missing = await self._answerer.answer([asked])
         if isinstance(answer, ProblemError):
             raise answer
-        headers = missing_header(
-            each for part in missing for each in part.partitions
-        )  # the RFC's dialect has no other place for them
+        headers = _header_of(missing)  # the RFC's dialect has no other place for them
         if asked[0].is_detailed and body_format is not JSON:
             packed = msgspec.msgpack.encode(msgspec.json.decode(answer))
             return Response(packed, headers=headers, media_type="application/msgpack")
@@ -93,7 +92,7 @@ class QueryRoutes:
         parts = [msgspec.json.encode(each.document()) if isinstance(each, ProblemError) else each for each in results]
         tail = b',"missing":' + msgspec.json.encode(missing) if missing else b""
         body = b'{"results":[' + b",".join(parts) + b"]" + tail + b"}"
-        headers = missing_header(partition for each in missing for partition in each.partitions)
+        headers = _header_of(missing)
         return Response(body, headers=headers, media_type="application/json")
 
     def _check_ready(self) -> None:
@@ -142,6 +141,10 @@ def json_response(answer: Any, status: int = HTTPStatus.OK) -> Response:
     """Return an answer. answer: a struct or a list of structs, or bytes that are already JSON."""
     body = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
     return Response(body, status, media_type="application/json")
+
+
+def _header_of(missing: Sequence[Missing]) -> dict[str, str] | None:
+    return missing_header(partition for each in missing for partition in each.partitions) if missing else None
 
 
 def missing_header(partitions: Iterable[int]) -> dict[str, str]:
