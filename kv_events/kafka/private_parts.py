@@ -131,7 +131,7 @@ async def _to_its_end(inner: Any, request: Any) -> Any:
     request, a client whose questions are given up earlier would keep it until the system notices, after 15 minutes.
     """
     asking = asyncio.ensure_future(inner.send(inner.get_random_node(), request))
-    asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # later, nobody asks for the error
+    asking.add_done_callback(_ignore_outcome)  # later, nobody asks for the error
     unanswered = _unanswered.setdefault(inner, set())
     unanswered.add(asking)
     asking.add_done_callback(unanswered.discard)
@@ -150,8 +150,7 @@ async def start_client(client: Any) -> None:
         try:
             await asyncio.wait({starting}, timeout=_STOP_S)
         finally:
-            starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+            await _cancel(starting)
         raise
 
 
@@ -197,9 +196,20 @@ async def _stops(stop: Awaitable[None]) -> bool:
     await asyncio.wait({stopping}, timeout=_STOP_S)
     if stopping.done() and not stopping.cancelled() and stopping.exception() is None:
         return True
-    stopping.cancel()
-    await asyncio.gather(stopping, return_exceptions=True)
+    await _cancel(stopping)
     return False
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, and wait for its end no longer than a second: aiokafka may ignore a cancellation."""
+    task.add_done_callback(_ignore_outcome)
+    task.cancel()
+    await asyncio.wait({task}, timeout=_STOP_S)
+
+
+def _ignore_outcome(done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()  # it would be logged otherwise
 
 
 def check_fetching(consumer: Any) -> None:
