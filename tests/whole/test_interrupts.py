@@ -25,7 +25,7 @@ _ENDS = {0, 2, 130, -signal.SIGINT}
 _LATEST_S = 1.5
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("broker", ["running", "stopped"])
 @pytest.mark.parametrize("command", ["tail", "record"])
 @pytest.mark.timeout(300)

@@ -1,8 +1,8 @@
 """Whether the processes without an API say when they do not do their work: an engine, a recording, a bridge."""
 
 import asyncio
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -89,10 +89,9 @@ async def test_a_process_whose_event_loop_hangs_is_neither_healthy_nor_ready(mon
     end = serve_metrics(port, CollectorRegistry(), lambda: "")
     try:
         assert await asyncio.to_thread(is_ready, port)
-        asking = [asyncio.create_task(asyncio.to_thread(ask, port, path)) for path in ("/health", "/ready")]
-        await asyncio.sleep(0)
-        time.sleep(1.5)  # noqa: ASYNC251
-        assert [await each for each in asking] == [(503, "the event loop has not answered for 1 s\n")] * 2
+        with ThreadPoolExecutor() as threads:  # the loop hangs until both have their answers
+            answers = list(threads.map(partial(ask, port), ("/health", "/ready")))
+        assert answers == [(503, "the event loop has not answered for 1 s\n")] * 2
     finally:
         end()
 

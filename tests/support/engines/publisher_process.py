@@ -11,12 +11,12 @@ import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from tests.support.engines.event_payloads import names_of
 from tests.support.engines.released_modules import engine_module
+from tests.support.waiting import wait_until
 
 BLOCK = 16
 WHOLE_DIGESTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
@@ -105,8 +105,7 @@ def main(options: dict[str, Any]) -> None:
         module.KVEventBatch(ts=float(number), events=life.events()) for number in range(options["batches"])
     ]
     publisher.publish(first)
-    while not ledger.with_suffix(".go").exists():
-        time.sleep(0.005)
+    wait_until(ledger.with_suffix(".go").exists, 60, "the order to go on")
     for batch in others:
         publisher.publish(batch)
     ledger.with_suffix(".part").write_text(json.dumps(sorted(life.pages)))
