@@ -63,9 +63,10 @@ def delete_all_but_the_newest(folder: Path) -> int:
 
 
 def indexers(folder: Path, parent: int | None = None) -> list[int]:
-    """The processes that index a log."""
-    pids = children_of(os.getpid() if parent is None else parent)
-    return [pid for pid in pids if str(folder) in command_of(pid)]
+    """The processes that index a log, once they run: a new process has its parent's command for a moment, then none."""
+    parent = os.getpid() if parent is None else parent
+    commands = {pid: command_of(pid) for pid in children_of(parent)}
+    return [pid for pid, command in commands.items() if str(folder) in command and command != command_of(parent)]
 
 
 def is_gone(pid: int) -> Callable[[], bool]:
