@@ -44,7 +44,7 @@ class ProblemKind(StrEnum):
     AMBIGUOUS_WORKER = "ambiguous-worker", "Several streams match"
     ALREADY_REGISTERED = "already-registered", "Already registered with other values"
     TOO_MANY_REGISTRATIONS = "too-many-registrations", "No room for another registration"
-    KERNELS_LOADING = "kernels-loading", "Engines cannot be read yet"
+    KERNELS_LOADING = "kernels-loading", "Kernels are being compiled"
     REGISTRATIONS_AWAY = "registrations-away", "Registrations cannot be changed at the moment"
     INVALID_ENDPOINT = "invalid-endpoint", "Events cannot be read from the address"
     ENDPOINT_NOT_ALLOWED = "endpoint-not-allowed", "This service may not connect to the address"

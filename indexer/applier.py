@@ -22,7 +22,7 @@ from indexer.views import View
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import KvsightError, RecordRejectedError
 from kv_events.kernels.batches import TIME
-from kv_events.kernels.bundles import I64Vector, resident
+from kv_events.kernels.bundles import I64Vector, pin
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.log.batch_columns import BatchColumns, decode_chunk
 from kv_events.log.event_log import EventLogWriter
@@ -298,7 +298,7 @@ class _Places:
         """Return the row of a namespace. Its arrays may be others now."""
         row, pages = self._spaces.get(key, (len(self._spaces), None))
         if pages is not index.pages:
-            words, spaces = resident(Space(index.pages, columns)), self.streams.spaces
+            words, spaces = pin(Space(index.pages, columns)), self.streams.spaces
             if row == len(spaces):
                 spaces = np.concatenate((spaces.reshape(-1, len(words)), np.zeros((row + 1, len(words)), np.uint64)))
                 self.streams = self.streams._replace(spaces=spaces)

@@ -16,7 +16,7 @@ from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table
 from kv_events.kernels.arrays import give_back, zeros
-from kv_events.kernels.bundles import Resident, resident
+from kv_events.kernels.bundles import pin
 from kv_events.schema import NUM_MEDIA
 
 SLICE_PAGES = 2048
@@ -430,7 +430,7 @@ class OverlapIndex:
 
     def _set_pages(self, pages: apply.Pages) -> None:
         self._pages = pages
-        self._resident = resident(pages)
+        self._resident = pin(pages)
         alive = np.zeros((NUM_MEDIA, self._width), np.uint64)
-        self.lookup: Resident = resident(PageLookup(pages.table, pages.holders, pages.sets.words, alive))
+        self.lookup = pin(PageLookup(pages.table, pages.holders, pages.sets.words, alive))
         """The `PageLookup` of kernels that find prefixes. It is another one after an array was replaced."""

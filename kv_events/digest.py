@@ -11,7 +11,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.kernels.declare import array_helper
+from kv_events.kernels.bundles import U64, U64Vector, uint64
+from kv_events.kernels.declare import inline_helper
 from kv_events.schema import NUM_MEDIA
 
 DIGEST_WORDS = 2 * NUM_MEDIA
@@ -20,29 +21,29 @@ DIGEST_BYTES = 8 * DIGEST_WORDS
 Digest: TypeAlias = npt.NDArray[np.uint64]
 
 
-@array_helper
-def mix(sequence_hash):
+@inline_helper
+def mix(sequence_hash: U64) -> U64:
     """Mix a hash with the finaliser of SplitMix64 (Steele, Lea, Flood, 2014).
 
     Mixed hashes do not cancel out even if the hashes are related by XOR.
     """
-    x = sequence_hash + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = sequence_hash + uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)
+    return x ^ (x >> uint64(31))
 
 
-@array_helper
-def add_page(digest, medium, sequence_hash):
+@inline_helper
+def add_page(digest: U64Vector, medium: int, sequence_hash: U64) -> None:
     """Add one page that became resident. digest: uint64[8]; medium: tier index."""
-    digest[medium] += np.uint64(1)
+    digest[medium] += uint64(1)
     digest[medium + NUM_MEDIA] ^= mix(sequence_hash)
 
 
-@array_helper
-def remove_page(digest, medium, sequence_hash):
+@inline_helper
+def remove_page(digest: U64Vector, medium: int, sequence_hash: U64) -> None:
     """Subtract one page that was removed. digest: uint64[8]; medium: tier index."""
-    digest[medium] -= np.uint64(1)
+    digest[medium] -= uint64(1)
     digest[medium + NUM_MEDIA] ^= mix(sequence_hash)
 
 

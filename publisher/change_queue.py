@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import resident
+from kv_events.kernels.bundles import pin
 from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
@@ -61,7 +61,7 @@ class ChangeQueue:
             zeros(capacity, np.uint32),
             np.zeros(6, np.int64),
         )
-        self.resident = resident(self.arrays)
+        self.resident = pin(self.arrays)
         """The resident bundle of `arrays`, which kernels accept."""
         self._num_delivered = 0
 

@@ -10,7 +10,7 @@ import xxhash
 from kv_events.digest import DIGEST_WORDS, Digest, empty_digest
 from kv_events.kernels import page_table
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import resident
+from kv_events.kernels.bundles import pin
 from kv_events.kernels.page_table import make_table
 from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import NUM_MEDIA
@@ -77,7 +77,7 @@ class Ledger:
         )
         self._left_out = 0  # until the last clear
         self._queue = change_queue.resident
-        self._resident = resident(self._arrays)
+        self._resident = pin(self._arrays)
 
     @property
     def num_pages(self) -> int:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.audit.report import StreamReport
-from analysis.audit.residency_kernels import COUNT_NAMES
 from analysis.curves import Levels, Sums, TimeBins
+from analysis.kernels.residency import COUNT_NAMES
 from analysis.stream_history import StreamChange
 from indexer.views import View, ViewState
 from kv_events.schema import NUM_MEDIA
@@ -57,7 +57,7 @@ class AuditCurves:
     def __init__(self) -> None:
         self.bins = TimeBins()
         self.pages = Sums(self.bins, len(COUNT_NAMES) * NUM_MEDIA)
-        """[bins, names * media] pages by what happened to them, see `analysis.audit.residency_kernels`."""
+        """[bins, names * media] pages by what happened to them, see `analysis.kernels.residency`."""
         self.batches = Sums(self.bins, 1)
         """[bins, 1] batches that were applied, heartbeats included."""
         self.tiers = Levels(self.bins, NUM_MEDIA)

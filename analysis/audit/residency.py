@@ -6,12 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from analysis.audit import residency_kernels
-from analysis.audit.residency_kernels import COUNT_NAMES, UNTRACKED, KnownPages, PageArrays, Residencies
+from analysis.kernels import residency as residency_kernels
+from analysis.kernels.residency import COUNT_NAMES, UNTRACKED, KnownPages, PageArrays, Residencies
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table
-from kv_events.kernels.bundles import resident
+from kv_events.kernels.bundles import pin
 from kv_events.kernels.page_table import make_table
 from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import NUM_MEDIA
@@ -91,7 +91,7 @@ class ResidencyIndex:
             ),
             np.zeros(UNTRACKED + 1, np.int64),
         )
-        self._resident = resident(self._book)
+        self._resident = pin(self._book)
         self._facts = np.zeros(9, np.int64)
         self._facts[8] = int(churn_s * 1000)
 

@@ -9,7 +9,6 @@ import numpy.typing as npt
 from analysis.audit import curves as facts
 from analysis.audit.curves import AuditCurves
 from analysis.audit.report import PAGE_COUNTS, AuditReport, StreamReport
-from analysis.audit.residency_kernels import COUNT_NAMES
 from analysis.curves import Groups
 from analysis.html.page import write_page
 from analysis.html.plots import (
@@ -34,6 +33,7 @@ from analysis.html.plots import (
     lines,
     shares_of,
 )
+from analysis.kernels.residency import COUNT_NAMES
 from analysis.words import duration
 from kv_events.schema import NUM_MEDIA
 

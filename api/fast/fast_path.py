@@ -14,8 +14,8 @@ from typing import NamedTuple
 from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
 from api.fast.heads import Head, HeadReader
-from api.fast.kernel_connection_kernels import MAX_REQUEST_BYTES
 from api.fast.kernel_connections import KernelConnections, RequestTemplate
+from api.fast.kernels.connections import MAX_REQUEST_BYTES
 from api.fast.local_answers import LocalAnswers
 from api.fast.templates import BodyTemplate, TemplateCache
 from api.fast.writer import Plan, Times

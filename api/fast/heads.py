@@ -8,7 +8,7 @@ import numpy as np
 from api.access.guard import refusal_of
 from api.access.rate_limits import RateLimit
 from api.access.tokens import TokenRegistry
-from api.fast.head_kernel import NUM_FOUND, PASS_ON, TRACE_PARENT, TRACE_STATE, read_head
+from api.fast.kernels.head import NUM_FOUND, PASS_ON, TRACE_PARENT, TRACE_STATE, read_head
 from api.queries.body_formats import CONTENT_TYPES
 from kv_events.records import Headers
 from kv_events.runtime.tracing import trace_headers

@@ -21,9 +21,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from api.fast.head_kernel import NUM_FOUND
 from api.fast.heads import Head, request_line
-from api.fast.kernel_connection_kernels import (
+from api.fast.kernels.answer import Texts
+from api.fast.kernels.connections import (
     ANSWERED,
     CUT,
     MAX_REQUEST_BYTES,
@@ -32,10 +32,11 @@ from api.fast.kernel_connection_kernels import (
     ROOM_BYTES,
     SocketBuffers,
 )
+from api.fast.kernels.head import NUM_FOUND
 from api.fast.templates import BodyTemplate
 from api.fast.writer import Plan, Times, texts
 from kv_events.http.parsed_query import ParsedQuery
-from kv_events.kernels.bundles import Resident, resident
+from kv_events.kernels.bundles import pin
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Owner(Protocol):
 class _Member(NamedTuple):
     owner: Owner
     template: RequestTemplate
-    pieces: Resident
+    pieces: Texts
 
 
 class _Returned(NamedTuple):
@@ -117,7 +118,7 @@ class KernelConnections:
         self._note = note
         self._limited_logger = RateLimitedLogger(logger, "direct connections")
         self._members: dict[int, _Member] = {}  # by file descriptor
-        self._pieces: dict[tuple[bytes, ...], Resident] = {}
+        self._pieces: dict[tuple[bytes, ...], Texts] = {}
         self._answered_at = np.zeros(0)  # by file descriptor
         self._epoll: select.epoll | None = None
         self._use(_empty_buffers())
@@ -141,7 +142,7 @@ class KernelConnections:
         if connection >= len(self._answered_at):
             self._answered_at = np.resize(self._answered_at, 2 * connection + 1)
         self._answered_at[connection] = loop.time()
-        self._members[connection] = _Member(owner, template, self._resident_pieces(template.pieces))
+        self._members[connection] = _Member(owner, template, self._pinned_pieces(template.pieces))
 
     def leave(self, connection: int, owner: Owner) -> None:
         """Stop serving a connection. It may have been closed, and another one may have its file descriptor by now."""
@@ -160,11 +161,11 @@ class KernelConnections:
         """Return the time of the last answer, by the clock of the loop."""
         return float(self._answered_at[connection])
 
-    def _resident_pieces(self, pieces: tuple[bytes, ...]) -> Resident:
+    def _pinned_pieces(self, pieces: tuple[bytes, ...]) -> Texts:
         if pieces not in self._pieces:
             if len(self._pieces) == _MOST_TEMPLATES:
                 self._pieces.clear()
-            self._pieces[pieces] = resident(texts(pieces))
+            self._pieces[pieces] = pin(texts(pieces))
         return self._pieces[pieces]
 
     def _close_if_unused(self) -> None:
@@ -247,7 +248,7 @@ class KernelConnections:
             self._headers, self._head_size = headers, len(begin)
 
     def _use(self, sockets: SocketBuffers) -> None:
-        self._sockets, self._resident = sockets, resident(sockets)
+        self._sockets, self._resident = sockets, pin(sockets)
 
 
 def _empty_buffers() -> SocketBuffers:

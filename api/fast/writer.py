@@ -10,7 +10,7 @@ from weakref import finalize, ref
 import msgspec
 import numpy as np
 
-from api.fast.answer_kernels import (
+from api.fast.kernels.answer import (
     AGE,
     BYTES_PER_RANK,
     BYTES_PER_WORKER,
@@ -25,18 +25,19 @@ from api.fast.answer_kernels import (
     StreamTable,
     Texts,
 )
-from api.fast.kernel_connection_kernels import serve_ready
-from api.fast.query_kernel import LOCAL_HASHES, SEQUENCE_HASHES, TEXT, TOKENS, UNKNOWN, QueryBuffers, answer_query
-from api.queries.number_kernels import read_hashes
+from api.fast.kernels.connections import SocketBuffers, serve_ready
+from api.fast.kernels.query import LOCAL_HASHES, SEQUENCE_HASHES, TEXT, TOKENS, UNKNOWN, QueryBuffers, answer_query
+from api.queries.kernels.numbers import read_hashes
 from indexer.freshness import Freshness
 from indexer.index import Matches
+from indexer.kernels.find import PageLookup
 from indexer.namespaces import Namespace
 from indexer.scores import reusable
 from indexer.views import STATES
 from kv_events.hashing import process_base
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import PeerInstance, RfcInstance
-from kv_events.kernels.bundles import Resident, resident
+from kv_events.kernels.bundles import pin
 from kv_events.kernels.xxh3 import long_hash_state
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
 
@@ -92,7 +93,7 @@ class AnswerWriter:
     """Answers queries about one namespace, all its workers included. One thread calls it."""
 
     def __init__(self) -> None:
-        self._peer, self._rfc = resident(PEER), resident(RFC)
+        self._peer, self._rfc = pin(PEER), pin(RFC)
         self._tables: dict[int, _KeptTable] = {}  # by the id of a namespace, while it exists
         self._buffers = QueryBuffers.new()
         self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
@@ -174,7 +175,7 @@ class AnswerWriter:
             ref(namespace),
             namespace.num_changes,
             namespace.index.lookup,
-            resident(buffers),
+            pin(buffers),
             table.table,
             self._peer if question.is_peer else self._rfc,
             (block_size, int(question.is_bigram), int(question.weights is not None), len(begin)),
@@ -204,10 +205,10 @@ class Plan(NamedTuple):
     namespace: ref[Namespace]
     num_changes: int
     """`Namespace.num_changes`."""
-    lookup: Resident
-    buffers: Resident
-    table: Resident
-    layout: Resident
+    lookup: PageLookup
+    buffers: QueryBuffers
+    table: StreamTable
+    layout: Layout
     numbers: tuple[int, int, int, int]
     """Block size, 1 for pages of token pairs, 1 if there are weights, bytes of the beginning."""
     seeds: tuple[np.uint64, np.uint64]
@@ -242,7 +243,7 @@ class Plan(NamedTuple):
         )
         return answered
 
-    def serve(self, sockets: Resident, template: Resident, count: int, head_size: int, times: Times) -> int:
+    def serve(self, sockets: SocketBuffers, template: Texts, count: int, head_size: int, times: Times) -> int:
         """Call `serve_ready`."""
         answered: int = serve_ready(
             sockets,
@@ -262,7 +263,7 @@ class Plan(NamedTuple):
 class _KeptTable(NamedTuple):
     """The table of a namespace until its views are others."""
 
-    table: Resident
+    table: StreamTable
     num_changes: int
     """`Namespace.num_changes`."""
     most_bytes: int
@@ -297,4 +298,4 @@ class _KeptTable(NamedTuple):
             query=np.zeros(1, np.int64),
         )
         text_bytes = BYTES_PER_WORKER * len(numbers) + BYTES_PER_RANK * len(namespace.views)
-        return cls(resident(table), namespace.num_changes, 2 * len(names.data) + text_bytes + _FRAME_BYTES)
+        return cls(pin(table), namespace.num_changes, 2 * len(names.data) + text_bytes + _FRAME_BYTES)

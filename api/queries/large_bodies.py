@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.part_kernels import json_parts, msgpack_after, msgpack_array, msgpack_parts
+from api.queries.kernels.parts import json_parts, msgpack_after, msgpack_array, msgpack_parts
 from kv_events.errors import InvalidValueError
 from kv_events.http.queries import IntList, PeerQuery, RfcQuery
 

@@ -12,8 +12,8 @@ from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import ITEMS, RANGES, Query, decode_query
+from api.queries.kernels.numbers import read_u32
 from api.queries.large_bodies import JSON, BodyFormat, Data, is_large, number_slices, slimmed
-from api.queries.number_kernels import read_u32
 from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray, Weights
 from kv_events.http.queries import PeerQuery, TierWeights

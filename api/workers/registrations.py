@@ -8,14 +8,13 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from api.background import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _MOST_CHECKED = 64
-_KERNELS_TIMEOUT_S = 120.0
 _LOAD_TIMEOUT_S = 2.0
 _FIRST_READ_TIMEOUT_S = 10.0
 _CHECK_INTERVAL_S = 0.1
@@ -56,13 +54,11 @@ class Registrations:
         settings: RegistrationSettings,
         bridge: BridgeSettings,
         store: SnapshotStore | None,
-        load_kernels: Callable[[], None] | None = None,
         own_port: int | None = None,
         max_files: int = sys.maxsize,
     ) -> None:
         """memory_log: the log that the consumer reads. store: where registrations are saved; None: nowhere.
 
-        load_kernels: called in a thread before an engine is read. None: the kernels of the bridge are loaded already.
         own_port: that of this service, which it must not read itself. max_files: file descriptors that engines may use.
         """
         self.save_failures = 0
@@ -75,10 +71,6 @@ class Registrations:
         self._engines: dict[StreamId, EngineSettings] = {}
         self._added_at: dict[StreamId, float] = {}
         self._lock = asyncio.Lock()  # one change at a time, saved before the next
-        self._load_kernels = load_kernels
-        self._can_read = asyncio.Event()
-        if load_kernels is None:
-            self._can_read.set()
         self._loaded = asyncio.Event()
         self._waiting_for: set[StreamId] = set()  # loaded registrations that are not read yet
         self._unsaved = asyncio.Event()
@@ -115,8 +107,6 @@ class Registrations:
 
     def why_not_ready(self) -> str | None:
         """Return what must still be loaded or read after a start, or None if the service is ready."""
-        if not self._can_read.is_set():
-            return "the kernels that read engines are not loaded yet"
         if not self._loaded.is_set():
             return "the saved registrations are not loaded yet"
         return f"{len(self._waiting_for)} registered engines are still to be read" if self._waiting_for else None
@@ -232,11 +222,6 @@ class Registrations:
     async def _wait_until_loaded(self) -> None:
         """Wait until the saved registrations are loaded, because they may conflict. Raises ProblemError (503)."""
         try:
-            await asyncio.wait_for(self._can_read.wait(), _KERNELS_TIMEOUT_S)
-        except TimeoutError:
-            detail = "the kernels that read engines are still being compiled, which happens once on a new machine"
-            raise ProblemError(503, ProblemKind.KERNELS_LOADING, detail, retry_after_s=5) from None
-        try:
             await asyncio.wait_for(self._loaded.wait(), _LOAD_TIMEOUT_S)
         except TimeoutError:
             detail = "the saved registrations cannot be read at the moment"
@@ -245,9 +230,6 @@ class Registrations:
     async def _maintain(self) -> None:
         while True:
             try:
-                if self._load_kernels is not None and not self._can_read.is_set():
-                    await run_in_daemon_thread(self._load_kernels)
-                self._can_read.set()
                 if not self._loaded.is_set():
                     await self._load()
                     await self._await_first_reads()

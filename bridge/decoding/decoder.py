@@ -21,7 +21,7 @@ from bridge.decoding.mooncake import decode_mooncake_event, may_remove
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
-from kv_events.kernels.bundles import resident
+from kv_events.kernels.bundles import pin
 from kv_events.limits import MAX_ENGINE_EVENTS, MAX_PAGES_PER_BATCH
 from publisher.event_columns import PageEvents
 
@@ -134,7 +134,7 @@ class Decoder(threading.local):
             np.empty(2 * num_bytes + 1, np.uint64),
             np.empty(2 * num_bytes + 1, np.uint32),
         )
-        self._resident = resident(self._events)
+        self._resident = pin(self._events)
 
     def _batches(self, messages: Messages, readable: Messages) -> Iterator[Batch | UnreadableBatch]:
         """readable: the messages, empty where one is too large."""

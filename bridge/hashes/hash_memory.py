@@ -12,7 +12,7 @@ from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import resident
+from kv_events.kernels.bundles import pin
 from kv_events.kernels.page_table import MAX_CAPACITY
 from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import BlockTable
@@ -94,7 +94,7 @@ class HashMemory:
             zeros(capacity + 1, np.uint16),
             np.array([-1, idle_pages, 0], np.int64),
         )
-        self._resident = resident(self._arrays)
+        self._resident = pin(self._arrays)
         self._base = np.uint64(process_seed())
         self._cursor = np.zeros(kernels.NUM_CURSORS, np.int64)
         self._translated = _empty_columns(0, 0)

@@ -19,7 +19,7 @@ from bridge.context import BridgeCounters
 from bridge.decoding.decoder import I64Array, Messages
 from bridge.stream.kernels import receive
 from kv_events.hashing import U64Array
-from kv_events.kernels.bundles import resident
+from kv_events.kernels.bundles import pin
 
 _MESSAGES = 4096
 _BYTES = 2**20
@@ -56,7 +56,7 @@ class Inbox:
         )
         self._counts = self._arrays.counts
         self._frame = ctypes.c_void_p(self._arrays.frame.ctypes.data)
-        self._resident = resident(self._arrays)
+        self._resident = pin(self._arrays)
 
     def receive(self, socket: zmq.Socket[bytes], *, with_topics: bool) -> bool:
         """Receive the messages that wait, in place of those before. Returns whether more may wait.
@@ -121,7 +121,7 @@ class Inbox:
         data = np.empty(num_bytes, np.uint8)
         data[:num_kept] = self._arrays.data[:num_kept]
         self._arrays = self._arrays._replace(data=data)
-        self._resident = resident(self._arrays)
+        self._resident = pin(self._arrays)
 
 
 _MAX_FREE = 8

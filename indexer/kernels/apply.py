@@ -6,13 +6,11 @@ parent. Pages that are stored twice and removals of unknown pages are counted an
 
 from typing import NamedTuple
 
-import numpy as np
-from numba import types
-
 from indexer.kernels.holder_sets import HolderSets, adopt, flipped, holds, move_user
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import page_table_ops
 from kv_events.kernels.bundles import (
+    U64,
     I64Vector,
     U8Input,
     U8Vector,
@@ -22,12 +20,13 @@ from kv_events.kernels.bundles import (
     U64Matrix,
     U64MatrixInput,
     U64Vector,
+    int64,
+    uint8,
+    uint32,
 )
-from kv_events.kernels.declare import array_helper, array_kernel
+from kv_events.kernels.declare import inline_helper, kernel
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
-
-_TWO_COUNTS = types.UniTuple(types.int64, 2)
 
 
 class Pages(NamedTuple):
@@ -43,8 +42,8 @@ class Pages(NamedTuple):
     """[streams, DIGEST_WORDS] digest of what each stream holds."""
 
 
-@array_helper
-def neighbour(pages, previous, key):
+@inline_helper
+def neighbour(table: Table, holders: U32Vector, previous: int, key: U64) -> int:
     """Return the entry of a page if it directly follows or precedes the entry `previous`, else -1.
 
     previous: -1 if there is none. The pages of a prompt are stored together and get neighbouring entries, so most
@@ -52,37 +51,47 @@ def neighbour(pages, previous, key):
     reused in the order in which they became free, so some prompts are stored in descending entries.
     """
     entry = previous + 1
-    if entry > 0 and pages.table.keys[entry] == key and pages.holders[entry] != 0:
+    if entry > 0 and table.keys[entry] == key and holders[entry] != 0:
         return entry
     entry = previous - 1
-    if entry >= 0 and pages.table.keys[entry] == key and pages.holders[entry] != 0:
+    if entry >= 0 and table.keys[entry] == key and holders[entry] != 0:
         return entry
-    return np.int64(-1)
+    return int64(-1)
 
 
-@array_helper
-def look_up(pages, previous, key):
+@inline_helper
+def look_up(table: Table, holders: U32Vector, previous: int, key: U64) -> int:
     """Return the entry of a page, or -1. Tries `neighbour` first."""
-    entry = neighbour(pages, previous, key)
-    return entry if entry >= 0 else page_table_ops.find(pages.table, key)
+    entry = neighbour(table, holders, previous, key)
+    return entry if entry >= 0 else page_table_ops.find(table, key)
 
 
-@array_helper
-def _give_up(pages, entry, old, new):
+@inline_helper
+def _give_up(pages: Pages, entry: int, old: int, new: int) -> None:
     """Move a page to a smaller holder set. A page without holders is removed from the table."""
     move_user(pages.sets, old, new)
-    pages.holders[entry] = np.uint32(new)
+    pages.holders[entry] = uint32(new)
     if new == 0:
         page_table_ops.remove(pages.table, entry)
 
 
-@array_helper
-def _starts_chain(bitmap, i):
-    return (bitmap[i >> 3] >> np.uint8(i & 7)) & np.uint8(1) != 0
+@inline_helper
+def _starts_chain(bitmap: U8Input, i: int) -> bool:
+    return (bitmap[i >> 3] >> uint8(i & 7)) & uint8(1) != 0
 
 
-@array_helper
-def store_pages(pages, marks, hashes, chain_starts, parents, stream, tier, start, stop):
+@inline_helper
+def store_pages(
+    pages: Pages,
+    marks: U8Vector,
+    hashes: U64Input,
+    chain_starts: U8Input,
+    parents: U64Input,
+    stream: int,
+    tier: int,
+    start: int,
+    stop: int,
+) -> tuple[int, int]:
     """`store`, for other kernels."""
     digest = pages.digests[stream]
     known = refused = 0
@@ -91,8 +100,8 @@ def store_pages(pages, marks, hashes, chain_starts, parents, stream, tier, start
     for i in range(start):
         if _starts_chain(chain_starts, i):
             chain += 1
-    entry = np.int64(-1)
-    last_from = last_to = np.int64(-1)
+    entry = int64(-1)
+    last_from = last_to = int64(-1)
     for i in range(start, stop):
         key = hashes[i]
         starts = _starts_chain(chain_starts, i)
@@ -100,7 +109,7 @@ def store_pages(pages, marks, hashes, chain_starts, parents, stream, tier, start
             chain += 1
         if is_cold and i + page_table_ops.AHEAD < stop:
             page_table_ops.fetch(pages.table, hashes[i + page_table_ops.AHEAD])
-        entry = neighbour(pages, entry, key)
+        entry = neighbour(pages.table, pages.holders, entry, key)
         is_cold = entry < 0
         is_new = False
         if is_cold:
@@ -111,13 +120,13 @@ def store_pages(pages, marks, hashes, chain_starts, parents, stream, tier, start
         if is_new:
             pages.holders[entry] = 0
             pages.parents[entry] = parents[chain] if starts else hashes[i - 1]
-        old = np.int64(pages.holders[entry])
+        old = int64(pages.holders[entry])
         if old != last_from:
             last_from = old
             last_to = old if holds(pages.sets, old, stream, tier) else flipped(pages.sets, old, stream, tier)
         if last_to < 0:
             refused += 1
-            last_from = np.int64(-1)
+            last_from = int64(-1)
             if old == 0:
                 page_table_ops.remove(pages.table, entry)
             continue
@@ -125,18 +134,25 @@ def store_pages(pages, marks, hashes, chain_starts, parents, stream, tier, start
             known += 1
         else:
             move_user(pages.sets, old, last_to)
-            pages.holders[entry] = np.uint32(last_to)
+            pages.holders[entry] = uint32(last_to)
             add_page(digest, tier, key)
         if marks.shape[0] > 0:
-            marks[entry] |= np.uint8(1 << tier)
+            marks[entry] |= uint8(1 << tier)
     return known, refused
 
 
-@array_kernel(
-    _TWO_COUNTS, Pages, U8Vector, U64Input, U8Input, U64Input,
-    types.int64, types.int64, types.int64, types.int64,
-)  # fmt: skip
-def store(pages, marks, hashes, chain_starts, parents, stream, tier, start, stop):
+@kernel
+def store(
+    pages: Pages,
+    marks: U8Vector,
+    hashes: U64Input,
+    chain_starts: U8Input,
+    parents: U64Input,
+    stream: int,
+    tier: int,
+    start: int,
+    stop: int,
+) -> tuple[int, int]:
     """Store pages [start, stop) of an event for one stream on one tier, and update its digest.
 
     marks: uint8[capacity] or empty; bit `tier` of each stored page is set.
@@ -146,28 +162,30 @@ def store(pages, marks, hashes, chain_starts, parents, stream, tier, start, stop
     return store_pages(pages, marks, hashes, chain_starts, parents, stream, tier, start, stop)
 
 
-@array_helper
-def remove_pages(pages, marks, hashes, stream, tier, start, stop):
+@inline_helper
+def remove_pages(
+    pages: Pages, marks: U8Vector, hashes: U64Input, stream: int, tier: int, start: int, stop: int
+) -> tuple[int, int]:
     """`remove`, for other kernels."""
     digest = pages.digests[stream]
     unknown = refused = 0
-    entry = np.int64(-1)
-    last_from = last_to = np.int64(-1)
+    entry = int64(-1)
+    last_from = last_to = int64(-1)
     for i in range(start, stop):
         if i + page_table_ops.AHEAD < stop:
             page_table_ops.fetch(pages.table, hashes[i + page_table_ops.AHEAD])
         key = hashes[i]
-        entry = look_up(pages, entry, key)
+        entry = look_up(pages.table, pages.holders, entry, key)
         if entry < 0:
             unknown += 1
             continue
-        old = np.int64(pages.holders[entry])
+        old = int64(pages.holders[entry])
         if old != last_from:
             last_from = old
             last_to = flipped(pages.sets, old, stream, tier) if holds(pages.sets, old, stream, tier) else old
         if last_to < 0:
             refused += 1
-            last_from = np.int64(-1)
+            last_from = int64(-1)
             continue
         if last_to == old:
             unknown += 1
@@ -175,12 +193,14 @@ def remove_pages(pages, marks, hashes, stream, tier, start, stop):
         _give_up(pages, entry, old, last_to)
         remove_page(digest, tier, key)
         if marks.shape[0] > 0:
-            marks[entry] &= ~np.uint8(1 << tier)
+            marks[entry] &= ~uint8(1 << tier)
     return unknown, refused
 
 
-@array_kernel(_TWO_COUNTS, Pages, U8Vector, U64Input, types.int64, types.int64, types.int64, types.int64)
-def remove(pages, marks, hashes, stream, tier, start, stop):
+@kernel
+def remove(
+    pages: Pages, marks: U8Vector, hashes: U64Input, stream: int, tier: int, start: int, stop: int
+) -> tuple[int, int]:
     """Remove pages [start, stop) of an event from one tier of a stream. Arguments as in `store`.
 
     Returns (pages that the stream did not hold there, pages that remain because the holder sets are full).
@@ -188,8 +208,8 @@ def remove(pages, marks, hashes, stream, tier, start, stop):
     return remove_pages(pages, marks, hashes, stream, tier, start, stop)
 
 
-@array_kernel(types.int64, Pages, U8Vector, types.int64, types.int64, types.int64)
-def sweep(pages, marks, stream, start, stop):
+@kernel
+def sweep(pages: Pages, marks: U8Vector, stream: int, start: int, stop: int) -> int:
     """Remove a stream from the entries [start, stop), except on tiers whose bit is set in `marks`.
 
     If marks is empty, nothing is kept. Other arguments as in `store`. Returns the number of removed (page, tier) pairs.
@@ -197,12 +217,12 @@ def sweep(pages, marks, stream, start, stop):
     digest = pages.digests[stream]
     removed = 0
     for entry in range(start, stop):
-        old = np.int64(pages.holders[entry])
+        old = int64(pages.holders[entry])
         if old == 0:
             continue
-        keep = marks[entry] if marks.shape[0] > 0 else np.uint8(0)
+        keep = marks[entry] if marks.shape[0] > 0 else uint8(0)
         for tier in range(NUM_MEDIA):
-            if (keep >> np.uint8(tier)) & np.uint8(1) == 0 and holds(pages.sets, old, stream, tier):
+            if (keep >> uint8(tier)) & uint8(1) == 0 and holds(pages.sets, old, stream, tier):
                 new = flipped(pages.sets, old, stream, tier)
                 if new < 0:
                     continue
@@ -216,20 +236,20 @@ def sweep(pages, marks, stream, start, stop):
     return removed
 
 
-@array_kernel(types.int64, Pages, types.int64, types.int64, types.int64, I64Vector, U8Vector)
-def collect(pages, stream, start, stop, entries, tiers):
+@kernel
+def collect(pages: Pages, stream: int, start: int, stop: int, entries: I64Vector, tiers: U8Vector) -> int:
     """Collect the entries in [start, stop) that a stream holds, each with a bitmask of tiers. Returns their number.
 
     entries: int64, tiers: uint8; both are written and have at least stop - start elements.
     """
     found = 0
     for entry in range(start, stop):
-        held = np.int64(pages.holders[entry])
-        mask = np.uint8(0)
+        held = int64(pages.holders[entry])
+        mask = uint8(0)
         if held > 0:
             for tier in range(NUM_MEDIA):
                 if holds(pages.sets, held, stream, tier):
-                    mask |= np.uint8(1 << tier)
+                    mask |= uint8(1 << tier)
         if mask:
             entries[found] = entry
             tiers[found] = mask
@@ -237,8 +257,8 @@ def collect(pages, stream, start, stop, entries, tiers):
     return found
 
 
-@array_kernel(types.boolean, Pages, U64MatrixInput, U32Vector)
-def restore_sets(pages, rows, ids):
+@kernel
+def restore_sets(pages: Pages, rows: U64MatrixInput, ids: U32Vector) -> bool:
     """Intern distinct holder sets. rows: uint64[s, 4 * width]. ids: uint32[s], written: the set id of each row.
 
     Returns False if two rows are equal, a row is empty, or there is no room. Some sets are then interned already.
@@ -247,12 +267,14 @@ def restore_sets(pages, rows, ids):
         holder_set = adopt(pages.sets, rows, row)
         if holder_set < 0:
             return False
-        ids[row] = np.uint32(holder_set)
+        ids[row] = uint32(holder_set)
     return True
 
 
-@array_kernel(types.boolean, Pages, U64Input, U64Input, U32Input, U32Vector)
-def restore_pages(pages, hashes, saved_parents, rows_of_pages, ids):
+@kernel
+def restore_pages(
+    pages: Pages, hashes: U64Input, saved_parents: U64Input, rows_of_pages: U32Input, ids: U32Vector
+) -> bool:
     """Add new pages: page i has hashes[i], saved_parents[i] and the holder set ids[rows_of_pages[i]].
 
     Returns False if a hash is already in the table or there is no room. Some pages are then added already.
@@ -265,5 +287,5 @@ def restore_pages(pages, hashes, saved_parents, rows_of_pages, ids):
             return False
         pages.parents[entry] = saved_parents[i]
         pages.holders[entry] = ids[rows_of_pages[i]]
-        move_user(pages.sets, np.int64(0), np.int64(ids[rows_of_pages[i]]))
+        move_user(pages.sets, int64(0), int64(ids[rows_of_pages[i]]))
     return True

@@ -2,9 +2,6 @@
 
 from typing import NamedTuple
 
-import numpy as np
-from numba import types
-
 from indexer.kernels import views
 from indexer.kernels.apply import Pages, remove_pages, store_pages
 from indexer.kernels.views import ViewColumns, note_lateness
@@ -16,13 +13,16 @@ from kv_events.kernels.bundles import (
     F64Vector,
     I64Matrix,
     I64Vector,
+    Spread,
     U8Input,
     U8Vector,
     U64Matrix,
+    U64Vector,
+    int64,
     reader,
-    spread,
+    uint64,
 )
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.page_table import CAPACITY
 from kv_events.kernels.page_table_ops import num_entries
 
@@ -67,11 +67,11 @@ class Streams(NamedTuple):
 
 
 _read_space = reader(Space)
-_note_lateness = array_helper(note_lateness)
+_note_lateness = inline_helper(note_lateness)
 
 
-@array_function
-def _is_next(columns, stream, arrays, i, most_pages):
+@helper
+def _is_next(columns: ViewColumns, stream: int, arrays: BatchArrays, i: int, most_pages: int) -> bool:
     """Return whether a batch is the next one of a live view, of which it can leave only the digest wrong."""
     batch, numbers = arrays.batches[i], columns.numbers[stream]
     if batch[batches.EPOCH] != numbers[views.EPOCH] or batch[batches.SEQ] != numbers[views.LAST_SEQ] + 1:
@@ -80,21 +80,23 @@ def _is_next(columns, stream, arrays, i, most_pages):
         return False
     if abs(columns.times[stream, views.TRANSIT]) >= views.JITTER_S / 2:
         return False
-    longest = np.int64(0)
+    longest = int64(0)
     for event in range(batch[batches.FIRST_EVENT], batch[batches.END_EVENT]):
         longest = max(longest, arrays.events[event, batches.NUM_PAGES])
     return longest <= most_pages
 
 
-@array_helper
-def _has_sets(pages):
+@inline_helper
+def _has_sets(pages: Pages) -> bool:
     """See `OverlapIndex.store`."""
     table = pages.sets.table
     return 8 * (num_entries(table) - 1) <= 7 * (table.meta[CAPACITY] - 1)
 
 
-@array_function
-def _apply_event(pages, numbers, stream, marks, data, event, words):
+@helper
+def _apply_event(
+    pages: Pages, numbers: I64Vector, stream: int, marks: U8Vector, data: U8Input, event: I64Vector, words: U64Vector
+) -> None:
     """Apply a store or a removal."""
     num_pages, at, tier = event[batches.NUM_PAGES], event[batches.PAGES], event[batches.MEDIUM]
     hashes = words[at : at + num_pages]
@@ -113,22 +115,26 @@ def _apply_event(pages, numbers, stream, marks, data, event, words):
     numbers[views.REFUSED_NOW] += refused
 
 
-@array_function
-def _equals_stated(digest, data, at):
+@helper
+def _equals_stated(digest: U64Vector, data: U8Input, at: int) -> bool:
     for i in range(DIGEST_WORDS):
-        word = np.uint64(0)
+        word = uint64(0)
         for k in range(8):
-            word |= np.uint64(data[at + 8 * i + k]) << np.uint64(8 * k)
+            word |= uint64(data[at + 8 * i + k]) << uint64(8 * k)
         if word != digest[i]:
             return False
     return True
 
 
-@array_kernel(
-    types.UniTuple(types.int64, 2), U8Input, spread(BatchArrays), spread(Arrivals), spread(Streams),
-    types.int64, types.int64,
-)  # fmt: skip
-def apply_batches(data, arrays, arrivals, streams, start, most_pages):
+@kernel
+def apply_batches(
+    data: U8Input,
+    arrays: Spread[BatchArrays],
+    arrivals: Spread[Arrivals],
+    streams: Spread[Streams],
+    start: int,
+    most_pages: int,
+) -> tuple[int, int]:
     """Apply wanted records from `start` on, up to one that cannot be applied here.
 
     data: that of the records. arrays: from `decode_batches`. most_pages: the longest event to apply here.
@@ -158,4 +164,4 @@ def apply_batches(data, arrays, arrivals, streams, start, most_pages):
         if not _equals_stated(pages.digests[stream], data, arrays.batches[i, batches.DIGEST]):
             return i + 1, DIGEST_DIFFERS
         times[views.AGREED_AT] = at
-    return np.int64(arrivals.wanted.shape[0]), NOT_PLAIN
+    return int64(arrivals.wanted.shape[0]), NOT_PLAIN

@@ -2,12 +2,20 @@
 
 from typing import NamedTuple
 
-import numpy as np
-from numba import types
-
 from indexer.kernels.apply import look_up
-from kv_events.kernels.bundles import I32Vector, U32Matrix, U32Vector, U64Input, U64Matrix
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.bundles import (
+    U64,
+    I32Vector,
+    U32Matrix,
+    U32Vector,
+    U64Input,
+    U64Matrix,
+    int32,
+    int64,
+    uint32,
+    uint64,
+)
+from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import lowest_bit
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
@@ -23,75 +31,75 @@ class PageLookup(NamedTuple):
     """[4, width] scratch: the streams that hold every page so far on a tier or a faster one."""
 
 
-@array_helper
-def _record(bits, word, tier, num_pages, out_pages):
+@inline_helper
+def _record(bits: U64, word: int, tier: int, num_pages: int, out_pages: U32Matrix) -> None:
     """Record `num_pages` for each stream whose bit is set in a word of dropped bits."""
-    while bits != np.uint64(0):
-        out_pages[word * 64 + lowest_bit(bits), tier] = np.uint32(num_pages)
-        bits &= bits - np.uint64(1)
+    while bits != uint64(0):
+        out_pages[word * 64 + lowest_bit(bits), tier] = uint32(num_pages)
+        bits &= bits - uint64(1)
 
 
-@array_function
-def _narrow(pages, held, alive, num_pages, out_pages):
+@helper
+def _narrow(pages: PageLookup, held: int, alive: U64Matrix, num_pages: int, out_pages: U32Matrix) -> bool:
     """Intersect `alive` with the holders of a page on cumulative tiers. Returns whether any stream is left.
 
     alive: uint64[4, width]. Row t contains the streams that hold every page so far on tier t or a faster one.
     """
     width = alive.shape[1]
-    left = np.uint64(0)
+    left = uint64(0)
     for word in range(width):
-        held_so_far = np.uint64(0)
+        held_so_far = uint64(0)
         for tier in range(NUM_MEDIA):
             held_so_far |= pages.words[held, tier * width + word]
             dropped = alive[tier, word] & ~held_so_far
-            if dropped != np.uint64(0):
+            if dropped != uint64(0):
                 _record(dropped, word, tier, num_pages, out_pages)
                 alive[tier, word] &= held_so_far
         left |= alive[NUM_MEDIA - 1, word]
-    return left != np.uint64(0)
+    return left != uint64(0)
 
 
-@array_function
-def _begin(pages, held, alive, out_streams, out_pages):
+@helper
+def _begin(pages: PageLookup, held: int, alive: U64Matrix, out_streams: I32Vector, out_pages: U32Matrix) -> int:
     """Initialize `alive` with the holders of the first page. Returns their number."""
     width = alive.shape[1]
     found = 0
     for word in range(width):
-        held_so_far = np.uint64(0)
+        held_so_far = uint64(0)
         for tier in range(NUM_MEDIA):
             held_so_far |= pages.words[held, tier * width + word]
             alive[tier, word] = held_so_far
-        while held_so_far != np.uint64(0):
+        while held_so_far != uint64(0):
             stream = word * 64 + lowest_bit(held_so_far)
-            out_streams[found] = np.int32(stream)
+            out_streams[found] = int32(stream)
             for tier in range(NUM_MEDIA):
-                out_pages[stream, tier] = np.uint32(0)
+                out_pages[stream, tier] = uint32(0)
             found += 1
-            held_so_far &= held_so_far - np.uint64(1)
+            held_so_far &= held_so_far - uint64(1)
     return found
 
 
-@array_function
-def find_prefixes(pages, hashes, out_streams, out_pages):
+@helper
+def find_prefixes(pages: PageLookup, hashes: U64Input, out_streams: I32Vector, out_pages: U32Matrix) -> int:
     """See `find`."""
     n = hashes.shape[0]
     if n == 0:
         return 0
-    entry = look_up(pages, np.int64(-1), hashes[0])
+    entry = look_up(pages.table, pages.holders, int64(-1), hashes[0])
     if entry < 0:
         return 0
     width = pages.words.shape[1] // NUM_MEDIA
     held = pages.holders[entry]
-    found = _begin(pages, np.int64(held), pages.alive, out_streams, out_pages)
+    found = _begin(pages, int64(held), pages.alive, out_streams, out_pages)
     last = n
     for i in range(1, n):
-        entry = look_up(pages, entry, hashes[i])
+        entry = look_up(pages.table, pages.holders, entry, hashes[i])
         if entry < 0:
             last = i
             break
         if pages.holders[entry] != held:
             held = pages.holders[entry]
-            if not _narrow(pages, np.int64(held), pages.alive, i, out_pages):
+            if not _narrow(pages, int64(held), pages.alive, i, out_pages):
                 return found
     for word in range(width):
         for tier in range(NUM_MEDIA):
@@ -99,8 +107,8 @@ def find_prefixes(pages, hashes, out_streams, out_pages):
     return found
 
 
-@array_kernel(types.int64, PageLookup, U64Input, I32Vector, U32Matrix)
-def find(pages, hashes, out_streams, out_pages):
+@kernel
+def find(pages: PageLookup, hashes: U64Input, out_streams: I32Vector, out_pages: U32Matrix) -> int:
     """Find the longest held prefix of a prompt for each stream that holds the first page on any tier.
 
     hashes: uint64[n], sequence hashes. out_streams: int32[64 * width], the streams found, in ascending order.

@@ -14,22 +14,21 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
 from kv_events.digest import mix
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table, page_table_ops
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import U32Vector, U64Matrix, spread
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.bundles import U64, Spread, U32Vector, U64Matrix, U64MatrixInput, int64, uint32, uint64
+from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
 _SLICE_BYTES = 2**17
 """Memory that is written in one slice of a copy. It is fresh, and each of its pages may take ten microseconds."""
 
-_ONE = np.uint64(1)
-_EMPTY = np.uint64(0)
+_ONE = uint64(1)
+_EMPTY = uint64(0)
 
 
 class HolderSets(NamedTuple):
@@ -54,8 +53,8 @@ def make_holder_sets(capacity: int, width: int) -> HolderSets:
     return HolderSets(table, zeros((capacity, NUM_MEDIA * width), np.uint64), zeros(capacity, np.uint32))
 
 
-@array_kernel(types.void, spread(Table))
-def _insert_empty(table):
+@kernel
+def _insert_empty(table: Spread[Table]) -> None:
     page_table_ops.insert(table, _EMPTY)
 
 
@@ -93,21 +92,21 @@ def slice_rows(words: U64Array) -> int:
     return max(1, _SLICE_BYTES // int(words.shape[1] * words.itemsize))
 
 
-@array_helper
-def _zobrist(stream, tier):
-    return mix(np.uint64(stream * NUM_MEDIA + tier))
+@inline_helper
+def _zobrist(stream: int, tier: int) -> U64:
+    return mix(uint64(stream * NUM_MEDIA + tier))
 
 
-@array_helper
-def holds(sets, holders, stream, tier):
+@inline_helper
+def holds(sets: HolderSets, holders: int, stream: int, tier: int) -> bool:
     """Return whether a set contains (stream, tier)."""
     width = sets.words.shape[1] // NUM_MEDIA
     word = sets.words[holders, tier * width + (stream >> 6)]
-    return (word >> np.uint64(stream & 63)) & _ONE != _EMPTY
+    return (word >> uint64(stream & 63)) & _ONE != _EMPTY
 
 
-@array_helper
-def _equals_flipped(sets, candidate, holders, flipped_word, flipped_bit):
+@inline_helper
+def _equals_flipped(sets: HolderSets, candidate: int, holders: int, flipped_word: int, flipped_bit: U64) -> bool:
     for i in range(sets.words.shape[1]):
         word = sets.words[holders, i]
         if i == flipped_word:
@@ -117,21 +116,21 @@ def _equals_flipped(sets, candidate, holders, flipped_word, flipped_bit):
     return True
 
 
-@array_function
-def flipped(sets, holders, stream, tier):
+@helper
+def flipped(sets: HolderSets, holders: int, stream: int, tier: int) -> int:
     """Return the id of the set that differs from `holders` in the bit of (stream, tier), or -1 if there is no room.
 
     A set that does not exist yet is created without users.
     """
     width = sets.words.shape[1] // NUM_MEDIA
     flipped_word = tier * width + (stream >> 6)
-    flipped_bit = _ONE << np.uint64(stream & 63)
+    flipped_bit = _ONE << uint64(stream & 63)
     zobrist = sets.table.keys[holders] ^ _zobrist(stream, tier)
     candidate = page_table_ops.find(sets.table, zobrist)
     if candidate >= 0 and _equals_flipped(sets, candidate, holders, flipped_word, flipped_bit):
         return candidate
     if candidate >= 0:
-        return np.int64(-1)  # 64-bit hash collision: handled like a lack of room; the digest then differs
+        return int64(-1)  # 64-bit hash collision: handled like a lack of room; the digest then differs
     fresh = page_table_ops.insert(sets.table, zobrist)
     if fresh >= 0:
         for i in range(sets.words.shape[1]):
@@ -140,28 +139,28 @@ def flipped(sets, holders, stream, tier):
     return fresh
 
 
-@array_helper
-def move_user(sets, old, new):
+@inline_helper
+def move_user(sets: HolderSets, old: int, new: int) -> None:
     """Move one page from set `old` to set `new`. Frees `old` if it has no users left."""
     if new > 0:
-        sets.users[new] += np.uint32(1)
+        sets.users[new] += uint32(1)
     if old > 0:
-        sets.users[old] -= np.uint32(1)
+        sets.users[old] -= uint32(1)
         if sets.users[old] == 0:
             page_table_ops.remove(sets.table, old)
 
 
-@array_function
-def adopt(sets, rows, row):
+@helper
+def adopt(sets: HolderSets, rows: U64MatrixInput, row: int) -> int:
     """Create a set from one row of `rows`, without users. Returns its id, or -1 if it exists or there is no room."""
     width = sets.words.shape[1] // NUM_MEDIA
     zobrist = _EMPTY
     for i in range(sets.words.shape[1]):
         for bit in range(64):
-            if (rows[row, i] >> np.uint64(bit)) & _ONE != _EMPTY:
+            if (rows[row, i] >> uint64(bit)) & _ONE != _EMPTY:
                 zobrist ^= _zobrist((i % width) * 64 + bit, i // width)
     if page_table_ops.find(sets.table, zobrist) >= 0:
-        return np.int64(-1)
+        return int64(-1)
     fresh = page_table_ops.insert(sets.table, zobrist)
     if fresh >= 0:
         for i in range(sets.words.shape[1]):

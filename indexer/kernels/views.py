@@ -56,7 +56,7 @@ class ViewColumns(NamedTuple):
     """[streams, NUM_NUMBERS]"""
 
 
-def note_lateness(times, made_at, at, tick):
+def note_lateness(times: F64Vector, made_at: float, at: float, tick: float) -> None:
     """Record the arrival of a batch. Kernels and Python call this.
 
     times: [NUM_TIMES] of the stream, updated. made_at: by the publisher's clock. at: by ours, in seconds

@@ -1,15 +1,17 @@
-"""Bundles: named tuples of arrays as arguments of kernels.
+"""The types of kernels: numbers, arrays, and bundles, which are named tuples of arrays.
+
+Annotations declare types for mypy and for numba alike. `int`, `float` and `bool` have 64, 64 and 8 bits in kernels;
+`U64` and others are numbers of other types. Arrays are `U64Vector`, `U32Matrix` and so on.
 
 numba accepts named tuples from Python, but unpacks each of their arrays at every call. This costs 180 ns per array; a
-bare array costs 30 ns. A bundle that outlives a call is therefore made `resident` once: the addresses and shapes of its
+bare array costs 30 ns. A bundle that outlives a call is therefore pinned once (`pin`): the addresses and shapes of its
 arrays are written to one array of words, and this array is the only argument. A bundle that is created for each call is
-`spread` over bare arrays.
-
-The annotations of a bundle's fields declare their types for mypy and for numba: `U64Vector`, `U32Matrix` and so on.
+`Spread` over bare arrays.
 """
 
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 from zlib import crc32
 
 import numpy as np
@@ -17,6 +19,22 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import typeof, types
 from numba.extending import intrinsic
+
+# conversions, for mypy of Any to Any: in kernels, numbers of all types mix by numba's rules
+uint8: Any = types.uint8
+uint16: Any = types.uint16
+uint32: Any = types.uint32
+uint64: Any = types.uint64
+int32: Any = types.int32
+int64: Any = types.int64
+float64: Any = types.float64
+
+# numbers
+U64: TypeAlias = Annotated[int | np.uint64, types.uint64]
+U32: TypeAlias = Annotated[int, types.uint32]
+U16: TypeAlias = Annotated[int, types.uint16]
+U8: TypeAlias = Annotated[int, types.uint8]
+I32: TypeAlias = Annotated[int, types.int32]
 
 # one-dimensional, in C order
 U8Vector: TypeAlias = Annotated[npt.NDArray[np.uint8], types.uint8[::1]]
@@ -34,8 +52,9 @@ U32Input: TypeAlias = Annotated[npt.NDArray[np.uint32], types.Array(types.uint32
 U64Input: TypeAlias = Annotated[npt.NDArray[np.uint64], types.Array(types.uint64, 1, "C", readonly=True)]
 I64Input: TypeAlias = Annotated[npt.NDArray[np.int64], types.Array(types.int64, 1, "C", readonly=True)]
 
-BYTES = types.Bytes(types.uint8, 1, "C", readonly=True)
-"""Parameter of kernels that accept `bytes`: 0.3 us less than a `U8Input` made by `np.frombuffer`."""
+BytesInput: TypeAlias = Annotated[bytes, types.Bytes(types.uint8, 1, "C", readonly=True)]
+"""Parameter of kernels that accept `bytes`: 0.3 us less than a `U8Input` made by `np.frombuffer`. See
+`instructions.vector_of`."""
 
 # two-dimensional, in C order
 U32Matrix: TypeAlias = Annotated[npt.NDArray[np.uint32], types.uint32[:, ::1]]
@@ -43,55 +62,53 @@ U64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], types.uint64[:, ::1]]
 I64Matrix: TypeAlias = Annotated[npt.NDArray[np.int64], types.int64[:, ::1]]
 U64MatrixInput: TypeAlias = Annotated[npt.NDArray[np.uint64], types.Array(types.uint64, 2, "C", readonly=True)]
 
-Resident: TypeAlias = npt.NDArray[np.uint64]
-"""A resident bundle: the number of its class, followed by the bundle in numba's layout. It keeps the arrays alive."""
+T = TypeVar("T")
+Bundle = TypeVar("Bundle", bound=NamedTuple)
+_SPREAD = "spread"
+Spread: TypeAlias = Annotated[T, _SPREAD]
+"""A parameter of a kernel that is a bundle whose arrays are passed one by one. It contains arrays only."""
 
-RESIDENT_TYPE = types.uint64[::1]
+PINNED_TYPE = types.uint64[::1]
 
 _WORD = ir.IntType(64)
+_SCALARS: dict[Any, Any] = {int: types.int64, float: types.float64, bool: types.boolean, NoneType: types.void}
 _typeof: Any = typeof
 _types: Any = types
 
 
-class Spread(NamedTuple):
-    """A parameter of a kernel that is a bundle whose arrays are passed one by one."""
+def is_bundle(annotation: Any) -> bool:
+    """Return whether an annotation is the class of a bundle."""
+    return isinstance(annotation, type) and issubclass(annotation, tuple) and hasattr(annotation, "_fields")
 
-    bundle: type
 
-
-def spread(bundle: type) -> Spread:
-    """Declare a parameter for bundles that are created for each call. They contain arrays only, no other bundles."""
-    return Spread(bundle)
+def is_spread(annotation: Any) -> bool:
+    """Return whether an annotation is a `Spread` bundle."""
+    return getattr(annotation, "__metadata__", None) == (_SPREAD,)
 
 
 @lru_cache
 def numba_type(annotation: Any) -> Any:
-    """Return the numba type of a field or a parameter.
-
-    annotation: the class of a bundle, an annotated array, or a numba type. Raises TypeError for anything else.
-    """
-    if isinstance(annotation, type) and issubclass(annotation, tuple):
+    """Return the numba type of an annotation. Raises TypeError for what kernels do not know."""
+    if is_spread(annotation):
+        return numba_type(annotation.__origin__)
+    if is_bundle(annotation):
         hints = get_type_hints(annotation, include_extras=True)
-        members = tuple(numba_type(hints[name]) for name in field_names(annotation))
+        members = tuple(numba_type(hints[name]) for name in annotation._fields)
         return _types.BaseTuple.from_types(members, annotation)
-    if hasattr(annotation, "__metadata__"):
-        return annotation.__metadata__[0]
-    if not isinstance(annotation, types.Type):
-        raise TypeError(f"{annotation!r} is neither a named tuple, nor an annotated array, nor a type of numba's")
-    return annotation
+    if get_origin(annotation) is tuple:
+        return _types.BaseTuple.from_types(tuple(map(numba_type, get_args(annotation))))
+    (found,) = getattr(annotation, "__metadata__", (_SCALARS.get(annotation),))
+    if not isinstance(found, types.Type):
+        raise TypeError(f"{annotation!r} is neither a number, nor a named tuple, nor an annotated array")
+    return found
 
 
-def field_names(bundle: Any) -> tuple[str, ...]:
-    """Return the field names of a named tuple's class."""
-    names: tuple[str, ...] = bundle._fields
-    return names
+def pin(bundle: Bundle) -> Bundle:
+    """Return what kernels accept in place of a bundle. Takes microseconds.
 
-
-def resident(bundle: NamedTuple) -> Resident:
-    """Make a bundle resident, for kernels that accept its class. Takes microseconds.
-
-    Kernels see what is written into the arrays later, but not arrays that replace them in the bundle. Raises TypeError
-    if an array does not have the type that its field declares.
+    For type checkers it is the bundle. In fact it is uint64[words]: the number of the bundle's class, followed by the
+    bundle in numba's layout. It keeps the arrays alive. Kernels see what is written into the arrays later, but not
+    arrays that replace them in the bundle. Raises TypeError if an array does not have the type that its field declares.
     """
     declared = numba_type(type(bundle))
     if _typeof(bundle) != declared:
@@ -100,8 +117,8 @@ def resident(bundle: NamedTuple) -> Resident:
     words = _KeepingWords(8 * (1 + len(values)))
     words.bundle = bundle
     block = np.frombuffer(words, np.uint64)
-    block[:] = [class_number(type(bundle)), *values]
-    return block
+    block[:] = [_class_number(type(bundle)), *values]
+    return cast(Bundle, block)
 
 
 def _native_words(value: Any) -> list[int]:
@@ -112,25 +129,25 @@ def _native_words(value: Any) -> list[int]:
 
 
 class _KeepingWords(bytearray):
-    """The memory of a resident bundle. Arrays on it keep it alive, and it keeps the bundle's arrays alive."""
+    """The memory of a pinned bundle. Arrays on it keep it alive, and it keeps the bundle's arrays alive."""
 
     bundle: tuple[Any, ...]
 
 
 @lru_cache
-def class_number(bundle: type) -> int:
+def _class_number(bundle: type) -> int:
     """Return a number that identifies a class of bundles by its name and types. It is equal in every process."""
     return crc32(str(numba_type(bundle)).encode())
 
 
 @lru_cache
 def reader(bundle: type) -> Any:
-    """Return an intrinsic that converts a resident bundle to a named tuple.
+    """Return an intrinsic that converts a pinned bundle to a named tuple.
 
     In the kernel, it raises TypeError for a bundle of another class.
     """
-    bundle_type, number = numba_type(bundle), class_number(bundle)
-    message = f"not a resident {bundle.__name__}"
+    bundle_type, number = numba_type(bundle), _class_number(bundle)
+    message = f"not a pinned {bundle.__name__}"
 
     def refuse_unless(context: Any, builder: Any, condition: Any) -> None:
         with builder.if_then(builder.not_(condition), likely=False):

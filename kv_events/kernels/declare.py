@@ -1,152 +1,100 @@
-"""Three decorators that compile numba kernels.
+"""Three decorators that declare numba kernels and the functions that they call.
 
-numba counts references to the arrays of a named tuple at every access, which costs more than the work itself. Kernels
-own no memory, because callers allocate all arrays. They are therefore compiled without numba's memory runtime:
-references are not counted, and an allocation inside a kernel is a compile error instead of a slow kernel.
-
-This module, `load` and `bundles` use undocumented parts of numba. If a new version of numba changes one of them,
-`tests/kv_events/test_kernels.py` shows which one.
+Types come from the annotations, see `bundles`. Every function is compiled once, for these types; arguments are
+converted to them. Callers allocate all arrays, and kernels allocate nothing.
 """
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast, get_type_hints
 
-from numba import njit
-from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import CompilerBase, DefaultPassBuilder
-from numba.core.compiler_machinery import register_pass
-from numba.core.typed_passes import NativeLowering
+from kv_events.kernels.bundles import PINNED_TYPE, is_bundle, is_spread, numba_type, reader
+from kv_events.kernels.load import add_kernel, load_kernel
+from kv_events.kernels.numba_parts import HelperDispatcher, KernelDispatcher
 
-from kv_events.kernels.bundles import RESIDENT_TYPE, Spread, field_names, numba_type, reader
-from kv_events.kernels.load import compile_kernel
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class _UntranslatedLibrary(JITCodeLibrary):
-    """The code of a function that only kernels call, simplified, but neither inlined into nor translated.
+def helper(function: Callable[P, R]) -> Callable[P, R]:
+    """Declare a function that only kernels call. LLVM inlines it if that pays. Python cannot call it."""
+    return cast(Callable[P, R], HelperDispatcher(function, lambda: _signature(function), is_inlined=False))
 
-    That happens in each kernel that calls it, into which it is linked. To do so here as well would take longer than all
-    the rest. LLVM also changes code when it translates it, in ways that are not valid for code that is
-    optimised again. See docs/decisions/inlined_functions.md.
+
+def inline_helper(function: Callable[P, R]) -> Callable[P, R]:
+    """Declare a short function that is inlined into every kernel that calls it. Python cannot call it."""
+    return cast(Callable[P, R], HelperDispatcher(function, lambda: _signature(function), is_inlined=True))
+
+
+def kernel(function: Callable[P, R]) -> Callable[P, R]:
+    """Declare a function that Python calls. `load.load` or the first call loads its code, or compiles it.
+
+    A parameter whose annotation is a bundle's class receives a pinned bundle (`bundles.pin`), one of `Spread` the
+    bundle itself. Inside the function, both are named tuples.
     """
-
-    @property
-    def codegen(self) -> Any:
-        """What would give the function an environment, which only calls from Python need."""
-        return SimpleNamespace(set_env=lambda *_: None)
-
-    def _optimize_final_module(self) -> None:
-        pass
-
-    def _finalize_final_module(self) -> None:
-        self._finalized = True
+    entry = _entry_point(function)
+    dispatcher = KernelDispatcher(entry, lambda: _entry_signature(function), load_kernel)
+    add_kernel(dispatcher)
+    if any(is_spread(each) for each in _hints(function).values()):
+        return _caller(function, dispatcher)
+    return cast(Callable[P, R], dispatcher)
 
 
-@register_pass(mutates_CFG=True, analysis_only=False)
-class _LoweringForCallers(NativeLowering):
-    _name = "lowering_for_callers"
-
-    def run_pass(self, state: Any) -> bool:
-        state.library = _UntranslatedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
-        return bool(super().run_pass(state))
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of a function: its parameters in order, then `return`."""
+    hints = get_type_hints(function, include_extras=True)
+    return {name: hints[name] for name in (*inspect.signature(function).parameters, "return")}
 
 
-class _CompilerForCallers(CompilerBase):
-    def define_pipelines(self) -> list[Any]:
-        pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        pipeline.passes = [
-            (_LoweringForCallers if each is NativeLowering else each, what) for each, what in pipeline.passes
-        ]
-        pipeline.finalize()
-        return [pipeline]
+def _signature(function: Callable[..., Any]) -> Any:
+    """Return the numba types of a helper."""
+    *parameters, returned = map(numba_type, _hints(function).values())
+    return returned(*parameters)
 
 
-NO_MEMORY_RUNTIME: dict[str, Any] = {"_nrt": False}
-"""Options of `njit` without numba's memory runtime."""
-FOR_KERNELS_ONLY: dict[str, Any] = {
-    **NO_MEMORY_RUNTIME,
-    "no_cpython_wrapper": True,
-    "no_cfunc_wrapper": True,
-    "pipeline_class": _CompilerForCallers,
-}
-"""Options of `njit` for functions that only kernels call. This halves the compile time."""
-
-array_helper = njit(forceinline=True, **FOR_KERNELS_ONLY)
-"""Decorator of short functions that are inlined into their callers. Python cannot call them."""
-
-array_function = njit(forceinline=False, **FOR_KERNELS_ONLY)
-"""Decorator of functions that only kernels call. They are compiled with their callers. Python cannot call them."""
+def _entry_signature(function: Callable[..., Any]) -> Any:
+    """Return the numba types of a kernel's entry point."""
+    *parameters, returned = _hints(function).values()
+    types: list[Any] = []
+    for each in parameters:
+        types += list(numba_type(each)) if is_spread(each) else [PINNED_TYPE if is_bundle(each) else numba_type(each)]
+    return numba_type(returned)(*types)
 
 
-def array_kernel(returns, *parameters):
-    """Decorator of kernels that are called from Python. Compiles at import or loads from the disk cache.
-
-    returns: a numba type. parameters: the type of each parameter of the function. It is a numba type, an annotated
-    array of `bundles` (such as `U64Vector`), the class of a bundle if callers pass a `resident` bundle, or `spread` of
-    such a class if callers pass the named tuple itself. Inside the function, all bundles are named tuples.
-
-    A function defined inside another may use its variables. They are constants of the kernel.
-    """
-
-    def compiled(function):
-        entry = _entry_point(function, parameters)
-        types = [each for parameter in parameters for each in _entry_types(parameter)]
-        kernel = njit(nogil=True, no_cfunc_wrapper=True, **NO_MEMORY_RUNTIME)(entry)
-        compile_kernel(kernel, returns(*types), Path(function.__code__.co_filename))
-        return _caller(function, parameters, kernel) if any(isinstance(each, Spread) for each in parameters) else kernel
-
-    return compiled
-
-
-def _entry_types(parameter: Any) -> list[Any]:
-    """Return the numba types of the arguments that a parameter is expanded to."""
-    if isinstance(parameter, Spread):
-        return list(numba_type(parameter.bundle))
-    return [RESIDENT_TYPE if _is_resident(parameter) else numba_type(parameter)]
-
-
-def _is_resident(parameter: Any) -> bool:
-    return isinstance(parameter, type) and issubclass(parameter, tuple)
-
-
-def _entry_point(function: Callable[..., Any], parameters: tuple[Any, ...]) -> Callable[..., Any]:
+def _entry_point(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that numba compiles: on bare arrays, of which it makes the bundles of the kernel."""
-    names: dict[str, Any] = {"_function": array_helper(function)}
+    names: dict[str, Any] = {"_function": inline_helper(function)}
     arguments, values = [], []
-    for name, parameter in zip(inspect.signature(function).parameters, parameters, strict=True):
+    for name, hint in list(_hints(function).items())[:-1]:
         value, members = name, [name]
-        if isinstance(parameter, Spread):
-            names[f"_make_{name}"] = parameter.bundle
-            members = [f"{name}_{field}" for field in field_names(parameter.bundle)]
+        if is_spread(hint):
+            names[f"_make_{name}"] = hint.__origin__
+            members = [f"{name}_{field}" for field in hint.__origin__._fields]
             value = f"_make_{name}({', '.join(members)})"
-        elif _is_resident(parameter):
-            names[f"_read_{name}"] = reader(parameter)
+        elif is_bundle(hint):
+            names[f"_read_{name}"] = reader(hint)
             value = f"_read_{name}({name})"
         arguments += members
         values.append(value)
-    constants = inspect.getclosurevars(function).nonlocals  # numba's cache tells kernels apart by name and line
-    name = "_".join([function.__name__, *(f"{constant}_{value}" for constant, value in constants.items())])
-    return _defined(function, name, f"({', '.join(arguments)}): return _function({', '.join(values)})", names)
+    return _defined(function, f"({', '.join(arguments)}): return _function({', '.join(values)})", names)
 
 
-def _caller(function: Callable[..., Any], parameters: tuple[Any, ...], kernel: Any) -> Callable[..., Any]:
+def _caller(function: Callable[P, R], kernel: KernelDispatcher) -> Callable[P, R]:
     """Return the function that Python calls. It spreads bundles over the kernel's arguments.
 
     A numba function with a variable number of arguments would be slower to call.
     """
-    names = list(inspect.signature(function).parameters)
-    arguments = [f"*{name}" if isinstance(each, Spread) else name for name, each in zip(names, parameters, strict=True)]
-    text = f"({', '.join(names)}): return _kernel({', '.join(arguments)})"
-    return _defined(function, function.__name__, text, {"_kernel": kernel})
+    hints = _hints(function)
+    names = list(hints)[:-1]
+    arguments = [f"*{name}" if is_spread(hints[name]) else name for name in names]
+    return _defined(function, f"({', '.join(names)}): return _kernel({', '.join(arguments)})", {"_kernel": kernel})
 
 
-def _defined(function: Callable[..., Any], name: str, text: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """Return a function of a name, with the module, location and docstring of another function."""
+def _defined(function: Callable[..., Any], text: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function with the name, module, location and docstring of another function."""
     code, names = function.__code__, {**names, "__name__": function.__module__}
     lines_before = "\n" * (code.co_firstlineno - 1)
-    exec(compile(f"{lines_before}def {name}{text}", code.co_filename, "exec"), names)  # noqa: S102  our own text
-    defined: Callable[..., Any] = names[name]
+    exec(compile(f"{lines_before}def {function.__name__}{text}", code.co_filename, "exec"), names)  # noqa: S102  our own text
+    defined: Callable[..., Any] = names[function.__name__]
     defined.__doc__ = function.__doc__
     return defined

@@ -4,9 +4,8 @@ import sys
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import extending, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 NUM_LANES = 8
 """Number of u64 that `lanes_equal` compares at once: one cache line."""
@@ -14,6 +13,7 @@ NUM_LANES = 8
 _BYTE, _WORD32, _WORD64, _WORD128 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.IntType(128)
 _LANES = ir.VectorType(_WORD64, NUM_LANES)
 _cgutils: Any = cgutils
+intrinsic: Any = extending.intrinsic
 
 
 @intrinsic
@@ -46,6 +46,16 @@ def upper_product(_typing: Any, word: Any, low: Any, high: Any) -> Any:
         return builder.trunc(builder.lshr(product, _WORD128(64)), _WORD64)
 
     return types.uint64(types.uint64, types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def vector_of(_typing: Any, data: Any) -> Any:
+    """Return `bytes` as a read-only u8 array, so that helpers know one type of text."""
+
+    def codegen(_context: Any, _builder: Any, _signature: Any, args: Any) -> Any:
+        return args[0]  # numba has one layout for both
+
+    return types.Array(types.uint8, 1, "C", readonly=True)(data), codegen
 
 
 @intrinsic

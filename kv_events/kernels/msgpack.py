@@ -6,7 +6,8 @@ recursive.
 
 import numpy as np
 
-from kv_events.kernels.declare import array_function, array_helper
+from kv_events.kernels.bundles import U64, I64Input, I64Vector, U8Input, int64, uint64
+from kv_events.kernels.declare import helper, inline_helper
 
 # kinds of values
 BAD, NIL, BOOL, FLOAT, POSITIVE, NEGATIVE, STR, BIN, EXT, ARRAY, MAP = range(11)
@@ -23,7 +24,7 @@ _FORMAT_BYTES = np.array(
 _FIXEXT = 0xD4
 
 
-def _scalar_sizes():
+def _scalar_sizes() -> I64Vector:
     """Return [256] total size in bytes of a value, by its first byte; 0 if the first byte does not determine it."""
     sizes = np.zeros(256, np.int64)
     sizes[:0x80] = sizes[0xE0:] = 1
@@ -34,30 +35,30 @@ def _scalar_sizes():
 
 
 _SCALAR_SIZE = _scalar_sizes()
-_ZERO = np.uint64(0)
-_BYTE = np.uint64(8)
+_ZERO = uint64(0)
+_BYTE = uint64(8)
 
 
-def dictionary(words):
+def dictionary(words: dict[str, int]) -> tuple[U8Input, I64Input, I64Input]:
     """Return the tables for `look_up`: (bytes of all words, [n + 1] their borders, [n] their meanings)."""
     borders = np.cumsum([0, *map(len, words)])
     text = np.frombuffer("".join(words).encode(), np.uint8)
     return text, borders.astype(np.int64), np.array(list(words.values()), np.int64)
 
 
-@array_helper
-def big_endian(data, at, num_bytes):
+@inline_helper
+def big_endian(data: U8Input, at: int, num_bytes: int) -> U64:
     """Read a big-endian number. If it has more than eight bytes, only the last eight are used."""
     value = _ZERO
     for i in range(num_bytes):
-        value = (value << _BYTE) | np.uint64(data[at + i])
+        value = (value << _BYTE) | uint64(data[at + i])
     return value
 
 
-@array_function
-def _long_head(data, at, stop):
+@helper
+def _long_head(data: U8Input, at: int, stop: int) -> tuple[int, U64, int]:
     """`read_head` for formats 0xc0 to 0xdf."""
-    byte = np.int64(data[at]) - 0xC0
+    byte = int64(data[at]) - 0xC0
     kind, size = _FORMAT_KIND[byte], _FORMAT_BYTES[byte]
     at += 1
     if at + size > stop:
@@ -66,25 +67,25 @@ def _long_head(data, at, stop):
     at += size
     left = stop - at
     if kind == NEGATIVE:
-        sign = np.uint64(1) << np.uint64(8 * size - 1)
+        sign = uint64(1) << uint64(8 * size - 1)
         if value & sign:
             if size < 8:
-                value |= ~((sign << np.uint64(1)) - np.uint64(1))
+                value |= ~((sign << uint64(1)) - uint64(1))
         else:
             kind = POSITIVE
     elif kind == EXT:
         if size == 0:
-            value = np.uint64(1) << np.uint64(byte + 0xC0 - _FIXEXT)
-        value += np.uint64(1)  # the extension's type byte
-    if (kind in (STR, BIN, EXT, ARRAY)) and value > np.uint64(left):
+            value = uint64(1) << uint64(byte + 0xC0 - _FIXEXT)
+        value += uint64(1)  # the extension's type byte
+    if (kind in (STR, BIN, EXT, ARRAY)) and value > uint64(left):
         return BAD, _ZERO, at
-    if kind == MAP and value > np.uint64(left // 2):
+    if kind == MAP and value > uint64(left // 2):
         return BAD, _ZERO, at
     return kind, value, at
 
 
-@array_function
-def read_head(data, at, stop):
+@helper
+def read_head(data: U8Input, at: int, stop: int) -> tuple[int, U64, int]:
     """Read the head of a value. Returns (kind, number, position after the head).
 
     The number is the integer itself (two's complement if NEGATIVE), the bits of a FLOAT, the size of the content in
@@ -93,22 +94,22 @@ def read_head(data, at, stop):
     """
     if at >= stop:
         return BAD, _ZERO, at
-    byte = np.int64(data[at])
+    byte = int64(data[at])
     if byte < 0x80:
-        return POSITIVE, np.uint64(byte), at + 1
+        return POSITIVE, uint64(byte), at + 1
     if byte >= 0xE0:
-        return NEGATIVE, np.uint64(byte - 0x100), at + 1
+        return NEGATIVE, uint64(byte - 0x100), at + 1
     if byte >= 0xC0:
         return _long_head(data, at, stop)
     kind, value = (MAP, byte & 15) if byte < 0x90 else (ARRAY, byte & 15) if byte < 0xA0 else (STR, byte & 31)
     size = 2 * value if kind == MAP else value
     if size > stop - at - 1:
         return BAD, _ZERO, at
-    return kind, np.uint64(value), at + 1
+    return kind, uint64(value), at + 1
 
 
-@array_function
-def skip(data, at, stop):
+@helper
+def skip(data: U8Input, at: int, stop: int) -> int:
     """Return the position after the value that begins here, including nested values. -1 if the encoding is broken."""
     left = 1
     while left > 0:
@@ -121,16 +122,18 @@ def skip(data, at, stop):
         if kind == BAD:
             return -1
         if kind in (STR, BIN, EXT):
-            at += np.int64(value)
+            at += int64(value)
         elif kind == ARRAY:
-            left += np.int64(value)
+            left += int64(value)
         elif kind == MAP:
-            left += 2 * np.int64(value)
+            left += 2 * int64(value)
     return at if at <= stop else -1
 
 
-@array_function
-def look_up(data, at, length, text, borders, meanings, otherwise):
+@helper
+def look_up(
+    data: U8Input, at: int, length: int, text: U8Input, borders: I64Input, meanings: I64Input, otherwise: int
+) -> int:
     """Return the meaning of a word of the payload, or `otherwise` if the word is not in the dictionary."""
     for word in range(meanings.shape[0]):
         if borders[word + 1] - borders[word] == length:
@@ -144,11 +147,13 @@ def look_up(data, at, length, text, borders, meanings, otherwise):
     return otherwise
 
 
-@array_function
-def read_key(data, at, stop, text, borders, meanings, unknown):
+@helper
+def read_key(
+    data: U8Input, at: int, stop: int, text: U8Input, borders: I64Input, meanings: I64Input, unknown: int
+) -> tuple[int, int]:
     """Read the key of a map. Returns (its meaning, position of the value or -1). Keys must be strings to be known."""
     kind, value, end = read_head(data, at, stop)
     if kind != STR:
         return unknown, skip(data, at, stop)
-    length = np.int64(value)
+    length = int64(value)
     return look_up(data, end, length, text, borders, meanings, unknown), end + length

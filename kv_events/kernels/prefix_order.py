@@ -2,11 +2,10 @@
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
 from kv_events.hashing import U64Array
 from kv_events.kernels.bundles import I64Matrix, I64Vector
-from kv_events.kernels.declare import array_kernel
+from kv_events.kernels.declare import kernel
 
 _SEEN = -2
 
@@ -42,8 +41,8 @@ def _parent_indices(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64
     return indices
 
 
-@array_kernel(types.void, I64Vector, I64Matrix, I64Vector, I64Vector)
-def _walk_down(parents, links, stack, order):
+@kernel
+def _walk_down(parents: I64Vector, links: I64Matrix, stack: I64Vector, order: I64Vector) -> None:
     """Write all pages to `order`.
 
     parents: int64[n], index of the parent, or -1; _SEEN once the page is in the order. links: int64[2, n], filled with

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.bundles import U64, U32Input, U64Input, U64Vector, uint64
+from kv_events.kernels.declare import helper, inline_helper, kernel
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -26,45 +27,45 @@ _MAX_SHORT, _NUM_LANES = 60, 8  # tokens up to which the secret is not derived f
 _NO_STATE = np.zeros(0, np.uint64)
 LONG_STATE_WORDS = _NUM_SECRET_WORDS + _NUM_LANES
 
-_P32_1 = np.uint64(0x9E3779B1)
-_P32_2 = np.uint64(0x85EBCA77)
-_P32_3 = np.uint64(0xC2B2AE3D)
-_P64_1 = np.uint64(0x9E3779B185EBCA87)
-_P64_2 = np.uint64(0xC2B2AE3D27D4EB4F)
-_P64_3 = np.uint64(0x165667B19E3779F9)
-_P64_4 = np.uint64(0x85EBCA77C2B2AE63)
-_P64_5 = np.uint64(0x27D4EB2F165667C5)
-_AVALANCHE = np.uint64(0x165667919E3779F9)
-_RRMXMX = np.uint64(0x9FB21C651E98DF25)
-_LOW32 = np.uint64(0xFFFFFFFF)
-_SHIFT32 = np.uint64(32)
+_P32_1 = uint64(0x9E3779B1)
+_P32_2 = uint64(0x85EBCA77)
+_P32_3 = uint64(0xC2B2AE3D)
+_P64_1 = uint64(0x9E3779B185EBCA87)
+_P64_2 = uint64(0xC2B2AE3D27D4EB4F)
+_P64_3 = uint64(0x165667B19E3779F9)
+_P64_4 = uint64(0x85EBCA77C2B2AE63)
+_P64_5 = uint64(0x27D4EB2F165667C5)
+_AVALANCHE = uint64(0x165667919E3779F9)
+_RRMXMX = uint64(0x9FB21C651E98DF25)
+_LOW32 = uint64(0xFFFFFFFF)
+_SHIFT32 = uint64(32)
 
 U32_IN = types.Array(types.uint32, 1, "C", readonly=True)
 U64_IN = types.Array(types.uint64, 1, "C", readonly=True)
 U64_OUT = types.Array(types.uint64, 1, "C")
 
 
-@array_helper
-def _rotate_left(x, bits):
-    return (x << np.uint64(bits)) | (x >> np.uint64(64 - bits))
+@inline_helper
+def _rotate_left(x: U64, bits: int) -> U64:
+    return (x << uint64(bits)) | (x >> uint64(64 - bits))
 
 
-@array_helper
-def _swap64(x):
-    x = ((x & np.uint64(0x00FF00FF00FF00FF)) << np.uint64(8)) | ((x >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF))
-    x = ((x & np.uint64(0x0000FFFF0000FFFF)) << np.uint64(16)) | ((x >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF))
+@inline_helper
+def _swap64(x: U64) -> U64:
+    x = ((x & uint64(0x00FF00FF00FF00FF)) << uint64(8)) | ((x >> uint64(8)) & uint64(0x00FF00FF00FF00FF))
+    x = ((x & uint64(0x0000FFFF0000FFFF)) << uint64(16)) | ((x >> uint64(16)) & uint64(0x0000FFFF0000FFFF))
     return _rotate_left(x, 32)
 
 
-@array_helper
-def _avalanche(h):
-    h ^= h >> np.uint64(37)
+@inline_helper
+def _avalanche(h: U64) -> U64:
+    h ^= h >> uint64(37)
     h *= _AVALANCHE
-    return h ^ (h >> np.uint64(32))
+    return h ^ (h >> uint64(32))
 
 
-@array_helper
-def _multiply_fold(a, b):
+@inline_helper
+def _multiply_fold(a: U64, b: U64) -> U64:
     """Return the low 64 bits XOR the high 64 bits of the 128-bit product."""
     a_low, a_high, b_low, b_high = a & _LOW32, a >> _SHIFT32, b & _LOW32, b >> _SHIFT32
     low_low, high_low = a_low * b_low, a_high * b_low
@@ -73,52 +74,52 @@ def _multiply_fold(a, b):
     return low ^ (a_high * b_high + (high_low >> _SHIFT32) + (middle >> _SHIFT32))
 
 
-@array_helper
-def _word(tokens, i):
+@inline_helper
+def _word(tokens: U32Input, i: int) -> U64:
     """Return the u64 that starts at token i."""
-    return np.uint64(tokens[i]) | (np.uint64(tokens[i + 1]) << np.uint64(32))
+    return uint64(tokens[i]) | (uint64(tokens[i + 1]) << uint64(32))
 
 
-@array_helper
-def _mix16(tokens, i, offset, seed):
+@inline_helper
+def _mix16(tokens: U32Input, i: int, offset: int, seed: U64) -> U64:
     """Mix the four tokens from i on with the secret at a byte offset."""
     return _multiply_fold(
         _word(tokens, i) ^ (_SECRET_AT[offset] + seed), _word(tokens, i + 2) ^ (_SECRET_AT[offset + 8] - seed)
     )
 
 
-@array_helper
-def hash_pair(low, high, seed):
+@inline_helper
+def hash_pair(low: U64, high: U64, seed: U64) -> U64:
     """Return XXH3-64 of the 16 bytes low ‖ high (both u64, little-endian)."""
     lo = low ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
     hi = high ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
-    return _avalanche(np.uint64(16) + _swap64(lo) + hi + _multiply_fold(lo, hi))
+    return _avalanche(uint64(16) + _swap64(lo) + hi + _multiply_fold(lo, hi))
 
 
-@array_helper
-def _hash_up_to_8(tokens, start, n, seed):
-    swapped = _swap64(seed & _LOW32) >> np.uint64(32)
-    seed = seed ^ (swapped << np.uint64(32))
+@inline_helper
+def _hash_up_to_8(tokens: U32Input, start: int, n: int, seed: U64) -> U64:
+    swapped = _swap64(seed & _LOW32) >> uint64(32)
+    seed = seed ^ (swapped << uint64(32))
     flip = (_SECRET_AT[8] ^ _SECRET_AT[16]) - seed
-    h = (np.uint64(tokens[start + n - 1]) + (np.uint64(tokens[start]) << np.uint64(32))) ^ flip
+    h = (uint64(tokens[start + n - 1]) + (uint64(tokens[start]) << uint64(32))) ^ flip
     h ^= _rotate_left(h, 49) ^ _rotate_left(h, 24)
     h *= _RRMXMX
-    h ^= (h >> np.uint64(35)) + np.uint64(4 * n)
+    h ^= (h >> uint64(35)) + uint64(4 * n)
     h *= _RRMXMX
-    return h ^ (h >> np.uint64(28))
+    return h ^ (h >> uint64(28))
 
 
-@array_helper
-def _hash_up_to_16(tokens, start, n, seed):
+@inline_helper
+def _hash_up_to_16(tokens: U32Input, start: int, n: int, seed: U64) -> U64:
     lo = _word(tokens, start) ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
     hi = _word(tokens, start + n - 2) ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
-    return _avalanche(np.uint64(4 * n) + _swap64(lo) + hi + _multiply_fold(lo, hi))
+    return _avalanche(uint64(4 * n) + _swap64(lo) + hi + _multiply_fold(lo, hi))
 
 
-@array_helper
-def _hash_up_to_128(tokens, start, n, seed):
+@inline_helper
+def _hash_up_to_128(tokens: U32Input, start: int, n: int, seed: U64) -> U64:
     end = start + n
-    acc = np.uint64(4 * n) * _P64_1
+    acc = uint64(4 * n) * _P64_1
     if n > 24:
         acc += _mix16(tokens, start + 12, 96, seed) + _mix16(tokens, end - 16, 112, seed)
     if n > 16:
@@ -129,9 +130,9 @@ def _hash_up_to_128(tokens, start, n, seed):
     return _avalanche(acc)
 
 
-@array_helper
-def _hash_up_to_240(tokens, start, n, seed):
-    acc = np.uint64(4 * n) * _P64_1
+@inline_helper
+def _hash_up_to_240(tokens: U32Input, start: int, n: int, seed: U64) -> U64:
+    acc = uint64(4 * n) * _P64_1
     for i in range(8):
         acc += _mix16(tokens, start + 4 * i, 16 * i, seed)
     acc = _avalanche(acc)
@@ -140,17 +141,17 @@ def _hash_up_to_240(tokens, start, n, seed):
     return _avalanche(acc + _mix16(tokens, start + n - 4, 119, seed))
 
 
-@array_helper
-def _accumulate(acc, tokens, start, secret, offset):
+@inline_helper
+def _accumulate(acc: U64Vector, tokens: U32Input, start: int, secret: U64Vector, offset: int) -> None:
     for i in range(8):
         value = _word(tokens, start + 2 * i)
         keyed = value ^ secret[offset + 8 * i]
         acc[i ^ 1] += value
-        acc[i] += (keyed & _LOW32) * (keyed >> np.uint64(32))
+        acc[i] += (keyed & _LOW32) * (keyed >> uint64(32))
 
 
-@array_function
-def _hash_long(tokens, start, n, secret, acc):
+@helper
+def _hash_long(tokens: U32Input, start: int, n: int, secret: U64Vector, acc: U64Vector) -> U64:
     """Hash more than 240 bytes.
 
     secret: words of the seeded secret at every byte offset, see `_seeded_secret`. acc: uint64[8], scratch space.
@@ -162,9 +163,9 @@ def _hash_long(tokens, start, n, secret, acc):
         _accumulate(acc, tokens, start + 16 * stripe, secret, 8 * (stripe % 16))
         if stripe % 16 == 15:
             for i in range(8):
-                acc[i] = (acc[i] ^ (acc[i] >> np.uint64(47)) ^ secret[128 + 8 * i]) * _P32_1
+                acc[i] = (acc[i] ^ (acc[i] >> uint64(47)) ^ secret[128 + 8 * i]) * _P32_1
     _accumulate(acc, tokens, start + n - 16, secret, 121)
-    result = np.uint64(4 * n) * _P64_1
+    result = uint64(4 * n) * _P64_1
     for i in range(4):
         result += _multiply_fold(acc[2 * i] ^ secret[11 + 16 * i], acc[2 * i + 1] ^ secret[19 + 16 * i])
     return _avalanche(result)
@@ -174,7 +175,7 @@ def _hash_long(tokens, start, n, secret, acc):
 def _seeded_secret(seed: int) -> npt.NDArray[np.uint64]:
     """Return uint64[185], the words of the secret derived from a seed, one at every byte offset."""
     words, signs = _SECRET_AT[::8].copy(), np.array([1, -1] * 12, np.int64).view(np.uint64)
-    data = (words + signs * np.uint64(seed)).astype("<u8").view(np.uint8)
+    data = (words + signs * uint64(seed)).astype("<u8").view(np.uint8)
     windows = np.lib.stride_tricks.sliding_window_view(data, 8)
     return np.ascontiguousarray(windows).view("<u8").reshape(-1).astype(np.uint64)
 
@@ -189,8 +190,8 @@ def long_hash_state(width: int, seed: int | np.uint64) -> npt.NDArray[np.uint64]
     return np.concatenate((_seeded_secret(int(seed)), np.zeros(_NUM_LANES, np.uint64)))
 
 
-@array_function
-def hash_each_window(tokens, width, stride, seed, state, out):
+@helper
+def hash_each_window(tokens: U32Input, width: int, stride: int, seed: U64, state: U64Vector, out: U64Vector) -> None:
     """See `hash_windows`."""
     if width > _MAX_SHORT:
         secret, acc = state[:_NUM_SECRET_WORDS], state[_NUM_SECRET_WORDS:]
@@ -210,8 +211,8 @@ def hash_each_window(tokens, width, stride, seed, state, out):
             out[i] = _hash_up_to_8(tokens, i * stride, width, seed)
 
 
-@array_kernel(types.void, U32_IN, types.int64, types.int64, types.uint64, U64_OUT, U64_OUT)
-def hash_windows(tokens, width, stride, seed, state, out):
+@kernel
+def hash_windows(tokens: U32Input, width: int, stride: int, seed: U64, state: U64Vector, out: U64Vector) -> None:
     """Compute XXH3-64 of windows of a token array.
 
     tokens: uint32, C order, with at least (len(out) - 1) * stride + width elements. width: tokens per window, >= 1.
@@ -221,8 +222,8 @@ def hash_windows(tokens, width, stride, seed, state, out):
     hash_each_window(tokens, width, stride, seed, state, out)
 
 
-@array_helper
-def roll_each(local, base, parent, has_parent, out):
+@inline_helper
+def roll_each(local: U64Input, base: U64, parent: U64, has_parent: bool, out: U64Vector) -> None:
     """See `roll`."""
     previous = parent
     for i in range(local.shape[0]):
@@ -230,8 +231,8 @@ def roll_each(local, base, parent, has_parent, out):
         out[i] = previous
 
 
-@array_kernel(types.void, U64_IN, types.uint64, types.uint64, types.boolean, U64_OUT)
-def roll(local, base, parent, has_parent, out):
+@kernel
+def roll(local: U64Input, base: U64, parent: U64, has_parent: bool, out: U64Vector) -> None:
     """Roll local hashes into sequence hashes: out[i] = XXH3-64(out[i - 1] ‖ local[i]).
 
     local, out: uint64 of equal lengths, which may be the same array. base: the hash seed, equal for all namespaces.

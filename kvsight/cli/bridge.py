@@ -9,7 +9,7 @@ import typer
 
 from kvsight.cli.shared.console import UsageError, at_most_one, err
 from kvsight.cli.shared.flags import AWAY, BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
-from kvsight.cli.shared.process import allow_open_files, import_without_kernels, keep_freed_memory, stop_signals
+from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels, stop_signals
 
 if TYPE_CHECKING:
     from bridge import BridgeSettings, EngineSettings, EngineStatus
@@ -44,7 +44,6 @@ def bridge(
     at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"]})
     metrics_port = flags.pop("metrics_port")
     keep_freed_memory()
-    load_kernels = import_without_kernels("bridge")
     import uvloop
 
     from bridge import BridgeSettings, parse_engine, read_engines

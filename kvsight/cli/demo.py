@@ -19,7 +19,7 @@ import typer
 from kvsight.cli.shared.answers import Asked, answer_lines
 from kvsight.cli.shared.console import UsageError, err, out, print_lines
 from kvsight.cli.shared.flags import BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
-from kvsight.cli.shared.process import compile_kernels, import_without_kernels, stop_signals
+from kvsight.cli.shared.process import load_kernels, stop_signals
 from kvsight.cli.shared.streams import rows_of
 from kvsight.cli.simulate import policy_progress, report_lines
 from kvsight.extras import require
@@ -96,9 +96,9 @@ def demo(
 
     settings = ApiSettings.ignoring_environment(port=port)
     with listen(settings) as bound:
-        compile_kernels("api.app", "simulation", "publisher.ledger")
         from simulation import POLICIES, WorkloadSettings, generate, simulate
 
+        load_kernels()
         fleet_settings = _fleet_settings(cache)
         workload = list(generate(WorkloadSettings(num_requests=requests, seed=0)))
         with policy_progress() as progress:
@@ -113,7 +113,6 @@ def _run_engine(worker: str, capacity_tokens: int, rate: float, seed: int, flags
     """Run one simulated worker that publishes to Kafka, until SIGINT or SIGTERM. Raises KvsightError."""
     if flags["kafka"] is None:
         raise UsageError("--engine needs --kafka HOST:PORT")
-    load_kernels = import_without_kernels("simulation", "publisher.ledger")
     from publisher import PublisherSettings
 
     settings = PublisherSettings.from_flags(worker=worker, **flags)

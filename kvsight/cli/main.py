@@ -17,8 +17,8 @@ from kvsight.cli.doctor.command import doctor
 from kvsight.cli.logs import audit, explain, files, record, replay, tail
 from kvsight.cli.shared.console import EXIT_USAGE
 from kvsight.cli.shared.flags import Level, configure_logs
-from kvsight.cli.shared.process import compile_kernels
-from kvsight.extras import MissingExtraError, missing
+from kvsight.cli.shared.process import load_kernels
+from kvsight.extras import MissingExtraError
 
 app = App(
     name="kvsight",
@@ -58,8 +58,7 @@ app.add_typer(logs, name="log")
 @app.command("compile-kernels", hidden=True)
 def compile_all_kernels() -> None:
     """Compile all numba kernels into the cache. For container images."""
-    of_logs = ("indexer.replay", "analysis.audit.audit", "analysis.explain.explanation")
-    compile_kernels("publisher.ledger", "bridge", *of_logs, *([] if missing("serve") else ["api.app"]))
+    load_kernels()
 
 
 @app.callback(invoke_without_command=True)

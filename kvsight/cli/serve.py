@@ -10,7 +10,7 @@ from kv_events.limits import SOCKET_FILES
 from kv_events.runtime.variables import variable
 from kvsight.cli.shared.console import at_most_one, err
 from kvsight.cli.shared.flags import AWAY, BROKER, HTTP, KAFKA, LOG_LINES, REDIS, Flag, with_flags
-from kvsight.cli.shared.process import allow_open_files, compile_kernels, keep_freed_memory, report_compilation
+from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels
 from kvsight.extras import require
 
 if TYPE_CHECKING:
@@ -81,30 +81,29 @@ def serve(*, flags: dict[str, Any]) -> None:
     keep_freed_memory()
     engines = registration.max_registrations if indexer.is_embedded else 0
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
-    reads_log = settings.record is not None or indexer.event_log_dir is not None
-    compile_kernels("api.app", *(["indexer.replay"] if reads_log else []))
     from api.app import create_app
     from api.server import listen, run_server, url_of
+    from api.starting import compile_and_answer
 
-    bound = listen(settings) if indexer.is_embedded or shards.group is not None else None
-    if bound is not None and indexer.is_embedded:
-        service = _embedded(indexer, settings, registration, bridge, bound.getsockname()[1], max_files)
-    else:
-        service = _follower(indexer, settings, shards, None if bound is None else url_of(bound, settings))
-    bound = bound or listen(settings)
-    err.print(f"kvsight listens on {url_of(bound, settings)} (docs at /docs)")
-    if indexer.is_embedded:
-        err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
-    run_server(create_app(service), settings, bound)
+    with listen(settings) as bound:
+        url = url_of(bound, settings)
+        err.print(f"kvsight listens on {url} (docs at /docs)")
+        load_kernels(lambda: compile_and_answer(settings, bound))
+        if indexer.is_embedded:
+            err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
+            service = _embedded(indexer, settings, registration, bridge, bound.getsockname()[1], max_files)
+        else:
+            service = _follower(indexer, settings, shards, url)
+        run_server(create_app(service), settings, bound)
 
 
-def _follower(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, url: str | None) -> LiveService:
-    """The service that reads a log. url: of its socket, for a member of a group; else None."""
+def _follower(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, url: str) -> LiveService:
+    """The service that reads a log. url: of its socket."""
     from api.service import LiveService
     from indexer.assembly import create_consumer, create_decision_log
 
     recording, group = _recording(indexer, settings), None
-    if url is None:
+    if shards.group is None:
         consumer = create_consumer(indexer, recording=recording)
     else:
         from api.shards.group import ShardGroup
@@ -136,12 +135,7 @@ def _embedded(
 ) -> LiveService:
     """The service that reads engines itself: their events pass through a log in memory. port: of its socket.
     max_files: file descriptors that engines may use.
-
-    The kernels that read engines are loaded while the service answers already.
     """
-    from kv_events.kernels.load import import_without_kernels
-
-    load = import_without_kernels("bridge")
     from api.service import LiveService
     from api.workers.registrations import Registrations
     from indexer.assembly import create_consumer, create_decision_log, create_store
@@ -151,6 +145,6 @@ def _embedded(
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations", "registrations.json")
-    parts = consumer, log, registration, bridge, store, lambda: report_compilation(load)
+    parts = consumer, log, registration, bridge, store
     registrations = Registrations(*parts, own_port=port, max_files=max_files)
     return LiveService(consumer, settings, registrations, create_decision_log(indexer, recording), recording)

@@ -11,7 +11,7 @@ import typer
 
 from kvsight.cli.shared.console import HtmlReport, at_most_one, check_html, out, print_result, progress_bar, write_html
 from kvsight.cli.shared.flags import KAFKA, AsJson, with_flags
-from kvsight.cli.shared.process import import_without_kernels, run_until_interrupted
+from kvsight.cli.shared.process import load_kernels, run_until_interrupted
 from kvsight.cli.shared.tables import Column, table_lines
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ def simulate(
     broker = None if kafka is None else KafkaSettings.from_flags(kafka=kafka, **flags)
     if broker is not None:
         run_until_interrupted(KafkaConnection(broker).check)  # before a minute of compiling
-    load_kernels = import_without_kernels("simulation", "publisher.ledger")
     from simulation import POLICIES, MooncakeTrace, SimulationSettings, WorkloadSettings, create_policy, generate
     from simulation import simulate as run
 

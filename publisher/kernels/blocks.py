@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from kv_events.kernels import page_table
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import I64Vector, U32Matrix
-from kv_events.kernels.declare import array_helper
+from kv_events.kernels.bundles import I64Vector, U32Matrix, uint32
+from kv_events.kernels.declare import inline_helper
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
@@ -42,10 +42,10 @@ class Blocks(NamedTuple):
     """[3] number of blocks held; the largest such number, as far as recorded; whether another object owns the table."""
 
 
-@array_helper
-def is_held(blocks, entry):
+@inline_helper
+def is_held(blocks: Blocks, entry: int) -> bool:
     """Return whether a block is held on any medium."""
-    return blocks.columns[entry, STATE] & np.uint32(ON_MEDIA) != 0
+    return blocks.columns[entry, STATE] & uint32(ON_MEDIA) != 0
 
 
 class BlockTable:
@@ -78,9 +78,9 @@ class BlockTable:
         tally = self.arrays.tally
         if tally[IS_SHARED]:
             used = self.states()
-            was_held = used & np.uint32(ON_MEDIA) != 0
-            used &= np.uint32(REMEMBERED | RECENTLY_USED)
-            used[was_held] |= np.uint32(RECENTLY_USED)
+            was_held = used & uint32(ON_MEDIA) != 0
+            used &= uint32(REMEMBERED | RECENTLY_USED)
+            used[was_held] |= uint32(RECENTLY_USED)
             tally[MOST_HELD] = max(tally[MOST_HELD], tally[HELD])
         else:
             page_table.clear(self.arrays.table)

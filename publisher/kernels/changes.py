@@ -2,12 +2,23 @@
 
 from typing import NamedTuple
 
-import numpy as np
-from numba import types
-
 from kv_events.digest import add_page, remove_page
-from kv_events.kernels.bundles import I64Vector, U8Input, U8Vector, U32Input, U32Vector, U64Input, U64Vector
-from kv_events.kernels.declare import array_helper, array_kernel
+from kv_events.kernels.bundles import (
+    U32,
+    U64,
+    I64Vector,
+    U8Input,
+    U8Vector,
+    U32Input,
+    U32Vector,
+    U64Input,
+    U64Vector,
+    int64,
+    uint8,
+    uint32,
+    uint64,
+)
+from kv_events.kernels.declare import inline_helper, kernel
 from kv_events.schema import NUM_MEDIA
 
 # kinds of change: stores on medium 0 .. 3, removals from medium 0 .. 3, everything cleared
@@ -19,22 +30,31 @@ NUM_RANKS = 2 * NUM_MEDIA
 """Number of kinds that can occur in a span."""
 
 
-@array_kernel(types.void, U64Vector, U8Input, U64Input)
-def advance_digest(digest, kinds, hashes):
+@kernel
+def advance_digest(digest: U64Vector, kinds: U8Input, hashes: U64Input) -> None:
     """Apply changes to a digest, uint64[8], in place."""
     for i in range(kinds.shape[0]):
-        kind = np.int64(kinds[i])
+        kind = int64(kinds[i])
         if kind < REMOVAL:
             add_page(digest, kind, hashes[i])
         elif kind < CLEARED:
             remove_page(digest, kind - REMOVAL, hashes[i])
         else:
             for word in range(digest.shape[0]):
-                digest[word] = np.uint64(0)
+                digest[word] = uint64(0)
 
 
-@array_kernel(types.int64, U8Input, U64Input, U64Input, U32Input, types.int64, types.int64, types.int64, types.int64)
-def batch_length(kinds, hashes, parents, spans, max_events, max_bytes, event_bytes, page_bytes):
+@kernel
+def batch_length(
+    kinds: U8Input,
+    hashes: U64Input,
+    parents: U64Input,
+    spans: U32Input,
+    max_events: int,
+    max_bytes: int,
+    event_bytes: int,
+    page_bytes: int,
+) -> int:
     """Return how many of the changes fit into one batch, sorted or not; at least one.
 
     A run of changes of one kind and span counts as an event of `event_bytes`. Each page adds `page_bytes`, and each
@@ -54,21 +74,21 @@ def batch_length(kinds, hashes, parents, spans, max_events, max_bytes, event_byt
     return kinds.shape[0]
 
 
-@array_helper
-def _rank(kind, span, first_span):
+@inline_helper
+def _rank(kind: int, span: U32, first_span: U32) -> int:
     """Return the sort key of a change: by span, then removals before stores, then by medium."""
-    place = kind + REMOVAL if kind < REMOVAL else kind - REMOVAL if kind < CLEARED else np.int64(0)
-    return np.int64(np.uint32(span - first_span)) * NUM_RANKS + place
+    place = kind + REMOVAL if kind < REMOVAL else kind - REMOVAL if kind < CLEARED else int64(0)
+    return int64(uint32(span - first_span)) * NUM_RANKS + place
 
 
-@array_helper
-def _copy(column, start, out, place, length):
+@inline_helper
+def _copy(column: U64Input, start: int, out: U64Vector, place: int, length: int) -> None:
     for i in range(length):
         out[place + i] = column[start + i]
 
 
-@array_helper
-def _find_runs(kinds, spans, borders):
+@inline_helper
+def _find_runs(kinds: U8Input, spans: U32Input, borders: I64Vector) -> int:
     """Write the start of each run of one kind and span, and the end of the last one, to `borders`.
 
     Returns the number of runs.
@@ -82,14 +102,20 @@ def _find_runs(kinds, spans, borders):
     return num_runs + 1
 
 
-@array_kernel(
-    types.int64, U8Input, U64Input, U64Input, U64Input, U32Input, I64Vector,
-    U8Vector, U64Vector, U64Vector, U64Vector, I64Vector,
-)  # fmt: skip
+@kernel
 def sort_changes(
-    kinds, hashes, block_hashes, parents, spans,
-    places, out_kinds, out_hashes, out_block_hashes, out_parents, borders,
-):  # fmt: skip
+    kinds: U8Input,
+    hashes: U64Input,
+    block_hashes: U64Input,
+    parents: U64Input,
+    spans: U32Input,
+    places: I64Vector,
+    out_kinds: U8Vector,
+    out_hashes: U64Vector,
+    out_block_hashes: U64Vector,
+    out_parents: U64Vector,
+    borders: I64Vector,
+) -> int:
     """Sort changes into few runs of one kind, with the same effect. Returns the number of runs.
 
     This is a counting sort of the existing runs. Changes of one kind and span keep their order. Columns are as in
@@ -99,17 +125,18 @@ def sort_changes(
     num_old = _find_runs(kinds, spans, borders)
     for run in range(num_old):
         i = borders[run]
-        places[_rank(np.int64(kinds[i]), spans[i], spans[0])] += borders[run + 1] - i
+        places[_rank(int64(kinds[i]), spans[i], spans[0])] += borders[run + 1] - i
     end = 0
     for rank in range(places.shape[0]):
         places[rank], end = end, end + places[rank]
     for run in range(num_old):
         start = borders[run]
         length = borders[run + 1] - start
-        rank = _rank(np.int64(kinds[start]), spans[start], spans[0])
+        rank = _rank(int64(kinds[start]), spans[start], spans[0])
         place = places[rank]
         places[rank] += length
-        _copy(kinds, start, out_kinds, place, length)
+        for i in range(length):
+            out_kinds[place + i] = kinds[start]
         _copy(hashes, start, out_hashes, place, length)
         _copy(block_hashes, start, out_block_hashes, place, length)
         _copy(parents, start, out_parents, place, length)
@@ -121,8 +148,8 @@ def sort_changes(
     return num_runs
 
 
-@array_kernel(types.int64, U64Input, U64Input, U8Vector, U64Vector)
-def mark_chains(hashes, parents, starts, firsts):
+@kernel
+def mark_chains(hashes: U64Input, parents: U64Input, starts: U8Vector, firsts: U64Vector) -> int:
     """Find the chains of stored pages and return their number.
 
     A chain begins at each page whose parent is not the previous page. starts: uint8[ceil(n / 8)], filled with zeros;
@@ -132,7 +159,7 @@ def mark_chains(hashes, parents, starts, firsts):
     num_chains = 0
     for i in range(hashes.shape[0]):
         if i == 0 or parents[i] != hashes[i - 1]:
-            starts[i >> 3] |= np.uint8(1 << (i & 7))
+            starts[i >> 3] |= uint8(1 << (i & 7))
             firsts[num_chains] = parents[i]
             num_chains += 1
     return num_chains
@@ -144,7 +171,7 @@ def mark_chains(hashes, parents, starts, firsts):
 # dropped; whether the stream is broken; number of the current span
 HEAD, TAKEN, TAIL, DROPPED, BROKEN, SPAN = range(6)
 
-_NO_HASH = np.uint64(0)
+_NO_HASH = uint64(0)
 
 
 class QueueArrays(NamedTuple):
@@ -159,8 +186,8 @@ class QueueArrays(NamedTuple):
     """[6] see HEAD, TAKEN, TAIL, DROPPED, BROKEN, SPAN."""
 
 
-@array_helper
-def append(queue, kind, sequence_hash, block_hash, parent):
+@inline_helper
+def append(queue: QueueArrays, kind: int, sequence_hash: U64, block_hash: U64, parent: U64) -> None:
     """Append one change. If the queue is full, all changes not taken yet are dropped and the stream is broken."""
     cursors = queue.cursors
     capacity = queue.kinds.shape[0]
@@ -172,13 +199,13 @@ def append(queue, kind, sequence_hash, block_hash, parent):
         cursors[BROKEN] = 1
     else:
         i = cursors[HEAD] if cursors[HEAD] < capacity else cursors[HEAD] % capacity  # a division is slow
-        queue.kinds[i], queue.spans[i] = np.uint8(kind), np.uint32(cursors[SPAN])
+        queue.kinds[i], queue.spans[i] = uint8(kind), uint32(cursors[SPAN])
         queue.hashes[i], queue.block_hashes[i], queue.parents[i] = sequence_hash, block_hash, parent
         cursors[HEAD] += 1
 
 
-@array_kernel(types.void, QueueArrays)
-def queue_cleared(queue):
+@kernel
+def queue_cleared(queue: QueueArrays) -> None:
     """Queue a clear of all pages, in its own span."""
     queue.cursors[SPAN] += 1
     append(queue, CLEARED, _NO_HASH, _NO_HASH, _NO_HASH)

@@ -10,21 +10,25 @@ indexer keeps a set; the digest is also that of a set.
 
 from typing import NamedTuple
 
-import numpy as np
-from numba import types
-
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels.bundles import (
+    U32,
+    U64,
     BoolVector,
     I64Vector,
+    Spread,
     U8Vector,
     U32Matrix,
     U32Vector,
+    U64Input,
     U64Matrix,
     U64Vector,
-    spread,
+    int64,
+    uint8,
+    uint32,
+    uint64,
 )
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.page_table import Table
 from kv_events.kernels.page_table_ops import AHEAD, fetch, find, find_or_insert, remove, was_used
 from kv_events.schema import NUM_MEDIA
@@ -56,9 +60,9 @@ _STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, NUM_LEFT_OUT, _KEPT_FIRST_HA
     len(COUNT_NAMES)
 )
 
-_NO_HASH = np.uint64(0)
-_MEDIA_BITS = np.uint32(NUM_MEDIA)
-_SPAN_MASK = np.uint32(2**32 - 2**NUM_MEDIA)
+_NO_HASH = uint64(0)
+_MEDIA_BITS = uint32(NUM_MEDIA)
+_SPAN_MASK = uint32(2**32 - 2**NUM_MEDIA)
 
 
 class LedgerArrays(NamedTuple):
@@ -89,42 +93,44 @@ class LedgerArrays(NamedTuple):
     """[7] see `COUNT_NAMES`."""
 
 
-@array_helper
-def _span_mark(queue):
+@inline_helper
+def _span_mark(queue: QueueArrays) -> U32:
     """Return the number of the current span in the format of `page_stored_in`, without media bits."""
-    return np.uint32(np.uint32(queue.cursors[SPAN]) << _MEDIA_BITS)  # numba shifts into 64 bits
+    return uint32(uint32(queue.cursors[SPAN]) << _MEDIA_BITS)  # numba shifts into 64 bits
 
 
-@array_helper
-def _queue_store(ledger, queue, page, medium, name, block_hash, parent):
+@inline_helper
+def _queue_store(
+    ledger: LedgerArrays, queue: QueueArrays, page: int, medium: int, name: U64, block_hash: U64, parent: U64
+) -> None:
     stored_in = ledger.page_stored_in[page]
     if stored_in & _SPAN_MASK != _span_mark(queue):
         stored_in = _span_mark(queue)
-    ledger.page_stored_in[page] = stored_in | np.uint32(1 << medium)
+    ledger.page_stored_in[page] = stored_in | uint32(1 << medium)
     append(queue, medium, name, block_hash, parent)
 
 
-@array_helper
-def _queue_removal(ledger, queue, page, medium, block_hash):
+@inline_helper
+def _queue_removal(ledger: LedgerArrays, queue: QueueArrays, page: int, medium: int, block_hash: U64) -> None:
     """Queue a removal. A new span begins if the page was stored on the medium in the current span.
 
     This is necessary because the removals of a span may be sent before its stores.
     """
     stored_in = ledger.page_stored_in[page]
-    if stored_in & _SPAN_MASK == _span_mark(queue) and stored_in & np.uint32(1 << medium):
+    if stored_in & _SPAN_MASK == _span_mark(queue) and stored_in & uint32(1 << medium):
         queue.cursors[SPAN] += 1
     append(queue, REMOVAL + medium, ledger.pages.keys[page], block_hash, _NO_HASH)
 
 
-@array_helper
-def _is_block(ledger, entry, key):
+@inline_helper
+def _is_block(ledger: LedgerArrays, entry: int, key: U64) -> bool:
     blocks = ledger.blocks
     is_used = was_used(blocks.table, entry) and blocks.table.keys[entry] == key
     return is_used and blocks.columns[entry, STATE] != 0
 
 
-@array_helper
-def _expected_block(ledger, expected_after, key):
+@inline_helper
+def _expected_block(ledger: LedgerArrays, expected_after: int, key: U64) -> int:
     """Return the block's entry if it directly follows or precedes `expected_after` (-1 if unknown), otherwise -1.
 
     Entries are reused in the order in which they were freed, and engines evict the last pages of a prompt first.
@@ -134,34 +140,36 @@ def _expected_block(ledger, expected_after, key):
     if _is_block(ledger, entry, key):
         return entry
     entry = expected_after - 1
-    return entry if entry >= 0 and _is_block(ledger, entry, key) else np.int64(-1)
+    return entry if entry >= 0 and _is_block(ledger, entry, key) else int64(-1)
 
 
-@array_helper
-def _find_block(ledger, expected_after, key):
+@inline_helper
+def _find_block(ledger: LedgerArrays, expected_after: int, key: U64) -> int:
     """Return the entry of a block, or -1."""
     entry = _expected_block(ledger, expected_after, key)
     return entry if entry >= 0 else find(ledger.blocks.table, key)
 
 
-@array_function
-def _find_shared_block(ledger, key):
+@helper
+def _find_shared_block(ledger: LedgerArrays, key: U64) -> int:
     """Return the entry of a block, or -1."""
     return find(ledger.blocks.table, key)
 
 
-@array_function
-def _find_or_insert_block(ledger, key):
+@helper
+def _find_or_insert_block(ledger: LedgerArrays, key: U64) -> int:
     """Return the entry of a block, or -1 if the table is full. An absent block is inserted."""
     blocks = ledger.blocks
     entry, is_new = find_or_insert(blocks.table, key)
     if is_new and entry >= 0:
-        blocks.columns[entry, STATE] = np.uint32(0)  # a clear leaves old values
+        blocks.columns[entry, STATE] = uint32(0)  # a clear leaves old values
     return entry
 
 
-@array_helper
-def _hold_block(ledger, entry, block_hash, sequence_hash, parent, is_shared):
+@inline_helper
+def _hold_block(
+    ledger: LedgerArrays, entry: int, block_hash: U64, sequence_hash: U64, parent: U64, is_shared: bool
+) -> int:
     """Prepare a block that is on no medium for a store. Its page is inserted if it is unknown.
 
     Returns the block's entry, or -1 if the ledger is full.
@@ -174,13 +182,13 @@ def _hold_block(ledger, entry, block_hash, sequence_hash, parent, is_shared):
     if is_new:
         ledger.page_words[page, PARENT] = parent
         ledger.page_words[page, FIRST_BLOCK] = block_hash
-    ledger.blocks.columns[entry, PAGE] = np.uint32(page)
+    ledger.blocks.columns[entry, PAGE] = uint32(page)
     ledger.blocks.tally[HELD] += 1
     return entry
 
 
-@array_helper
-def _release_block(ledger, entry, page, num_groups, is_shared):
+@inline_helper
+def _release_block(ledger: LedgerArrays, entry: int, page: int, num_groups: U32, is_shared: bool) -> None:
     """Release a block that is no longer on any medium, and its page if no other block carries it."""
     ledger.blocks.tally[HELD] -= 1
     if not is_shared:
@@ -189,16 +197,24 @@ def _release_block(ledger, entry, page, num_groups, is_shared):
         remove(ledger.pages, page)
 
 
-@array_helper
-def _has_no_block(ledger, page):
-    num_blocks = np.uint32(0)
+@inline_helper
+def _has_no_block(ledger: LedgerArrays, page: int) -> bool:
+    num_blocks = uint32(0)
     for medium in range(NUM_MEDIA):
         num_blocks |= ledger.page_copies[medium, page]
     return num_blocks == 0
 
 
-@array_helper
-def _enter_block(ledger, expected_after, key, block_hash, sequence_hash, parent, is_shared):
+@inline_helper
+def _enter_block(
+    ledger: LedgerArrays,
+    expected_after: int,
+    key: U64,
+    block_hash: U64,
+    sequence_hash: U64,
+    parent: U64,
+    is_shared: bool,
+) -> int:
     """Return the entry of a block, or -1 if there is no room for it.
 
     Its page is inserted if it is unknown, and the block itself if the ledger owns the table.
@@ -211,77 +227,86 @@ def _enter_block(ledger, expected_after, key, block_hash, sequence_hash, parent,
     return entry
 
 
-@array_function
-def _parent_name(ledger, key):
+@helper
+def _parent_name(ledger: LedgerArrays, key: U64) -> U64:
     """Return the sequence hash of a parent block. An unknown parent is counted and returns 0."""
     entry = find(ledger.blocks.table, key)
     if entry >= 0 and is_held(ledger.blocks, entry):
-        return ledger.pages.keys[np.int64(ledger.blocks.columns[entry, PAGE])]
+        return ledger.pages.keys[int64(ledger.blocks.columns[entry, PAGE])]
     ledger.counts[_PARENT_UNKNOWN] += 1
     return _NO_HASH
 
 
-@array_helper
-def _add_copy(ledger, page, medium, num_groups):
+@inline_helper
+def _add_copy(ledger: LedgerArrays, page: int, medium: int, num_groups: U32) -> bool:
     """Count one more block that carries the page on a medium. Returns True if the page is now held there."""
-    ledger.page_copies[medium, page] += np.uint32(1)
+    ledger.page_copies[medium, page] += uint32(1)
     if ledger.page_copies[medium, page] != num_groups:
         ledger.counts[_STORED_AGAIN] += 1
         return False
-    ledger.page_media[page] |= np.uint8(1 << medium)
+    ledger.page_media[page] |= uint8(1 << medium)
     ledger.page_changed[page >> SLICE_BITS] = True
     add_page(ledger.digest, medium, ledger.pages.keys[page])
     ledger.counts[_STORED] += 1
     return True
 
 
-@array_helper
-def _drop_copy(ledger, page, medium, num_groups):
+@inline_helper
+def _drop_copy(ledger: LedgerArrays, page: int, medium: int, num_groups: U32) -> bool:
     """Count one block less that carries the page on a medium. Returns True if the page is no longer held there."""
-    ledger.page_copies[medium, page] -= np.uint32(1)
+    ledger.page_copies[medium, page] -= uint32(1)
     if ledger.page_copies[medium, page] != num_groups - 1:
         return False
     _leave_medium(ledger, page, medium)
     return True
 
 
-@array_helper
-def _leave_medium(ledger, page, medium):
-    ledger.page_media[page] &= np.uint8(~(1 << medium))
+@inline_helper
+def _leave_medium(ledger: LedgerArrays, page: int, medium: int) -> None:
+    ledger.page_media[page] &= uint8(~(1 << medium))
     ledger.page_changed[page >> SLICE_BITS] = True
     remove_page(ledger.digest, medium, ledger.pages.keys[page])
     ledger.counts[_REMOVED] += 1
 
 
-@array_helper
-def _add_to_block(blocks, entry, medium):
+@inline_helper
+def _add_to_block(blocks: Blocks, entry: int, medium: int) -> None:
     """Count one more copy of a block."""
-    if blocks.columns[entry, STATE] & np.uint32(COPIED) == 0:
-        blocks.columns[entry, STATE] |= np.uint32(COPIED)
-        blocks.more_copies[entry, :] = np.uint32(0)  # values of an earlier life
-    blocks.more_copies[entry, medium] += np.uint32(1)
+    if blocks.columns[entry, STATE] & uint32(COPIED) == 0:
+        blocks.columns[entry, STATE] |= uint32(COPIED)
+        blocks.more_copies[entry, :] = uint32(0)  # values of an earlier life
+    blocks.more_copies[entry, medium] += uint32(1)
 
 
-@array_helper
-def _take_from_block(blocks, entry, medium, is_copy):
+@inline_helper
+def _take_from_block(blocks: Blocks, entry: int, medium: int, is_copy: bool) -> bool:
     """Take one copy of a block away, or all. Returns whether the block is still on the medium."""
-    if blocks.columns[entry, STATE] & np.uint32(COPIED) == 0 or blocks.more_copies[entry, medium] == 0:
+    if blocks.columns[entry, STATE] & uint32(COPIED) == 0 or blocks.more_copies[entry, medium] == 0:
         return False
-    blocks.more_copies[entry, medium] = blocks.more_copies[entry, medium] - np.uint32(1) if is_copy else np.uint32(0)
+    blocks.more_copies[entry, medium] = blocks.more_copies[entry, medium] - uint32(1) if is_copy else uint32(0)
     return is_copy
 
 
-@array_helper
-def _store_block(ledger, queue, entry, block_hash, name, parent, medium, num_groups):
+@inline_helper
+def _store_block(
+    ledger: LedgerArrays,
+    queue: QueueArrays,
+    entry: int,
+    block_hash: U64,
+    name: U64,
+    parent: U64,
+    medium: int,
+    num_groups: U32,
+) -> tuple[U64, bool]:
     """Store a known block on a medium.
 
     Returns the sequence hash of its page and whether the page became resident on the medium.
     """
-    page = np.int64(ledger.blocks.columns[entry, PAGE])
+    page = int64(ledger.blocks.columns[entry, PAGE])
     if ledger.pages.keys[page] != name:  # a block keeps its first sequence hash while it is held
         ledger.counts[_KEPT_FIRST_HASH] += 1
         name = ledger.pages.keys[page]
-    bit = np.uint32(1 << medium)
+    bit = uint32(1 << medium)
     if ledger.blocks.columns[entry, STATE] & bit:
         _add_to_block(ledger.blocks, entry, medium)
         ledger.counts[_STORED_AGAIN] += 1
@@ -293,8 +318,21 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium, num_gro
     return name, is_new
 
 
-@array_helper
-def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entry, num_groups, is_shared):
+@inline_helper
+def _store(
+    ledger: LedgerArrays,
+    queue: QueueArrays,
+    pages: PageEvents,
+    start: int,
+    stop: int,
+    parent: U64,
+    salt: U64,
+    medium: int,
+    queued: BoolVector,
+    entry: int,
+    num_groups: U32,
+    is_shared: bool,
+) -> tuple[U64, int]:
     """Store the pages of one event.
 
     entry: entry of the block stored before, next to which the first block is expected. Returns the sequence hash of
@@ -317,8 +355,10 @@ def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entr
     return name, entry
 
 
-@array_helper
-def _find_blocks(ledger, block_hashes, start, stop, salt, entry, is_shared):
+@inline_helper
+def _find_blocks(
+    ledger: LedgerArrays, block_hashes: U64Input, start: int, stop: int, salt: U64, entry: int, is_shared: bool
+) -> int:
     """Write the entries of blocks to `found` and prefetch the memory needed to remove their pages.
 
     entry: entry of the block before. Returns the entry of the last block.
@@ -329,34 +369,55 @@ def _find_blocks(ledger, block_hashes, start, stop, salt, entry, is_shared):
         entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
         ledger.found[i - start] = entry
         if entry >= 0 and is_held(ledger.blocks, entry):
-            fetch(ledger.pages, ledger.pages.keys[np.int64(ledger.blocks.columns[entry, PAGE])])
+            fetch(ledger.pages, ledger.pages.keys[int64(ledger.blocks.columns[entry, PAGE])])
     return entry
 
 
-@array_helper
-def _remove_block(ledger, queue, entry, block_hash, medium, is_copy, num_groups, is_shared):
+@inline_helper
+def _remove_block(
+    ledger: LedgerArrays,
+    queue: QueueArrays,
+    entry: int,
+    block_hash: U64,
+    medium: int,
+    is_copy: bool,
+    num_groups: U32,
+    is_shared: bool,
+) -> None:
     """Remove one copy of a block from a medium, or all copies.
 
     entry: the entry found before other blocks of the event were removed. If the event contains the block twice, its
     state no longer has the bit of the medium.
     """
-    bit = np.uint32(1 << medium)
+    bit = uint32(1 << medium)
     if entry < 0 or ledger.blocks.columns[entry, STATE] & bit == 0:
         ledger.counts[_REMOVED_UNKNOWN] += 1
         return
     if _take_from_block(ledger.blocks, entry, medium, is_copy):
         return
-    page = np.int64(ledger.blocks.columns[entry, PAGE])
+    page = int64(ledger.blocks.columns[entry, PAGE])
     if _drop_copy(ledger, page, medium, num_groups):
         _queue_removal(ledger, queue, page, medium, block_hash)
     ledger.blocks.columns[entry, STATE] &= ~bit
     if not is_held(ledger.blocks, entry):
-        ledger.blocks.columns[entry, STATE] &= ~np.uint32(COPIED)
+        ledger.blocks.columns[entry, STATE] &= ~uint32(COPIED)
         _release_block(ledger, entry, page, num_groups, is_shared)
 
 
-@array_helper
-def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_copy, num_groups, is_shared):
+@inline_helper
+def _remove(
+    ledger: LedgerArrays,
+    queue: QueueArrays,
+    block_hashes: U64Input,
+    start: int,
+    stop: int,
+    salt: U64,
+    medium: int,
+    entry: int,
+    is_copy: bool,
+    num_groups: U32,
+    is_shared: bool,
+) -> int:
     """Remove the pages of one event.
 
     Returns the entry of the last block, next to which the first block of the next event is expected.
@@ -374,21 +435,23 @@ def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_co
 # --- entry points -------------------------------------------------------------------------------------------------
 
 
-@array_kernel(types.void, LedgerArrays, QueueArrays, spread(PageEvents), types.uint64, BoolVector)
-def change_pages(ledger, queue, pages, salt, queued):
+@kernel
+def change_pages(
+    ledger: LedgerArrays, queue: QueueArrays, pages: Spread[PageEvents], salt: U64, queued: BoolVector
+) -> None:
     """Apply the events of one namespace in order, and queue each page that became resident or was removed.
 
     pages: m events. salt: salt of the namespace. queued: bool[n], set for each stored page that became resident on
     its medium.
     """
     previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # the page stored last
-    stored, removed = np.int64(-1), np.int64(-1)
+    stored, removed = int64(-1), int64(-1)
     start = event = 0
-    num_groups = np.uint32(ledger.num_groups[0])
+    num_groups = uint32(ledger.num_groups[0])
     is_shared = ledger.blocks.tally[IS_SHARED] != 0
     kinds = pages.kinds
     while event < pages.lengths.shape[0]:
-        kind, stop = np.int64(kinds[event]), start + pages.lengths[event]
+        kind, stop = int64(kinds[event]), start + pages.lengths[event]
         if kind < REMOVAL:
             parent = _NO_HASH
             if pages.has_parent[event]:
@@ -423,21 +486,21 @@ def change_pages(ledger, queue, pages, salt, queued):
         event += 1
 
 
-@array_kernel(types.void, LedgerArrays, QueueArrays, types.int64)
-def require_groups(ledger, queue, num_entries):
+@kernel
+def require_groups(ledger: LedgerArrays, queue: QueueArrays, num_entries: int) -> None:
     """Remove the pages that fewer than `num_groups` blocks carry, after that number has grown.
 
     num_entries: upper bound of the used entries of pages.
     """
     for page in range(num_entries):
         for medium in range(NUM_MEDIA):
-            is_on_medium = ledger.page_media[page] >> np.uint8(medium) & np.uint8(1)
+            is_on_medium = ledger.page_media[page] >> uint8(medium) & uint8(1)
             if is_on_medium and ledger.page_copies[medium, page] < ledger.num_groups[0]:
                 _leave_medium(ledger, page, medium)
                 _queue_removal(ledger, queue, page, medium, ledger.page_words[page, FIRST_BLOCK])
 
 
-@array_kernel(types.int64, types.uint64, spread(Table))
-def find_entry(key, table):
+@kernel
+def find_entry(key: U64, table: Spread[Table]) -> int:
     """Return the entry of a key in a table, or -1."""
     return find(table, key)

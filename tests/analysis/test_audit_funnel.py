@@ -13,8 +13,8 @@ from analysis.audit.audit import SortedDecisions, audit_log
 from analysis.audit.curves import AuditCurves
 from analysis.audit.decision_audit import CHOSEN, DELIVERED, HELD, PREDICTED
 from analysis.audit.report import AuditReport, Funnel, Loss
-from analysis.audit.residency_kernels import COUNT_NAMES
 from analysis.curves import MOST_BINS, Levels, Sums, TimeBins
+from analysis.kernels.residency import COUNT_NAMES
 from kv_events.decisions import VERSION, Outcome, encode_decision
 from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord

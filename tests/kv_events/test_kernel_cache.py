@@ -211,14 +211,14 @@ _BUNDLED = """
 from typing import NamedTuple
 import numpy as np
 from numba import types
-from kv_events.kernels.bundles import U64Vector, resident
+from kv_events.kernels.bundles import U64Vector, pin
 from kv_events.kernels.declare import array_kernel
 class {name}(NamedTuple):
     words: U64Vector
 @array_kernel(types.uint64, {name})
 def first(bundle):
     return bundle.words[0]
-print(first(resident({name}(np.array([{value}], np.uint64)))))
+print(first(pin({name}(np.array([{value}], np.uint64)))))
 """
 
 

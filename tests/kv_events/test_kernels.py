@@ -17,7 +17,7 @@ from indexer.index import OverlapIndex
 from kv_events.digest import add_page, digest_bytes, empty_digest, page_counts, remove_page
 from kv_events.kernels import instructions
 from kv_events.kernels.arrays import give_back, zeros
-from kv_events.kernels.bundles import I64Input, U8Vector, U32Matrix, U64Input, U64Vector, resident, spread
+from kv_events.kernels.bundles import I64Input, U8Vector, U32Matrix, U64Input, U64Vector, pin, spread
 from kv_events.kernels.declare import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME, array_kernel
 from kv_events.kernels.load import KernelCode
 from tests.support.log.records import digest_of
@@ -64,7 +64,7 @@ def events() -> Events:
 
 def test_a_kernel_reads_and_writes_the_arrays_of_a_resident_bundle_which_keeps_them_alive() -> None:
     held = outer()
-    block, words = resident(held), held.inner.words
+    block, words = pin(held), held.inner.words
     assert change(block, events(), 5) == 2000 + 5 + 7 + 10 + 30
     assert words.tolist() == [5, 0, 0]
     held.flags[2] = 8
@@ -82,10 +82,10 @@ def wrong_number(block: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 @pytest.mark.parametrize(
     "block",
     [
-        resident(Other(*outer())),
-        resident(outer().inner),
-        resident(outer())[1:],
-        wrong_number(resident(outer())),
+        pin(Other(*outer())),
+        pin(outer().inner),
+        pin(outer())[1:],
+        wrong_number(pin(outer())),
         np.zeros(0, np.uint64),
     ],
     ids=["of equal shape", "of another shape", "cut", "of another class", "empty"],
@@ -102,13 +102,13 @@ def test_a_kernel_refuses_what_is_not_a_resident_bundle_of_its_class(block: npt.
 )
 def test_only_arrays_that_are_what_their_fields_state_become_resident(flags: npt.NDArray[np.uint8]) -> None:
     with pytest.raises(TypeError, match="Outer"):
-        resident(outer()._replace(flags=flags))
+        pin(outer()._replace(flags=flags))
 
 
 def test_what_is_declared_and_what_is_spread_is_checked() -> None:
     assert (change.__name__, change.__doc__) == ("change", "What a kernel says of itself.")
     with pytest.raises(TypeError, match="No matching definition"):
-        change(resident(outer()), events()._replace(lengths=np.zeros(2, np.int32)), 1)
+        change(pin(outer()), events()._replace(lengths=np.zeros(2, np.int32)), 1)
     with pytest.raises(TypeError, match="neither a named tuple"):
 
         @array_kernel(types.int64, "Outer")

@@ -37,7 +37,7 @@ from tests.support.stepped_clock import read_at_exec
 _MODULES = (
     "aiokafka.admin",
     "api.app",
-    "api.queries.part_kernels",
+    "api.queries.kernels.parts",
     "api.server",
     "bridge",
     "engine_cache",

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from kv_events.kernels.bundles import I64Matrix, I64Vector, U8Vector, U32Vector, U64Vector
-from kv_events.kernels.declare import array_helper
+from kv_events.kernels.declare import inline_helper
 from kv_events.schema import MEDIUM_INDEX, NUM_MEDIA, StorageMedium
 
 # columns of a row
@@ -66,7 +66,7 @@ class ScannedEvents(NamedTuple):
     """Filled from the start; columns TOKEN_FROM and TOKEN_TO index it. Longer than all payloads."""
 
 
-@array_helper
-def reject(row, reason):
+@inline_helper
+def reject(row: I64Vector, reason: int) -> int:
     row[REASON] = reason
     return -1

@@ -5,7 +5,8 @@ import numpy as np
 from bridge.decoding.kernels import columns
 from bridge.decoding.kernels.tokens import read_tokens
 from kv_events.kernels import msgpack
-from kv_events.kernels.declare import array_function, array_helper
+from kv_events.kernels.bundles import U64, I64Vector, U8Input, U32Vector, U64Vector, int64, uint64
+from kv_events.kernels.declare import helper, inline_helper
 from kv_events.kernels.instructions import eight_bytes
 from kv_events.limits import MAX_ENGINE_PAGES
 
@@ -56,20 +57,20 @@ STORED_FIELDS = np.array(
 )  # fmt: skip
 REMOVED_FIELDS = np.array([F_TAG, _F_HASHES, _F_MEDIUM, _F_GROUP], np.int64)
 
-_MAX_SIZE = np.uint64(2**31 - 1)
-_MAX_PAGES = np.uint64(MAX_ENGINE_PAGES)
-_ZERO = np.uint64(0)
+_MAX_SIZE = uint64(2**31 - 1)
+_MAX_PAGES = uint64(MAX_ENGINE_PAGES)
+_ZERO = uint64(0)
 _UINT64, _INT64 = 0xCF, 0xD3
 
 
-@array_helper
-def read_name(data, at, stop):
+@inline_helper
+def read_name(data: U8Input, at: int, stop: int) -> tuple[int, int]:
     """Read the key of a field. Returns (field or F_UNKNOWN, position after it)."""
     return msgpack.read_key(data, at, stop, _TEXT, _BORDERS, _MEANINGS, F_UNKNOWN)
 
 
-@array_helper
-def _read_hash(data, at, stop):
+@inline_helper
+def _read_hash(data: U8Input, at: int, stop: int) -> tuple[bool, U64, int]:
     """Read a block hash. Returns (whether it is valid, 64 bits, position after it).
 
     Only the last eight bytes of a binary hash are used, as a big-endian number.
@@ -80,20 +81,20 @@ def _read_hash(data, at, stop):
     if kind in (msgpack.POSITIVE, msgpack.NEGATIVE):
         return True, value, at
     if kind == msgpack.BIN and value > _ZERO:
-        length = np.int64(value)
+        length = int64(value)
         return True, msgpack.big_endian(data, at, length), at + length
     return False, _ZERO, at
 
 
-@array_helper
-def _read_hashes(data, at, stop, row, hashes):
+@inline_helper
+def _read_hashes(data: U8Input, at: int, stop: int, row: I64Vector, hashes: U64Vector) -> int:
     kind, count, at = msgpack.read_head(data, at, stop)
     if kind != msgpack.ARRAY:
         return columns.reject(row, columns.TYPE)
     if count > _MAX_PAGES:
         return columns.reject(row, columns.RANGE)
     position = row[columns.HASH_FROM]
-    for _ in range(np.int64(count)):
+    for _ in range(int64(count)):
         is_hash, value, at = _read_hash(data, at, stop)
         if not is_hash:
             return columns.reject(row, columns.TYPE)
@@ -103,8 +104,8 @@ def _read_hashes(data, at, stop, row, hashes):
     return at
 
 
-@array_function
-def _read_parent(data, at, stop, row):
+@helper
+def _read_parent(data: U8Input, at: int, stop: int, row: I64Vector) -> int:
     kind, _, end = msgpack.read_head(data, at, stop)
     if kind == msgpack.NIL:
         row[columns.HAS_PARENT] = 0
@@ -113,12 +114,12 @@ def _read_parent(data, at, stop, row):
     if not is_hash:
         return columns.reject(row, columns.TYPE)
     row[columns.HAS_PARENT] = 1
-    row[columns.PARENT] = np.int64(value)
+    row[columns.PARENT] = int64(value)
     return at
 
 
-@array_helper
-def _read_number(data, at, stop, row, column):
+@inline_helper
+def _read_number(data: U8Input, at: int, stop: int, row: I64Vector, column: int) -> int:
     """Read an integer. Sizes and indices must fit 31 bits. Nil counts as absent."""
     kind, value, at = msgpack.read_head(data, at, stop)
     if kind == msgpack.NIL:
@@ -127,29 +128,29 @@ def _read_number(data, at, stop, row, column):
         return columns.reject(row, columns.TYPE)
     if column != columns.LORA_ID and (kind == msgpack.NEGATIVE or value > _MAX_SIZE):
         return columns.reject(row, columns.RANGE)
-    row[column] = np.int64(value)
+    row[column] = int64(value)
     return at
 
 
-@array_function
-def _read_text(data, at, stop, row, column):
+@helper
+def _read_text(data: U8Input, at: int, stop: int, row: I64Vector, column: int) -> int:
     kind, value, at = msgpack.read_head(data, at, stop)
     if kind == msgpack.NIL:
         return at
     if kind != msgpack.STR:
         return columns.reject(row, columns.TYPE)
-    row[column], row[column + 1] = at, np.int64(value)
-    return at + np.int64(value)
+    row[column], row[column + 1] = at, int64(value)
+    return at + int64(value)
 
 
-@array_function
-def _read_lora_or_map(data, at, stop, row):
+@helper
+def _read_lora_or_map(data: U8Input, at: int, stop: int, row: I64Vector) -> int:
     """Read the element at index 7: vLLM's adapter name. Some SGLang builds send a map with the salt there instead."""
     kind, count, end = msgpack.read_head(data, at, stop)
     if kind != msgpack.MAP:
         return _read_text(data, at, stop, row, columns.LORA)
     at = end
-    for _ in range(np.int64(count)):
+    for _ in range(int64(count)):
         field, at = read_name(data, at, stop)
         if at < 0:
             return columns.reject(row, columns.TRUNCATED)
@@ -162,8 +163,8 @@ def _read_lora_or_map(data, at, stop, row):
     return at
 
 
-@array_function
-def _read_extra(data, at, stop, row):
+@helper
+def _read_extra(data: U8Input, at: int, stop: int, row: I64Vector) -> int:
     """Record the extra keys if any page has some."""
     kind, count, inside = msgpack.read_head(data, at, stop)
     end = msgpack.skip(data, at, stop)
@@ -173,7 +174,7 @@ def _read_extra(data, at, stop, row):
         return end
     if kind != msgpack.ARRAY:
         return columns.reject(row, columns.TYPE)
-    for _ in range(np.int64(count)):
+    for _ in range(int64(count)):
         kind, value, _at = msgpack.read_head(data, inside, stop)
         if kind != msgpack.NIL and not (kind == msgpack.ARRAY and value == _ZERO):
             row[columns.EXTRA], row[columns.EXTRA_LENGTH] = at, end - at
@@ -182,20 +183,22 @@ def _read_extra(data, at, stop, row):
     return end
 
 
-@array_function
-def read_tag(data, at, stop, row):
+@helper
+def read_tag(data: U8Input, at: int, stop: int, row: I64Vector) -> int:
     kind, value, at = msgpack.read_head(data, at, stop)
     if kind != msgpack.STR:
         return columns.reject(row, columns.TAG)
-    length = np.int64(value)
+    length = int64(value)
     tag = msgpack.look_up(data, at, length, _TAG_TEXT, _TAG_BORDERS, _TAG_MEANINGS, columns.UNREADABLE)
     if row[columns.KIND] != columns.MOONCAKE_EVENT:
         row[columns.KIND] = tag
     return at + length
 
 
-@array_helper
-def read_field(data, at, stop, field, row, hashes, tokens):
+@inline_helper
+def read_field(
+    data: U8Input, at: int, stop: int, field: int, row: I64Vector, hashes: U64Vector, tokens: U32Vector
+) -> int:
     """Read one value into the row. Returns the position after it, or -1 with a reason in the row."""
     if field < NUM_TEXTS:
         return _read_text(data, at, stop, row, columns.MEDIUM + 2 * field)
@@ -225,13 +228,13 @@ def read_field(data, at, stop, field, row, hashes, tokens):
     return at if at >= 0 else columns.reject(row, columns.TRUNCATED)
 
 
-@array_function
-def tier_of(data, row):
+@helper
+def tier_of(data: U8Input, row: I64Vector) -> int:
     """Return the tier that the medium and the locality of an event name, or UNKNOWN if one of them is not known here.
 
     Pages on another machine are external, whatever their medium there.
     """
-    tier, locality = np.int64(_NO_MEDIUM), np.int64(_LOCAL)
+    tier, locality = int64(_NO_MEDIUM), int64(_LOCAL)
     if row[columns.MEDIUM_LENGTH]:
         at, length = row[columns.MEDIUM], row[columns.MEDIUM_LENGTH]
         tier = msgpack.look_up(data, at, length, _MEDIA_TEXT, _MEDIA_BORDERS, _MEDIA_TIERS, columns.UNKNOWN)
@@ -239,5 +242,5 @@ def tier_of(data, row):
         at, length = row[columns.LOCALITY], row[columns.LOCALITY_LENGTH]
         locality = msgpack.look_up(data, at, length, _LOCALITY_TEXT, _LOCALITY_BORDERS, _LOCALITIES, columns.UNKNOWN)
     if tier == columns.UNKNOWN or locality == columns.UNKNOWN:
-        return np.int64(columns.UNKNOWN)
-    return tier if locality == _LOCAL else np.int64(columns.EXTERNAL)
+        return int64(columns.UNKNOWN)
+    return tier if locality == _LOCAL else int64(columns.EXTERNAL)

@@ -7,22 +7,23 @@ events that are invalid for the same reason.
 """
 
 from bridge.decoding.kernels import columns
-from kv_events.kernels.declare import array_function, array_helper
+from kv_events.kernels.bundles import I64Matrix, I64Vector, U8Input
+from kv_events.kernels.declare import helper, inline_helper
 
 # shapes of a store: whole pages; no tokens; a number of tokens that does not match the number of pages
 WHOLE, TOKENLESS, UNEVEN = range(3)
 
 
-@array_helper
-def shape(row):
+@inline_helper
+def shape(row: I64Vector) -> int:
     positions = row[columns.TOKEN_TO] - row[columns.TOKEN_FROM] - row[columns.PAIRS]
     if positions == 0:
         return TOKENLESS
     return WHOLE if positions == (row[columns.HASH_TO] - row[columns.HASH_FROM]) * row[columns.BLOCK_SIZE] else UNEVEN
 
 
-@array_function
-def _same_text(data, row, other, column):
+@helper
+def _same_text(data: U8Input, row: I64Vector, other: I64Vector, column: int) -> bool:
     length = row[column + 1]
     if length != other[column + 1]:
         return False
@@ -32,13 +33,13 @@ def _same_text(data, row, other, column):
     return i == length
 
 
-@array_helper
-def _is_special(row):
+@inline_helper
+def _is_special(row: I64Vector) -> bool:
     return row[columns.SHAPE] == UNEVEN or row[columns.PAIRS] != 0 or row[columns.EXTRA_LENGTH] != 0
 
 
-@array_function
-def _same_store(data, row, other):
+@helper
+def _same_store(data: U8Input, row: I64Vector, other: I64Vector) -> bool:
     """Return whether two stores differ only in their pages and media."""
     if _is_special(row) or _is_special(other):
         return False
@@ -51,8 +52,8 @@ def _same_store(data, row, other):
     return is_same
 
 
-@array_helper
-def _same_medium(data, row, other):
+@inline_helper
+def _same_medium(data: U8Input, row: I64Vector, other: I64Vector) -> bool:
     """Return whether two events are of the same tier, or of the same medium if no kernel knows it."""
     if row[columns.TIER] != columns.UNKNOWN or other[columns.TIER] != columns.UNKNOWN:
         return row[columns.TIER] == other[columns.TIER]
@@ -60,8 +61,8 @@ def _same_medium(data, row, other):
     return is_same and _same_text(data, row, other, columns.LOCALITY)
 
 
-@array_function
-def joins_run(data, rows, begin, number):
+@helper
+def joins_run(data: U8Input, rows: I64Matrix, begin: int, number: int) -> bool:
     """Return whether an event can be added to the run that begins at row `begin`."""
     row, first = rows[number], rows[begin]
     kind, first_kind = row[columns.KIND], first[columns.KIND]

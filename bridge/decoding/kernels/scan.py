@@ -4,13 +4,11 @@ msgpack values are self-delimiting, so the kernels skip an invalid event and con
 encoding ends the batch.
 """
 
-import numpy as np
-from numba import types
-
 from bridge.decoding.kernels import columns, fields
+from bridge.decoding.kernels.columns import ScannedEvents
 from bridge.decoding.kernels.runs import joins_run, shape
-from kv_events.kernels.bundles import I64Vector, U8Input
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.bundles import I64Matrix, I64Vector, U8Input, U8Vector, U32Vector, U64Vector, int64, uint64
+from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.msgpack import ARRAY, BAD, MAP, NIL, POSITIVE, dictionary, read_head, read_key, skip
 from kv_events.limits import MAX_ENGINE_EVENTS, MAX_ENGINE_PAGES
 
@@ -26,28 +24,28 @@ _F_EVENTS, _F_RANK = 100, 101
 _BATCH_TEXT, _BATCH_BORDERS, _BATCH_MEANINGS = dictionary(
     {"events": _F_EVENTS, "data_parallel_rank": _F_RANK, "attn_dp_rank": _F_RANK, "dp_rank": _F_RANK}
 )
-_MAX_RANK = np.uint64(2**31 - 1)
+_MAX_RANK = uint64(2**31 - 1)
 
 
-@array_function
-def _take_rank(data, at, stop, header):
+@helper
+def _take_rank(data: U8Input, at: int, stop: int, header: I64Vector) -> None:
     kind, value, _ = read_head(data, at, stop)
     if kind == POSITIVE and value <= _MAX_RANK:
-        header[BATCH_RANK] = np.int64(value)
+        header[BATCH_RANK] = int64(value)
     elif kind not in (NIL, BAD):
         header[IS_RANK_BAD] = 1
 
 
-@array_function
-def _take_events(data, at, stop, header):
+@helper
+def _take_events(data: U8Input, at: int, stop: int, header: I64Vector) -> bool:
     """Set the header to the first event. Returns whether the events are a list, and not too many."""
     kind, count, at = read_head(data, at, stop)
-    header[AT], header[LEFT] = at, np.int64(count)
-    return kind == ARRAY and count <= MAX_ENGINE_EVENTS
+    header[AT], header[LEFT] = at, int64(count)
+    return kind == ARRAY and header[LEFT] <= MAX_ENGINE_EVENTS
 
 
-@array_function
-def _open_map(data, at, stop, count, header):
+@helper
+def _open_map(data: U8Input, at: int, stop: int, count: int, header: I64Vector) -> bool:
     found = False
     for _ in range(count):
         field, at = read_key(data, at, stop, _BATCH_TEXT, _BATCH_BORDERS, _BATCH_MEANINGS, fields.F_UNKNOWN)
@@ -65,15 +63,15 @@ def _open_map(data, at, stop, count, header):
     return found
 
 
-@array_function
-def open_batch(data, at, stop, header):
+@helper
+def open_batch(data: U8Input, at: int, stop: int, header: I64Vector) -> bool:
     """Find the events and the rank of a batch.
 
     Returns False unless the batch is a map or an array of at least two elements, and has no more events than it may.
     """
     header[BATCH_RANK], header[IS_RANK_BAD], header[RANK_FOLLOWS], header[LEFT] = -1, 0, 0, 0
     form, value, at = read_head(data, at, stop)
-    count = np.int64(value)
+    count = int64(value)
     if form == MAP:
         found = _open_map(data, at, stop, count, header)
     elif form == ARRAY and count >= 2:
@@ -86,8 +84,8 @@ def open_batch(data, at, stop, header):
     return found
 
 
-@array_function
-def find_rank(data, stop, header):
+@helper
+def find_rank(data: U8Input, stop: int, header: I64Vector) -> None:
     """Read the rank that follows the events, without consuming the events that are left."""
     if header[RANK_FOLLOWS] == 0:
         return
@@ -104,17 +102,17 @@ _MAX_RUNS = 64
 """Bound on the runs of one call. Each costs Python some microseconds, up to about 200."""
 
 
-@array_helper
-def _is_short(header, num_runs):
+@inline_helper
+def _is_short(header: I64Vector, num_runs: int) -> bool:
     """Return whether one call may read more events: what it reads is applied in one step."""
     return num_runs < _MAX_RUNS and header[NUM_HASHES] < MAX_ENGINE_PAGES
 
 
-@array_helper
-def _read_event(data, at, stop, row, hashes, tokens):
+@inline_helper
+def _read_event(data: U8Input, at: int, stop: int, row: I64Vector, hashes: U64Vector, tokens: U32Vector) -> int:
     """Read an event into a row. Returns the position after it, or -1 with a reason in the row."""
     form, value, at = read_head(data, at, stop)
-    count = np.int64(value)
+    count = int64(value)
     if form == MAP:
         for _ in range(count):
             field, at = fields.read_name(data, at, stop)
@@ -146,11 +144,11 @@ def _read_event(data, at, stop, row, hashes, tokens):
     return at
 
 
-@array_function
-def _is_mooncake_event(data, at, stop):
+@helper
+def _is_mooncake_event(data: U8Input, at: int, stop: int) -> bool:
     """Return whether an event in map form has an `event_type`. Its other fields then have a different meaning."""
     _, count, at = read_head(data, at, stop)
-    for _ in range(np.int64(count)):
+    for _ in range(int64(count)):
         field, at = fields.read_name(data, at, stop)
         if at < 0:
             return False
@@ -162,8 +160,10 @@ def _is_mooncake_event(data, at, stop):
     return False
 
 
-@array_helper
-def _read_row(data, stop, header, rows, hashes, tokens):
+@inline_helper
+def _read_row(
+    data: U8Input, stop: int, header: I64Vector, rows: I64Matrix, hashes: U64Vector, tokens: U32Vector
+) -> None:
     """Read the next event into the next row, and advance the header."""
     row = rows[header[NUM_ROWS]]
     for column in range(columns.NUM_COLUMNS):
@@ -189,8 +189,8 @@ def _read_row(data, stop, header, rows, hashes, tokens):
     row[columns.STOP] = header[AT] = end
 
 
-@array_helper
-def _put_in_run(data, header, rows, kinds):
+@inline_helper
+def _put_in_run(data: U8Input, header: I64Vector, rows: I64Matrix, kinds: U8Vector) -> bool:
     """Add the newest row to the current run, or begin a new run with it. Returns whether it begins one."""
     number = header[NUM_ROWS]
     row, is_store = rows[number], rows[number][columns.KIND] == columns.STORED
@@ -209,8 +209,8 @@ def _put_in_run(data, header, rows, kinds):
 # --- entry point ----------------------------------------------------------------------------------------------------
 
 
-@array_kernel(types.boolean, U8Input, I64Vector, I64Vector, columns.ScannedEvents)
-def scan_batches(data, borders, header, out):
+@kernel
+def scan_batches(data: U8Input, borders: I64Vector, header: I64Vector, out: ScannedEvents) -> bool:
     """Read the next events of consecutive batches of one rank, until `out` is full, or they have many runs or pages.
 
     data: uint8, the concatenated payloads of b batches. borders: int64[b + 1]. header: int64[13], initially zeros; the
@@ -230,7 +230,7 @@ def scan_batches(data, borders, header, out):
             _read_row(data, stop, header, rows, out.hashes, out.tokens)
             row = rows[number]
             out.lengths[number] = row[columns.HASH_TO] - row[columns.HASH_FROM]
-            out.parents[number], out.has_parent[number] = np.uint64(row[columns.PARENT]), row[columns.HAS_PARENT]
+            out.parents[number], out.has_parent[number] = uint64(row[columns.PARENT]), row[columns.HAS_PARENT]
             num_runs += _put_in_run(data, header, rows, out.kinds)
             header[NUM_ROWS] += 1
         find_rank(data, stop, header)

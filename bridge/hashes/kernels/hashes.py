@@ -13,13 +13,24 @@ is remembered under the hash itself. The others *collide* and are remembered und
 
 from typing import NamedTuple
 
-import numpy as np
-from numba import types
-
 from bridge.decoding.kernels.columns import REMOVAL
 from kv_events.digest import mix
-from kv_events.kernels.bundles import I64Vector, U8Vector, U16Vector, U64Input, U64Matrix, U64Vector, spread
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.bundles import (
+    U8,
+    U16,
+    U64,
+    I64Vector,
+    Spread,
+    U8Vector,
+    U16Vector,
+    U64Input,
+    U64Matrix,
+    U64Vector,
+    int64,
+    uint32,
+    uint64,
+)
+from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.page_table_ops import (
     AHEAD,
     fetch,
@@ -45,7 +56,7 @@ UNIQUE, COLLIDING, REASSIGNED = 0, 1, 2
 # collisions
 HAND, MOST_IDLE, HAS_COLLISIONS = range(3)
 
-_NO_HASH = np.uint64(0)
+_NO_HASH = uint64(0)
 _FEWEST_IDLE = 65_536
 """Minimum number of pages that are remembered although they are not held, if the bound allows."""
 _AT_A_TIME = 4096
@@ -90,14 +101,14 @@ class TranslatedColumns(NamedTuple):
     """[m] whether `parents` is valid."""
 
 
-@array_helper
-def _num_idle(blocks):
+@inline_helper
+def _num_idle(blocks: Blocks) -> int:
     """Return the number of pages that are remembered but not held."""
     return num_entries(blocks.table) - blocks.tally[HELD]
 
 
-@array_helper
-def _forget_one(arrays):
+@inline_helper
+def _forget_one(arrays: HashArrays) -> None:
     """Advance the hand to a page that is not held and was not used, and forget it.
 
     At least one page must not be held.
@@ -106,40 +117,40 @@ def _forget_one(arrays):
     while True:
         entry = clock[HAND] + 1
         if not was_used(blocks.table, entry):
-            entry = np.int64(0)
+            entry = int64(0)
         clock[HAND] = entry
         if was_used(blocks.table, entry + AHEAD):
             fetch(blocks.table, blocks.table.keys[entry + AHEAD])
         state = blocks.columns[entry, STATE]
-        if state == np.uint32(REMEMBERED):
+        if state == uint32(REMEMBERED):
             remove(blocks.table, entry)
-            blocks.columns[entry, STATE] = np.uint32(0)
+            blocks.columns[entry, STATE] = uint32(0)
             return
         if state != 0 and not is_held(blocks, entry):
-            blocks.columns[entry, STATE] = np.uint32(REMEMBERED)
+            blocks.columns[entry, STATE] = uint32(REMEMBERED)
 
 
-@array_helper
-def _tidy_up(arrays, num_pages):
+@inline_helper
+def _tidy_up(arrays: HashArrays, num_pages: int) -> None:
     """Forget pages beyond the bound, before `num_pages` are translated.
 
     The ledger must have applied all pages translated before.
     """
     blocks = arrays.blocks
     blocks.tally[MOST_HELD] = max(blocks.tally[MOST_HELD], blocks.tally[HELD])
-    most = min(arrays.clock[MOST_IDLE], max(np.int64(_FEWEST_IDLE), blocks.tally[MOST_HELD]))
+    most = min(arrays.clock[MOST_IDLE], max(int64(_FEWEST_IDLE), blocks.tally[MOST_HELD]))
     for _ in range(min(_num_idle(blocks) - most, _AT_A_TIME + 2 * num_pages)):
         _forget_one(arrays)
 
 
-@array_helper
-def _write(arrays, entry, sequence_hash, seed, namespace):
+@inline_helper
+def _write(arrays: HashArrays, entry: int, sequence_hash: U64, seed: U64, namespace: U16) -> None:
     arrays.sequence_hashes[entry], arrays.seeds[entry], arrays.namespaces[entry] = sequence_hash, seed, namespace
-    arrays.blocks.columns[entry, STATE] = np.uint32(REMEMBERED)
+    arrays.blocks.columns[entry, STATE] = uint32(REMEMBERED)
 
 
-@array_function
-def _remember(arrays, key, sequence_hash, seed, namespace):
+@helper
+def _remember(arrays: HashArrays, key: U64, sequence_hash: U64, seed: U64, namespace: U16) -> None:
     """Remember a page that is not in the table. Forgets other pages if there is no room."""
     blocks = arrays.blocks
     entry = insert(blocks.table, key)
@@ -152,13 +163,13 @@ def _remember(arrays, key, sequence_hash, seed, namespace):
         _write(arrays, entry, sequence_hash, seed, namespace)
 
 
-@array_helper
-def _mark_used(arrays, entry):
-    arrays.blocks.columns[entry, STATE] |= np.uint32(RECENTLY_USED)
+@inline_helper
+def _mark_used(arrays: HashArrays, entry: int) -> None:
+    arrays.blocks.columns[entry, STATE] |= uint32(RECENTLY_USED)
 
 
-@array_helper
-def _update(arrays, entry, sequence_hash):
+@inline_helper
+def _update(arrays: HashArrays, entry: int, sequence_hash: U64) -> int:
     """Set the sequence hash of a remembered engine hash. Returns REASSIGNED if it had a different one, else UNIQUE."""
     _mark_used(arrays, entry)
     is_reassigned = arrays.sequence_hashes[entry] != sequence_hash
@@ -166,8 +177,10 @@ def _update(arrays, entry, sequence_hash):
     return REASSIGNED if is_reassigned else UNIQUE
 
 
-@array_function
-def _remember_collision(arrays, block_hash, salt, namespace, sequence_hash, seed):
+@helper
+def _remember_collision(
+    arrays: HashArrays, block_hash: U64, salt: U64, namespace: U16, sequence_hash: U64, seed: U64
+) -> int:
     """Remember a page that shares its engine hash with another page."""
     key = block_hash ^ mix(seed) ^ salt
     entry = find(arrays.blocks.table, key)
@@ -178,14 +191,16 @@ def _remember_collision(arrays, block_hash, salt, namespace, sequence_hash, seed
     return COLLIDING
 
 
-@array_function
-def _collided_before(arrays, key, seed):
+@helper
+def _collided_before(arrays: HashArrays, key: U64, seed: U64) -> bool:
     """Return whether the page collided with a page that has since been forgotten."""
     return find(arrays.blocks.table, key) < 0 and find(arrays.blocks.table, key ^ mix(seed)) >= 0
 
 
-@array_helper
-def _remember_page(arrays, block_hash, salt, namespace, sequence_hash, seed):
+@inline_helper
+def _remember_page(
+    arrays: HashArrays, block_hash: U64, salt: U64, namespace: U16, sequence_hash: U64, seed: U64
+) -> tuple[U64, int]:
     """Remember a page. Returns its ledger hash and flags."""
     flag, key = UNIQUE, block_hash ^ salt
     if arrays.clock[HAS_COLLISIONS] and _collided_before(arrays, key, seed):
@@ -205,8 +220,8 @@ def _remember_page(arrays, block_hash, salt, namespace, sequence_hash, seed):
     return block_hash, flag
 
 
-@array_helper
-def _look_up(arrays, block_hash, salt, seed, is_stated):
+@inline_helper
+def _look_up(arrays: HashArrays, block_hash: U64, salt: U64, seed: U64, is_stated: bool) -> tuple[int, U64]:
     """Find a page with this seed, or with any seed unless is_stated. Returns (entry or -1, ledger hash)."""
     entry = find(arrays.blocks.table, block_hash ^ salt)
     if entry < 0 or arrays.seeds[entry] != seed:
@@ -215,14 +230,27 @@ def _look_up(arrays, block_hash, salt, seed, is_stated):
         if other >= 0 and arrays.seeds[other] == seed:
             entry, block_hash = other, colliding
         elif is_stated:
-            entry = np.int64(-1)
+            entry = int64(-1)
     if entry >= 0:
         _mark_used(arrays, entry)
     return entry, block_hash
 
 
-@array_helper
-def _translate_event(arrays, out, cursor, pages, event, local, salt, namespace, seed, base, parent, has_parent):
+@inline_helper
+def _translate_event(
+    arrays: HashArrays,
+    out: TranslatedColumns,
+    cursor: I64Vector,
+    pages: PageEvents,
+    event: int,
+    local: U64Vector,
+    salt: U64,
+    namespace: U16,
+    seed: U64,
+    base: U64,
+    parent: U64,
+    has_parent: U8,
+) -> None:
     block_hashes = pages.block_hashes
     first, first_local, position = cursor[PAGE_IN], cursor[LOCAL_IN], cursor[PAGE_OUT]
     sequence_hash = parent
@@ -241,8 +269,8 @@ def _translate_event(arrays, out, cursor, pages, event, local, salt, namespace, 
     cursor[PAGE_OUT] = position
 
 
-@array_helper
-def _pass_on(out, cursor, block_hashes, num_pages):
+@inline_helper
+def _pass_on(out: TranslatedColumns, cursor: I64Vector, block_hashes: U64Input, num_pages: int) -> None:
     """Copy removed pages to the output unchanged."""
     first, position = cursor[PAGE_IN], cursor[PAGE_OUT]
     for i in range(num_pages):
@@ -254,11 +282,20 @@ def _pass_on(out, cursor, block_hashes, num_pages):
 # --- entry points -----------------------------------------------------------------------------------------------------
 
 
-@array_kernel(
-    types.int64, HashArrays, spread(TranslatedColumns), spread(PageEvents), U64Vector, U64Vector, I64Vector,
-    types.uint64, types.uint64, types.boolean, types.uint64, types.uint16,
-)  # fmt: skip
-def translate_pages(arrays, out, pages, local, seeds, cursor, seed, base, is_stated, salt, namespace):
+@kernel
+def translate_pages(
+    arrays: HashArrays,
+    out: Spread[TranslatedColumns],
+    pages: Spread[PageEvents],
+    local: U64Vector,
+    seeds: U64Vector,
+    cursor: I64Vector,
+    seed: U64,
+    base: U64,
+    is_stated: bool,
+    salt: U64,
+    namespace: U16,
+) -> int:
     """Translate stored pages and copy removed ones. Returns the event where it stopped, or the number of events.
 
     out: as long as `pages`. local: uint64[stored pages], local hashes made with `seeds` (uint64[m], one per event).
@@ -277,7 +314,7 @@ def translate_pages(arrays, out, pages, local, seeds, cursor, seed, base, is_sta
             cursor[PAGE_IN] += num_pages
             continue
         needed, parent, has_parent = seed, _NO_HASH, pages.has_parent[event]
-        entry = np.int64(0)
+        entry = int64(0)
         if has_parent:
             entry, parent_hash = _look_up(arrays, pages.parents[event], salt, seed, is_stated)
             if entry >= 0:
@@ -299,8 +336,10 @@ def translate_pages(arrays, out, pages, local, seeds, cursor, seed, base, is_sta
     return pages.lengths.shape[0]
 
 
-@array_kernel(types.int64, HashArrays, U64Input, U64Matrix, types.uint64, types.boolean, types.uint64)
-def look_up_pages(arrays, block_hashes, found, seed, is_stated, salt):
+@kernel
+def look_up_pages(
+    arrays: HashArrays, block_hashes: U64Input, found: U64Matrix, seed: U64, is_stated: bool, salt: U64
+) -> int:
     """Look up pages by engine hash alone. Returns the number of known pages.
 
     found: uint64[3, n], written from the start: engine, ledger and sequence hashes of the known pages.
@@ -315,8 +354,17 @@ def look_up_pages(arrays, block_hashes, found, seed, is_stated, salt):
     return known
 
 
-@array_kernel(types.void, HashArrays, U64Input, U64Input, U64Vector, U8Vector, types.uint64, types.uint64, types.uint16)
-def remember_pages(arrays, block_hashes, sequence_hashes, known_as, flags, seed, salt, namespace):
+@kernel
+def remember_pages(
+    arrays: HashArrays,
+    block_hashes: U64Input,
+    sequence_hashes: U64Input,
+    known_as: U64Vector,
+    flags: U8Vector,
+    seed: U64,
+    salt: U64,
+    namespace: U16,
+) -> None:
     """Remember pages whose sequence hashes were sent by the engine.
 
     known_as: uint64[n], set to the ledger's hashes. flags: uint8[n], set to UNIQUE, COLLIDING, REASSIGNED.

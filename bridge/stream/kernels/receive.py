@@ -7,12 +7,10 @@ one by one in Python.
 import errno
 from typing import NamedTuple
 
-import numpy as np
 import zmq
-from numba import types
 
-from kv_events.kernels.bundles import I64Matrix, I64Vector, U8Vector, U64Vector
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.bundles import U64, I64Matrix, I64Vector, U8Vector, U64Vector, int32, int64, uint64
+from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import address_of, call_native
 
 # elements of functions: addresses of C functions
@@ -38,9 +36,9 @@ NO_ROOM = -1
 """Result of `receive_messages`: the payload that comes next needs a larger buffer."""
 
 _SEQ_BYTES = 8
-_NO_WAIT, _CONNECTION = np.uint64(zmq.NOBLOCK), np.uint64(zmq.SRCFD)
+_NO_WAIT, _CONNECTION = uint64(zmq.NOBLOCK), uint64(zmq.SRCFD)
 _INTERRUPTED = errno.EINTR
-_NONE = np.uint64(0)
+_NONE = uint64(0)
 
 
 class InboxArrays(NamedTuple):
@@ -64,43 +62,43 @@ class InboxArrays(NamedTuple):
     """Topics of the senders."""
 
 
-@array_helper
-def _call(inbox, function, argument):
+@inline_helper
+def _call(inbox: InboxArrays, function: int, argument: U64) -> U64:
     """Call a function of the frame. Returns its result."""
     return call_native(inbox.functions[function], address_of(inbox.frame, 0), argument, _NONE)
 
 
-@array_helper
-def _size(inbox):
-    return np.int64(_call(inbox, SIZE, _NONE))
+@inline_helper
+def _size(inbox: InboxArrays) -> int:
+    return int64(_call(inbox, SIZE, _NONE))
 
 
-@array_helper
-def _has_more(inbox):
+@inline_helper
+def _has_more(inbox: InboxArrays) -> bool:
     """Return whether the frame is not the last one of its message."""
-    return np.int32(_call(inbox, MORE, _NONE)) != 0
+    return int32(_call(inbox, MORE, _NONE)) != 0
 
 
-@array_helper
-def _copy(inbox, target, at, num_bytes):
-    """Copy the first bytes of the frame to an array. The caller checks the bounds."""
-    call_native(inbox.functions[COPY], address_of(target, at), _call(inbox, DATA, _NONE), np.uint64(num_bytes))
+@inline_helper
+def _copy(inbox: InboxArrays, address: U64, num_bytes: int) -> None:
+    """Copy the first bytes of the frame to memory. The caller checks the bounds."""
+    call_native(inbox.functions[COPY], address, _call(inbox, DATA, _NONE), uint64(num_bytes))
 
 
-@array_function
-def _receive_frame(inbox, socket):
+@helper
+def _receive_frame(inbox: InboxArrays, socket: U64) -> int:
     """Receive one frame. Returns 0, or the number of the error; EAGAIN if there is none."""
     while True:
         result = call_native(inbox.functions[RECEIVE], address_of(inbox.frame, 0), socket, _NO_WAIT)
-        if np.int32(result) >= 0:
+        if int32(result) >= 0:
             return 0
-        error = np.int64(np.int32(call_native(inbox.functions[ERROR], _NONE, _NONE, _NONE)))
+        error = int64(int32(call_native(inbox.functions[ERROR], _NONE, _NONE, _NONE)))
         if error != _INTERRUPTED:
             return error
 
 
-@array_helper
-def _is_last_topic(inbox, at, length):
+@inline_helper
+def _is_last_topic(inbox: InboxArrays, at: int, length: int) -> bool:
     """Return whether the bytes at this position are the topic of the last sender."""
     counts, senders = inbox.counts, inbox.senders
     last = senders[counts[NUM_SENDERS] - 1]
@@ -112,15 +110,15 @@ def _is_last_topic(inbox, at, length):
     return i == length
 
 
-@array_function
-def _note_sender(inbox, with_topics):
+@helper
+def _note_sender(inbox: InboxArrays, with_topics: bool) -> None:
     """Add a row if the frame, the first of a message, has another topic or connection than the message before."""
     counts, senders = inbox.counts, inbox.senders
-    connection = np.int64(np.int32(_call(inbox, PROPERTY, _CONNECTION)))
-    at, length = counts[NUM_TOPIC_BYTES], np.int64(0)
+    connection = int64(int32(_call(inbox, PROPERTY, _CONNECTION)))
+    at, length = counts[NUM_TOPIC_BYTES], int64(0)
     if with_topics:
         length = min(_size(inbox), MAX_TOPIC_BYTES)
-        _copy(inbox, inbox.topics, at, length)
+        _copy(inbox, address_of(inbox.topics, at), length)
     number = counts[NUM_SENDERS]
     if number > 0 and senders[number - 1, CONNECTION] == connection and _is_last_topic(inbox, at, length):
         return
@@ -130,8 +128,8 @@ def _note_sender(inbox, with_topics):
     counts[NUM_TOPIC_BYTES] += length
 
 
-@array_function
-def _receive_message(inbox, socket, with_topics):
+@helper
+def _receive_message(inbox: InboxArrays, socket: U64, with_topics: bool) -> int:
     """Receive one message, whose last frame stays where it is. Returns 0, or the number of the error."""
     counts, num_frames, has_more = inbox.counts, 0, True
     while has_more:
@@ -145,19 +143,19 @@ def _receive_message(inbox, socket, with_topics):
         if num_frames == 1:
             _note_sender(inbox, with_topics)
         elif num_frames == 2 and size == _SEQ_BYTES:
-            _copy(inbox, inbox.seqs, counts[NUM_MESSAGES], _SEQ_BYTES)
+            _copy(inbox, address_of(inbox.seqs, counts[NUM_MESSAGES]), _SEQ_BYTES)
     counts[SHAPE] = num_frames
     return 0
 
 
-@array_helper
-def _is_of_protocol(inbox):
+@inline_helper
+def _is_of_protocol(inbox: InboxArrays) -> bool:
     """Return whether the last message consists of a topic, a sequence number and a payload."""
     return inbox.counts[SHAPE] == 3 and inbox.counts[SHAPE + 2] == _SEQ_BYTES
 
 
-@array_helper
-def _has_room(inbox, most_bytes):
+@inline_helper
+def _has_room(inbox: InboxArrays, most_bytes: int) -> bool:
     """Return whether another message may be received, of any topic."""
     counts = inbox.counts
     return (
@@ -171,8 +169,8 @@ def _has_room(inbox, most_bytes):
 # --- entry point ------------------------------------------------------------------------------------------------------
 
 
-@array_kernel(types.int64, InboxArrays, types.uint64, types.boolean, types.int64)
-def receive_messages(inbox, socket, with_topics, most_bytes):
+@kernel
+def receive_messages(inbox: InboxArrays, socket: U64, with_topics: bool, most_bytes: int) -> int:
     """Receive the messages that wait, until there is no room or the payloads have `most_bytes`.
 
     inbox: with counts of zero, or as it was when the result was NO_ROOM. socket: libzmq's. with_topics: whether
@@ -195,7 +193,7 @@ def receive_messages(inbox, socket, with_topics, most_bytes):
         if counts[IS_HELD]:
             return NO_ROOM
         if size > 0:
-            _copy(inbox, inbox.data, at, size)
+            _copy(inbox, address_of(inbox.data, at), size)
         counts[NUM_MESSAGES] += 1
         counts[NUM_BYTES] += size
         inbox.borders[counts[NUM_MESSAGES]] = counts[NUM_BYTES]

@@ -17,7 +17,7 @@ from kv_events.runtime.words import count, duration, local_time, natural_order, 
 from kvsight.cli.logs.reading import EXIT_DAMAGED, LogFolder, LogInput
 from kvsight.cli.shared.console import HtmlReport, check_html, out, print_result, progress_bar, write_html
 from kvsight.cli.shared.flags import AsJson
-from kvsight.cli.shared.process import compile_kernels
+from kvsight.cli.shared.process import load_kernels
 from kvsight.cli.shared.streams import MEDIA
 from kvsight.cli.shared.tables import Column, table_lines
 from kvsight.extras import require
@@ -50,7 +50,7 @@ def audit(
     source = LogInput(log)
     source.find_torn_tail()
     known_damage = [str(source.tail)] if source.tail else []
-    compile_kernels("analysis.audit.audit")
+    load_kernels()
     from analysis.audit.audit import audit_log
     from analysis.audit.curves import AuditCurves
 

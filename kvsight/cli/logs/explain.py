@@ -15,7 +15,7 @@ from kv_events.runtime.words import count, local_time, names, natural_order, pri
 from kvsight.cli.logs.reading import LogInput, TopicInput, extent_text, moment_fault, open_source
 from kvsight.cli.shared.console import UsageError, err, out, print_result
 from kvsight.cli.shared.flags import KAFKA, AsJson, with_flags
-from kvsight.cli.shared.process import compile_kernels
+from kvsight.cli.shared.process import load_kernels
 from kvsight.cli.shared.prompts import decode_query, read_json_object
 from kvsight.cli.shared.streams import namespace_text
 from kvsight.cli.shared.tables import Column, table_lines
@@ -49,7 +49,7 @@ def explain(
     moment = LogMoment.parse(at, "--at")
     body = read_json_object(prompt)
     source = open_source(log, kafka, flags, moment)
-    compile_kernels("analysis.explain.explanation", "api.queries.parsing")
+    load_kernels()
     from analysis.explain.asked_prompt import AskedPrompt
 
     asked = AskedPrompt(*decode_query(body), worker)

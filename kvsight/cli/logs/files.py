@@ -25,7 +25,7 @@ from kvsight.cli.logs.reading import LogFolder, LogInput, damage_facts, exit_if_
 from kvsight.cli.logs.records import From, LogRange, OfChannel, RecordFilter, Selection, To
 from kvsight.cli.shared.console import UsageError, err, out, print_json, print_result, progress_bar
 from kvsight.cli.shared.flags import AsJson
-from kvsight.cli.shared.process import compile_kernels
+from kvsight.cli.shared.process import load_kernels
 from kvsight.cli.shared.tables import Column, table_lines
 from kvsight.extras import require
 
@@ -234,7 +234,7 @@ def slice_log(
 
 
 def _keep_views(log: Path, new_log: Path, copied: LogRange, begin: int) -> None:
-    compile_kernels("indexer.replay")
+    load_kernels()
     from indexer.replay import Timeline
     from indexer.replay.frames import save_frame
 
@@ -333,7 +333,7 @@ def export(
     source, moment = LogInput(log), LogMoment.parse(at, "--at")
     if parquet.exists() and (not parquet.is_dir() or any(parquet.iterdir())):
         raise UsageError(f"{parquet}: not an empty folder")
-    compile_kernels("indexer.replay")
+    load_kernels()
     from analysis.parquet import write_events, write_views
 
     replayed = LogInput(log)

@@ -18,7 +18,7 @@ from kvsight.cli.logs.reading import write_key_frames
 from kvsight.cli.logs.records import OF_EVENTS, OfChannel, channels_of
 from kvsight.cli.shared.console import UsageError, err
 from kvsight.cli.shared.flags import BROKER, KAFKA, METRICS_PORT, with_flags
-from kvsight.cli.shared.process import compile_kernels, stop_signals
+from kvsight.cli.shared.process import load_kernels, stop_signals
 
 if TYPE_CHECKING:
     from indexer.recording.feed import Feed, Selection
@@ -69,7 +69,7 @@ def record(
     segment = segment_bytes_within(size)
     if segment_bytes is not None:
         segment = max(1, int(parse_quantity("--segment-bytes", segment_bytes, BYTES)))
-    compile_kernels("indexer.replay")
+    load_kernels()
     recorder = Recorder(
         folder,
         segment_bytes=segment,

@@ -28,7 +28,7 @@ from kvsight.cli.shared.console import (
     waiting,
 )
 from kvsight.cli.shared.flags import HTTP, KAFKA, ApiToken, AsJson, with_flags
-from kvsight.cli.shared.process import allow_open_files, compile_kernels, keep_freed_memory
+from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels
 from kvsight.cli.shared.prompts import decode_query, read_json_object
 from kvsight.cli.shared.streams import MEDIA, StreamRow, streams_lines
 from kvsight.cli.shared.tables import Column, table_lines
@@ -93,11 +93,7 @@ def replay(
     moment = LogMoment.parse(at, "--at")
     body = None if query is None else read_json_object(query)
     source = open_source(log, kafka, flags, moment)
-    compile_kernels(
-        "indexer.replay",
-        "api.queries.encoding",
-        *(["api.fast.local_answers", "api.queries.parsing"] if query is not None else []),
-    )
+    load_kernels()
     asked = None if body is None else decode_query(body)
     replayed, extent = _replay(source, moment)
     fault = moment_fault(extent, moment)
@@ -135,7 +131,7 @@ def _serve(folder: Path, at: str | None, **flags: Any) -> None:
     logging.getLogger("indexer.applier").setLevel(logging.ERROR)
     keep_freed_memory()
     allow_open_files(settings.max_connections)
-    compile_kernels("api.replay.service")
+    load_kernels()
     from api.app import create_app
     from api.replay.moments import OutsideTheLogError
     from api.replay.service import ReplayService
@@ -231,7 +227,7 @@ def _show_diff(folder: Path, at: str | None, other: str, to: str | None, api_tok
         raise UsageError("--to: a live service has no other moment than now")
     moments = LogMoment.parse(at, "--at"), LogMoment.parse(to, "--to")
     sources = [LogInput(folder), LogInput(folder if is_service else Path(other))]
-    compile_kernels("indexer.replay")
+    load_kernels()
     from analysis.diff import diff
 
     before = _of_log(sources[0], moments[0], "--at")

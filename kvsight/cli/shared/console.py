@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from kv_events.errors import KvsightError
@@ -72,7 +72,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: RenderableType) -> Iterator[None]:
     """Show a spinner on stderr while the block runs. Shows nothing if stderr is not a terminal."""
     if err.is_terminal:
         with err.status(what):

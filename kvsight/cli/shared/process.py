@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvsight.cli.shared.console import err, waiting
 
@@ -34,39 +34,29 @@ _LARGEST_KEPT_BYTES = 6 * 2**20
 them from the heap as well and zero them entirely."""
 
 
-def compile_kernels(*packages: str) -> None:
-    """Load the numba kernels of the index, and those of further packages.
+def load_kernels(compile_missing: Callable[[], object] | None = None) -> None:
+    """Load the numba kernels of the modules that are imported. The first command on a machine compiles all kernels.
 
-    On a new machine they are compiled by all cores and kept on disk; the log says so.
-    """
-    import_without_kernels(*packages)()
-
-
-def import_without_kernels(*packages: str) -> Callable[[], None]:
-    """Import the index and further packages, so that settings can be checked before kernels are compiled.
-
-    Returns what `compile_kernels` does then. None of the kernels may be called before.
+    compile_missing: calls the function of this name in `kv_events.kernels.load`, and does more meanwhile.
     """
     from kv_events.kernels import load
 
-    compile_all = load.import_without_kernels("kv_events.hashing", "indexer.index", *packages)
-
-    def load_and_report() -> None:
-        with waiting("loading kernels"):
-            report_compilation(compile_all)
-
-    return load_and_report
-
-
-def report_compilation(load: Callable[[], None]) -> None:
-    """Load kernels, and print how long it took if they had to be compiled."""
-    from kv_events.kernels.load import has_compiled
-
-    began = time.perf_counter()
-    load()
-    gc.freeze()  # half a million objects that live as long as the process: a collection at its end takes 0.3 s
-    if has_compiled():
+    if not load.is_complete():
+        began = time.perf_counter()
+        with waiting(_Progress(load.progress)):
+            (compile_missing or load.compile_missing)()
         err.print(f"kernels compiled in {time.perf_counter() - began:.0f} s")
+    load.load()
+    gc.freeze()  # half a million objects that live as long as the process: a collection at its end takes 0.3 s
+
+
+class _Progress(NamedTuple):
+    """A text that is made each time that it is shown."""
+
+    text: Callable[[], str]
+
+    def __rich__(self) -> str:
+        return self.text()
 
 
 def stop_signals() -> asyncio.Event:

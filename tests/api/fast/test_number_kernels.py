@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.queries.number_kernels import read_hashes, read_u32
+from api.queries.kernels.numbers import read_hashes, read_u32
 from tests.support.effort import num_examples
 
 MOST = 256

@@ -4,23 +4,27 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
-from api.fast.answer_kernels import Layout, StreamTable, put_answer
-from api.queries.number_kernels import read_tokens
+from api.fast.kernels.answer import Layout, StreamTable, put_answer
+from api.queries.kernels.numbers import read_tokens
 from indexer.kernels.find import PageLookup, find_prefixes
 from kv_events.kernels.bundles import (
-    BYTES,
+    U64,
+    BytesInput,
     F64Vector,
     I32Vector,
+    U8Input,
     U8Vector,
     U32Input,
     U32Matrix,
     U32Vector,
     U64Input,
     U64Vector,
+    int64,
+    uint64,
 )
-from kv_events.kernels.declare import array_function, array_kernel
+from kv_events.kernels.declare import helper, kernel
+from kv_events.kernels.instructions import vector_of
 from kv_events.kernels.xxh3 import LONG_STATE_WORDS, hash_each_window, roll_each
 from kv_events.schema import NUM_MEDIA
 
@@ -33,7 +37,7 @@ MAX_TOKENS_OF_TEXT = 2**17
 UNKNOWN = -1
 """Number of streams that are not found yet."""
 
-_NO_PARENT = np.uint64(0)
+_NO_PARENT = uint64(0)
 
 
 class QueryBuffers(NamedTuple):
@@ -99,8 +103,20 @@ def _written_and_read(size: int, dtype: type[np.generic]) -> tuple[npt.NDArray[A
     return written, read
 
 
-@array_function
-def answer(text, start, tokens, hashes, question, seeds, lookup, buffers, table, layout, times):
+@helper
+def answer(
+    text: U8Input,
+    start: int,
+    tokens: U32Input,
+    hashes: U64Input,
+    question: tuple[int, int, int, int, int, int, int],
+    seeds: tuple[U64, U64],
+    lookup: PageLookup,
+    buffers: QueryBuffers,
+    table: StreamTable,
+    layout: Layout,
+    times: tuple[float, float, float, float],
+) -> tuple[int, int, int]:
     """Answer a query about one namespace.
 
     text: for TEXT: the numbers from index `start` on, after the "[". tokens: uint32[n], for TOKENS. hashes:
@@ -120,10 +136,10 @@ def answer(text, start, tokens, hashes, question, seeds, lookup, buffers, table,
         if kind == TEXT:
             count, end = read_tokens(text, start, buffers.read)
             if end < 0:
-                return np.int64(-1), end, np.int64(0)
+                return int64(-1), end, int64(0)
             tokens = buffers.tokens[:count]
         if kind <= TOKENS:
-            num_positions = max(np.int64(0), len(tokens) - is_bigram)
+            num_positions = max(int64(0), len(tokens) - is_bigram)
             rolled = buffers.rolled[: num_positions // block_size]
             hash_each_window(tokens, block_size + is_bigram, block_size, seeds[0], buffers.long_state, rolled)
             roll_each(rolled, seeds[1], _NO_PARENT, False, rolled)
@@ -133,7 +149,7 @@ def answer(text, start, tokens, hashes, question, seeds, lookup, buffers, table,
             hashes = buffers.hashes[: len(hashes)]
         found = find_prefixes(lookup, hashes, buffers.streams, buffers.pages)
         if has_groups:
-            return np.int64(found), end, np.int64(num_positions)
+            return int64(found), end, int64(num_positions)
     group_states = buffers.group_states[: has_groups * len(buffers.group_states)]
     weights = buffers.weights[: has_weights * NUM_MEDIA]
     length = put_answer(
@@ -148,23 +164,22 @@ def answer(text, start, tokens, hashes, question, seeds, lookup, buffers, table,
         block_size,
         weights,
     )
-    return np.int64(length), end, np.int64(0)
+    return int64(length), end, int64(0)
 
 
-@array_kernel(
-    types.UniTuple(types.int64, 3),
-    BYTES,
-    types.int64,
-    U32Input,
-    U64Input,
-    types.UniTuple(types.int64, 7),
-    types.UniTuple(types.uint64, 2),
-    PageLookup,
-    QueryBuffers,
-    StreamTable,
-    Layout,
-    types.UniTuple(types.float64, 4),
-)
-def answer_query(text, start, tokens, hashes, question, seeds, lookup, buffers, table, layout, times):
+@kernel
+def answer_query(
+    text: BytesInput,
+    start: int,
+    tokens: U32Input,
+    hashes: U64Input,
+    question: tuple[int, int, int, int, int, int, int],
+    seeds: tuple[U64, U64],
+    lookup: PageLookup,
+    buffers: QueryBuffers,
+    table: StreamTable,
+    layout: Layout,
+    times: tuple[float, float, float, float],
+) -> tuple[int, int, int]:
     """`answer`, for callers in Python."""
-    return answer(text, start, tokens, hashes, question, seeds, lookup, buffers, table, layout, times)
+    return answer(vector_of(text), start, tokens, hashes, question, seeds, lookup, buffers, table, layout, times)

@@ -1,10 +1,10 @@
 """The kernel that reads the lines of an HTTP/1.1 head: it finds those that matter, and checks the characters of all."""
 
 import numpy as np
-from numba import types
 
-from kv_events.kernels.bundles import BYTES, I64Matrix
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.bundles import BytesInput, I64Matrix, U8Input, int64, uint8
+from kv_events.kernels.declare import helper, inline_helper, kernel
+from kv_events.kernels.instructions import vector_of
 
 _READ = (b"content-length", b"content-type", b"host", b"authorization", b"traceparent", b"tracestate", b"connection")
 _REFUSED = (b"content-encoding", b"expect", b"proxy-connection", b"transfer-encoding", b"upgrade")
@@ -25,7 +25,7 @@ _ENDS = np.cumsum([0, *map(len, _READ + _REFUSED)], dtype=np.int64)
 _LONGEST = max(map(len, _READ + _REFUSED))
 _HAS_LENGTH = np.isin(np.arange(_LONGEST + 1), np.diff(_ENDS))
 
-_CR, _LF, _COLON, _SPACE, _TAB, _CASE = (np.uint8(ord(char)) for char in "\r\n: \t ")
+_CR, _LF, _COLON, _SPACE, _TAB, _CASE = (uint8(ord(char)) for char in "\r\n: \t ")
 # characters of RFC 9110: those of a name (5.6.2), and those of a value (5.5)
 _IN_NAME = np.isin(
     np.arange(256), list(b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -33,8 +33,8 @@ _IN_NAME = np.isin(
 _IN_VALUE = (np.arange(256) >= ord(" ")) & (np.arange(256) != 127) | (np.arange(256) == ord("\t"))
 
 
-@array_helper
-def _is_word(data, start, end, words, first, last):
+@inline_helper
+def _is_word(data: U8Input, start: int, end: int, words: U8Input, first: int, last: int) -> bool:
     """Return whether `data[start:end]` is `words[first:last]`, which is in lower case, in any case."""
     if end - start != last - first:
         return False
@@ -44,8 +44,8 @@ def _is_word(data, start, end, words, first, last):
     return start + i == end
 
 
-@array_helper
-def _line_of(data, start, end):
+@inline_helper
+def _line_of(data: U8Input, start: int, end: int) -> int:
     """Return the number of a name among those that matter, or -1."""
     if end - start <= _LONGEST and _HAS_LENGTH[end - start]:
         for line in range(len(_ENDS) - 1):
@@ -54,8 +54,8 @@ def _line_of(data, start, end):
     return -1
 
 
-@array_function
-def read_lines(data, start, stop, found):
+@helper
+def read_lines(data: U8Input, start: int, stop: int, found: I64Matrix) -> int:
     """Read the lines of a head, from `start` up to and including the empty line.
 
     data: uint8[n] or bytes. stop: end of what has arrived. found: int64[NUM_FOUND, 2], written: begin and end of the
@@ -69,7 +69,7 @@ def read_lines(data, start, stop, found):
         while at < stop and _IN_NAME[data[at]]:
             at += 1
         if at in (begin, stop) or data[at] != _COLON:
-            return np.int64(PASS_ON)
+            return int64(PASS_ON)
         line = _line_of(data, begin, at)
         at += 1
         while at < stop and (data[at] == _SPACE or data[at] == _TAB):
@@ -78,22 +78,22 @@ def read_lines(data, start, stop, found):
         while at < stop and _IN_VALUE[data[at]]:
             at += 1
         if at + 1 >= stop or data[at] != _CR or data[at + 1] != _LF:
-            return np.int64(PASS_ON)
+            return int64(PASS_ON)
         if line >= 0:
             is_plain = at > begin and data[at - 1] != _SPACE and data[at - 1] != _TAB
             if line >= NUM_FOUND or found[line, 1] > 0 or not is_plain:
-                return np.int64(PASS_ON)
+                return int64(PASS_ON)
             found[line, 0], found[line, 1] = begin, at
         at += 2
     if at + 1 >= stop or data[at + 1] != _LF:
-        return np.int64(PASS_ON)
+        return int64(PASS_ON)
     begin, end = found[_CONNECTION, 0], found[_CONNECTION, 1]
     if end > 0 and not _is_word(data, begin, end, _KEEP_ALIVE, 0, len(_KEEP_ALIVE)):
-        return np.int64(PASS_ON)
+        return int64(PASS_ON)
     return at + 2
 
 
-@array_kernel(types.int64, BYTES, types.int64, I64Matrix)
-def read_head(data, start, found):
+@kernel
+def read_head(data: BytesInput, start: int, found: I64Matrix) -> int:
     """`read_lines`, for callers in Python."""
-    return read_lines(data, start, len(data), found)
+    return read_lines(vector_of(data), start, len(data), found)

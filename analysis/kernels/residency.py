@@ -2,12 +2,24 @@
 
 from typing import NamedTuple
 
-import numpy as np
-from numba import types
-
 from kv_events.kernels import page_table_ops
-from kv_events.kernels.bundles import I64Vector, U8Input, U8Vector, U16Vector, U32Matrix, U32Vector, U64Input, U64Vector
-from kv_events.kernels.declare import array_helper, array_kernel
+from kv_events.kernels.bundles import (
+    U64,
+    I64Vector,
+    U8Input,
+    U8Vector,
+    U16Vector,
+    U32Matrix,
+    U32Vector,
+    U64Input,
+    U64Vector,
+    int64,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+)
+from kv_events.kernels.declare import inline_helper, kernel
 from kv_events.kernels.page_table import HIGH_WATER, Table
 from kv_events.schema import NUM_MEDIA
 
@@ -17,7 +29,7 @@ COUNT_NAMES = ("stored", "removed", "double", "orphan", "unknown", "churned", "b
 UNTRACKED = NUM_MEDIA * len(COUNT_NAMES)
 """Place of the count of pages for which there was no room."""
 
-_HELD = np.uint8(0x0F)
+_HELD = uint8(0x0F)
 
 
 class Residencies(NamedTuple):
@@ -66,52 +78,52 @@ class PageArrays(NamedTuple):
     """[4 * counts + 1] see the names above: index `count * 4 + medium`."""
 
 
-@array_helper
-def _count(counts, what, medium):
+@inline_helper
+def _count(counts: I64Vector, what: int, medium: int) -> None:
     counts[what * NUM_MEDIA + medium] += 1
 
 
-@array_helper
-def _is_held(held, entry):
+@inline_helper
+def _is_held(held: Residencies, entry: int) -> bool:
     return held.media[entry] & _HELD != 0
 
 
-@array_helper
-def _know(known, key, page_hash, parent):
+@inline_helper
+def _know(known: KnownPages, key: U64, page_hash: U64, parent: int) -> int:
     """Note that a page exists. parent: entry of its parent, or -1. Returns its entry, or -1 without room."""
     entry, is_new = page_table_ops.find_or_insert(known.table, key)
     if entry >= 0 and is_new:
         known.hashes[entry] = page_hash
-        known.parents[entry] = np.uint32(parent + 1)
-        known.depths[entry] = known.depths[parent] + np.uint32(1) if parent >= 0 else np.uint32(1)
+        known.parents[entry] = uint32(parent + 1)
+        known.depths[entry] = known.depths[parent] + uint32(1) if parent >= 0 else uint32(1)
         known.stores[entry] = 0
         known.requests[entry] = 0
     return entry
 
 
-@array_kernel(types.void, PageArrays, U64Input, U8Input, U64Input, I64Vector)
-def store(book, hashes, chain_starts, parents, facts):
+@kernel
+def store(book: PageArrays, hashes: U64Input, chain_starts: U8Input, parents: U64Input, facts: I64Vector) -> None:
     """Note pages that were stored. hashes, chain_starts and parents: as in `PackedStored`.
 
     facts: int64[9]: keys of stream and namespace as u64, stream, medium, milliseconds, batch, resync, whether the pages
     are part of a resync, and the time in milliseconds that pages are expected to stay.
     """
     held, known = book.held, book.known
-    stream_key, namespace_key = np.uint64(facts[0]), np.uint64(facts[1])
-    stream, medium, now, batch = facts[2], facts[3], np.uint32(facts[4]), np.uint32(facts[5])
-    mark, is_resync, bounce_ms = np.uint16(facts[6]), facts[7] != 0, facts[8]
-    bit, left = np.uint8(1 << medium), np.uint8(16 << medium)
-    chain, above = -1, np.int64(-1)
+    stream_key, namespace_key = uint64(facts[0]), uint64(facts[1])
+    stream, medium, now, batch = facts[2], facts[3], uint32(facts[4]), uint32(facts[5])
+    mark, is_resync, bounce_ms = uint16(facts[6]), facts[7] != 0, facts[8]
+    bit, left = uint8(1 << medium), uint8(16 << medium)
+    chain, above = -1, int64(-1)
     for i in range(hashes.shape[0]):
         if i + page_table_ops.AHEAD < hashes.shape[0]:
             page_table_ops.fetch(held.table, hashes[i + page_table_ops.AHEAD] ^ stream_key)
         page = hashes[i]
-        starts = (chain_starts[i >> 3] >> np.uint8(i & 7)) & np.uint8(1) != 0
-        parent = hashes[i - 1] if not starts else np.uint64(0)
+        starts = (chain_starts[i >> 3] >> uint8(i & 7)) & uint8(1) != 0
+        parent = hashes[i - 1] if not starts else uint64(0)
         if starts:
             chain += 1
             parent = parents[chain]
-            above = np.int64(-1)
+            above = int64(-1)
             if parent != 0:
                 above = page_table_ops.find(known.table, parent ^ namespace_key)
                 entry = page_table_ops.find(held.table, parent ^ stream_key)
@@ -126,18 +138,18 @@ def store(book, hashes, chain_starts, parents, facts):
             book.counts[UNTRACKED] += 1
         if is_new:
             held.hashes[entry] = page
-            held.streams[entry] = np.uint16(stream)
+            held.streams[entry] = uint16(stream)
             held.media[entry] = 0
             held.began[entry] = batch
             held.seen[entry] = 0
             if above >= 0:
-                known.stores[above] += np.uint32(1)
+                known.stores[above] += uint32(1)
         held.parents[entry] = parent
         if held.media[entry] & bit != 0:
             if not is_resync:
                 _count(book.counts, DOUBLE, medium)
         else:
-            if held.media[entry] & left != 0 and np.int64(np.uint32(now - held.since[entry, medium])) < bounce_ms:
+            if held.media[entry] & left != 0 and int64(uint32(now - held.since[entry, medium])) < bounce_ms:
                 _count(book.counts, BOUNCED, medium)
             _count(book.counts, STORED, medium)
             held.media[entry] = (held.media[entry] | bit) & ~left
@@ -148,12 +160,12 @@ def store(book, hashes, chain_starts, parents, facts):
         held.seen[entry] |= bit
 
 
-@array_kernel(types.void, PageArrays, U64Input, I64Vector)
-def remove(book, hashes, facts):
+@kernel
+def remove(book: PageArrays, hashes: U64Input, facts: I64Vector) -> None:
     """Note pages that were removed from a medium. Arguments as in `store`."""
     held = book.held
-    stream_key, medium, now = np.uint64(facts[0]), facts[3], np.uint32(facts[4])
-    bit, left, churn_ms = np.uint8(1 << medium), np.uint8(16 << medium), facts[8]
+    stream_key, medium, now = uint64(facts[0]), facts[3], uint32(facts[4])
+    bit, left, churn_ms = uint8(1 << medium), uint8(16 << medium), facts[8]
     for i in range(hashes.shape[0]):
         if i + page_table_ops.AHEAD < hashes.shape[0]:
             page_table_ops.fetch(held.table, hashes[i + page_table_ops.AHEAD] ^ stream_key)
@@ -162,7 +174,7 @@ def remove(book, hashes, facts):
             _count(book.counts, UNKNOWN, medium)
             continue
         _count(book.counts, REMOVED, medium)
-        if np.int64(np.uint32(now - held.since[entry, medium])) < churn_ms:
+        if int64(uint32(now - held.since[entry, medium])) < churn_ms:
             _count(book.counts, CHURNED, medium)
         held.media[entry] = (held.media[entry] & ~bit) | left
         held.since[entry, medium] = now
@@ -171,16 +183,16 @@ def remove(book, hashes, facts):
             page_table_ops.remove(held.table, entry)
 
 
-@array_kernel(types.void, PageArrays, types.int64, types.int64)
-def sweep(book, stream, mark):
+@kernel
+def sweep(book: PageArrays, stream: int, mark: int) -> None:
     """Drop the pages of a stream that resync number `mark` did not name, medium by medium. mark: -1: all pages."""
     held = book.held
     for entry in range(held.table.meta[HIGH_WATER]):
-        if not _is_held(held, entry) or np.int64(held.streams[entry]) != stream:
+        if not _is_held(held, entry) or int64(held.streams[entry]) != stream:
             continue
-        kept = held.seen[entry] if np.int64(held.marks[entry]) == mark else np.uint8(0)
+        kept = held.seen[entry] if int64(held.marks[entry]) == mark else uint8(0)
         for medium in range(NUM_MEDIA):
-            bit = np.uint8(1 << medium)
+            bit = uint8(1 << medium)
             if held.media[entry] & bit != 0 and kept & bit == 0:
                 _count(book.counts, SWEPT, medium)
                 held.media[entry] &= ~bit
@@ -189,8 +201,8 @@ def sweep(book, stream, mark):
             page_table_ops.remove(held.table, entry)
 
 
-@array_kernel(types.int64, PageArrays, types.uint64, U64Input, types.int64, types.int64, types.int64)
-def first_lost(book, stream_key, hashes, start, stop, since):
+@kernel
+def first_lost(book: PageArrays, stream_key: U64, hashes: U64Input, start: int, stop: int, since: int) -> int:
     """Return the first page in [start, stop) of a prompt that the stream does not hold now, or not without a break.
 
     since: number of a batch after which the stream must not have lost the page; -1: it only has to hold it now.
@@ -199,13 +211,13 @@ def first_lost(book, stream_key, hashes, start, stop, since):
     held = book.held
     for i in range(start, stop):
         entry = page_table_ops.find(held.table, hashes[i] ^ stream_key)
-        if entry < 0 or (since >= 0 and np.int64(held.began[entry]) > since):
+        if entry < 0 or (since >= 0 and int64(held.began[entry]) > since):
             return i
     return stop
 
 
-@array_kernel(types.int64, PageArrays, types.uint64, U64Input)
-def note_request(book, namespace_key, hashes):
+@kernel
+def note_request(book: PageArrays, namespace_key: U64, hashes: U64Input) -> int:
     """Count a request for the pages of a prompt that any stream has held. Returns the number of these pages."""
     known = book.known
     found = 0
@@ -213,19 +225,19 @@ def note_request(book, namespace_key, hashes):
         entry = page_table_ops.find(known.table, hashes[i] ^ namespace_key)
         if entry < 0:
             break
-        known.requests[entry] += np.uint32(1)
+        known.requests[entry] += uint32(1)
         found += 1
     return found
 
 
-@array_kernel(types.int64, PageArrays, I64Vector)
-def count_orphans(book, stream_keys):
+@kernel
+def count_orphans(book: PageArrays, stream_keys: I64Vector) -> int:
     """Return how many held pages have a parent that their stream does not hold. stream_keys: by stream, as u64."""
     held = book.held
     found = 0
     for entry in range(held.table.meta[HIGH_WATER]):
         if _is_held(held, entry) and held.parents[entry] != 0:
-            key = held.parents[entry] ^ np.uint64(stream_keys[held.streams[entry]])
+            key = held.parents[entry] ^ uint64(stream_keys[held.streams[entry]])
             if page_table_ops.find(held.table, key) < 0:
                 found += 1
     return found

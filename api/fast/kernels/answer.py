@@ -7,12 +7,28 @@ import numpy.typing as npt
 
 from indexer.kernels.views import FAULT_CLOSED, FAULT_NONE
 from indexer.views import STATES, ViewState
-from kv_events.kernels.bundles import BoolVector, F64Vector, I32Vector, I64Vector, U8Vector
-from kv_events.kernels.declare import array_function, array_helper
+from kv_events.kernels.bundles import (
+    I32,
+    U8,
+    U32,
+    U64,
+    BoolVector,
+    F64Vector,
+    I32Vector,
+    I64Vector,
+    U8Input,
+    U8Vector,
+    U32Matrix,
+    int64,
+    uint8,
+    uint32,
+    uint64,
+)
+from kv_events.kernels.declare import helper, inline_helper
 from kv_events.kernels.instructions import copy_sixteen, lowest_bit, put_eight
 
 _LIVE, _SYNCING, _STALE, _EXPIRED = (
-    np.uint8(STATES.index(state)) for state in (ViewState.LIVE, ViewState.SYNCING, ViewState.STALE, ViewState.EXPIRED)
+    uint8(STATES.index(state)) for state in (ViewState.LIVE, ViewState.SYNCING, ViewState.STALE, ViewState.EXPIRED)
 )
 BYTES_PER_WORKER, BYTES_PER_RANK = 512, 192
 """Bounds on the text of a worker without its name, and on that of one of its ranks."""
@@ -23,12 +39,12 @@ GPU, CPU, DISK, EXTERNAL, RANKS, STATE, AGE = range(7)
 MARGIN = 16
 """Bytes that an array of text must have beyond its end."""
 
-_ZERO, _POINT = np.uint8(ord("0")), ord(".")
-_TEN, _MOST_DIGITS = np.uint64(10), 19
-_FOUR_DIGITS, _EIGHT_DIGITS = np.uint64(10**4), 10**8
-_ZEROS = np.uint64(0x3030303030303030)  # eight times "0"
-_LAST_DIGIT = np.uint64(1 << 56)
-_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE = (np.uint8(ord(char)) for char in ',:"{}')
+_ZERO, _POINT = uint8(ord("0")), ord(".")
+_TEN, _MOST_DIGITS = uint64(10), 19
+_FOUR_DIGITS, _EIGHT_DIGITS = uint64(10**4), 10**8
+_ZEROS = uint64(0x3030303030303030)  # eight times "0"
+_LAST_DIGIT = uint64(1 << 56)
+_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE = (uint8(ord(char)) for char in ',:"{}')
 
 
 def _fixed(text: bytes) -> npt.NDArray[np.uint8]:
@@ -45,7 +61,7 @@ _WEIGHTED_DP = _fixed(b',"weighted_dp":{')
 _MOST_DECIMALS = 6
 _LARGEST_EXACT = 2.0**53
 _SMALLEST_PLAIN = 1e-3  # smaller numbers may be written with an exponent
-_NOT_PLAIN = np.int64(-1)
+_NOT_PLAIN = int64(-1)
 
 
 class Texts(NamedTuple):
@@ -93,64 +109,64 @@ class Layout(NamedTuple):
     """[1] whether an answer begins with `scores` and `frequencies`."""
 
 
-@array_helper
-def _put(out, at, data, start, stop):
+@inline_helper
+def _put(out: U8Vector, at: int, data: U8Input, start: int, stop: int) -> int:
     """Write a piece of text. The arrays have `MARGIN` bytes more than the text that is read or written."""
     for i in range(0, stop - start, MARGIN):
         copy_sixteen(out, at + i, data, start + i)
     return at + stop - start
 
 
-@array_helper
-def put_piece(out, at, texts, number):
+@inline_helper
+def put_piece(out: U8Vector, at: int, texts: Texts, number: int) -> int:
     return _put(out, at, texts.data, texts.ends[number], texts.ends[number + 1])
 
 
-@array_helper
-def _put_byte(out, at, byte):
+@inline_helper
+def _put_byte(out: U8Vector, at: int, byte: U8) -> int:
     out[at] = byte
     return at + 1
 
 
-@array_helper
-def put_number(out, at, value):
+@inline_helper
+def put_number(out: U8Vector, at: int, value: int) -> int:
     """Write a non-negative integer."""
     if value >= _EIGHT_DIGITS:
         return _put_long_number(out, at, value)
-    digits = _digits(np.uint64(value))
+    digits = _digits(uint64(value))
     skipped = lowest_bit(digits | _LAST_DIGIT) >> 3
-    put_eight(out, at, (digits | _ZEROS) >> np.uint64(8 * skipped))
+    put_eight(out, at, (digits | _ZEROS) >> uint64(8 * skipped))
     return at + 8 - skipped
 
 
-@array_helper
-def _digits(value):
+@inline_helper
+def _digits(value: U64) -> U64:
     """Return the eight digits of a number, one in each byte, the first one in the lowest.
 
     Halves, then pairs, then digits are separated by multiplication with a rounded reciprocal, so there is no loop.
     """
     high = value // _FOUR_DIGITS
-    halves = high | ((value - high * _FOUR_DIGITS) << np.uint64(32))
-    high = ((halves * np.uint64(10_486)) >> np.uint64(20)) & np.uint64(0x0000007F0000007F)  # divided by 100
-    pairs = high | ((halves - high * np.uint64(100)) << np.uint64(16))
-    high = ((pairs * np.uint64(103)) >> np.uint64(10)) & np.uint64(0x000F000F000F000F)  # divided by 10
-    return high | ((pairs - high * np.uint64(10)) << np.uint64(8))
+    halves = high | ((value - high * _FOUR_DIGITS) << uint64(32))
+    high = ((halves * uint64(10_486)) >> uint64(20)) & uint64(0x0000007F0000007F)  # divided by 100
+    pairs = high | ((halves - high * uint64(100)) << uint64(16))
+    high = ((pairs * uint64(103)) >> uint64(10)) & uint64(0x000F000F000F000F)  # divided by 10
+    return high | ((pairs - high * uint64(10)) << uint64(8))
 
 
-@array_function
-def _put_long_number(out, at, value):
-    rest, bound, digits = np.uint64(value), _TEN, 1
+@helper
+def _put_long_number(out: U8Vector, at: int, value: int) -> int:
+    rest, bound, digits = uint64(value), _TEN, 1
     while rest >= bound and digits < _MOST_DIGITS:
         bound *= _TEN
         digits += 1
     for i in range(digits - 1, -1, -1):
-        out[at + i] = _ZERO + np.uint8(rest % _TEN)
+        out[at + i] = _ZERO + uint8(rest % _TEN)
         rest //= _TEN
     return at + digits
 
 
-@array_function
-def _put_float(out, at, value):
+@helper
+def _put_float(out: U8Vector, at: int, value: float) -> int:
     """Write a float with as few decimals as identify it. Returns -1 if it needs more than six or an exponent."""
     if value >= _LARGEST_EXACT or (value != 0.0 and value < _SMALLEST_PLAIN):
         return _NOT_PLAIN
@@ -160,28 +176,30 @@ def _put_float(out, at, value):
         if scaled >= _LARGEST_EXACT:
             return _NOT_PLAIN
         if scaled / scale == value:
-            whole = np.int64(scaled) // np.int64(scale)
-            at = _put_byte(out, put_number(out, at, whole), np.uint8(_POINT))
-            rest = np.int64(scaled) - whole * np.int64(scale)
+            whole = int64(scaled) // int64(scale)
+            at = _put_byte(out, put_number(out, at, whole), uint8(_POINT))
+            rest = int64(scaled) - whole * int64(scale)
             for i in range(at + max(decimals, 1) - 1, at - 1, -1):
-                out[i] = _ZERO + np.uint8(rest % 10)
+                out[i] = _ZERO + uint8(rest % 10)
                 rest //= 10
             return at + max(decimals, 1)
         scale *= 10.0
     return _NOT_PLAIN
 
 
-@array_helper
-def _put_key(out, at, number, rank):
+@inline_helper
+def _put_key(out: U8Vector, at: int, number: int, rank: I32) -> int:
     """Write the key of a rank. number: how many keys precede it."""
     if number > 0:
         at = _put_byte(out, at, _COMMA)
-    at = put_number(out, _put_byte(out, at, _QUOTE), np.int64(rank))
+    at = put_number(out, _put_byte(out, at, _QUOTE), int64(rank))
     return _put_byte(out, _put_byte(out, at, _QUOTE), _COLON)
 
 
-@array_helper
-def _shown_state(table, stream, expired_before, syncing_before, late_before):
+@inline_helper
+def _shown_state(
+    table: StreamTable, stream: int, expired_before: float, syncing_before: float, late_before: float
+) -> U8:
     """Return the state to show, as `Freshness.state` does."""
     tick, fault, state = table.last_batch_tick[stream], table.faults[stream], table.states[stream]
     if fault == FAULT_CLOSED or tick < expired_before:
@@ -193,21 +211,21 @@ def _shown_state(table, stream, expired_before, syncing_before, late_before):
     return _STALE if fault != FAULT_NONE or tick < late_before else _LIVE
 
 
-@array_helper
-def _next_found(table, stream, query):
+@inline_helper
+def _next_found(table: StreamTable, stream: int, query: int) -> int:
     """Return the stream, or the next one of its worker, that the query found; -1 if there is none."""
     while stream >= 0 and table.found_in[stream] != query:
-        stream = np.int64(table.following[stream])
+        stream = int64(table.following[stream])
     return stream
 
 
-@array_helper
-def _following(table, stream, query):
-    return _next_found(table, np.int64(table.following[stream]), query)
+@inline_helper
+def _following(table: StreamTable, stream: int, query: int) -> int:
+    return _next_found(table, int64(table.following[stream]), query)
 
 
-@array_helper
-def _is_new(table, stream, query, part):
+@inline_helper
+def _is_new(table: StreamTable, stream: int, query: int, part: int) -> bool:
     """Return whether a stream was found and is the first of its worker in this part (0 or 1) of the answer."""
     worker = table.workers[stream]
     if table.found_in[stream] != query or table.written_in[worker] == 2 * query + part:
@@ -221,12 +239,12 @@ class _Holdings(NamedTuple):
 
     first: int
     num_ranks: int
-    gpu: int
+    gpu: U32
     """Pages of the best rank, as on the next three tiers."""
-    cpu: int
-    disk: int
-    external: int
-    state: int
+    cpu: U32
+    disk: U32
+    external: U32
+    state: U8
     """Number of the least trusted state."""
     last_batch_at: float
     """The oldest."""
@@ -234,13 +252,13 @@ class _Holdings(NamedTuple):
     """Whether any rank holds more than what is on its device."""
 
 
-@array_helper
-def _holdings(table, pages, first, query):
+@inline_helper
+def _holdings(table: StreamTable, pages: U32Matrix, first: int, query: int) -> _Holdings:
     """Sum up the found streams of a worker. first: the first of them.
 
     Streams are followed one by one: most workers have one rank, for which a vectorized loop would take twice as long.
     """
-    num_ranks, gpu, cpu, disk, external = 0, np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0)
+    num_ranks, gpu, cpu, disk, external = 0, uint32(0), uint32(0), uint32(0), uint32(0)
     state, last_batch_at, ranks_differ = table.shown[first], table.last_batch_at[first], False
     stream = first
     while stream >= 0:
@@ -253,13 +271,23 @@ def _holdings(table, pages, first, query):
     return _Holdings(first, num_ranks, gpu, cpu, disk, external, state, last_batch_at, ranks_differ)
 
 
-@array_helper
-def _put_tokens(out, at, num_pages, block_size):
-    return put_number(out, at, np.int64(num_pages) * block_size)
+@inline_helper
+def _put_tokens(out: U8Vector, at: int, num_pages: U32, block_size: int) -> int:
+    return put_number(out, at, int64(num_pages) * block_size)
 
 
-@array_helper
-def _put_ranks(out, at, table, pages, first, query, tier, block_size, with_zeros):
+@inline_helper
+def _put_ranks(
+    out: U8Vector,
+    at: int,
+    table: StreamTable,
+    pages: U32Matrix,
+    first: int,
+    query: int,
+    tier: int,
+    block_size: int,
+    with_zeros: bool,
+) -> int:
     """Write the tokens of each rank on a tier."""
     written, stream = 0, first
     while stream >= 0:
@@ -271,8 +299,18 @@ def _put_ranks(out, at, table, pages, first, query, tier, block_size, with_zeros
     return at
 
 
-@array_helper
-def _put_gap(out, at, table, layout, pages, held, query, block_size, gap):
+@inline_helper
+def _put_gap(
+    out: U8Vector,
+    at: int,
+    table: StreamTable,
+    layout: Layout,
+    pages: U32Matrix,
+    held: _Holdings,
+    query: int,
+    block_size: int,
+    gap: U8,
+) -> int:
     """Write the number or word of one gap."""
     if gap == GPU:
         return _put_tokens(out, at, held.gpu, block_size)
@@ -287,8 +325,17 @@ def _put_gap(out, at, table, layout, pages, held, query, block_size, gap):
     return put_piece(out, at, layout.state_names, held.state)
 
 
-@array_helper
-def _put_holdings(out, at, table, layout, pages, held, query, block_size):
+@inline_helper
+def _put_holdings(
+    out: U8Vector,
+    at: int,
+    table: StreamTable,
+    layout: Layout,
+    pages: U32Matrix,
+    held: _Holdings,
+    query: int,
+    block_size: int,
+) -> int:
     """Write what a worker holds, up to its age, which comes last."""
     for i in range(len(layout.gaps)):
         at = put_piece(out, at, layout.pieces, i)
@@ -297,8 +344,8 @@ def _put_holdings(out, at, table, layout, pages, held, query, block_size):
     return at
 
 
-@array_helper
-def _are_alike(table, held, other):
+@inline_helper
+def _are_alike(table: StreamTable, held: _Holdings, other: _Holdings) -> bool:
     """Return whether two workers of one rank have the same text, up to their ages."""
     return (
         held.num_ranks == 1
@@ -312,13 +359,15 @@ def _are_alike(table, held, other):
     )
 
 
-@array_helper
-def _put_age(out, at, held, now):
-    return put_number(out, at, max(np.int64(0), np.int64(np.rint((now - held.last_batch_at) * 1000.0))))
+@inline_helper
+def _put_age(out: U8Vector, at: int, held: _Holdings, now: float) -> int:
+    return put_number(out, at, max(int64(0), int64(np.rint((now - held.last_batch_at) * 1000.0))))
 
 
-@array_helper
-def _put_matched_ranks(out, at, table, pages, held, query, block_size):
+@inline_helper
+def _put_matched_ranks(
+    out: U8Vector, at: int, table: StreamTable, pages: U32Matrix, held: _Holdings, query: int, block_size: int
+) -> int:
     """Write the tokens of each rank on any tier, unless they equal those on the device."""
     if held.ranks_differ:
         at = _put(out, at, _MATCHED_DP, 0, len(_MATCHED_DP) - MARGIN)
@@ -327,16 +376,25 @@ def _put_matched_ranks(out, at, table, pages, held, query, block_size):
     return at
 
 
-@array_helper
-def _weighted(gpu, cpu, disk, external, block_size, weights):
+@inline_helper
+def _weighted(gpu: U32, cpu: U32, disk: U32, external: U32, block_size: int, weights: F64Vector) -> float:
     """Return tokens by weight, in the order of operations of `TierTokens.weighted`."""
-    gpu, cpu = np.int64(gpu) * block_size, np.int64(cpu) * block_size
-    disk, external = np.int64(disk) * block_size, np.int64(external) * block_size
+    gpu, cpu = int64(gpu) * block_size, int64(cpu) * block_size
+    disk, external = int64(disk) * block_size, int64(external) * block_size
     return gpu * weights[0] + (cpu - gpu) * weights[1] + (disk - cpu) * weights[2] + (external - disk) * weights[3]
 
 
-@array_helper
-def _put_weighted(out, at, table, pages, held, query, block_size, weights):
+@inline_helper
+def _put_weighted(
+    out: U8Vector,
+    at: int,
+    table: StreamTable,
+    pages: U32Matrix,
+    held: _Holdings,
+    query: int,
+    block_size: int,
+    weights: F64Vector,
+) -> int:
     """Write the tokens by weight: of the worker, and of each rank if there are several. Returns -1 as `_put_float`."""
     at = _put(out, at, _WEIGHTED, 0, len(_WEIGHTED) - MARGIN)
     at = _put_float(out, at, _weighted(held.gpu, held.cpu, held.disk, held.external, block_size, weights))
@@ -354,12 +412,14 @@ def _put_weighted(out, at, table, pages, held, query, block_size, weights):
     return _put_byte(out, at, _CLOSE)
 
 
-@array_helper
-def _put_scores(out, at, table, pages, streams, query, block_size):
+@inline_helper
+def _put_scores(
+    out: U8Vector, at: int, table: StreamTable, pages: U32Matrix, streams: I32Vector, query: int, block_size: int
+) -> int:
     """Write the tokens on the devices: worker -> rank -> tokens, without zeros."""
     written = 0
     for number in streams:
-        stream = np.int64(number)
+        stream = int64(number)
         if _is_new(table, stream, query, 0):
             name = at if written == 0 else _put_byte(out, at, _COMMA)
             name = put_piece(out, name, table.names, table.workers[stream])
@@ -371,8 +431,19 @@ def _put_scores(out, at, table, pages, streams, query, block_size):
     return at
 
 
-@array_helper
-def put_answer(out, start, table, layout, times, streams, pages, group_states, block_size, weights):
+@inline_helper
+def put_answer(
+    out: U8Vector,
+    start: int,
+    table: StreamTable,
+    layout: Layout,
+    times: tuple[float, float, float, float],
+    streams: I32Vector,
+    pages: U32Matrix,
+    group_states: U8Vector,
+    block_size: int,
+    weights: F64Vector,
+) -> int:
     """Write an answer, up to the end of its list of workers.
 
     out: uint8[n], which has room for twice the names of all workers, `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each
@@ -386,7 +457,7 @@ def put_answer(out, start, table, layout, times, streams, pages, group_states, b
     table.query[0] += 1
     query, at, written = table.query[0], start, 0
     for number in streams:
-        stream = np.int64(number)
+        stream = int64(number)
         table.shown[stream] = _shown_state(table, stream, expired_before, syncing_before, late_before)
         if len(group_states) > 0:
             table.shown[stream] = max(table.shown[stream], group_states[stream])
@@ -396,9 +467,9 @@ def put_answer(out, start, table, layout, times, streams, pages, group_states, b
         at = _put_scores(out, at, table, pages, streams, query, block_size)
         at = _put(out, at, _BETWEEN_PARTS, 0, len(_BETWEEN_PARTS) - MARGIN)
     text_start, text_stop = at, at
-    previous = _Holdings(0, 0, np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0), _LIVE, now, False)
+    previous = _Holdings(0, 0, uint32(0), uint32(0), uint32(0), uint32(0), _LIVE, now, False)
     for number in streams:
-        stream = np.int64(number)
+        stream = int64(number)
         if not _is_new(table, stream, query, 1):
             continue
         if written > 0:

@@ -8,15 +8,12 @@ Such requests have the same values in the lines of the head that matter, and the
 
 from typing import NamedTuple
 
-import numpy as np
-from numba import types
-
-from api.fast.answer_kernels import Layout, StreamTable, Texts, put_number, put_piece
-from api.fast.head_kernel import AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST, read_lines
-from api.fast.query_kernel import TEXT, UNKNOWN, QueryBuffers, answer
+from api.fast.kernels.answer import Layout, StreamTable, Texts, put_number, put_piece
+from api.fast.kernels.head import AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST, read_lines
+from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, answer
 from indexer.kernels.find import PageLookup
-from kv_events.kernels.bundles import I32Vector, I64Matrix, U8Vector, U64Vector
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.bundles import I32, U64, I32Vector, I64Matrix, U8Vector, U64Vector, int64, uint8, uint64
+from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import address_of, call_native, eight_bytes
 
 MAX_REQUEST_BYTES = 2**14
@@ -36,7 +33,7 @@ request was answered, and the rest of the answer is left to the caller.
 _LINE, _CONTENT_TYPE, _HOST, _AUTHORIZATION, _BEFORE, _AFTER = range(6)
 _BEGIN, _END = range(2)
 _MOST_DIGITS = 6
-_ZERO, _NINE = np.uint8(ord("0")), np.uint8(ord("9"))
+_ZERO, _NINE = uint8(ord("0")), uint8(ord("9"))
 _FAILED = -1
 
 
@@ -63,8 +60,8 @@ class SocketBuffers(NamedTuple):
     """[NUM_FOUND, 2] scratch, see `read_lines`."""
 
 
-@array_function
-def _is_at(data, at, stop, texts, number):
+@helper
+def _is_at(data: U8Vector, at: int, stop: int, texts: Texts, number: int) -> bool:
     """Return whether a piece of text is in `data` at this position, which is not negative, and ends before `stop`."""
     start, end = texts.ends[number], texts.ends[number + 1]
     length = end - start
@@ -82,69 +79,71 @@ def _is_at(data, at, stop, texts, number):
     return True
 
 
-@array_helper
-def _size(texts, number):
+@inline_helper
+def _size(texts: Texts, number: int) -> int:
     return texts.ends[number + 1] - texts.ends[number]
 
 
-@array_helper
-def _has_value(data, lines, line, template, number):
+@inline_helper
+def _has_value(data: U8Vector, lines: I64Matrix, line: int, template: Texts, number: int) -> bool:
     """Return whether a line has the value of the template. An empty one stands for any."""
     size = _size(template, number)
     begin, end = lines[line, _BEGIN], lines[line, _END]
     return size == 0 or (end - begin == size and _is_at(data, begin, end, template, number))
 
 
-@array_helper
-def _length_of_body(data, lines):
+@inline_helper
+def _length_of_body(data: U8Vector, lines: I64Matrix) -> int:
     """Return the number in the line Content-Length, or -1."""
     begin, end = lines[CONTENT_LENGTH, _BEGIN], lines[CONTENT_LENGTH, _END]
-    length = np.int64(0)
+    length = int64(0)
     for i in range(begin, end):
         if data[i] < _ZERO or data[i] > _NINE:
-            return np.int64(_FAILED)
-        length = 10 * length + np.int64(data[i] - _ZERO)
-    return length if 0 < end - begin <= _MOST_DIGITS else np.int64(_FAILED)
+            return int64(_FAILED)
+        length = 10 * length + int64(data[i] - _ZERO)
+    return length if 0 < end - begin <= _MOST_DIGITS else int64(_FAILED)
 
 
-@array_function
-def _start_of_numbers(template, data, start, stop, lines):
+@helper
+def _start_of_numbers(template: Texts, data: U8Vector, start: int, stop: int, lines: I64Matrix) -> int:
     """Return where the numbers of a request begin, or -1 if it is not one of the template, or not complete."""
     if not _is_at(data, start, stop, template, _LINE):
-        return np.int64(_FAILED)
+        return int64(_FAILED)
     body = read_lines(data, start + _size(template, _LINE), stop, lines)
     if body < 0 or not _has_value(data, lines, CONTENT_TYPE, template, _CONTENT_TYPE):
-        return np.int64(_FAILED)
+        return int64(_FAILED)
     if not _has_value(data, lines, HOST, template, _HOST):
-        return np.int64(_FAILED)
+        return int64(_FAILED)
     if not _has_value(data, lines, AUTHORIZATION, template, _AUTHORIZATION):
-        return np.int64(_FAILED)
+        return int64(_FAILED)
     length = _length_of_body(data, lines)
     if length < 0 or body + length != stop or not _is_at(data, body, stop, template, _BEFORE):
-        return np.int64(_FAILED)
+        return int64(_FAILED)
     return body + _size(template, _BEFORE)
 
 
-@array_helper
-def _write(sockets, connection, body, num_bytes, head_size):
+@inline_helper
+def _write(sockets: SocketBuffers, connection: I32, body: U8Vector, num_bytes: int, head_size: int) -> tuple[int, int]:
     """Send head and `body[:num_bytes]`. Returns the number of bytes sent, 0 after an error, and that of the head."""
     at = put_number(sockets.head, head_size, num_bytes)
     at = put_piece(sockets.head, at, sockets.head_end, 0)
     parts = sockets.parts
-    parts[0], parts[1] = address_of(sockets.head, 0), np.uint64(at)
-    parts[2], parts[3] = address_of(body, 0), np.uint64(num_bytes)
-    sent = call_native(sockets.functions[WRITEV], np.uint64(connection), address_of(parts, 0), np.uint64(2))
-    return max(np.int64(0), np.int64(sent)), at
+    parts[0], parts[1] = address_of(sockets.head, 0), uint64(at)
+    parts[2], parts[3] = address_of(body, 0), uint64(num_bytes)
+    sent = call_native(sockets.functions[WRITEV], uint64(connection), address_of(parts, 0), uint64(2))
+    return max(int64(0), int64(sent)), at
 
 
-@array_function
-def _keep_rest(sockets, number, at, body, num_bytes, head_bytes, sent):
+@helper
+def _keep_rest(
+    sockets: SocketBuffers, number: int, at: int, body: U8Vector, num_bytes: int, head_bytes: int, sent: int
+) -> int:
     """Copy the part of an answer that was not sent to `data`, from index `at` on. Returns its end."""
     stop = at
     for i in range(sent, head_bytes):
         sockets.data[stop] = sockets.head[i]
         stop += 1
-    for i in range(max(np.int64(0), sent - head_bytes), num_bytes):
+    for i in range(max(int64(0), sent - head_bytes), num_bytes):
         sockets.data[stop] = body[i]
         stop += 1
     sockets.borders[number, _BEGIN], sockets.borders[number, _END] = at, stop
@@ -152,20 +151,19 @@ def _keep_rest(sockets, number, at, body, num_bytes, head_bytes, sent):
     return stop
 
 
-@array_kernel(
-    types.int64,
-    SocketBuffers,
-    Texts,
-    types.UniTuple(types.int64, 3),
-    types.UniTuple(types.int64, 4),
-    types.UniTuple(types.uint64, 2),
-    PageLookup,
-    QueryBuffers,
-    StreamTable,
-    Layout,
-    types.UniTuple(types.float64, 4),
-)
-def serve_ready(sockets, template, sizes, numbers, seeds, lookup, buffers, table, layout, times):
+@kernel
+def serve_ready(
+    sockets: SocketBuffers,
+    template: Texts,
+    sizes: tuple[int, int, int],
+    numbers: tuple[int, int, int, int],
+    seeds: tuple[U64, U64],
+    lookup: PageLookup,
+    buffers: QueryBuffers,
+    table: StreamTable,
+    layout: Layout,
+    times: tuple[float, float, float, float],
+) -> int:
     """Serve one request of each connection, all of which have something to read.
 
     template: six pieces, see `RequestTemplate.pieces`. sizes: number of connections, bytes of the fixed part of
@@ -176,8 +174,8 @@ def serve_ready(sockets, template, sizes, numbers, seeds, lookup, buffers, table
     """
     count, head_size, answer_bytes = sizes
     block_size, is_bigram, has_weights, begin = numbers
-    question = (np.int64(TEXT), block_size, is_bigram, np.int64(UNKNOWN), has_weights, np.int64(0), begin)
-    data, at, answered = sockets.data, np.int64(0), 0
+    question = (int64(TEXT), block_size, is_bigram, int64(UNKNOWN), has_weights, int64(0), begin)
+    data, at, answered = sockets.data, int64(0), 0
     after = _size(template, _AFTER)
     most = MAX_REQUEST_BYTES + sockets.head.shape[0] + answer_bytes
     for number in range(count):
@@ -185,16 +183,14 @@ def serve_ready(sockets, template, sizes, numbers, seeds, lookup, buffers, table
         sockets.outcomes[number] = WAITING
         if at + most > data.shape[0]:
             continue
-        size = np.int64(
-            call_native(
-                sockets.functions[READ], np.uint64(connection), address_of(data, at), np.uint64(MAX_REQUEST_BYTES)
-            )
+        size = int64(
+            call_native(sockets.functions[READ], uint64(connection), address_of(data, at), uint64(MAX_REQUEST_BYTES))
         )
-        stop = at + max(np.int64(0), size)
+        stop = at + max(int64(0), size)
         sockets.outcomes[number] = RETURNED
         sockets.borders[number, _BEGIN], sockets.borders[number, _END] = at, stop
         start = _start_of_numbers(template, data, at, stop, sockets.lines)
-        length = np.int64(_FAILED)
+        length = int64(_FAILED)
         if start >= 0 and start + after <= stop and _is_at(data, stop - after, stop, template, _AFTER):
             length, end, _ = answer(
                 data[:stop],
@@ -210,7 +206,7 @@ def serve_ready(sockets, template, sizes, numbers, seeds, lookup, buffers, table
                 times,
             )
             if end + after != stop:
-                length = np.int64(_FAILED)
+                length = int64(_FAILED)
         if length < 0:
             at = stop
             continue

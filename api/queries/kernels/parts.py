@@ -1,10 +1,7 @@
 """Kernels that find the parts of JSON and msgpack without creating Python objects, and without the interpreter."""
 
-import numpy as np
-from numba import types
-
-from kv_events.kernels.bundles import I64Matrix, U8Input
-from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.bundles import I64Matrix, U8Input, int64, uint64
+from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.msgpack import ARRAY, MAP, read_head, skip
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON = ord('"'), ord("\\"), ord(","), ord(":")
@@ -14,15 +11,15 @@ _WHITE = (ord(" "), ord("\n"), ord("\r"), ord("\t"))
 _BROKEN = -1
 
 
-@array_helper
-def _after_white(text, at):
+@inline_helper
+def _after_white(text: U8Input, at: int) -> int:
     while at < len(text) and text[at] in _WHITE:
         at += 1
     return at
 
 
-@array_function
-def _after_string(text, at):
+@helper
+def _after_string(text: U8Input, at: int) -> int:
     """Return the position after the string that begins here, -1 if it has no end."""
     at += 1
     while at < len(text):
@@ -33,8 +30,8 @@ def _after_string(text, at):
     return _BROKEN
 
 
-@array_function
-def _after_value(text, at):
+@helper
+def _after_value(text: U8Input, at: int) -> int:
     """Return the position after the value that begins here, -1 if it has no end. What is inside is not checked."""
     depth = 0
     while at < len(text):
@@ -56,8 +53,8 @@ def _after_value(text, at):
     return _BROKEN
 
 
-@array_kernel(types.int64, U8Input, types.int64, I64Matrix)
-def json_parts(text, is_object, spans):
+@kernel
+def json_parts(text: U8Input, is_object: int, spans: I64Matrix) -> int:
     """Find the members of an object, or the elements of an array.
 
     text: uint8[n]. is_object: 1 or 0. spans: int64[most, 4], written: begin and end of the key, begin and end of the
@@ -92,33 +89,33 @@ def json_parts(text, is_object, spans):
     return found + 1
 
 
-@array_kernel(types.int64, U8Input, types.int64, I64Matrix)
-def msgpack_parts(data, is_object, spans):
+@kernel
+def msgpack_parts(data: U8Input, is_object: int, spans: I64Matrix) -> int:
     """Find the pairs of a map, or the elements of an array. See `json_parts`. data: uint8[n]."""
     kind, value, at = read_head(data, 0, len(data))
     if kind != (MAP if is_object else ARRAY):
         return _BROKEN
-    if value > np.uint64(spans.shape[0]):
+    if value > uint64(spans.shape[0]):
         return spans.shape[0] + 1
-    for found in range(np.int64(value)):
+    for found in range(int64(value)):
         for column in range(0 if is_object else 2, 4, 2):
             spans[found, column] = at
             at = skip(data, at, len(data))
             if at < 0:
                 return _BROKEN
             spans[found, column + 1] = at
-    return np.int64(value) if at == len(data) else _BROKEN
+    return int64(value) if at == len(data) else _BROKEN
 
 
-@array_kernel(types.UniTuple(types.int64, 2), U8Input)
-def msgpack_array(data):
+@kernel
+def msgpack_array(data: U8Input) -> tuple[int, int]:
     """Return the number of elements of an array, -1 if it is none, and the position of the first one."""
     kind, value, at = read_head(data, 0, len(data))
-    return np.int64(value) if kind == ARRAY else np.int64(_BROKEN), at
+    return int64(value) if kind == ARRAY else int64(_BROKEN), at
 
 
-@array_kernel(types.int64, U8Input, types.int64, types.int64)
-def msgpack_after(data, at, count):
+@kernel
+def msgpack_after(data: U8Input, at: int, count: int) -> int:
     """Return the position after some values, the first of which begins here."""
     for _ in range(count):
         at = skip(data, at, len(data))

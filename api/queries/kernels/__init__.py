@@ -1,0 +1,1 @@
+"""The kernels that find the parts of a body, and read its numbers."""

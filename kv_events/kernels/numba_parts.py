@@ -1,0 +1,174 @@
+"""The private parts of numba that kernels need, and nothing else in the project.
+
+`docs/decisions` says for each of them what it gains and when it can go. If a new version of numba changes one of them,
+`tests/kv_events/test_kernels.py` shows which one.
+"""
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from numba import types
+from numba.core import registry
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import register_pass
+from numba.core.errors import TypingError
+from numba.core.typed_passes import NativeLowering
+
+_CPUDispatcher: Any = registry.CPUDispatcher
+_OPTIONS = {"nopython": True, "no_cfunc_wrapper": True, "_nrt": False}
+"""`_nrt`: without numba's memory runtime. numba counts references to the arrays of a named tuple at every access, which
+costs more than the work itself. Callers allocate all arrays, so nothing has to be counted; an allocation inside a
+kernel is a compile error instead of a slow kernel."""
+
+
+class _UntranslatedLibrary(JITCodeLibrary):
+    """The code of a function that only kernels call, simplified, but neither inlined into nor translated.
+
+    That happens in each kernel that calls it, into which it is linked. To do so here as well would take longer than all
+    the rest. LLVM also changes code when it translates it, in ways that are not valid for code that is
+    optimised again. See docs/decisions/inlined_functions.md.
+    """
+
+    @property
+    def codegen(self) -> Any:
+        """What would give the function an environment, which only calls from Python need."""
+        return SimpleNamespace(set_env=lambda *_: None)
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _LoweringForCallers(NativeLowering):
+    _name = "lowering_for_callers"
+
+    def run_pass(self, state: Any) -> bool:
+        state.library = _UntranslatedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        return bool(super().run_pass(state))
+
+
+class _CompilerForCallers(CompilerBase):
+    def define_pipelines(self) -> list[Any]:
+        pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        pipeline.passes = [
+            (_LoweringForCallers if each is NativeLowering else each, what) for each, what in pipeline.passes
+        ]
+        pipeline.finalize()
+        return [pipeline]
+
+
+class HelperDispatcher(_CPUDispatcher):
+    """A function that kernels call. It is compiled once, for one signature, when the first caller is compiled."""
+
+    def __init__(self, function: Callable[..., Any], signature: Callable[[], Any], *, is_inlined: bool) -> None:
+        """signature: returns the types. It is called when they are needed."""
+        options = {**_OPTIONS, "no_cpython_wrapper": True, "forceinline": is_inlined}
+        super().__init__(function, targetoptions=options, pipeline_class=_CompilerForCallers)
+        self._signature = signature
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """Called by numba where a caller calls the function. Arguments are converted to the signature's types.
+
+        numba would also convert real numbers to integers, without a word. They arise where a u64 meets an int64.
+        """
+        if self._can_compile:
+            self.compile(self._signature())
+            self.disable_compile()
+        found = super().get_call_template(args, kws)
+        for wanted, given in zip(self.nopython_signatures[0].args, found[2], strict=False):
+            if isinstance(given, types.Float) and not isinstance(wanted, types.Float):
+                raise TypingError(f"{self.py_func.__qualname__} expects {wanted}, not {given}")
+        return found
+
+
+class KernelDispatcher(_CPUDispatcher):
+    """A function that Python calls. It has one signature. Its code is loaded before the first call, or by it."""
+
+    def __init__(self, function: Callable[..., Any], signature: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """signature: returns the types. load: receives this dispatcher before its first call, and calls `compile`."""
+        super().__init__(function, targetoptions={**_OPTIONS, "nogil": True})
+        self.signature, self._load = signature, load
+
+    def keep_in(self, folder: Path, *, is_writable: bool) -> None:
+        """Load compiled code from a folder, and save it there."""
+        self._cache = _Cache(self.py_func, folder, is_writable)
+
+    @property
+    def kept_in(self) -> Path:
+        """The file that exists if the code is in the folder of `keep_in`."""
+        return Path(self._cache._cache_file._index_path)
+
+    def load(self) -> None:
+        """Load the code, or compile it. Raises OSError if the code was compiled, but cannot be saved.
+
+        Python's garbage collector is off meanwhile: numba's many small objects make it a tenth of the time.
+        """
+        if not self._can_compile:
+            return
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            self.compile(self.signature())
+        finally:
+            if was_on:
+                gc.enable()
+            if self.overloads:
+                self.disable_compile()
+
+    def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by numba for a call before the code is loaded. Returns the compiled function, which it then calls."""
+        self._load(self)
+        (signature,) = self.nopython_signatures
+        given = [self.typeof_pyval(value) for value in args]
+        if (
+            kwargs
+            or len(given) != len(signature.args)
+            or None in map(self.typingctx.can_convert, given, signature.args)
+        ):
+            raise TypeError(f"No matching definition for argument type(s) {', '.join(map(str, given))}")
+        return self.overloads[signature.args].entry_point
+
+
+class _Locator(_CacheLocator):
+    """Tells numba to keep a function in a given folder, whose name stands for the state of all sources."""
+
+    def __init__(self, folder: Path, function: Any) -> None:
+        self._folder, self._function = folder, function
+
+    def ensure_cache_path(self) -> None:
+        pass
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> int:
+        return 0
+
+    def get_disambiguator(self) -> str:
+        return str(self._function.__code__.co_firstlineno)
+
+
+class _CacheImpl(CompileResultCacheImpl):
+    def __init__(self, function: Any, folder: Path) -> None:
+        self._locator_classes = [SimpleNamespace(from_function=lambda *_: _Locator(folder, function))]  # type: ignore[list-item]
+        super().__init__(function)
+
+
+class _Cache(FunctionCache):
+    def __init__(self, function: Any, folder: Path, is_writable: bool) -> None:
+        self._impl_class = partial(_CacheImpl, folder=folder)  # type: ignore[assignment]
+        self._is_writable = is_writable
+        super().__init__(function)
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if self._is_writable:
+            super().save_overload(signature, result)
