@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import settings
 
+from kv_events.kernels.load import compile_missing
 from tests.support.effort import SOAK, register_profiles
 from tests.support.servers.child_process import PartMissingError, RestartableServer
 from tests.support.servers.kafka_broker import KafkaBroker, LinkedKafka
@@ -56,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Mooncake's client writes a line for each step, the last ones after the results
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     socket = getattr(config, "workerinput", {}).get("shared_servers")
+    if socket is None:
+        compile_missing()
     config.stash[_SERVERS] = RemoteServers(socket) if socket else SharedServers()
     config.stash[_CRASHES] = []
 

@@ -106,7 +106,12 @@ class ResidencyIndex:
     def begin_with(self, stream: int, namespace: int, pages: HeldBefore, at: BatchTime) -> None:
         """Note what a stream held before the log, which is counted nowhere. at: a time long before the log."""
         order = prefix_order(pages.hashes, pages.parents)
-        hashes, parents, tiers, resent = (column[order] for column in pages)
+        hashes, parents, tiers, resent = (
+            pages.hashes[order],
+            pages.parents[order],
+            pages.tiers[order],
+            pages.resent[order],
+        )
         for medium in range(NUM_MEDIA):
             for mark, of_mark in ((0, tiers & ~resent), (1, tiers & resent)):
                 held = np.flatnonzero(of_mark >> medium & 1)

@@ -45,7 +45,7 @@ def add_kernel(kernel: KernelDispatcher) -> None:
 
 
 def load() -> None:
-    """Load the kernels of all modules that are imported. Compile those of the whole project first, if any are missing."""
+    """Load the kernels of all imported modules. Compile those of the whole project first, if any are missing."""
     compile_missing()
     for kernel in tuple(_declared):
         load_kernel(kernel)

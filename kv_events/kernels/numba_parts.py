@@ -11,13 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from numba import types
 from numba.core import registry
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
-from numba.core.errors import TypingError
 from numba.core.typed_passes import NativeLowering
 
 _CPUDispatcher: Any = registry.CPUDispatcher
@@ -76,18 +74,11 @@ class HelperDispatcher(_CPUDispatcher):
         self._signature = signature
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """Called by numba where a caller calls the function. Arguments are converted to the signature's types.
-
-        numba would also convert real numbers to integers, without a word. They arise where a u64 meets an int64.
-        """
+        """Called by numba where a caller calls the function. Arguments are converted to the signature's types."""
         if self._can_compile:
             self.compile(self._signature())
             self.disable_compile()
-        found = super().get_call_template(args, kws)
-        for wanted, given in zip(self.nopython_signatures[0].args, found[2], strict=False):
-            if isinstance(given, types.Float) and not isinstance(wanted, types.Float):
-                raise TypingError(f"{self.py_func.__qualname__} expects {wanted}, not {given}")
-        return found
+        return super().get_call_template(args, kws)
 
 
 class KernelDispatcher(_CPUDispatcher):

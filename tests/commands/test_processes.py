@@ -1,6 +1,5 @@
-"""What only a process of its own shows: kept memory, kernels that are loaded in one step, missing extras."""
+"""What only a process of its own shows: kept memory, missing extras."""
 
-import json
 import subprocess
 import sys
 
@@ -21,34 +20,6 @@ for round in range({ROUNDS} + 1):
     del buffers
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-KERNELS = """
-import json, os, sys
-import numba
-from kv_events.kernels.load import declared_kernels
-from kvsight.cli.shared.process import import_without_kernels
-for name, (first, later) in json.loads(sys.argv[1]).items():
-    if os.fork() == 0:
-        import_without_kernels(*first.split())
-        print([name, *(kernel.source for kernel in declared_kernels(tuple(later.split())))], flush=True)
-        os._exit(0)
-    os.wait()
-"""
-"""Prints for each command the kernels that are declared after its first import, in a process of its own."""
-IMPORTS = {
-    "serve": ("api.app", "api.server indexer.assembly api.queries.parsing api.fast.local_answers"),
-    "replay": ("indexer.replay api.queries.encoding", "indexer.replay indexer.sources.kafka"),
-    "replay --query": (
-        "indexer.replay api.queries.encoding api.fast.local_answers api.queries.parsing",
-        "indexer.replay api.queries.body_formats",
-    ),
-    "simulate": ("simulation publisher.ledger", "simulation.live publisher.sinks.kafka publisher.sinks.memory"),
-    "bridge": ("bridge", "bridge.metrics publisher.sinks.kafka"),
-    "compile-kernels": (
-        "publisher.ledger bridge indexer.replay api.app",
-        "simulation engine_cache bridge.plugins indexer.replay api.server",
-    ),
-}
-"""Command -> what it imports first, and later."""
 
 
 def printed(program: str, *arguments: str) -> str:
@@ -63,10 +34,6 @@ def test_buffers_that_are_used_again_are_not_zeroed_again() -> None:
     """A process uses 24 MiB repeatedly. The page faults of the first use are not counted."""
     assert int(printed(MEMORY, "keep")) < PAGES_A_ROUND
     assert int(printed(MEMORY, "give back")) > ROUNDS * PAGES_A_ROUND / 2
-
-
-def test_no_kernel_is_declared_after_the_first_import() -> None:
-    assert printed(KERNELS, json.dumps(IMPORTS)).splitlines() == [str([name]) for name in IMPORTS]
 
 
 @pytest.mark.parametrize("words", [("query", "--show-hashes", "--tokens", "1,2,3,4", "--block-size", "4"), ("--help",)])

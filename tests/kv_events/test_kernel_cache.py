@@ -1,30 +1,41 @@
-"""Kernels are compiled once, kept where that is possible, and compiled again when a function that they call changes."""
+"""Kernels are compiled once for all commands, kept where that is possible, and compiled again when a source changes."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import pytest
+
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 _ENTRY = """
-from numba import types
-from kv_events.kernels.declare import array_kernel
-@array_kernel(types.int64, types.int64)
-def double(number):
+from kv_events.kernels.declare import kernel
+from kv_events.kernels.factor import factor
+@kernel
+def double(number: int) -> int:
     return 2 * number
-@array_kernel(types.int64, types.int64)
-def triple(number):
-    return 3 * number
+@kernel
+def multiply(number: int) -> int:
+    return factor() * number
 """
-_RUN = """
-from entry import double, triple
-print(double(1), triple(1), *[sum(each.stats.cache_hits.values()) for each in (double, triple)])
+_FACTOR = """
+from kv_events.kernels.declare import helper
+@helper
+def factor() -> int:
+    return {}
 """
+_CALL = """
+from kv_events.kernels.entry import double, multiply
+print(double(1), multiply(1), *[sum(each.stats.cache_hits.values()) for each in (double, multiply)])
+"""
+_LOAD = f"from kv_events.kernels import entry, load; load.load(){_CALL}"
 COMPILED, LOADED = ["2", "3", "0", "0"], ["2", "3", "1", "1"]
 # may read what only root can read, such as an interpreter in root's home folder, but not write
 _AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
@@ -34,19 +45,24 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start p
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder that every user can read, with a module of two kernels."""
+    """A project with two kernels, in a folder that every user can read."""
     with TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        (Path(name) / "entry.py").write_text(_ENTRY)
-        yield Path(name)
+        folder = Path(name)
+        folder.chmod(0o755)
+        room = folder / "kv_events/kernels"
+        room.mkdir(parents=True)
+        (folder / "kv_events/__init__.py").touch()
+        for module in ("__init__", "bundles", "declare", "load", "numba_parts"):
+            shutil.copy(ROOT / f"kv_events/kernels/{module}.py", room)
+        (room / "entry.py").write_text(_ENTRY)
+        (room / "factor.py").write_text(_FACTOR.format(3))
+        yield folder
 
 
-def start(
-    folder: Path, program: str = _RUN, *, user: list[str] | None = None, **variables: str
-) -> subprocess.Popen[str]:
+def start(folder: Path, program: str, *, user: list[str] | None = None, **variables: str) -> subprocess.Popen[str]:
     environment = {
         "PATH": os.environ["PATH"],
-        "PYTHONPATH": f"{folder}:{ROOT}",
+        "PYTHONPATH": str(folder),
         "PYTHONDONTWRITEBYTECODE": "1",
         "NUMBA_CACHE_DIR": str(folder / "cache"),
         **variables,
@@ -64,166 +80,89 @@ def ended(process: subprocess.Popen[str]) -> tuple[list[str], list[str]]:
     return out.split(), err.splitlines()
 
 
-def words_of(folder: Path, module: str) -> list[str]:
-    """Return what a module prints."""
-    return ended(start(folder, f"import {module}"))[0]
+@pytest.mark.parametrize(("program", "first"), [(_CALL, COMPILED), (_LOAD, LOADED)], ids=["by a call", "by `load`"])
+def test_the_first_start_says_once_what_it_does_and_where_and_the_next_nothing(
+    folder: Path, program: str, first: list[str]
+) -> None:
+    def run() -> tuple[list[str], list[str]]:
+        return ended(start(folder, program, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(folder / "home")))
 
-
-def test_the_first_start_says_once_what_it_does_and_where_and_the_next_nothing(folder: Path) -> None:
-    words, lines = ended(start(folder, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(folder / "home")))
-    assert words == COMPILED
+    words, lines = run()
+    assert words == first
     [line] = lines
-    assert "compiling kernels" in line
-    assert "30 s" in line
+    assert "compiling kernels (once for this processor" in line
     assert str(folder / "home/kvsight/kernels") in line
-    assert ended(start(folder, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(folder / "home"))) == (LOADED, [])
+    assert run() == (LOADED, [])
 
 
 @needs_root
 def test_a_compiled_cache_that_cannot_be_written_is_used_as_it_is(folder: Path) -> None:
-    ended(start(folder))
+    ended(start(folder, _LOAD))
     for path in [folder / "cache", *(folder / "cache").rglob("*")]:
         path.chmod(path.stat().st_mode & ~0o222 | 0o444)
-    assert ended(start(folder, user=_AS_NOBODY)) == (LOADED, [])
+    assert ended(start(folder, _LOAD, user=_AS_NOBODY)) == (LOADED, [])
 
 
 @needs_root
 @pytest.mark.parametrize("named", ["", "/", "{folder}/cache"], ids=["no home", "read-only", "without kernels"])
 def test_without_a_place_to_write_kernels_are_compiled_in_memory_after_one_line(folder: Path, named: str) -> None:
     (folder / "cache").mkdir()
-    for _ in range(2):
-        words, lines = ended(start(folder, user=_AS_NOBODY, NUMBA_CACHE_DIR=named.format(folder=folder)))
-        assert words == COMPILED
-        [line] = lines
-        assert "in memory at each start" in line
-        assert "NUMBA_CACHE_DIR" in line
+    words, lines = ended(start(folder, _LOAD, user=_AS_NOBODY, NUMBA_CACHE_DIR=named.format(folder=folder)))
+    assert words == COMPILED
+    [line] = lines
+    assert "in memory at each start" in line
+    assert "NUMBA_CACHE_DIR" in line
 
 
 def test_processes_that_start_at_once_compile_each_kernel_once(folder: Path) -> None:
-    hits = [ended(process)[0][2:] for process in [start(folder) for _ in range(3)]]
+    hits = [ended(process)[0][2:] for process in [start(folder, _CALL) for _ in range(3)]]
     assert [sorted(each) for each in zip(*hits, strict=True)] == [["0", "1", "1"]] * 2
 
 
-def test_locks_of_processes_that_were_killed_do_no_harm(folder: Path) -> None:
+def test_all_kernels_are_compiled_together_with_a_count_and_none_is_left_out(folder: Path) -> None:
     program = """
-import os, signal
 from kv_events.kernels import load
-load.KernelCode.compile = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-import entry
+print(load.progress(), load.is_complete(), sep=", ")
+load.compile_missing()
+print(load.progress(), load.is_complete(), sep=", ")
 """
+    words, _ = ended(start(folder, program))
+    assert " ".join(words) == "compiling kernels: 0 of 2, False compiling kernels: 2 of 2, True"
+    assert ended(start(folder, _CALL)) == (LOADED, [])
+
+
+def test_locks_of_processes_that_were_killed_do_no_harm(folder: Path) -> None:
+    program = f"""
+import os, signal
+from kv_events.kernels.numba_parts import KernelDispatcher
+KernelDispatcher.load = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+{_CALL}"""
     process = start(folder, program)
     process.communicate(timeout=100)
-    assert process.returncode == -9
+    assert process.returncode == -signal.SIGKILL
     assert [*folder.rglob("*.lock")]
-    assert ended(start(folder))[0] == COMPILED
+    assert ended(start(folder, _CALL))[0] == COMPILED
 
 
-def test_a_helper_compiles_what_its_starter_then_loads(folder: Path) -> None:
-    ended(start(folder, "from kv_events.kernels import load; load.help_compile(('entry',), 0, 1)"))
-    assert ended(start(folder)) == (LOADED, [])
+def test_processes_that_compile_end_with_the_one_that_waits_for_them(folder: Path) -> None:
+    (folder / "kv_events/kernels/endless.py").write_text("while True: pass")
+    process = start(folder, "from kv_events.kernels import load; load.compile_missing()")
+    parent = psutil.Process(process.pid)
+    wait_until(lambda: parent.children(), 60, "a child")
+    children = parent.children()
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(child.is_running() for child in children), 60, "the end of the children")
 
 
-def test_modules_are_imported_before_their_kernels_are_compiled_in_parallel_and_no_process_is_left(
-    folder: Path,
-) -> None:
-    program = f"""
-import psutil, sys
-from kv_events.kernels import load
-compile_all = load.import_without_kernels("entry")
-assert "entry" in sys.modules and not load.has_compiled()
-compile_all()
-assert load.has_compiled()
-assert not psutil.Process().children()
-{_RUN}"""
-    assert ended(start(folder, program))[0][:2] == ["2", "3"]
-    assert ended(start(folder)) == (LOADED, [])
+def test_a_kernel_is_compiled_again_when_a_function_that_it_calls_changes(folder: Path) -> None:
+    assert ended(start(folder, _CALL))[0] == COMPILED
+    (folder / "kv_events/kernels/factor.py").write_text(_FACTOR.format(4))
+    assert ended(start(folder, _CALL))[0] == ["2", "4", "0", "0"]
 
 
-_CALLEE = """
-from kv_events.kernels.declare import array_function
-@array_function
-def answer():
-    return {}
-"""
-_CALLER = """
-from numba import types
-from {} import answer
-from kv_events.kernels.declare import array_kernel
-@array_kernel(types.int64)
-def ask():
-    return answer()
-print(ask(), sum(ask.stats.cache_hits.values()))
-"""
-
-
-def write_package(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "__init__.py").touch()
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("caller", "callee"),
-    [("caller", "callee"), ("outer.inner.caller", "outer.callee"), ("ours.caller", "theirs.callee")],
-    ids=["in one folder", "in the package around it", "in another package"],
-)
-def test_a_kernel_is_loaded_until_a_function_that_it_calls_changes(tmp_path: Path, caller: str, callee: str) -> None:
-    for module, text in ((caller, _CALLER.format(callee)), (callee, _CALLEE.format(41))):
-        path = tmp_path.joinpath(*module.split("."))
-        for package in path.relative_to(tmp_path).parents[:-1]:
-            write_package(tmp_path / package)
-        path.with_suffix(".py").write_text(text)
-    assert words_of(tmp_path, caller) == ["41", "0"]
-    assert words_of(tmp_path, caller) == ["41", "1"]
-    tmp_path.joinpath(*callee.split(".")).with_suffix(".py").write_text(_CALLEE.format(42))
-    assert words_of(tmp_path, caller) == ["42", "0"]
-
-
-def test_a_kernel_is_compiled_again_when_its_module_has_moved(tmp_path: Path) -> None:
-    (tmp_path / "callee.py").write_text(_CALLEE.format(41))
-    for name in ("old", "new"):
-        package = write_package(tmp_path / name)
-        (package / "caller.py").write_text(_CALLER.format("callee"))
-        assert words_of(tmp_path, f"{name}.caller") == ["41", "0"]
-        shutil.rmtree(package)
-
-
-_MADE = """
-from numba import types
-from kv_events.kernels.declare import array_kernel
-def make(is_negative):
-    @array_kernel(types.int64, types.int64)
-    def signed(number):
-        return -number if is_negative else number
-    return signed
-for kernel in [make(False), make(True)]:
-    print(kernel(7), sum(kernel.stats.cache_hits.values()))
-"""
-
-
-def test_kernels_that_differ_by_a_constant_are_kept_side_by_side(tmp_path: Path) -> None:
-    (tmp_path / "made.py").write_text(_MADE)
-    assert words_of(tmp_path, "made") == ["7", "0", "-7", "0"]
-    assert words_of(tmp_path, "made") == ["7", "1", "-7", "1"]
-
-
-_BUNDLED = """
-from typing import NamedTuple
-import numpy as np
-from numba import types
-from kv_events.kernels.bundles import U64Vector, pin
-from kv_events.kernels.declare import array_kernel
-class {name}(NamedTuple):
-    words: U64Vector
-@array_kernel(types.uint64, {name})
-def first(bundle):
-    return bundle.words[0]
-print(first(pin({name}(np.array([{value}], np.uint64)))))
-"""
-
-
-def test_kernels_are_loaded_without_the_modules_of_other_kernels(tmp_path: Path) -> None:
-    for name, value in (("one", "1"), ("two", "2")):
-        (tmp_path / f"{name}.py").write_text(_BUNDLED.format(name=name.title(), value=value))
-        assert words_of(tmp_path, name) == [value]
-        (tmp_path / f"{name}.py").unlink()
+def test_kernels_of_other_places_are_not_kept(folder: Path) -> None:
+    (folder / "other.py").write_text(_ENTRY)
+    program = _CALL.replace("kv_events.kernels.entry", "other")
+    for _ in range(2):
+        assert ended(start(folder, program)) == (COMPILED, [])

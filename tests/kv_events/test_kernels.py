@@ -17,9 +17,9 @@ from indexer.index import OverlapIndex
 from kv_events.digest import add_page, digest_bytes, empty_digest, page_counts, remove_page
 from kv_events.kernels import instructions
 from kv_events.kernels.arrays import give_back, zeros
-from kv_events.kernels.bundles import I64Input, U8Vector, U32Matrix, U64Input, U64Vector, pin, spread
-from kv_events.kernels.declare import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME, array_kernel
-from kv_events.kernels.load import KernelCode
+from kv_events.kernels.bundles import I64Input, Spread, U8Vector, U32Matrix, U64Input, U64Vector, pin, uint64
+from kv_events.kernels.declare import kernel
+from kv_events.kernels.numba_parts import HelperDispatcher, KernelDispatcher
 from tests.support.log.records import digest_of
 
 # --- bundles --------------------------------------------------------------------------------------------------------
@@ -45,12 +45,12 @@ class Events(NamedTuple):
     lengths: I64Input
 
 
-@array_kernel(types.int64, Outer, spread(Events), types.int64)
-def change(outer, events, step):
+@kernel
+def change(outer: Outer, events: Spread[Events], step: int) -> int:
     """What a kernel says of itself."""
-    outer.inner.words[0] += np.uint64(step)
+    outer.inner.words[0] += uint64(step)
     total = outer.inner.rows[1, 2] + outer.flags[outer.flags.shape[0] - 1] + events.hashes[0]
-    return np.int64(total) + events.lengths[1] + 1000 * outer.inner.rows.shape[0]
+    return int(total) + events.lengths[1] + 1000 * outer.inner.rows.shape[0]
 
 
 def outer() -> Outer:
@@ -62,7 +62,7 @@ def events() -> Events:
     return Events(np.frombuffer((10).to_bytes(8, "little"), np.uint64), np.array([20, 30]))
 
 
-def test_a_kernel_reads_and_writes_the_arrays_of_a_resident_bundle_which_keeps_them_alive() -> None:
+def test_a_kernel_reads_and_writes_the_arrays_of_a_pinned_bundle_which_keeps_them_alive() -> None:
     held = outer()
     block, words = pin(held), held.inner.words
     assert change(block, events(), 5) == 2000 + 5 + 7 + 10 + 30
@@ -74,7 +74,7 @@ def test_a_kernel_reads_and_writes_the_arrays_of_a_resident_bundle_which_keeps_t
     assert words[0] == 6
 
 
-def wrong_number(block: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def wrong_number(block: Any) -> Any:
     block[0] += 1
     return block
 
@@ -90,8 +90,8 @@ def wrong_number(block: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     ],
     ids=["of equal shape", "of another shape", "cut", "of another class", "empty"],
 )
-def test_a_kernel_refuses_what_is_not_a_resident_bundle_of_its_class(block: npt.NDArray[np.uint64]) -> None:
-    with pytest.raises(TypeError, match="not a resident Outer"):
+def test_a_kernel_refuses_what_is_not_a_pinned_bundle_of_its_class(block: Any) -> None:
+    with pytest.raises(TypeError, match="not a pinned Outer"):
         change(block, events(), 1)
 
 
@@ -100,20 +100,21 @@ def test_a_kernel_refuses_what_is_not_a_resident_bundle_of_its_class(block: npt.
     [np.zeros(3), np.zeros((3, 1), np.uint8), np.zeros(6, np.uint8)[::2], np.frombuffer(b"abc", np.uint8)],
     ids=["of another type", "of two dimensions", "with gaps", "read-only"],
 )
-def test_only_arrays_that_are_what_their_fields_state_become_resident(flags: npt.NDArray[np.uint8]) -> None:
+def test_only_arrays_that_are_what_their_fields_state_are_pinned(flags: npt.NDArray[np.uint8]) -> None:
     with pytest.raises(TypeError, match="Outer"):
         pin(outer()._replace(flags=flags))
+
+
+def _unknown(array: npt.NDArray[np.float64]) -> int:
+    return len(array)
 
 
 def test_what_is_declared_and_what_is_spread_is_checked() -> None:
     assert (change.__name__, change.__doc__) == ("change", "What a kernel says of itself.")
     with pytest.raises(TypeError, match="No matching definition"):
         change(pin(outer()), events()._replace(lengths=np.zeros(2, np.int32)), 1)
-    with pytest.raises(TypeError, match="neither a named tuple"):
-
-        @array_kernel(types.int64, "Outer")
-        def _kernel(outer):
-            return 0
+    with pytest.raises(TypeError, match="neither a number"):
+        kernel(_unknown)(np.zeros(3))
 
 
 # --- instructions ---------------------------------------------------------------------------------------------------
@@ -176,14 +177,14 @@ def test_bytes_are_read_compared_and_copied_at_their_place_and_nowhere_else(
 # --- the digest -----------------------------------------------------------------------------------------------------
 
 
-@array_kernel(types.void, U64Vector, types.int64, U64Input)
-def _add(digest, medium, hashes):
+@kernel
+def _add(digest: U64Vector, medium: int, hashes: U64Input) -> None:
     for i in range(hashes.shape[0]):
         add_page(digest, medium, hashes[i])
 
 
-@array_kernel(types.void, U64Vector, types.int64, U64Input)
-def _remove(digest, medium, hashes):
+@kernel
+def _remove(digest: U64Vector, medium: int, hashes: U64Input) -> None:
     for i in range(hashes.shape[0]):
         remove_page(digest, medium, hashes[i])
 
@@ -266,42 +267,59 @@ def test_memory_is_given_back_in_steps() -> None:
 # --- private parts of numba; a failure shows what a new version changed ---------------------------------------------
 
 
-def test_the_option_that_leaves_the_memory_runtime_out() -> None:
-    def allocates() -> Any:
-        return np.zeros(3)[0]
+def made(function: Any) -> Any:
+    """Return a kernel that nobody has loaded."""
+    return KernelDispatcher(function, lambda: types.int64(types.int64), KernelDispatcher.load)
 
-    assert njit(allocates)() == 0
+
+def test_the_option_that_leaves_the_memory_runtime_out() -> None:
+    def allocates(number: int) -> Any:
+        return np.zeros(number)[0]
+
+    assert njit(allocates)(3) == 0
     with pytest.raises((NumbaError, NotImplementedError)):
-        njit(**NO_MEMORY_RUNTIME)(allocates)()
+        made(allocates)(3)
+
+
+@pytest.mark.parametrize("number", [20, np.uint8(20), np.uint64(20), True], ids=lambda each: type(each).__name__)
+def test_the_first_call_loads_a_kernel_and_converts_numbers_as_all_others_do(number: int) -> None:
+    double = made(lambda number: 2 * number)
+    first = double(number)
+    assert first == double(number) == 2 * number
+    for wrong in ("20", np.zeros(1), None):
+        with pytest.raises(TypeError, match="No matching definition"):
+            double(wrong)
+        with pytest.raises(TypeError, match="No matching definition"):
+            made(lambda number: 2 * number)(wrong)
+
+
+def test_a_helper_has_one_signature() -> None:
+    double: Any = HelperDispatcher(lambda number: 2 * number, lambda: types.int64(types.int64), is_inlined=False)
+    assert made(lambda number: double(number) + double(3) + double(np.uint8(1)))(20) == 48
+    assert len(double.overloads) == 1, "numba compiles a function for more than its declared types"
 
 
 def test_callers_get_the_code_of_a_function_as_it_was_lowered() -> None:
-    double: Any = njit(forceinline=True, **FOR_KERNELS_ONLY)(lambda number: 2 * number)
-
-    @njit(types.int64(types.int64))
-    def entry(number: int) -> Any:
-        return double(number) + 1
-
-    assert entry(20) == 41
+    double: Any = HelperDispatcher(lambda number: 2 * number, lambda: types.int64(types.int64), is_inlined=True)
+    assert made(lambda number: double(number) + 1)(20) == 41
     (overload,) = double.overloads.values()
     linked = str(overload.library._get_module_for_linking())
     is_translated = overload.library._codegen._engine.is_symbol_defined(overload.fndesc.llvm_func_name)
     assert not is_translated, "numba translates functions of kernels by themselves: see _UntranslatedLibrary"
-    assert "cpython" not in linked, "njit ignores no_cpython_wrapper: functions of kernels take longer to compile"
-    assert "cfunc" not in linked, "njit ignores no_cfunc_wrapper: functions of kernels take longer to compile"
+    assert "cpython" not in linked, "numba ignores no_cpython_wrapper: functions of kernels take longer to compile"
+    assert "cfunc" not in linked, "numba ignores no_cfunc_wrapper: functions of kernels take longer to compile"
+
+
+def answer(number: int) -> int:
+    return 42 + number
 
 
 def test_kernels_are_kept_in_a_given_folder_and_found_there(tmp_path: Path) -> None:
-    signature: Any = types.int64()
-
-    def answer() -> int:
-        return 42
-
     for was_kept in (False, True):
-        kernel: Any = njit(answer)
-        code = KernelCode(kernel, tmp_path, is_writable=True)
-        assert code.is_kept(signature) is was_kept, "numba.core.caching keeps or finds nothing in the folder"
-        code.compile(signature)
-        assert kernel() == 42
-        assert sum(kernel.stats.cache_hits.values()) == was_kept
-    assert [*tmp_path.glob("*.nbi")], "numba.core.caching ignores the locator"
+        kept = made(answer)
+        kept.keep_in(tmp_path, is_writable=True)
+        assert kept.kept_in.exists() is was_kept, "numba.core.caching keeps or finds nothing in the folder"
+        kept.load()
+        assert kept(0) == 42
+        assert sum(kept.stats.cache_hits.values()) == was_kept
+    assert [*tmp_path.glob("*.nbi")] == [kept.kept_in], "numba.core.caching ignores the locator"

@@ -3,26 +3,25 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import types
 
 from kv_events.kernels import page_table, page_table_ops
-from kv_events.kernels.bundles import I64Vector, U64Input, spread
-from kv_events.kernels.declare import array_kernel
+from kv_events.kernels.bundles import I64Vector, Spread, U64Input
+from kv_events.kernels.declare import kernel
 from kv_events.kernels.page_table import LONGEST_WALK, Table
 from tests.support.effort import num_examples
 from tests.support.plain_tables import PLAIN
 
 
-@array_kernel(types.void, spread(Table), U64Input, I64Vector)
-def _insert_all(table, wanted, out):
+@kernel
+def _insert_all(table: Spread[Table], wanted: U64Input, out: I64Vector) -> None:
     for i in range(wanted.shape[0]):
         out[i] = page_table_ops.find(table, wanted[i])
         if out[i] < 0:
             out[i] = page_table_ops.insert(table, wanted[i])
 
 
-@array_kernel(types.void, spread(Table), U64Input, I64Vector)
-def _enter_all(table, wanted, out):
+@kernel
+def _enter_all(table: Spread[Table], wanted: U64Input, out: I64Vector) -> None:
     """As `_insert_all`, with a single walk for each key."""
     for i in range(wanted.shape[0]):
         known = page_table_ops.find(table, wanted[i])
@@ -31,8 +30,8 @@ def _enter_all(table, wanted, out):
             out[i] = -2
 
 
-@array_kernel(types.void, spread(Table), U64Input, I64Vector)
-def _remove_all(table, wanted, out):
+@kernel
+def _remove_all(table: Spread[Table], wanted: U64Input, out: I64Vector) -> None:
     for i in range(wanted.shape[0]):
         out[i] = page_table_ops.find(table, wanted[i])
         if out[i] >= 0:
@@ -59,9 +58,9 @@ KERNELS = st.sampled_from([_insert_all, _enter_all, _remove_all])
 @given(st.lists(st.tuples(KERNELS, st.lists(KEYS, min_size=1, max_size=30)), max_size=30))
 def test_any_order_of_inserts_and_removals_equals_a_dict(steps: list[tuple[object, list[int]]]) -> None:
     table, model = page_table.make_table(100, PLAIN), dict[int, int]()
-    for kernel, keys in steps:
-        if kernel is not _remove_all:
-            for key, entry in zip(keys, run(kernel, table, keys), strict=True):
+    for change, keys in steps:
+        if change is not _remove_all:
+            for key, entry in zip(keys, run(change, table, keys), strict=True):
                 if key in model:
                     assert entry == model[key]
                 elif entry < 0:

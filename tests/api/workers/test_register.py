@@ -1,7 +1,5 @@
 """/register and /unregister without a server: dialects, answers and refusals. No engine is required."""
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,13 +8,10 @@ import httpx
 import msgspec
 import pytest
 
-from api.app import create_app
-from api.service import LiveService
-from api.settings import ApiSettings, RegistrationSettings
+from api.settings import RegistrationSettings
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
-from indexer.consumer import Consumer
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
@@ -81,40 +76,6 @@ async def test_the_rfcs_dialect_is_answered_as_the_rfc_requires(client: httpx.As
     assert worker["instance_id"] == "pod-1"
     answer = await client.post("/unregister", json=RFC)
     assert answer.json() == {"status": "unregistered successfully", "removed_instances": ["pod-1|t|0"]}
-
-
-@asynccontextmanager
-async def service_without_kernels() -> AsyncIterator[tuple[httpx.AsyncClient, Consumer, threading.Event]]:
-    """A client of a service that reads engines itself, and what ends the compilation of its kernels."""
-    log, are_compiled = MemoryLog(), threading.Event()
-    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
-    wait: Any = are_compiled.wait
-    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None, wait)
-    app = create_app(LiveService(consumer, ApiSettings(), registrations))
-    async with asking(app) as client:
-        yield client, consumer, are_compiled
-
-
-async def test_a_registration_waits_for_the_kernels_and_a_query_does_not() -> None:
-    async with service_without_kernels() as (client, consumer, are_compiled):
-        registering = asyncio.create_task(client.post("/register", json=PEER))
-        await async_wait_until(lambda: not consumer.why_not_ready(), deadline_s=60, what="the log")
-        assert (await client.post("/query", json={"model_name": "m", "token_ids": [1]})).status_code == 404
-        assert (await client.get("/workers")).json() == []
-        assert "kernels" in check_problem(await client.get("/ready"), 503)["detail"]
-        assert not registering.done()
-        are_compiled.set()
-        assert (await registering).status_code == 201
-        assert len((await client.get("/workers")).json()) == 1
-
-
-async def test_a_registration_is_told_to_come_back_while_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.workers.registrations._KERNELS_TIMEOUT_S", 0.1)
-    async with service_without_kernels() as (client, _, are_compiled):
-        answer = await client.post("/register", json=PEER)
-        are_compiled.set()
-    check_problem(answer, 503, "kernels-loading")
-    assert int(answer.headers["retry-after"]) > 0
 
 
 async def test_msgpack_is_taken_too(client: httpx.AsyncClient) -> None:
