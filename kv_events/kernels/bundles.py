@@ -52,9 +52,9 @@ U32Input: TypeAlias = Annotated[npt.NDArray[np.uint32], types.Array(types.uint32
 U64Input: TypeAlias = Annotated[npt.NDArray[np.uint64], types.Array(types.uint64, 1, "C", readonly=True)]
 I64Input: TypeAlias = Annotated[npt.NDArray[np.int64], types.Array(types.int64, 1, "C", readonly=True)]
 
-BytesInput: TypeAlias = Annotated[bytes, types.Bytes(types.uint8, 1, "C", readonly=True)]
-"""Parameter of kernels that accept `bytes`: 0.3 us less than a `U8Input` made by `np.frombuffer`. See
-`instructions.vector_of`."""
+BytesInput: TypeAlias = Annotated[Any, types.Bytes(types.uint8, 1, "C", readonly=True)]
+"""Parameter of kernels that accept `bytes` from Python: 0.3 us less than a `U8Input` made by `np.frombuffer`. In
+kernels it is a `U8Input`."""
 
 # two-dimensional, in C order
 U32Matrix: TypeAlias = Annotated[npt.NDArray[np.uint32], types.uint32[:, ::1]]

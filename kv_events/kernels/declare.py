@@ -8,7 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast, get_type_hints
 
-from kv_events.kernels.bundles import PINNED_TYPE, is_bundle, is_spread, numba_type, reader
+from kv_events.kernels.bundles import PINNED_TYPE, BytesInput, U8Input, is_bundle, is_spread, numba_type, reader
+from kv_events.kernels.instructions import vector_of
 from kv_events.kernels.load import add_kernel, load_kernel
 from kv_events.kernels.numba_parts import HelperDispatcher, KernelDispatcher
 
@@ -27,13 +28,15 @@ def inline_helper(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Declare a function that Python calls. `load.load` or the first call loads its code, or compiles it.
+    """Declare a function that Python and kernels call. `load.load` or the first call loads its code, or compiles it.
 
-    A parameter whose annotation is a bundle's class receives a pinned bundle (`bundles.pin`), one of `Spread` the
-    bundle itself. Inside the function, both are named tuples.
+    From Python, a parameter whose annotation is a bundle's class receives a pinned bundle (`bundles.pin`), one of
+    `Spread` the bundle itself, and `BytesInput` is `bytes`. In the function and in kernels, these are named tuples and
+    a `U8Input`. Kernels cannot call a kernel with a `Spread` bundle.
     """
-    entry = _entry_point(function)
-    dispatcher = KernelDispatcher(entry, lambda: _entry_signature(function), load_kernel)
+    inner = HelperDispatcher(function, lambda: _signature(function), is_inlined=True)
+    entry = _entry_point(function, inner)
+    dispatcher = KernelDispatcher(entry, lambda: _entry_signature(function), inner, load_kernel)
     add_kernel(dispatcher)
     if any(is_spread(each) for each in _hints(function).values()):
         return _caller(function, dispatcher)
@@ -48,7 +51,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _signature(function: Callable[..., Any]) -> Any:
     """Return the numba types of a helper."""
-    *parameters, returned = map(numba_type, _hints(function).values())
+    *parameters, returned = (numba_type(U8Input if each == BytesInput else each) for each in _hints(function).values())
     return returned(*parameters)
 
 
@@ -61,9 +64,9 @@ def _entry_signature(function: Callable[..., Any]) -> Any:
     return numba_type(returned)(*types)
 
 
-def _entry_point(function: Callable[..., Any]) -> Callable[..., Any]:
+def _entry_point(function: Callable[..., Any], inner: HelperDispatcher) -> Callable[..., Any]:
     """Return the function that numba compiles: on bare arrays, of which it makes the bundles of the kernel."""
-    names: dict[str, Any] = {"_function": inline_helper(function)}
+    names: dict[str, Any] = {"_function": inner, "_vector_of": vector_of}
     arguments, values = [], []
     for name, hint in list(_hints(function).items())[:-1]:
         value, members = name, [name]
@@ -74,6 +77,8 @@ def _entry_point(function: Callable[..., Any]) -> Callable[..., Any]:
         elif is_bundle(hint):
             names[f"_read_{name}"] = reader(hint)
             value = f"_read_{name}({name})"
+        elif hint == BytesInput:
+            value = f"_vector_of({name})"
         arguments += members
         values.append(value)
     return _defined(function, f"({', '.join(arguments)}): return _function({', '.join(values)})", names)

@@ -84,10 +84,20 @@ class HelperDispatcher(_CPUDispatcher):
 class KernelDispatcher(_CPUDispatcher):
     """A function that Python calls. It has one signature. Its code is loaded before the first call, or by it."""
 
-    def __init__(self, function: Callable[..., Any], signature: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """signature: returns the types. load: receives this dispatcher before its first call, and calls `compile`."""
-        super().__init__(function, targetoptions={**_OPTIONS, "nogil": True})
-        self.signature, self._load = signature, load
+    def __init__(
+        self,
+        entry: Callable[..., Any],
+        signature: Callable[[], Any],
+        inner: HelperDispatcher,
+        load: Callable[[Any], None],
+    ) -> None:
+        """entry: calls `inner`, which other kernels call in its place. signature: returns the types of `entry`.
+
+        load: receives this dispatcher before its first call, and calls its `load`.
+        """
+        super().__init__(entry, targetoptions={**_OPTIONS, "nogil": True})
+        self._signature, self._load = signature, load
+        self.get_call_template, self.get_overload = inner.get_call_template, inner.get_overload
 
     def keep_in(self, folder: Path, *, is_writable: bool) -> None:
         """Load compiled code from a folder, and save it there."""
@@ -108,7 +118,7 @@ class KernelDispatcher(_CPUDispatcher):
         was_on = gc.isenabled()
         gc.disable()
         try:
-            self.compile(self.signature())
+            self.compile(self._signature())
         finally:
             if was_on:
                 gc.enable()

@@ -269,7 +269,8 @@ def test_memory_is_given_back_in_steps() -> None:
 
 def made(function: Any) -> Any:
     """Return a kernel that nobody has loaded."""
-    return KernelDispatcher(function, lambda: types.int64(types.int64), KernelDispatcher.load)
+    inner = HelperDispatcher(function, lambda: types.int64(types.int64), is_inlined=True)
+    return KernelDispatcher(function, lambda: types.int64(types.int64), inner, KernelDispatcher.load)
 
 
 def test_the_option_that_leaves_the_memory_runtime_out() -> None:
