@@ -13,7 +13,16 @@ COPY simulation simulation
 COPY kvsight kvsight
 RUN pip wheel --quiet --no-cache-dir --no-deps --wheel-dir /wheels .
 
-FROM python:3.11-slim
+# Kernels are compiled for a level of processors, when the image is built: AVX2 and later on amd64, every arm64. The names
+# must be set at run time as well, because numba only loads what was compiled under the same ones.
+FROM python:3.11-slim AS on-amd64
+ENV NUMBA_CPU_NAME=x86-64-v3
+
+FROM python:3.11-slim AS on-arm64
+ENV NUMBA_CPU_NAME=generic
+
+FROM on-${TARGETARCH}
+ENV NUMBA_CPU_FEATURES=
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PYTHONUNBUFFERED=1 \
     NUMBA_CACHE_DIR=/opt/kernels
@@ -24,10 +33,8 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve,otel]"
 USER kvsight
 WORKDIR /home/kvsight
-# Compiled for the building machine's processor. On another kind, or as another user, kernels are compiled at the start
-# (docs/operations.md): the health check's start period leaves time for that.
 RUN kvsight compile-kernels
 EXPOSE 8000
-HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \
+HEALTHCHECK --interval=5s --timeout=3s --start-period=10s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
 CMD ["kvsight", "serve", "--host", "0.0.0.0", "--port", "8000"]

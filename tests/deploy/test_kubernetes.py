@@ -131,7 +131,7 @@ def test_no_container_has_more_rights_than_it_needs(values: dict[str, Any]) -> N
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["automountServiceAccountToken"] is False
         assert pod["enableServiceLinks"] is False  # KVSIGHT_PORT of a service would be read as a setting
-        for context in (found["securityContext"] for found in (*pod["initContainers"], *pod["containers"])):
+        for context in (found["securityContext"] for found in pod["containers"]):
             assert context["readOnlyRootFilesystem"] is True
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"] == {"drop": ["ALL"]}
@@ -143,7 +143,7 @@ def test_every_selector_finds_its_pods_and_every_port_and_volume_exists(values: 
     for pod in pods:
         volumes = {each["name"] for each in pod["spec"]["volumes"]}
         ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
-        for found in (*pod["spec"]["initContainers"], *pod["spec"]["containers"]):
+        for found in pod["spec"]["containers"]:
             assert {mount["name"] for mount in found["volumeMounts"]} <= volumes
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                 assert probe not in found or found[probe]["httpGet"]["port"] in ports
@@ -159,18 +159,6 @@ def test_every_selector_finds_its_pods_and_every_port_and_volume_exists(values: 
                 assert {port["targetPort"] for port in spec["ports"]} == names
             if each["kind"] == "NetworkPolicy":
                 assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} == names
-
-
-@each_case
-def test_kernels_of_the_image_are_copied_to_where_new_ones_can_be_kept(values: dict[str, Any]) -> None:
-    image_folder = re.search(r"NUMBA_CACHE_DIR=(\S+)", (ROOT / "Dockerfile").read_text())
-    assert image_folder is not None
-    for pod in pods_of(values):
-        (copying,), (main,) = (pod["spec"][name] for name in ("initContainers", "containers"))
-        folder = next(one["value"] for one in main["env"] if one["name"] == "NUMBA_CACHE_DIR")
-        assert copying["command"][-2:] == [f"{image_folder[1]}/.", folder]
-        for found in (copying, main):
-            assert {"name": "kernels", "mountPath": folder} in found["volumeMounts"]
 
 
 def test_a_cluster_may_choose_the_user() -> None:
@@ -302,7 +290,7 @@ def test_every_plain_manifest_is_valid(file: Path) -> None:
 def test_the_sidecar_reads_the_engine_beside_it() -> None:
     (deployment,) = yaml.safe_load_all((DEPLOY / "kubernetes/vllm-with-bridge.yaml").read_text())
     pod = deployment["spec"]["template"]["spec"]
-    (engine,), (_kernels, bridge) = pod["containers"], pod["initContainers"]
+    (engine,), (bridge,) = pod["containers"], pod["initContainers"]
     assert [*engine["args"]] == command("vllm")
     assert bridge["restartPolicy"] == "Always"
     config = json.loads(engine["args"][-1])

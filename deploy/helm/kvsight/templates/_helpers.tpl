@@ -32,8 +32,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- /* Variables of every container. The argument has the keys root and env. */ -}}
 {{- define "kvsight.env" -}}
-- name: NUMBA_CACHE_DIR
-  value: /var/cache/kvsight
 - name: KVSIGHT_KAFKA
   value: {{ required "kafka.bootstrap: the brokers of an existing Kafka cluster, HOST:PORT,..." .root.Values.kafka.bootstrap | quote }}
 {{- range $name, $value := merge (dict) .env .root.Values.env }}
@@ -52,20 +50,6 @@ securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- end -}}
-
-{{- /* Copies the image's compiled kernels to where others can be added, for another kind of processor. */ -}}
-{{- define "kvsight.kernels" -}}
-- name: kernels
-  image: {{ include "kvsight.image" . }}
-  imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: ["cp", "--recursive", "/opt/kernels/.", "/var/cache/kvsight"]
-  resources:
-    requests: {cpu: 100m, memory: 64Mi}
-    limits: {memory: 256Mi}
-  securityContext: {{- toYaml .Values.containerSecurityContext | nindent 4 }}
-  volumeMounts:
-    - {name: kernels, mountPath: /var/cache/kvsight}
 {{- end -}}
 
 {{- /* A value as text: whole numbers without an exponent. */ -}}
