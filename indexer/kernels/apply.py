@@ -25,7 +25,7 @@ from kv_events.kernels.bundles import (
     uint32,
 )
 from kv_events.kernels.declare import inline_helper, kernel
-from kv_events.kernels.page_table import Table
+from kv_events.kernels.page_table import CAPACITY, Table
 from kv_events.schema import NUM_MEDIA
 
 
@@ -81,7 +81,13 @@ def _starts_chain(bitmap: U8Input, i: int) -> bool:
 
 
 @inline_helper
-def store_pages(
+def _has_sets(sets: HolderSets) -> bool:
+    """Return whether stores may add holder sets: an eighth is reserved for removals, which may need new sets, too."""
+    return 8 * (page_table_ops.num_entries(sets.table) - 1) <= 7 * (sets.table.meta[CAPACITY] - 1)
+
+
+@kernel
+def store(
     pages: Pages,
     marks: U8Vector,
     hashes: U64Input,
@@ -92,7 +98,14 @@ def store_pages(
     start: int,
     stop: int,
 ) -> tuple[int, int]:
-    """`store`, for other kernels."""
+    """Store pages [start, stop) of an event for one stream on one tier, and update its digest.
+
+    marks: uint8[capacity] or empty; bit `tier` of each stored page is set.
+    hashes: uint64[n]; chain_starts: uint8[ceil(n / 8)] bitmap; parents: uint64[chains], as in `PackedStored`.
+    Returns (pages that the stream held there already, pages refused because the table or the holder sets are full).
+    """
+    if not _has_sets(pages.sets):
+        return 0, stop - start
     digest = pages.digests[stream]
     known = refused = 0
     is_cold = False  # whether pages are new, so that the entry of the previous page does not predict theirs
@@ -142,31 +155,13 @@ def store_pages(
 
 
 @kernel
-def store(
-    pages: Pages,
-    marks: U8Vector,
-    hashes: U64Input,
-    chain_starts: U8Input,
-    parents: U64Input,
-    stream: int,
-    tier: int,
-    start: int,
-    stop: int,
-) -> tuple[int, int]:
-    """Store pages [start, stop) of an event for one stream on one tier, and update its digest.
-
-    marks: uint8[capacity] or empty; bit `tier` of each stored page is set.
-    hashes: uint64[n]; chain_starts: uint8[ceil(n / 8)] bitmap; parents: uint64[chains], as in `PackedStored`.
-    Returns (pages that the stream held there already, pages refused because the table or the holder sets are full).
-    """
-    return store_pages(pages, marks, hashes, chain_starts, parents, stream, tier, start, stop)
-
-
-@inline_helper
-def remove_pages(
+def remove(
     pages: Pages, marks: U8Vector, hashes: U64Input, stream: int, tier: int, start: int, stop: int
 ) -> tuple[int, int]:
-    """`remove`, for other kernels."""
+    """Remove pages [start, stop) of an event from one tier of a stream. Arguments as in `store`.
+
+    Returns (pages that the stream did not hold there, pages that remain because the holder sets are full).
+    """
     digest = pages.digests[stream]
     unknown = refused = 0
     entry = int64(-1)
@@ -195,17 +190,6 @@ def remove_pages(
         if marks.shape[0] > 0:
             marks[entry] &= ~uint8(1 << tier)
     return unknown, refused
-
-
-@kernel
-def remove(
-    pages: Pages, marks: U8Vector, hashes: U64Input, stream: int, tier: int, start: int, stop: int
-) -> tuple[int, int]:
-    """Remove pages [start, stop) of an event from one tier of a stream. Arguments as in `store`.
-
-    Returns (pages that the stream did not hold there, pages that remain because the holder sets are full).
-    """
-    return remove_pages(pages, marks, hashes, stream, tier, start, stop)
 
 
 @kernel

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from indexer.kernels import views
-from indexer.kernels.apply import Pages, remove_pages, store_pages
+from indexer.kernels.apply import Pages, remove, store
 from indexer.kernels.views import ViewColumns, note_lateness
 from kv_events.digest import DIGEST_WORDS
 from kv_events.kernels import batches
@@ -23,8 +23,6 @@ from kv_events.kernels.bundles import (
     uint64,
 )
 from kv_events.kernels.declare import helper, inline_helper, kernel
-from kv_events.kernels.page_table import CAPACITY
-from kv_events.kernels.page_table_ops import num_entries
 
 NO_SPACE = -1
 """Space of a stream without a view: none of its batches can be applied here."""
@@ -61,7 +59,7 @@ class Streams(NamedTuple):
     places: I64Matrix
     """[streams, 2] row of `spaces`, or NO_SPACE, and number in the index."""
     spaces: U64Matrix
-    """[namespaces, words] the resident `Space` of each namespace."""
+    """[namespaces, words] the pinned `Space` of each namespace."""
     no_marks: U8Vector
     """[0]"""
 
@@ -86,13 +84,6 @@ def _is_next(columns: ViewColumns, stream: int, arrays: BatchArrays, i: int, mos
     return longest <= most_pages
 
 
-@inline_helper
-def _has_sets(pages: Pages) -> bool:
-    """See `OverlapIndex.store`."""
-    table = pages.sets.table
-    return 8 * (num_entries(table) - 1) <= 7 * (table.meta[CAPACITY] - 1)
-
-
 @helper
 def _apply_event(
     pages: Pages, numbers: I64Vector, stream: int, marks: U8Vector, data: U8Input, event: I64Vector, words: U64Vector
@@ -100,15 +91,14 @@ def _apply_event(
     """Apply a store or a removal."""
     num_pages, at, tier = event[batches.NUM_PAGES], event[batches.PAGES], event[batches.MEDIUM]
     hashes = words[at : at + num_pages]
-    refused = num_pages
     if event[batches.IS_REMOVAL] == 1:
-        unknown, refused = remove_pages(pages, marks, hashes, stream, tier, 0, num_pages)
+        unknown, refused = remove(pages, marks, hashes, stream, tier, 0, num_pages)
         numbers[views.UNKNOWN] += unknown
         numbers[views.REMOVED] += num_pages - unknown - refused
-    elif _has_sets(pages):
+    else:
         starts = data[event[batches.STARTS] : event[batches.STARTS] + (num_pages + 7) // 8]
         parents = words[at + 2 * num_pages : at + 2 * num_pages + event[batches.NUM_CHAINS]]
-        known, refused = store_pages(pages, marks, hashes, starts, parents, stream, tier, 0, num_pages)
+        known, refused = store(pages, marks, hashes, starts, parents, stream, tier, 0, num_pages)
         numbers[views.KNOWN] += known
         numbers[views.STORED] += num_pages - known - refused
     numbers[views.REFUSED] += refused

@@ -20,6 +20,9 @@ from kv_events.kernels.instructions import lowest_bit
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
+_STEP = 32
+"""Pages that are compared at once."""
+
 
 class PageLookup(NamedTuple):
     """The part of `apply.Pages` that a query reads."""
@@ -79,32 +82,27 @@ def _begin(pages: PageLookup, held: int, alive: U64Matrix, out_streams: I32Vecto
     return found
 
 
-@helper
-def find_prefixes(pages: PageLookup, hashes: U64Input, out_streams: I32Vector, out_pages: U32Matrix) -> int:
-    """See `find`."""
-    n = hashes.shape[0]
-    if n == 0:
-        return 0
-    entry = look_up(pages.table, pages.holders, int64(-1), hashes[0])
-    if entry < 0:
-        return 0
-    width = pages.words.shape[1] // NUM_MEDIA
+@inline_helper
+def _num_alike(pages: PageLookup, entry: int, hashes: U64Input, start: int) -> int:
+    """Return how many pages from `start` on are in the entries after `entry`, with its holder set.
+
+    Steps of which a page differs do not count. They are loops without branches, for vector instructions.
+    """
     held = pages.holders[entry]
-    found = _begin(pages, int64(held), pages.alive, out_streams, out_pages)
-    last = n
-    for i in range(1, n):
-        entry = look_up(pages.table, pages.holders, entry, hashes[i])
-        if entry < 0:
-            last = i
+    count = int64(0)
+    most = min(hashes.shape[0] - start, pages.holders.shape[0] - 1 - entry)
+    while count < most:
+        wanted, keys = hashes[start + count :], pages.table.keys[entry + 1 + count :]
+        holders = pages.holders[entry + 1 + count :]
+        step = min(most - count, _STEP)
+        differ, moved = uint64(0), uint32(0)
+        for i in range(step):
+            differ |= wanted[i] ^ keys[i]
+            moved |= holders[i] ^ held
+        if differ | uint64(moved) != uint64(0):
             break
-        if pages.holders[entry] != held:
-            held = pages.holders[entry]
-            if not _narrow(pages, int64(held), pages.alive, i, out_pages):
-                return found
-    for word in range(width):
-        for tier in range(NUM_MEDIA):
-            _record(pages.alive[tier, word], word, tier, last, out_pages)
-    return found
+        count += step
+    return count
 
 
 @kernel
@@ -115,4 +113,34 @@ def find(pages: PageLookup, hashes: U64Input, out_streams: I32Vector, out_pages:
     out_pages: uint32[64 * width, 4]; out_pages[stream, t] is the number of leading pages that the stream holds on tier
     t or a faster one. Rows of other streams are not written. Returns the number of streams found.
     """
-    return find_prefixes(pages, hashes, out_streams, out_pages)
+    n = hashes.shape[0]
+    if n == 0:
+        return 0
+    entry = look_up(pages.table, pages.holders, int64(-1), hashes[0])
+    if entry < 0:
+        return 0
+    width = pages.words.shape[1] // NUM_MEDIA
+    held = pages.holders[entry]
+    found = _begin(pages, int64(held), pages.alive, out_streams, out_pages)
+    last = n
+    i = retry_at = 1
+    while i < n:
+        if i == retry_at:
+            alike = _num_alike(pages, entry, hashes, i)
+            i, entry = i + alike, entry + alike
+            retry_at = i + _STEP
+            if i == n:
+                break
+        entry = look_up(pages.table, pages.holders, entry, hashes[i])
+        if entry < 0:
+            last = i
+            break
+        if pages.holders[entry] != held:
+            held = pages.holders[entry]
+            if not _narrow(pages, int64(held), pages.alive, i, out_pages):
+                return found
+        i += 1
+    for word in range(width):
+        for tier in range(NUM_MEDIA):
+            _record(pages.alive[tier, word], word, tier, last, out_pages)
+    return found

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
 from kv_events.kernels.bundles import U64, U32Input, U64Input, U64Vector, uint64
 from kv_events.kernels.declare import helper, inline_helper, kernel
+from kv_events.kernels.instructions import folded_product
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -38,11 +38,6 @@ _P64_5 = uint64(0x27D4EB2F165667C5)
 _AVALANCHE = uint64(0x165667919E3779F9)
 _RRMXMX = uint64(0x9FB21C651E98DF25)
 _LOW32 = uint64(0xFFFFFFFF)
-_SHIFT32 = uint64(32)
-
-U32_IN = types.Array(types.uint32, 1, "C", readonly=True)
-U64_IN = types.Array(types.uint64, 1, "C", readonly=True)
-U64_OUT = types.Array(types.uint64, 1, "C")
 
 
 @inline_helper
@@ -65,16 +60,6 @@ def _avalanche(h: U64) -> U64:
 
 
 @inline_helper
-def _multiply_fold(a: U64, b: U64) -> U64:
-    """Return the low 64 bits XOR the high 64 bits of the 128-bit product."""
-    a_low, a_high, b_low, b_high = a & _LOW32, a >> _SHIFT32, b & _LOW32, b >> _SHIFT32
-    low_low, high_low = a_low * b_low, a_high * b_low
-    middle = (low_low >> _SHIFT32) + (high_low & _LOW32) + a_low * b_high
-    low = (middle << _SHIFT32) | (low_low & _LOW32)
-    return low ^ (a_high * b_high + (high_low >> _SHIFT32) + (middle >> _SHIFT32))
-
-
-@inline_helper
 def _word(tokens: U32Input, i: int) -> U64:
     """Return the u64 that starts at token i."""
     return uint64(tokens[i]) | (uint64(tokens[i + 1]) << uint64(32))
@@ -83,7 +68,7 @@ def _word(tokens: U32Input, i: int) -> U64:
 @inline_helper
 def _mix16(tokens: U32Input, i: int, offset: int, seed: U64) -> U64:
     """Mix the four tokens from i on with the secret at a byte offset."""
-    return _multiply_fold(
+    return folded_product(
         _word(tokens, i) ^ (_SECRET_AT[offset] + seed), _word(tokens, i + 2) ^ (_SECRET_AT[offset + 8] - seed)
     )
 
@@ -93,7 +78,7 @@ def hash_pair(low: U64, high: U64, seed: U64) -> U64:
     """Return XXH3-64 of the 16 bytes low ‖ high (both u64, little-endian)."""
     lo = low ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
     hi = high ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
-    return _avalanche(uint64(16) + _swap64(lo) + hi + _multiply_fold(lo, hi))
+    return _avalanche(uint64(16) + _swap64(lo) + hi + folded_product(lo, hi))
 
 
 @inline_helper
@@ -113,7 +98,7 @@ def _hash_up_to_8(tokens: U32Input, start: int, n: int, seed: U64) -> U64:
 def _hash_up_to_16(tokens: U32Input, start: int, n: int, seed: U64) -> U64:
     lo = _word(tokens, start) ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
     hi = _word(tokens, start + n - 2) ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
-    return _avalanche(uint64(4 * n) + _swap64(lo) + hi + _multiply_fold(lo, hi))
+    return _avalanche(uint64(4 * n) + _swap64(lo) + hi + folded_product(lo, hi))
 
 
 @inline_helper
@@ -167,7 +152,7 @@ def _hash_long(tokens: U32Input, start: int, n: int, secret: U64Vector, acc: U64
     _accumulate(acc, tokens, start + n - 16, secret, 121)
     result = uint64(4 * n) * _P64_1
     for i in range(4):
-        result += _multiply_fold(acc[2 * i] ^ secret[11 + 16 * i], acc[2 * i + 1] ^ secret[19 + 16 * i])
+        result += folded_product(acc[2 * i] ^ secret[11 + 16 * i], acc[2 * i + 1] ^ secret[19 + 16 * i])
     return _avalanche(result)
 
 
@@ -190,9 +175,14 @@ def long_hash_state(width: int, seed: int | np.uint64) -> npt.NDArray[np.uint64]
     return np.concatenate((_seeded_secret(int(seed)), np.zeros(_NUM_LANES, np.uint64)))
 
 
-@helper
-def hash_each_window(tokens: U32Input, width: int, stride: int, seed: U64, state: U64Vector, out: U64Vector) -> None:
-    """See `hash_windows`."""
+@kernel
+def hash_windows(tokens: U32Input, width: int, stride: int, seed: U64, state: U64Vector, out: U64Vector) -> None:
+    """Compute XXH3-64 of windows of a token array.
+
+    tokens: uint32, C order, with at least (len(out) - 1) * stride + width elements. width: tokens per window, >= 1.
+    stride: tokens between the starts of adjacent windows. state: `long_hash_state` of this width and seed. out: uint64;
+    out[i] receives the hash of tokens[i * stride :][:width] as little-endian bytes.
+    """
     if width > _MAX_SHORT:
         secret, acc = state[:_NUM_SECRET_WORDS], state[_NUM_SECRET_WORDS:]
         for i in range(out.shape[0]):
@@ -212,19 +202,12 @@ def hash_each_window(tokens: U32Input, width: int, stride: int, seed: U64, state
 
 
 @kernel
-def hash_windows(tokens: U32Input, width: int, stride: int, seed: U64, state: U64Vector, out: U64Vector) -> None:
-    """Compute XXH3-64 of windows of a token array.
+def roll(local: U64Input, base: U64, parent: U64, has_parent: bool, out: U64Vector) -> None:
+    """Roll local hashes into sequence hashes: out[i] = XXH3-64(out[i - 1] ‖ local[i]).
 
-    tokens: uint32, C order, with at least (len(out) - 1) * stride + width elements. width: tokens per window, >= 1.
-    stride: tokens between the starts of adjacent windows. state: `long_hash_state` of this width and seed. out: uint64;
-    out[i] receives the hash of tokens[i * stride :][:width] as little-endian bytes.
+    local, out: uint64 of equal lengths, which may be the same array. base: the hash seed, equal for all namespaces.
+    parent: the sequence hash of the page before the first one, used if has_parent is set. Otherwise, out[0] = local[0].
     """
-    hash_each_window(tokens, width, stride, seed, state, out)
-
-
-@inline_helper
-def roll_each(local: U64Input, base: U64, parent: U64, has_parent: bool, out: U64Vector) -> None:
-    """See `roll`."""
     previous = parent
     for i in range(local.shape[0]):
         previous = hash_pair(previous, local[i], base) if has_parent or i > 0 else local[0]
@@ -232,10 +215,17 @@ def roll_each(local: U64Input, base: U64, parent: U64, has_parent: bool, out: U6
 
 
 @kernel
-def roll(local: U64Input, base: U64, parent: U64, has_parent: bool, out: U64Vector) -> None:
-    """Roll local hashes into sequence hashes: out[i] = XXH3-64(out[i - 1] ‖ local[i]).
-
-    local, out: uint64 of equal lengths, which may be the same array. base: the hash seed, equal for all namespaces.
-    parent: the sequence hash of the page before the first one, used if has_parent is set. Otherwise, out[0] = local[0].
-    """
-    roll_each(local, base, parent, has_parent, out)
+def hash_prompt(
+    tokens: U32Input,
+    width: int,
+    stride: int,
+    seed: U64,
+    state: U64Vector,
+    base: U64,
+    parent: U64,
+    has_parent: bool,
+    out: U64Vector,
+) -> None:
+    """Hash windows as `hash_windows` and roll the hashes as `roll`. Parameters as there."""
+    hash_windows(tokens, width, stride, seed, state, out)
+    roll(out, base, parent, has_parent, out)

@@ -80,7 +80,7 @@ class IndexMachine(RuleBasedStateMachine):
         named |= {(page, tier) for page in hashes}
 
     @rule(pick=st.integers(0, 100), hashes=st.lists(st.sampled_from(PAGES), max_size=12), tier=TIERS)
-    def remove_pages(self, pick: int, hashes: list[int], tier: int) -> None:
+    def remove(self, pick: int, hashes: list[int], tier: int) -> None:
         stream = self.stream(pick)
         marks, named = self.marks.get(stream, (None, set()))
         unknown, refused = self.index.remove(stream, removed_pages(hashes, tier), 0, len(hashes), marks)

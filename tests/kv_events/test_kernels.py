@@ -49,7 +49,7 @@ class Events(NamedTuple):
 def change(outer: Outer, events: Spread[Events], step: int) -> int:
     """What a kernel says of itself."""
     outer.inner.words[0] += uint64(step)
-    total = outer.inner.rows[1, 2] + outer.flags[outer.flags.shape[0] - 1] + events.hashes[0]
+    total: int = outer.inner.rows[1, 2] + outer.flags[outer.flags.shape[0] - 1] + events.hashes[0]
     return int(total) + events.lengths[1] + 1000 * outer.inner.rows.shape[0]
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from api.fast.kernels.answer import Layout, StreamTable, put_answer
 from api.queries.kernels.numbers import read_tokens
-from indexer.kernels.find import PageLookup, find_prefixes
+from indexer.kernels.find import PageLookup, find
 from kv_events.kernels.bundles import (
     U64,
     BytesInput,
@@ -25,7 +25,7 @@ from kv_events.kernels.bundles import (
 )
 from kv_events.kernels.declare import helper, kernel
 from kv_events.kernels.instructions import vector_of
-from kv_events.kernels.xxh3 import LONG_STATE_WORDS, hash_each_window, roll_each
+from kv_events.kernels.xxh3 import LONG_STATE_WORDS, hash_windows, roll
 from kv_events.schema import NUM_MEDIA
 
 TEXT, TOKENS, LOCAL_HASHES, SEQUENCE_HASHES = range(4)
@@ -141,13 +141,13 @@ def answer(
         if kind <= TOKENS:
             num_positions = max(int64(0), len(tokens) - is_bigram)
             rolled = buffers.rolled[: num_positions // block_size]
-            hash_each_window(tokens, block_size + is_bigram, block_size, seeds[0], buffers.long_state, rolled)
-            roll_each(rolled, seeds[1], _NO_PARENT, False, rolled)
+            hash_windows(tokens, block_size + is_bigram, block_size, seeds[0], buffers.long_state, rolled)
+            roll(rolled, seeds[1], _NO_PARENT, False, rolled)
             hashes = buffers.hashes[: len(rolled)]
         elif kind == LOCAL_HASHES:
-            roll_each(hashes, seeds[1], _NO_PARENT, False, buffers.rolled)
+            roll(hashes, seeds[1], _NO_PARENT, False, buffers.rolled)
             hashes = buffers.hashes[: len(hashes)]
-        found = find_prefixes(lookup, hashes, buffers.streams, buffers.pages)
+        found = find(lookup, hashes, buffers.streams, buffers.pages)
         if has_groups:
             return int64(found), end, int64(num_positions)
     group_states = buffers.group_states[: has_groups * len(buffers.group_states)]
