@@ -14,6 +14,7 @@ import httpx
 
 from kv_events.runtime.variables import FLAGS, variable
 from tests.support.engines.publishing_process import PublishingProcess
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.prepared_python import PreparedProcess
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
@@ -55,7 +56,9 @@ class ServiceProcess:
         self._flags, self._variables = as_flags(variables)
         self._process: PreparedProcess | None = None
         self._http = httpx.Client(
-            base_url=self.url, verify=ca is None or ssl.create_default_context(cafile=str(ca)), timeout=60
+            base_url=self.url,
+            verify=WITHOUT_TLS if ca is None else ssl.create_default_context(cafile=str(ca)),
+            timeout=60,
         )
 
     def start(self) -> None:
