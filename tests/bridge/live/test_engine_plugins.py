@@ -22,13 +22,7 @@ from bridge.plugins import EnginePublisher
 from kv_events.errors import InvalidValueError
 from kv_events.log.event_log import EventLogReader
 from kv_events.streams import StreamId
-from kvsight.plugins import (
-    SGLANG_MODULE,
-    VLLM_MODULE,
-    EngineFactoryError,
-    publisher_factory,
-    set_publisher,
-)
+from kvsight.plugins import SGLANG_MODULE, VLLM_MODULE, EngineFactoryError, publisher_factory, set_publisher
 from tests.models.stream_reader import Pages, StreamReader
 from tests.rigs.bridge import CPU, GPU, on
 from tests.support.engines.event_payloads import names_of
@@ -41,6 +35,7 @@ from tests.support.engines.released_modules import (
     engine_module,
     forget_engine_modules,
 )
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
@@ -184,7 +179,7 @@ def test_each_rank_serves_its_metrics_on_a_port_of_its_own(
     first.publish([1.0, [["BlockStored", HASHES, None, TOKENS, 16, None, "GPU"]], 0])
     labels = '{dp_rank="1",model="m",tenant="default",worker="w"}'
     address = f"http://127.0.0.1:{port}/metrics"
-    wait_until(lambda: f"kvsight_publisher_held_pages{labels} 3.0" in httpx.get(address).text)
+    wait_until(lambda: f"kvsight_publisher_held_pages{labels} 3.0" in httpx.get(address, verify=WITHOUT_TLS).text)
     first.shutdown()
     second.shutdown()
     with pytest.raises(httpx.ConnectError):
