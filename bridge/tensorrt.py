@@ -20,8 +20,8 @@ from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import CLOSED
-from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import BlockTable
+from publisher.kernels.events import PageEvents
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
 

@@ -16,7 +16,6 @@ from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Engine
 from publisher.change_queue import ChangeQueue, PageChanges, QueueStats
 from publisher.event_columns import (
     InvalidEventError,
-    PageEvents,
     check_extra_key,
     derived_columns,
     medium_index,
@@ -26,6 +25,7 @@ from publisher.event_columns import (
 )
 from publisher.kernels.blocks import BlockTable
 from publisher.kernels.changes import REMOVAL
+from publisher.kernels.events import PageEvents
 from publisher.ledger import Ledger, LedgerCopy
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens
 from publisher.settings import PublisherSettings

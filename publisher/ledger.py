@@ -15,9 +15,9 @@ from kv_events.kernels.page_table import make_table
 from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import NUM_MEDIA
 from publisher.change_queue import ChangeQueue, PageChanges
-from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
 from publisher.kernels.changes import advance_digest, queue_cleared
+from publisher.kernels.events import PageEvents
 from publisher.kernels.ledger import (
     COUNT_NAMES,
     FIRST_BLOCK,

@@ -14,8 +14,8 @@ from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
 from publisher.change_tracker import ChangeTracker
 from publisher.drain import Drain
-from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import BlockTable
+from publisher.kernels.events import PageEvents
 from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, Sink

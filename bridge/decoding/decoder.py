@@ -23,7 +23,7 @@ from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
 from kv_events.kernels.bundles import pin
 from kv_events.limits import MAX_ENGINE_EVENTS, MAX_PAGES_PER_BATCH
-from publisher.event_columns import PageEvents
+from publisher.kernels.events import PageEvents
 
 MAX_PAYLOAD_BYTES = 16 * 2**20
 """Larger payloads are not decoded."""

@@ -14,7 +14,7 @@ import numpy as np
 from bridge.decoding.kernels.columns import EXTERNAL, REMOVAL, TIERS, UNKNOWN
 from bridge.decoding.mooncake import MooncakeEvent
 from kv_events.hashing import U32Array
-from publisher.event_columns import PageEvents
+from publisher.kernels.events import PageEvents
 
 MASK64 = 2**64 - 1
 _NO_TOKENS = np.empty(0, np.uint32)

@@ -23,8 +23,8 @@ from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.streams import StreamId, group_model
-from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import BlockTable
+from publisher.kernels.events import PageEvents
 from publisher.publisher import EventPublisher
 
 _MAX_WAITING = 16_384

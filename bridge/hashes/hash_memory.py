@@ -14,8 +14,8 @@ from kv_events.kernels import page_table
 from kv_events.kernels.arrays import zeros
 from kv_events.kernels.bundles import pin
 from kv_events.kernels.page_table import MAX_CAPACITY
-from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import BlockTable
+from publisher.kernels.events import PageEvents
 
 
 class HashNamespace(NamedTuple):

@@ -12,8 +12,8 @@ from bridge.hashes.hash_memory import AmbiguousPage, HashNamespace, TranslatedPa
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.schema import NUM_MEDIA, AllBlocksCleared
-from publisher.event_columns import PageEvents
 from publisher.kernels.changes import COPY_REMOVAL, REMOVAL
+from publisher.kernels.events import PageEvents
 from publisher.publisher import EventPublisher
 
 _MAX_MEDIA_NAMES = 64

@@ -10,8 +10,8 @@ from kv_events.kernels.bundles import F64Vector, I64Matrix, U8Vector
 
 F64Matrix: TypeAlias = Annotated[npt.NDArray[np.float64], types.float64[:, ::1]]
 
-LIVE = 0
-"""Position of `ViewState.LIVE` in `views.STATES`."""
+LIVE, SYNCING, STALE, EXPIRED = range(4)
+"""Positions of the states in `views.STATES`."""
 
 FAULT_NONE, FAULT_DEGRADED, FAULT_CLOSED = range(3)
 """What the newest batch shows beside its pages: nothing; that its stream is incomplete, as the publisher said, or that

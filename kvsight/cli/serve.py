@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,24 +86,30 @@ def serve(*, flags: dict[str, Any]) -> None:
     from api.server import listen, run_server, url_of
     from api.starting import compile_and_answer
 
+    recording = _recording(indexer, settings)
     with listen(settings) as bound:
         url = url_of(bound, settings)
-        err.print(f"kvsight listens on {url} (docs at /docs)")
+        if indexer.is_embedded:
+            import_module("bridge")  # its kernels are loaded, too
         load_kernels(lambda: compile_and_answer(settings, bound))
         if indexer.is_embedded:
-            err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
-            service = _embedded(indexer, settings, registration, bridge, bound.getsockname()[1], max_files)
+            service = _embedded(indexer, settings, registration, bridge, recording, bound.getsockname()[1], max_files)
         else:
-            service = _follower(indexer, settings, shards, url)
+            service = _follower(indexer, settings, shards, recording, url)
+        err.print(f"kvsight listens on {url} (docs at /docs)")
+        if indexer.is_embedded:
+            err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
         run_server(create_app(service), settings, bound)
 
 
-def _follower(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, url: str) -> LiveService:
+def _follower(
+    indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, recording: RecordingThread | None, url: str
+) -> LiveService:
     """The service that reads a log. url: of its socket."""
     from api.service import LiveService
     from indexer.assembly import create_consumer, create_decision_log
 
-    recording, group = _recording(indexer, settings), None
+    group = None
     if shards.group is None:
         consumer = create_consumer(indexer, recording=recording)
     else:
@@ -130,6 +137,7 @@ def _embedded(
     settings: ApiSettings,
     registration: RegistrationSettings,
     bridge: BridgeSettings,
+    recording: RecordingThread | None,
     port: int,
     max_files: int,
 ) -> LiveService:
@@ -141,7 +149,6 @@ def _embedded(
     from indexer.assembly import create_consumer, create_decision_log, create_store
     from kv_events.log.memory import MemoryLog
 
-    recording = _recording(indexer, settings)
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations", "registrations.json")

@@ -4,8 +4,6 @@ The ledger has two tables of `kv_events.kernels.page_table`. *Blocks* are pages 
 `publisher.kernels.blocks`. *Pages* are pages by sequence hash. Several blocks may carry the same page, for example
 multimodal prompts with equal tokens, or copies with two block hashes. A page counts once per medium, because the
 indexer keeps a set; the digest is also that of a set.
-
-`is_shared`: whether another object owns the table of blocks.
 """
 
 from typing import NamedTuple
@@ -32,9 +30,9 @@ from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.page_table import Table
 from kv_events.kernels.page_table_ops import AHEAD, fetch, find, find_or_insert, remove, was_used
 from kv_events.schema import NUM_MEDIA
-from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import COPIED, HELD, IS_SHARED, PAGE, STATE, Blocks, is_held
 from publisher.kernels.changes import CLEARED, COPY_REMOVAL, REMOVAL, SPAN, QueueArrays, append
+from publisher.kernels.events import PageEvents
 
 # columns of page_words
 PARENT, FIRST_BLOCK = range(2)
@@ -143,19 +141,6 @@ def _expected_block(ledger: LedgerArrays, expected_after: int, key: U64) -> int:
     return entry if entry >= 0 and _is_block(ledger, entry, key) else int64(-1)
 
 
-@inline_helper
-def _find_block(ledger: LedgerArrays, expected_after: int, key: U64) -> int:
-    """Return the entry of a block, or -1."""
-    entry = _expected_block(ledger, expected_after, key)
-    return entry if entry >= 0 else find(ledger.blocks.table, key)
-
-
-@helper
-def _find_shared_block(ledger: LedgerArrays, key: U64) -> int:
-    """Return the entry of a block, or -1."""
-    return find(ledger.blocks.table, key)
-
-
 @helper
 def _find_or_insert_block(ledger: LedgerArrays, key: U64) -> int:
     """Return the entry of a block, or -1 if the table is full. An absent block is inserted."""
@@ -167,16 +152,14 @@ def _find_or_insert_block(ledger: LedgerArrays, key: U64) -> int:
 
 
 @inline_helper
-def _hold_block(
-    ledger: LedgerArrays, entry: int, block_hash: U64, sequence_hash: U64, parent: U64, is_shared: bool
-) -> int:
+def _hold_block(ledger: LedgerArrays, entry: int, block_hash: U64, sequence_hash: U64, parent: U64) -> int:
     """Prepare a block that is on no medium for a store. Its page is inserted if it is unknown.
 
     Returns the block's entry, or -1 if the ledger is full.
     """
     page, is_new = find_or_insert(ledger.pages, sequence_hash)
     if page < 0:
-        if not is_shared:
+        if ledger.blocks.tally[IS_SHARED] == 0:
             remove(ledger.blocks.table, entry)
         return page
     if is_new:
@@ -188,12 +171,12 @@ def _hold_block(
 
 
 @inline_helper
-def _release_block(ledger: LedgerArrays, entry: int, page: int, num_groups: U32, is_shared: bool) -> None:
+def _release_block(ledger: LedgerArrays, entry: int, page: int) -> None:
     """Release a block that is no longer on any medium, and its page if no other block carries it."""
     ledger.blocks.tally[HELD] -= 1
-    if not is_shared:
+    if ledger.blocks.tally[IS_SHARED] == 0:
         remove(ledger.blocks.table, entry)
-    if ledger.page_media[page] == 0 and (num_groups == 1 or _has_no_block(ledger, page)):
+    if ledger.page_media[page] == 0 and (ledger.num_groups[0] == 1 or _has_no_block(ledger, page)):
         remove(ledger.pages, page)
 
 
@@ -207,13 +190,7 @@ def _has_no_block(ledger: LedgerArrays, page: int) -> bool:
 
 @inline_helper
 def _enter_block(
-    ledger: LedgerArrays,
-    expected_after: int,
-    key: U64,
-    block_hash: U64,
-    sequence_hash: U64,
-    parent: U64,
-    is_shared: bool,
+    ledger: LedgerArrays, expected_after: int, key: U64, block_hash: U64, sequence_hash: U64, parent: U64
 ) -> int:
     """Return the entry of a block, or -1 if there is no room for it.
 
@@ -221,9 +198,9 @@ def _enter_block(
     """
     entry = _expected_block(ledger, expected_after, key)
     if entry < 0:
-        entry = _find_shared_block(ledger, key) if is_shared else _find_or_insert_block(ledger, key)
+        entry = find(ledger.blocks.table, key) if ledger.blocks.tally[IS_SHARED] else _find_or_insert_block(ledger, key)
     if entry >= 0 and not is_held(ledger.blocks, entry):
-        entry = _hold_block(ledger, entry, block_hash, sequence_hash, parent, is_shared)
+        entry = _hold_block(ledger, entry, block_hash, sequence_hash, parent)
     return entry
 
 
@@ -238,10 +215,10 @@ def _parent_name(ledger: LedgerArrays, key: U64) -> U64:
 
 
 @inline_helper
-def _add_copy(ledger: LedgerArrays, page: int, medium: int, num_groups: U32) -> bool:
+def _add_copy(ledger: LedgerArrays, page: int, medium: int) -> bool:
     """Count one more block that carries the page on a medium. Returns True if the page is now held there."""
     ledger.page_copies[medium, page] += uint32(1)
-    if ledger.page_copies[medium, page] != num_groups:
+    if ledger.page_copies[medium, page] != ledger.num_groups[0]:
         ledger.counts[_STORED_AGAIN] += 1
         return False
     ledger.page_media[page] |= uint8(1 << medium)
@@ -252,10 +229,10 @@ def _add_copy(ledger: LedgerArrays, page: int, medium: int, num_groups: U32) -> 
 
 
 @inline_helper
-def _drop_copy(ledger: LedgerArrays, page: int, medium: int, num_groups: U32) -> bool:
+def _drop_copy(ledger: LedgerArrays, page: int, medium: int) -> bool:
     """Count one block less that carries the page on a medium. Returns True if the page is no longer held there."""
     ledger.page_copies[medium, page] -= uint32(1)
-    if ledger.page_copies[medium, page] != num_groups - 1:
+    if ledger.page_copies[medium, page] != ledger.num_groups[0] - 1:
         return False
     _leave_medium(ledger, page, medium)
     return True
@@ -289,14 +266,7 @@ def _take_from_block(blocks: Blocks, entry: int, medium: int, is_copy: bool) -> 
 
 @inline_helper
 def _store_block(
-    ledger: LedgerArrays,
-    queue: QueueArrays,
-    entry: int,
-    block_hash: U64,
-    name: U64,
-    parent: U64,
-    medium: int,
-    num_groups: U32,
+    ledger: LedgerArrays, queue: QueueArrays, entry: int, block_hash: U64, name: U64, parent: U64, medium: int
 ) -> tuple[U64, bool]:
     """Store a known block on a medium.
 
@@ -312,7 +282,7 @@ def _store_block(
         ledger.counts[_STORED_AGAIN] += 1
         return name, False
     ledger.blocks.columns[entry, STATE] |= bit
-    is_new = _add_copy(ledger, page, medium, num_groups)
+    is_new = _add_copy(ledger, page, medium)
     if is_new:
         _queue_store(ledger, queue, page, medium, name, block_hash, parent)
     return name, is_new
@@ -330,8 +300,6 @@ def _store(
     medium: int,
     queued: BoolVector,
     entry: int,
-    num_groups: U32,
-    is_shared: bool,
 ) -> tuple[U64, int]:
     """Store the pages of one event.
 
@@ -342,31 +310,33 @@ def _store(
     for i in range(start, stop):
         ahead = i + AHEAD
         if ahead < block_hashes.shape[0]:
-            if not is_shared:  # the owner of a shared table has just accessed the block
+            if ledger.blocks.tally[IS_SHARED] == 0:  # the owner of a shared table has just accessed the block
                 fetch(ledger.blocks.table, block_hashes[ahead] ^ salt)
             fetch(ledger.pages, hashes[ahead])
         key, name = block_hashes[i] ^ salt, hashes[i]
-        entry = _enter_block(ledger, entry, key, block_hashes[i], name, parent, is_shared)
+        entry = _enter_block(ledger, entry, key, block_hashes[i], name, parent)
         if entry < 0:
             ledger.counts[NUM_LEFT_OUT] += 1
         else:
-            name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium, num_groups)
+            name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium)
         parent = name
     return name, entry
 
 
 @inline_helper
-def _find_blocks(
-    ledger: LedgerArrays, block_hashes: U64Input, start: int, stop: int, salt: U64, entry: int, is_shared: bool
-) -> int:
+def _find_blocks(ledger: LedgerArrays, block_hashes: U64Input, start: int, stop: int, salt: U64, entry: int) -> int:
     """Write the entries of blocks to `found` and prefetch the memory needed to remove their pages.
 
     entry: entry of the block before. Returns the entry of the last block.
     """
     for i in range(start, stop):
-        if i + AHEAD < block_hashes.shape[0] and not is_shared:  # entries of a shared table stay adjacent
+        if (
+            i + AHEAD < block_hashes.shape[0] and ledger.blocks.tally[IS_SHARED] == 0
+        ):  # entries of a shared table stay adjacent
             fetch(ledger.blocks.table, block_hashes[i + AHEAD] ^ salt)
-        entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
+        key = block_hashes[i] ^ salt
+        expected = _expected_block(ledger, entry, key)
+        entry = expected if expected >= 0 else find(ledger.blocks.table, key)
         ledger.found[i - start] = entry
         if entry >= 0 and is_held(ledger.blocks, entry):
             fetch(ledger.pages, ledger.pages.keys[int64(ledger.blocks.columns[entry, PAGE])])
@@ -375,14 +345,7 @@ def _find_blocks(
 
 @inline_helper
 def _remove_block(
-    ledger: LedgerArrays,
-    queue: QueueArrays,
-    entry: int,
-    block_hash: U64,
-    medium: int,
-    is_copy: bool,
-    num_groups: U32,
-    is_shared: bool,
+    ledger: LedgerArrays, queue: QueueArrays, entry: int, block_hash: U64, medium: int, is_copy: bool
 ) -> None:
     """Remove one copy of a block from a medium, or all copies.
 
@@ -396,12 +359,12 @@ def _remove_block(
     if _take_from_block(ledger.blocks, entry, medium, is_copy):
         return
     page = int64(ledger.blocks.columns[entry, PAGE])
-    if _drop_copy(ledger, page, medium, num_groups):
+    if _drop_copy(ledger, page, medium):
         _queue_removal(ledger, queue, page, medium, block_hash)
     ledger.blocks.columns[entry, STATE] &= ~bit
     if not is_held(ledger.blocks, entry):
         ledger.blocks.columns[entry, STATE] &= ~uint32(COPIED)
-        _release_block(ledger, entry, page, num_groups, is_shared)
+        _release_block(ledger, entry, page)
 
 
 @inline_helper
@@ -415,8 +378,6 @@ def _remove(
     medium: int,
     entry: int,
     is_copy: bool,
-    num_groups: U32,
-    is_shared: bool,
 ) -> int:
     """Remove the pages of one event.
 
@@ -424,11 +385,9 @@ def _remove(
     """
     for first in range(start, stop, FOUND_BLOCKS):
         end = min(first + FOUND_BLOCKS, stop)
-        entry = _find_blocks(ledger, block_hashes, first, end, salt, entry, is_shared)
+        entry = _find_blocks(ledger, block_hashes, first, end, salt, entry)
         for i in range(first, end):
-            _remove_block(
-                ledger, queue, ledger.found[i - first], block_hashes[i], medium, is_copy, num_groups, is_shared
-            )
+            _remove_block(ledger, queue, ledger.found[i - first], block_hashes[i], medium, is_copy)
     return entry
 
 
@@ -447,8 +406,6 @@ def change_pages(
     previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # the page stored last
     stored, removed = int64(-1), int64(-1)
     start = event = 0
-    num_groups = uint32(ledger.num_groups[0])
-    is_shared = ledger.blocks.tally[IS_SHARED] != 0
     kinds = pages.kinds
     while event < pages.lengths.shape[0]:
         kind, stop = int64(kinds[event]), start + pages.lengths[event]
@@ -457,9 +414,7 @@ def change_pages(
             if pages.has_parent[event]:
                 key = pages.parents[event] ^ salt
                 parent = previous_name if is_held and key == previous_key else _parent_name(ledger, key)
-            name, stored = _store(
-                ledger, queue, pages, start, stop, parent, salt, kind, queued, stored, num_groups, is_shared
-            )
+            name, stored = _store(ledger, queue, pages, start, stop, parent, salt, kind, queued, stored)
             if stop > start:
                 previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
         elif kind < CLEARED or COPY_REMOVAL <= kind < COPY_REMOVAL + NUM_MEDIA:
@@ -468,19 +423,7 @@ def change_pages(
                 stop += pages.lengths[event]
             is_copy = kind >= COPY_REMOVAL
             medium = kind - COPY_REMOVAL if is_copy else kind - REMOVAL
-            removed = _remove(
-                ledger,
-                queue,
-                pages.block_hashes,
-                start,
-                stop,
-                salt,
-                medium,
-                removed,
-                is_copy,
-                num_groups,
-                is_shared,
-            )
+            removed = _remove(ledger, queue, pages.block_hashes, start, stop, salt, medium, removed, is_copy)
             is_held = False
         start = stop
         event += 1

@@ -17,7 +17,7 @@ from indexer.index import OverlapIndex
 from kv_events.digest import add_page, digest_bytes, empty_digest, page_counts, remove_page
 from kv_events.kernels import instructions
 from kv_events.kernels.arrays import give_back, zeros
-from kv_events.kernels.bundles import I64Input, Spread, U8Vector, U32Matrix, U64Input, U64Vector, pin, uint64
+from kv_events.kernels.bundles import I64Input, Spread, U8Vector, U32Matrix, U64Input, U64Vector, int64, pin, uint64
 from kv_events.kernels.declare import kernel
 from kv_events.kernels.numba_parts import HelperDispatcher, KernelDispatcher
 from tests.support.log.records import digest_of
@@ -50,7 +50,8 @@ def change(outer: Outer, events: Spread[Events], step: int) -> int:
     """What a kernel says of itself."""
     outer.inner.words[0] += uint64(step)
     total: int = outer.inner.rows[1, 2] + outer.flags[outer.flags.shape[0] - 1] + events.hashes[0]
-    return int(total) + events.lengths[1] + 1000 * outer.inner.rows.shape[0]
+    total += int64(events.lengths[1]) + 1000 * outer.inner.rows.shape[0]
+    return total
 
 
 def outer() -> Outer:

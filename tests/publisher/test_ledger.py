@@ -12,9 +12,9 @@ from bridge.hashes.hash_memory import HashMemory, HashNamespace
 from kv_events.codec import decode_batch, encode_batch
 from kv_events.streams import StreamId
 from publisher.change_queue import ChangeQueue
-from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import BlockTable
 from publisher.kernels.changes import CLEARED, REMOVAL
+from publisher.kernels.events import PageEvents
 from publisher.ledger import SLICE_PAGES, Ledger, LedgerCopy
 from publisher.packing import pack
 from tests.models.stream_reader import StreamReader

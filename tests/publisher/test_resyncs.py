@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kv_events.schema import BlockRemoved, ResyncRequest, SnapshotBegin, SnapshotEnd, StorageMedium
-from publisher.event_columns import PageEvents
+from publisher.kernels.events import PageEvents
 from tests.models.stream_reader import StreamReader
 from tests.rigs.publisher import NOW, batches_of, make_begun, make_publisher, num_pages, steps_of, stored
 

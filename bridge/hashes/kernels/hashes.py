@@ -42,8 +42,8 @@ from kv_events.kernels.page_table_ops import (
     was_used,
 )
 from kv_events.kernels.xxh3 import hash_pair
-from publisher.event_columns import PageEvents
 from publisher.kernels.blocks import HELD, MOST_HELD, RECENTLY_USED, REMEMBERED, STATE, Blocks, is_held
+from publisher.kernels.events import PageEvents
 
 # elements of the cursor: next event, positions in input and output, and counts of unknown and ambiguous pages
 EVENT, PAGE_IN, LOCAL_IN, PAGE_OUT, NUM_UNKNOWN, NUM_AMBIGUOUS = range(6)

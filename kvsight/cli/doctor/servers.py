@@ -130,6 +130,8 @@ class Servers:
 def _remedy_if_not_ready(detail: str) -> str:
     if detail.startswith("catching up"):
         return "wait, and run this command again; if the number does not fall, the service has too little CPU"
+    if detail.startswith("compiling kernels"):
+        return "wait; it happens once on a machine"
     return "see `/ready` answers 503 in docs/troubleshooting.md"
 
 
