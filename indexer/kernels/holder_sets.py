@@ -19,8 +19,8 @@ from kv_events.digest import mix
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table, page_table_ops
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import U64, Spread, U32Vector, U64Matrix, U64MatrixInput, int64, uint32, uint64
-from kv_events.kernels.declare import helper, inline_helper, kernel
+from kv_events.kernels.bundles import U64, U32Vector, U64Matrix, U64MatrixInput, int64, uint32, uint64
+from kv_events.kernels.declare import helper, inline_helper
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
@@ -49,13 +49,8 @@ def make_holder_sets(capacity: int, width: int) -> HolderSets:
     which is the number of streams / 64.
     """
     table = page_table.make_table(capacity)
-    _insert_empty(table)
+    page_table.insert_zero(table)
     return HolderSets(table, zeros((capacity, NUM_MEDIA * width), np.uint64), zeros(capacity, np.uint32))
-
-
-@kernel
-def _insert_empty(table: Spread[Table]) -> None:
-    page_table_ops.insert(table, _EMPTY)
 
 
 def num_sets(sets: HolderSets) -> int:

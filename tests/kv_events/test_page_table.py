@@ -144,3 +144,10 @@ def test_clear_forgets_everything() -> None:
     page_table.check(table)
     assert page_table.num_live(table) == 0
     assert run(_insert_all, table, [7]) == [0]
+
+
+def test_the_key_0_is_inserted_without_a_kernel() -> None:
+    table = page_table.make_table(100)
+    page_table.insert_zero(table)
+    page_table.check(table)
+    assert run(_enter_all, table, [0, 5, 0]) == [0, 1, 0]
