@@ -95,6 +95,7 @@ class AnswerWriter:
         self._peer, self._rfc = resident(PEER), resident(RFC)
         self._tables: dict[int, _KeptTable] = {}  # by the id of a namespace, while it exists
         self._buffers = QueryBuffers.new()
+        self._resident = resident(self._buffers)
         self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
         self._plan: Plan | None = None
 
@@ -163,7 +164,9 @@ class AnswerWriter:
         block_size = namespace.key.block_size
         num_pages = max(MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY // block_size)
         num_bytes = len(begin) + table.most_bytes
-        buffers = self._buffers = self._buffers.with_room(num_pages, namespace.index.most_streams, num_bytes)
+        buffers = self._buffers.with_room(num_pages, namespace.index.most_streams, num_bytes)
+        if buffers is not self._buffers:
+            self._buffers, self._resident = buffers, resident(buffers)
         buffers.out[: len(begin)] = np.frombuffer(begin, _UINT8)
         if question.weights is not None:
             buffers.weights[:] = question.weights
@@ -174,7 +177,7 @@ class AnswerWriter:
             ref(namespace),
             namespace.num_changes,
             namespace.index.lookup,
-            resident(buffers),
+            self._resident,
             table.table,
             self._peer if question.is_peer else self._rfc,
             (block_size, int(question.is_bigram), int(question.weights is not None), len(begin)),
