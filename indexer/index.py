@@ -158,8 +158,6 @@ class OverlapIndex:
         self, stream: int, event: StoredPages, start: int, stop: int, marks: Marks | None = None
     ) -> tuple[int, int]:
         """Store pages [start, stop) of an event. Returns (pages held already, pages refused: index full)."""
-        if not self._has_sets:
-            return 0, stop - start
         self.digest(stream)
         kept = _NO_MARKS if marks is None else marks
         pages = event.hashes, event.chain_starts, event.parents

@@ -20,7 +20,7 @@ import xxhash
 
 from kv_events.errors import InvalidValueError
 from kv_events.hash_seed import process_seed
-from kv_events.kernels.xxh3 import hash_windows, long_hash_state, roll
+from kv_events.kernels.xxh3 import hash_prompt, hash_windows, long_hash_state, roll
 from kv_events.tokens import U32Array as U32Array
 from kv_events.tokens import U64Array as U64Array
 from kv_events.tokens import hash_array, hash_word
@@ -29,6 +29,7 @@ from kv_events.tokens import token_array as token_array
 _SGLANG_NAMESPACE = b"sglang-kv-event-namespace-v1"
 _SGLANG_SALT = b"sglang-cache-salt-v1\0"
 _MASK64 = 2**64 - 1
+_U64, _NO_PARENT = np.dtype(np.uint64), np.uint64(0)
 
 
 def _utf8(name: str, field: str) -> bytes:
@@ -141,7 +142,7 @@ def num_whole_pages(num_tokens: int, block_size: int, *, is_bigram: bool = False
     """Return the number of complete pages. A partial last page has no hash."""
     if not isinstance(block_size, int) or block_size < 1:
         raise InvalidValueError("block_size", block_size, "a positive integer")
-    return max(0, num_tokens - is_bigram) // block_size
+    return (num_tokens - is_bigram) // block_size if num_tokens else 0
 
 
 def local_hashes(
@@ -158,7 +159,7 @@ def local_hashes(
     InvalidValueError.
     """
     tokens = token_array(tokens, "tokens")
-    out = np.empty(num_whole_pages(len(tokens), block_size, is_bigram=is_bigram), dtype=np.uint64)
+    out = np.empty(num_whole_pages(len(tokens), block_size, is_bigram=is_bigram), _U64)
     width, word = block_size + is_bigram, _seed_word(seed, "seed")
     hash_windows(tokens, width, block_size, word, long_hash_state(width, word), out)
     return out
@@ -173,8 +174,9 @@ def rolling_hashes(
     one. Raises InvalidValueError.
     """
     local = hash_array(local, "local")
-    out = np.empty(len(local), dtype=np.uint64)
-    roll(local, _seed_word(base, "base"), hash_word(parent or 0, "parent"), parent is not None, out)
+    out = np.empty(len(local), _U64)
+    first = _NO_PARENT if parent is None else hash_word(parent, "parent")
+    roll(local, _seed_word(base, "base"), first, parent is not None, out)
     return out
 
 
@@ -192,8 +194,12 @@ def sequence_hashes(
     tokens: integers in 0 .. 2**32 - 1; a uint32 array is not copied. seed: the `namespace_seed`, used for local hashes
     only. None means the base. Raises InvalidValueError.
     """
-    local = local_hashes(tokens, block_size, base if seed is None else seed, is_bigram=is_bigram)
-    return rolling_hashes(local, parent=parent, base=base)
+    tokens, rolled_with = token_array(tokens, "tokens"), _seed_word(base, "base")
+    out = np.empty(num_whole_pages(len(tokens), block_size, is_bigram=is_bigram), _U64)
+    width, word = block_size + is_bigram, rolled_with if seed is None else hash_word(seed, "seed")
+    state, first = long_hash_state(width, word), _NO_PARENT if parent is None else hash_word(parent, "parent")
+    hash_prompt(tokens, width, block_size, word, state, rolled_with, first, parent is not None, out)
+    return out
 
 
 @cache
@@ -203,4 +209,4 @@ def process_base() -> np.uint64:
 
 
 def _seed_word(seed: int | None, field: str) -> np.uint64:
-    return hash_word(process_seed() if seed is None else seed, field)
+    return process_base() if seed is None else hash_word(seed, field)

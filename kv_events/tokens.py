@@ -24,12 +24,12 @@ def token_array(token_ids: Sequence[int] | npt.NDArray[np.integer], field: str =
     if isinstance(token_ids, np.ndarray) and token_ids.dtype is _U32 and token_ids.ndim == 1:
         return np.ascontiguousarray(token_ids)
     try:
-        wide = _integers(token_ids, "q", field)
+        wide = _integers(token_ids, "I", field)
     except (OverflowError, TypeError):
         raise _first_bad_token(token_ids, field) from None
-    if wide.size and (wide.min() < 0 or wide.max() > MAX_TOKEN_ID):
+    if wide.dtype is not _U32 and wide.size and (wide.min() < 0 or wide.max() > MAX_TOKEN_ID):
         raise _first_bad_token(token_ids, field)
-    return np.ascontiguousarray(wide, dtype=np.uint32)
+    return np.ascontiguousarray(wide, _U32)
 
 
 def hash_array(hashes: Sequence[int] | npt.NDArray[np.integer], field: str) -> U64Array:
@@ -63,6 +63,8 @@ def _integers(values: Sequence[int] | npt.NDArray[np.integer], typecode: str, fi
 
 
 def _items(values: Sequence[int] | npt.NDArray[np.integer], field: str) -> Sequence[int] | npt.NDArray[np.integer]:
+    if isinstance(values, list):
+        return values
     if not hasattr(values, "__len__") or isinstance(values, str | bytes | bytearray | memoryview | Mapping | Set):
         raise InvalidValueError(field, values, _FLAT_LIST)
     return values

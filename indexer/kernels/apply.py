@@ -24,7 +24,7 @@ from kv_events.kernels.bundles import (
     U64Vector,
 )
 from kv_events.kernels.declare import array_helper, array_kernel
-from kv_events.kernels.page_table import Table
+from kv_events.kernels.page_table import CAPACITY, Table
 from kv_events.schema import NUM_MEDIA
 
 _TWO_COUNTS = types.UniTuple(types.int64, 2)
@@ -82,8 +82,16 @@ def _starts_chain(bitmap, i):
 
 
 @array_helper
+def _has_sets(sets):
+    """Return whether stores may add holder sets: an eighth is reserved for removals, which may need new sets, too."""
+    return 8 * (page_table_ops.num_entries(sets.table) - 1) <= 7 * (sets.table.meta[CAPACITY] - 1)
+
+
+@array_helper
 def store_pages(pages, marks, hashes, chain_starts, parents, stream, tier, start, stop):
     """`store`, for other kernels."""
+    if not _has_sets(pages.sets):
+        return 0, stop - start
     digest = pages.digests[stream]
     known = refused = 0
     is_cold = False  # whether pages are new, so that the entry of the previous page does not predict theirs

@@ -23,8 +23,6 @@ from kv_events.kernels.bundles import (
     spread,
 )
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
-from kv_events.kernels.page_table import CAPACITY
-from kv_events.kernels.page_table_ops import num_entries
 
 NO_SPACE = -1
 """Space of a stream without a view: none of its batches can be applied here."""
@@ -86,24 +84,16 @@ def _is_next(columns, stream, arrays, i, most_pages):
     return longest <= most_pages
 
 
-@array_helper
-def _has_sets(pages):
-    """See `OverlapIndex.store`."""
-    table = pages.sets.table
-    return 8 * (num_entries(table) - 1) <= 7 * (table.meta[CAPACITY] - 1)
-
-
 @array_function
 def _apply_event(pages, numbers, stream, marks, data, event, words):
     """Apply a store or a removal."""
     num_pages, at, tier = event[batches.NUM_PAGES], event[batches.PAGES], event[batches.MEDIUM]
     hashes = words[at : at + num_pages]
-    refused = num_pages
     if event[batches.IS_REMOVAL] == 1:
         unknown, refused = remove_pages(pages, marks, hashes, stream, tier, 0, num_pages)
         numbers[views.UNKNOWN] += unknown
         numbers[views.REMOVED] += num_pages - unknown - refused
-    elif _has_sets(pages):
+    else:
         starts = data[event[batches.STARTS] : event[batches.STARTS] + (num_pages + 7) // 8]
         parents = words[at + 2 * num_pages : at + 2 * num_pages + event[batches.NUM_CHAINS]]
         known, refused = store_pages(pages, marks, hashes, starts, parents, stream, tier, 0, num_pages)

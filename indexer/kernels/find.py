@@ -12,6 +12,9 @@ from kv_events.kernels.instructions import lowest_bit
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
+_STEP = 32
+"""Pages that are compared at once."""
+
 
 class PageLookup(NamedTuple):
     """The part of `apply.Pages` that a query reads."""
@@ -71,6 +74,29 @@ def _begin(pages, held, alive, out_streams, out_pages):
     return found
 
 
+@array_helper
+def _num_alike(pages, entry, hashes, start):
+    """Return how many pages from `start` on are in the entries after `entry`, with its holder set.
+
+    Steps of which a page differs do not count. They are loops without branches, for vector instructions.
+    """
+    held = pages.holders[entry]
+    count = np.int64(0)
+    most = min(hashes.shape[0] - start, pages.holders.shape[0] - 1 - entry)
+    while count < most:
+        wanted, keys = hashes[start + count :], pages.table.keys[entry + 1 + count :]
+        holders = pages.holders[entry + 1 + count :]
+        step = min(most - count, _STEP)
+        differ, moved = np.uint64(0), np.uint32(0)
+        for i in range(step):
+            differ |= wanted[i] ^ keys[i]
+            moved |= holders[i] ^ held
+        if differ | np.uint64(moved) != np.uint64(0):
+            break
+        count += step
+    return count
+
+
 @array_function
 def find_prefixes(pages, hashes, out_streams, out_pages):
     """See `find`."""
@@ -84,7 +110,14 @@ def find_prefixes(pages, hashes, out_streams, out_pages):
     held = pages.holders[entry]
     found = _begin(pages, np.int64(held), pages.alive, out_streams, out_pages)
     last = n
-    for i in range(1, n):
+    i = retry_at = 1
+    while i < n:
+        if i == retry_at:
+            alike = _num_alike(pages, entry, hashes, i)
+            i, entry = i + alike, entry + alike
+            retry_at = i + _STEP
+            if i == n:
+                break
         entry = look_up(pages, entry, hashes[i])
         if entry < 0:
             last = i
@@ -93,6 +126,7 @@ def find_prefixes(pages, hashes, out_streams, out_pages):
             held = pages.holders[entry]
             if not _narrow(pages, np.int64(held), pages.alive, i, out_pages):
                 return found
+        i += 1
     for word in range(width):
         for tier in range(NUM_MEDIA):
             _record(pages.alive[tier, word], word, tier, last, out_pages)

@@ -49,6 +49,17 @@ def upper_product(_typing: Any, word: Any, low: Any, high: Any) -> Any:
 
 
 @intrinsic
+def folded_product(_typing: Any, a: Any, b: Any) -> Any:
+    """Return the lower half XOR the upper half of the product of two u64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        product = builder.mul(*(builder.zext(each, _WORD128) for each in args))
+        return builder.trunc(builder.xor(product, builder.lshr(product, _WORD128(64))), _WORD64)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
 def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
     """Load eight bytes of a u8 array, from index `at` on, as a big-endian u64. The caller checks the bounds."""
 

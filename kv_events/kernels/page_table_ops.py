@@ -122,10 +122,11 @@ def _place(table, segment, word):
 
 
 @array_function
-def _split(table, segment):
-    """Split a segment by the next tag bit: move the keys that have it set to a new segment.
+def _split(table, segment, tag):
+    """Split the segment of a tag by the next tag bit: move the keys that have it set to a new segment.
 
-    Returns False if there is no free segment or no further tag bit.
+    Keys in their home buckets keep their slots there. The others are placed again, because these buckets are no longer
+    full. Returns False if there is no free segment or no further tag bit.
     """
     depth = np.int64(table.segments[segment, BITS])
     fresh = table.meta[NUM_SEGMENTS]
@@ -140,20 +141,25 @@ def _split(table, segment):
         table.meta[DEPTH] += 1
     table.meta[NUM_SEGMENTS] += 1
     table.segments[segment, BITS] = table.segments[fresh, BITS] = np.uint32(depth + 1)
-    table.slots[fresh * SEGMENT_SLOTS : (fresh + 1) * SEGMENT_SLOTS] = np.uint64(0)  # a clear leaves old words
-    base, scratch = segment * SEGMENT_SLOTS, table.segments.shape[0] * SEGMENT_SLOTS
-    for i in range(SEGMENT_SLOTS):
-        table.slots[scratch + i] = table.slots[base + i]
-        table.slots[base + i] = np.uint64(0)
     bit = np.uint64(1) << np.uint64(32 + depth)
-    pattern = np.int64(-1)
-    table.segments[segment, COUNT] = np.uint32(0)
+    base, new = segment * SEGMENT_SLOTS, fresh * SEGMENT_SLOTS
+    scratch = table.segments.shape[0] * SEGMENT_SLOTS
+    num_far = np.int64(0)
+    num_moved = num_kept = np.uint32(0)
     for i in range(SEGMENT_SLOTS):
+        word = table.slots[base + i]
+        is_home = _home(word >> _SHIFT32) == i - i % NUM_LANES
+        moved = word if is_home and word & bit != _EMPTY else _EMPTY
+        kept = word ^ moved if is_home else _EMPTY
+        table.slots[new + i], table.slots[base + i], table.slots[scratch + num_far] = moved, kept, word
+        num_far += word != moved | kept
+        num_moved += np.uint32(moved != _EMPTY)
+        num_kept += np.uint32(kept != _EMPTY)
+    table.segments[segment, COUNT], table.segments[fresh, COUNT] = num_kept, num_moved
+    for i in range(num_far):
         word = table.slots[scratch + i]
-        if word != np.uint64(0):
-            pattern = np.int64(word >> _SHIFT32)
-            _place(table, fresh if word & bit else segment, word)
-    first = (pattern & ((1 << depth) - 1)) | (1 << depth)
+        _place(table, fresh if word & bit != _EMPTY else segment, word)
+    first = (np.int64(tag) & ((1 << depth) - 1)) | (1 << depth)
     for i in range(first, 1 << table.meta[DEPTH], 1 << (depth + 1)):
         table.directory[i] = np.uint32(fresh)
     return True
@@ -193,7 +199,7 @@ def insert(table, key):
     segment = _segment_of(table, tag)
     is_far = _is_far(_vacancy(table, segment, tag), tag)
     while is_far or table.segments[segment, COUNT] >= SPLIT_AT:
-        if not _split(table, segment):
+        if not _split(table, segment, tag):
             if is_far or table.segments[segment, COUNT] >= SEGMENT_SLOTS - 1:
                 return np.int64(-1)
             break

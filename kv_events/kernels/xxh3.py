@@ -11,6 +11,7 @@ import numpy.typing as npt
 from numba import types
 
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
+from kv_events.kernels.instructions import folded_product
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -37,7 +38,6 @@ _P64_5 = np.uint64(0x27D4EB2F165667C5)
 _AVALANCHE = np.uint64(0x165667919E3779F9)
 _RRMXMX = np.uint64(0x9FB21C651E98DF25)
 _LOW32 = np.uint64(0xFFFFFFFF)
-_SHIFT32 = np.uint64(32)
 
 U32_IN = types.Array(types.uint32, 1, "C", readonly=True)
 U64_IN = types.Array(types.uint64, 1, "C", readonly=True)
@@ -64,16 +64,6 @@ def _avalanche(h):
 
 
 @array_helper
-def _multiply_fold(a, b):
-    """Return the low 64 bits XOR the high 64 bits of the 128-bit product."""
-    a_low, a_high, b_low, b_high = a & _LOW32, a >> _SHIFT32, b & _LOW32, b >> _SHIFT32
-    low_low, high_low = a_low * b_low, a_high * b_low
-    middle = (low_low >> _SHIFT32) + (high_low & _LOW32) + a_low * b_high
-    low = (middle << _SHIFT32) | (low_low & _LOW32)
-    return low ^ (a_high * b_high + (high_low >> _SHIFT32) + (middle >> _SHIFT32))
-
-
-@array_helper
 def _word(tokens, i):
     """Return the u64 that starts at token i."""
     return np.uint64(tokens[i]) | (np.uint64(tokens[i + 1]) << np.uint64(32))
@@ -82,7 +72,7 @@ def _word(tokens, i):
 @array_helper
 def _mix16(tokens, i, offset, seed):
     """Mix the four tokens from i on with the secret at a byte offset."""
-    return _multiply_fold(
+    return folded_product(
         _word(tokens, i) ^ (_SECRET_AT[offset] + seed), _word(tokens, i + 2) ^ (_SECRET_AT[offset + 8] - seed)
     )
 
@@ -92,7 +82,7 @@ def hash_pair(low, high, seed):
     """Return XXH3-64 of the 16 bytes low ‖ high (both u64, little-endian)."""
     lo = low ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
     hi = high ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
-    return _avalanche(np.uint64(16) + _swap64(lo) + hi + _multiply_fold(lo, hi))
+    return _avalanche(np.uint64(16) + _swap64(lo) + hi + folded_product(lo, hi))
 
 
 @array_helper
@@ -112,7 +102,7 @@ def _hash_up_to_8(tokens, start, n, seed):
 def _hash_up_to_16(tokens, start, n, seed):
     lo = _word(tokens, start) ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
     hi = _word(tokens, start + n - 2) ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
-    return _avalanche(np.uint64(4 * n) + _swap64(lo) + hi + _multiply_fold(lo, hi))
+    return _avalanche(np.uint64(4 * n) + _swap64(lo) + hi + folded_product(lo, hi))
 
 
 @array_helper
@@ -166,7 +156,7 @@ def _hash_long(tokens, start, n, secret, acc):
     _accumulate(acc, tokens, start + n - 16, secret, 121)
     result = np.uint64(4 * n) * _P64_1
     for i in range(4):
-        result += _multiply_fold(acc[2 * i] ^ secret[11 + 16 * i], acc[2 * i + 1] ^ secret[19 + 16 * i])
+        result += folded_product(acc[2 * i] ^ secret[11 + 16 * i], acc[2 * i + 1] ^ secret[19 + 16 * i])
     return _avalanche(result)
 
 
@@ -238,3 +228,13 @@ def roll(local, base, parent, has_parent, out):
     parent: the sequence hash of the page before the first one, used if has_parent is set. Otherwise, out[0] = local[0].
     """
     roll_each(local, base, parent, has_parent, out)
+
+
+@array_kernel(
+    types.void, U32_IN, types.int64, types.int64, types.uint64, U64_OUT, types.uint64, types.uint64, types.boolean,
+    U64_OUT,
+)  # fmt: skip
+def hash_prompt(tokens, width, stride, seed, state, base, parent, has_parent, out):
+    """Hash windows as `hash_windows` and roll the hashes as `roll`. Parameters as there."""
+    hash_each_window(tokens, width, stride, seed, state, out)
+    roll_each(out, base, parent, has_parent, out)

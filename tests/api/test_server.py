@@ -19,6 +19,7 @@ from api.service import LiveService
 from api.settings import ApiSettings
 from tests.rigs.api import served
 from tests.rigs.raw_http import a_service, in_chunks
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until, wait_until
@@ -114,7 +115,7 @@ def test_a_signal_while_the_loop_starts_ends_the_command_without_a_traceback() -
 
 def _answers(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return httpx.get(f"http://127.0.0.1:{port}/health", verify=WITHOUT_TLS).status_code == 200
     except httpx.TransportError:
         return False
 

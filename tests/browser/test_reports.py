@@ -46,6 +46,15 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     return report_of(folder / "kv-aware", folder / "report.html")
 
 
+@pytest.fixture(scope="module")
+def visits(browser: Browser, audited: tuple[str, dict[str, Any]]) -> dict[str, Visit]:
+    """The report in light and in dark, with all its plots."""
+    found = {scheme: Visit(browser, audited[0], color_scheme=scheme) for scheme in ("light", "dark")}
+    for visit in found.values():
+        wait_for_plots(visit.page, AUDIT_PLOTS)
+    return found
+
+
 def report_of(log: Path, file: Path) -> tuple[str, dict[str, Any]]:
     """Audit a log. Returns the address of its report, and the audit as JSON."""
     done = kvsight("audit", log, "--json", "--html", file)
@@ -79,12 +88,10 @@ def tooltip(page: Page, title: str) -> str:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_an_audit_report_makes_no_request_and_holds_its_plots(
-    browser: Browser, audited: tuple[str, dict[str, Any]], scheme: str
+    visits: dict[str, Visit], audited: tuple[str, dict[str, Any]], scheme: str
 ) -> None:
-    address, _ = audited
-    visit = Visit(browser, address, color_scheme=scheme)
-    wait_for_plots(visit.page, AUDIT_PLOTS)
-    assert visit.requests == [address]
+    visit = visits[scheme]
+    assert visit.requests == [audited[0]]
     assert visit.faults == []
     paper = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
     label = visit.page.locator(".plot svg text").first.evaluate("each => getComputedStyle(each).fill")
@@ -92,9 +99,10 @@ def test_an_audit_report_makes_no_request_and_holds_its_plots(
     assert (paper, label) == expected[scheme]
 
 
-def test_the_figures_of_a_report_are_those_of_the_json(browser: Browser, audited: tuple[str, dict[str, Any]]) -> None:
-    address, report = audited
-    page = Visit(browser, address).page
+def test_the_figures_of_a_report_are_those_of_the_json(
+    visits: dict[str, Visit], audited: tuple[str, dict[str, Any]]
+) -> None:
+    page, report = visits["light"].page, audited[1]
     funnel = report["funnel"]
     assert page.locator(".verdict").inner_text() == report["verdict"]
     tokens = [funnel[name] for name in ("prompt_tokens", "held_in_fleet", "held_by_chosen", "predicted", "delivered")]
@@ -118,10 +126,8 @@ def test_the_figures_of_a_report_are_those_of_the_json(browser: Browser, audited
     ]
 
 
-def test_each_plot_has_a_title_a_legend_in_words_and_a_table(
-    browser: Browser, audited: tuple[str, dict[str, Any]]
-) -> None:
-    page = Visit(browser, audited[0]).page
+def test_each_plot_has_a_title_a_legend_in_words_and_a_table(visits: dict[str, Visit]) -> None:
+    page = visits["light"].page
     figures = page.locator("figure").all()
     assert len(figures) == AUDIT_PLOTS
     for figure in figures:
@@ -135,9 +141,8 @@ def test_each_plot_has_a_title_a_legend_in_words_and_a_table(
     assert "2 other workers" in page.locator("figure", has_text="Pages by worker").inner_text()
 
 
-def test_a_report_fits_on_paper(browser: Browser, audited: tuple[str, dict[str, Any]]) -> None:
-    visit = Visit(browser, audited[0], color_scheme="dark")
-    wait_for_plots(visit.page, AUDIT_PLOTS)
+def test_a_report_fits_on_paper(visits: dict[str, Visit]) -> None:
+    visit = visits["dark"]
     assert visit.page.pdf(prefer_css_page_size=True).startswith(b"%PDF")
     visit.page.emulate_media(media="print")
     visit.page.set_viewport_size({"width": 695, "height": 900})  # A4 within its margins

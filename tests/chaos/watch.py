@@ -14,6 +14,7 @@ from indexer.views import LATE_S
 from kv_events.schema import MEDIA
 from tests.chaos.engine import Engine, Truth
 from tests.chaos.rig import Rig, Service
+from tests.support.http_checks import WITHOUT_TLS
 
 _EVERY_S = 0.2
 _TIMEOUT_S = 5.0
@@ -94,7 +95,7 @@ class Watch:
             return [each for each in self._lies if each.at >= at]
 
     def _run(self, service: Service) -> None:
-        with httpx.Client(base_url=service.url, timeout=_TIMEOUT_S) as client:
+        with httpx.Client(base_url=service.url, timeout=_TIMEOUT_S, verify=WITHOUT_TLS) as client:
             while not self._is_ended.wait(_EVERY_S):
                 at = time.monotonic()
                 try:

@@ -20,6 +20,7 @@ from tests.rigs.bridge import GPU, on
 from tests.support.commands import RunningCommand, invoke, kvsight
 from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.child_process import free_port
 from tests.support.servers.service_process import own_topics
 from tests.support.waiting import wait_until
@@ -128,7 +129,7 @@ def held(folder: Path) -> set[tuple[int, int]]:
 
 def scraped(port: int) -> str:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", verify=WITHOUT_TLS).text
     except httpx.HTTPError:
         return ""
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support import compose
 from tests.support.commands import RunningCommand
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.child_process import free_port
 from tests.support.servers.redis_server import RedisServer
 from tests.support.waiting import wait_until
@@ -65,7 +66,7 @@ def url(kafka_bootstrap: str, redis_server: RedisServer, environment: dict[str, 
 
 
 def states(url: str) -> dict[str, str]:
-    return {each["instance_id"]: each["state"] for each in httpx.get(f"{url}/workers").json()}
+    return {each["instance_id"]: each["state"] for each in httpx.get(f"{url}/workers", verify=WITHOUT_TLS).json()}
 
 
 def run(line: str, environment: dict[str, str], folder: Path) -> str:

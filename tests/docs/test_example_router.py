@@ -23,6 +23,7 @@ from api.settings import ApiSettings
 from indexer.decisions.log import DecisionLog
 from kv_events.decisions import Decision, DecisionRecord, Outcome, decode_decision
 from kv_events.records import LogRecord
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
@@ -164,7 +165,9 @@ async def routed(
             stack.push_async_callback(client_of_router.aclose)
         address = await stack.enter_async_context(running_server(example.app, settings))
         unlimited = httpx.Limits(max_connections=None)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, limits=unlimited, timeout=30))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=address, limits=unlimited, timeout=30, verify=WITHOUT_TLS)
+        )
         yield Rig(fed, engines, client, example, kept)
 
 

@@ -187,7 +187,7 @@ def test_views_after_any_moves_are_those_of_the_moment(tmp_path: Path, frame_cos
     assert span is not None
     moving = timeline.at(LogMoment(index=1))
     assert num_plain(timeline) > 250
-    for _ in range(150):
+    for _ in range(100):
         near = moving.now + random.choice((0.0, 0.2, 3.0, 40.0))
         moment = random.choice(
             (
@@ -201,8 +201,8 @@ def test_views_after_any_moves_are_those_of_the_moment(tmp_path: Path, frame_cos
         moving = timeline.at(moment, before)
         ways["moved" if moving is before else "given up" if can_move else "opened"] += 1
         assert facts(moving) == facts(timeline.at(moment)), moment
-    assert ways["moved"] > 60, ways
-    assert ways["opened"] > 5, ways
+    assert ways["moved"] > 40, ways
+    assert ways["opened"] > 3, ways
 
 
 def num_plain(timeline: Timeline) -> int:

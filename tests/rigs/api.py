@@ -20,6 +20,7 @@ from bridge import BridgeSettings
 from indexer.consumer import Consumer
 from kv_events.log.memory import MemoryLog
 from kv_events.log.moments import LogMoment
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.log.hand_fed import HandFed
 from tests.support.waiting import async_wait_until
 
@@ -68,7 +69,7 @@ def embedding(consumer: Consumer, log: MemoryLog, bridge: BridgeSettings | None 
 
 @asynccontextmanager
 async def served(
-    consumer: Consumer, verify: Any = True, registrations: Registrations | None = None, **settings: Any
+    consumer: Consumer, verify: Any = WITHOUT_TLS, registrations: Registrations | None = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Run a server of a consumer, and yield a client of it. verify: as for the client. settings: of the service."""
     api = ApiSettings(port=0, **settings)

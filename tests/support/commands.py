@@ -14,6 +14,7 @@ import httpx
 from typer.testing import CliRunner, Result
 
 from kvsight.cli.main import app
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.prepared_python import PreparedProcess, run_module
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
@@ -113,6 +114,6 @@ def served_log(log: Path, *flags: object, interrupts: int = 1) -> Iterator[str]:
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready").status_code == 200
+        return httpx.get(f"{url}/ready", verify=WITHOUT_TLS).status_code == 200
     except httpx.TransportError:
         return False

@@ -6,16 +6,16 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-_POLL_S = 0.005
-
 
 def wait_until(condition: Callable[[], Any], deadline_s: float = 30.0, what: str = "") -> None:
     """Return once `condition()` is true. Raises AssertionError naming `what` after `deadline_s` seconds."""
-    give_up = time.monotonic() + deadline_s
+    began = time.monotonic()
+    give_up = began + deadline_s
     while not condition():
         if time.monotonic() > give_up:
             raise AssertionError(_complaint(condition, deadline_s, what))
-        time.sleep(_POLL_S)
+        time.sleep(_pause_s(began))
+        began = time.monotonic()
 
 
 async def async_wait_until(
@@ -24,6 +24,7 @@ async def async_wait_until(
     """`wait_until` inside an event loop; `condition` may be a coroutine function."""
     give_up = time.monotonic() + deadline_s
     while True:
+        began = time.monotonic()
         met = condition()
         if inspect.isawaitable(met):
             met = await met
@@ -31,7 +32,12 @@ async def async_wait_until(
             return
         if time.monotonic() > give_up:
             raise AssertionError(_complaint(condition, deadline_s, what))
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(_pause_s(began))
+
+
+def _pause_s(began: float) -> float:
+    """The pause after a look that began then: longer than the look, because it slows down what is waited for."""
+    return min(max(0.005, 3 * (time.monotonic() - began)), 0.1)
 
 
 def _complaint(condition: Callable[[], Any], deadline_s: float, what: str) -> str:

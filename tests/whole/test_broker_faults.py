@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
 from kv_events.kafka.connection import KafkaConnection
@@ -22,7 +22,7 @@ from kv_events.records import LogRecord
 from tests.support.engines.publishing_process import BLOCK_SIZE, MODEL, PublishingProcess
 from tests.support.log.records import Stream, stored
 from tests.support.servers.kafka_broker import KafkaBroker
-from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.servers.service_process import ServiceProcess, own_topics, write_events
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timing("a service and its views must recover within seconds")
@@ -172,15 +172,6 @@ async def test_a_reader_of_a_topic_that_is_deleted_asks_for_it_at_a_bounded_rate
 # --- strangers ------------------------------------------------------------------------------------------------------
 
 
-def write(topics: dict[str, Any], records: list[LogRecord]) -> None:
-    async def send() -> None:
-        async with AIOKafkaProducer(bootstrap_servers=topics["KVSIGHT_KAFKA"]) as producer:
-            for record in records:
-                await producer.send(topics["KVSIGHT_EVENTS_TOPIC"], record.payload, record.key)
-
-    asyncio.run(send())
-
-
 def batches_of_strangers() -> list[LogRecord]:
     """Batches of 30 unknown workers and 70 unknown models, from the middle of their streams."""
     strangers = [Stream(f"stranger-{i}", model=MODEL, block_size=BLOCK_SIZE) for i in range(30)]
@@ -205,8 +196,8 @@ def test_resyncs_of_workers_do_not_wait_for_streams_without_a_publisher(
         for engine in engines:
             engine.store(1, 2, 3)
         wait_until(lambda: are_right(service, engines), 60, "the pages of all engines")
-        write(topics, batches_of_strangers())
+        write_events(topics, *batches_of_strangers())
         wait_until(lambda: len(service.get("/workers").json()) == 106, 30, "all strangers")
-        write(topics, [break_view(service, engine) for engine in engines])
+        write_events(topics, *(break_view(service, engine) for engine in engines))
         wait_until(lambda: not are_right(service, engines), 30, "broken views")
         wait_until(lambda: are_right(service, engines), _RESYNCS_S, "six resyncs")

@@ -21,9 +21,10 @@ from indexer.sources.base import SourceUnavailableError
 from indexer.sources.kafka import KafkaSource
 from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
-from tests.support.engines.publishing_process import MODEL, PublishingProcess
+from tests.support.engines.publishing_process import BLOCK_SIZE, MODEL, PublishingProcess
+from tests.support.log.records import Stream, stored
 from tests.support.servers.kafka_broker import LinkedKafka
-from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.servers.service_process import ServiceProcess, own_topics, write_events
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.waiting import async_wait_until, wait_until
 
@@ -114,6 +115,40 @@ def test_a_slow_link_loses_nothing(site: Site) -> None:
             wait_until(lambda: site.service.is_right(engine), 60, "the pages")
         finally:
             link.heal()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_restarted_service_claims_nothing_before_it_has_caught_up(
+    linked_kafka: LinkedKafka, tmp_path: Path, answers: bool
+) -> None:
+    link, stream = linked_kafka.links["SERVICES"], Stream("w", model=MODEL, block_size=BLOCK_SIZE)
+    topics = own_topics(linked_kafka.bootstrap, KVSIGHT_WORKER_TTL_S=300)
+    settings = {"KVSIGHT_KAFKA": link.address, "KVSIGHT_SNAPSHOT_DIR": tmp_path, "KVSIGHT_SNAPSHOT_INTERVAL_S": 0.2}
+    if not answers:
+        settings["KVSIGHT_ANSWER_BEFORE_READY"] = "false"
+    write_events(topics, stream.batch(stored((0, [1, 2, 3]))))
+    with ServiceProcess(tmp_path, **topics | settings) as service:
+        wait_until(lambda: service.pages("w") == {1, 2, 3}, 60, "the view before")
+        wait_for_a_snapshot(service)
+        service.kill()
+        write_events(topics, *(stream.batch(stored((3, range(first, first + 30_000)))) for first in (4, 30_004)))
+        link.slow(100_000)  # it takes seconds to read them
+        try:
+            service.start()
+            if answers:
+                wait_until(lambda: service.query(MODEL, [1]).is_success, 60, "the snapshot")
+            found = service.query(MODEL, [1, 2, 3, 4])
+            assert service.get("/ready").status_code == 503
+        finally:
+            link.heal()
+        if answers:
+            instance = found.json()["instances"]["w"]
+            assert (instance["state"], instance["gpu"]) == ("syncing", 3 * BLOCK_SIZE)
+        else:
+            assert (found.status_code, found.headers["retry-after"]) == (503, "1")
+        service.wait_until_ready()
+        instance = service.query(MODEL, [1, 2, 3, 4]).json()["instances"]["w"]
+        assert (instance["state"], instance["gpu"]) == ("live", 4 * BLOCK_SIZE)
 
 
 async def test_a_topic_without_records_is_read_again_after_its_connection_was_lost_silently(

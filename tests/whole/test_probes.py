@@ -15,6 +15,7 @@ from publisher import metrics
 from publisher.metrics import serve_metrics
 from tests.support.commands import RunningCommand
 from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.child_process import free_port
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.service_process import own_topics
@@ -22,7 +23,7 @@ from tests.support.waiting import wait_until
 
 
 def ask(port: int, path: str) -> tuple[int, str]:
-    answer = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10)
+    answer = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10, verify=WITHOUT_TLS)
     return answer.status_code, answer.text
 
 

@@ -14,6 +14,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.log.records import Stream, stored
 from tests.support.servers.child_process import free_port
 from tests.support.servers.otlp_receiver import OtlpReceiver
@@ -65,7 +66,9 @@ def traceparent(trace: str, *, is_sampled: bool = True) -> str:
 
 def ask(service: ServiceProcess, headers: dict[str, str], content: Any = b'{"model_name":"m","seq_hashes":[1]}') -> int:
     headers = {"content-type": "application/json", **headers}
-    return httpx.post(f"{service.url}/query_by_hash", content=content, headers=headers, timeout=60).status_code
+    return httpx.post(
+        f"{service.url}/query_by_hash", content=content, headers=headers, timeout=60, verify=WITHOUT_TLS
+    ).status_code
 
 
 def test_the_span_of_a_record_in_the_view_is_a_child_of_its_span_in_the_engine(

@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -60,19 +61,21 @@ async def test_a_wrong_element_of_a_large_prompt_is_named(client: AsyncClient, w
 
 
 @pytest.mark.parametrize(
-    ("data", "field"),
+    ("fields", "field"),
     [
-        (body(token_ids="x" * LARGE_BYTES), "token_ids"),
-        (body(token_ids={str(n): n for n in TOKENS}), "token_ids"),
-        (body(token_ids=[], lora_name=TOKENS), "lora_name"),
-        (body(token_ids=[], tier_weights={str(n): n for n in TOKENS}), "tier_weights"),
-        (body(token_ids=[1] * 4_194_305), "len(token_ids)"),
-        (body(x=TOKENS), "token_ids"),
+        (lambda: {"token_ids": "x" * LARGE_BYTES}, "token_ids"),
+        (lambda: {"token_ids": {str(n): n for n in TOKENS}}, "token_ids"),
+        (lambda: {"token_ids": [], "lora_name": TOKENS}, "lora_name"),
+        (lambda: {"token_ids": [], "tier_weights": {str(n): n for n in TOKENS}}, "tier_weights"),
+        (lambda: {"token_ids": [1] * 4_194_305}, "len(token_ids)"),
+        (lambda: {"x": TOKENS}, "token_ids"),
     ],
     ids=["text", "object", "adapter", "weights", "too many", "missing"],
 )
-async def test_whatever_is_wrong_with_a_large_body_is_a_422(client: AsyncClient, data: bytes, field: str) -> None:
-    check_problem(await client.post("/query", content=data, headers=AS_JSON), 422, field=field)
+async def test_whatever_is_wrong_with_a_large_body_is_a_422(
+    client: AsyncClient, fields: Callable[[], dict[str, Any]], field: str
+) -> None:
+    check_problem(await client.post("/query", content=body(**fields()), headers=AS_JSON), 422, field=field)
 
 
 async def test_a_large_body_that_is_cut_off_is_a_400(client: AsyncClient) -> None:
@@ -86,36 +89,45 @@ async def test_a_large_batch_of_too_many_or_none_is_a_422(client: AsyncClient, d
 
 
 BYTES = 28 * 2**20
-MANY = b"123456," * (BYTES // 7) + b"1"
-UNUSUAL = [
-    b'"token_ids":[1],"x":[' + b",".join([b"[" * 500 + b"]" * 500] * (BYTES // 1001)) + b"]",
-    b'"token_ids":[1],"x":[' + MANY + b"]",
-    b'"token_ids":[1],"x":{' + b'"y":"\\u0041",' * (BYTES // 13) + b'"y":1}',
-    b'"token_ids":[1],"lora_name":"' + b"x" * BYTES + b'"',
-    b'"token_ids":["' + b"x" * BYTES + b'"]',
-    b'"token_ids":[0.' + b"1" * BYTES + b"]",
-    b'"token_ids":[' + MANY[: BYTES // 2] + b',"x"]',
-    b'"token_ids":[1],"tier_weights":[' + MANY + b"]",
-    b'"token_ids":[1]' + b" " * BYTES,
-    b",".join([b'"x":1'] * (BYTES // 6)),
+
+
+def many() -> bytes:
+    return b"123456," * (BYTES // 7) + b"1"
+
+
+UNUSUAL: list[Callable[[], bytes]] = [
+    lambda: b'"token_ids":[1],"x":[' + b",".join([b"[" * 500 + b"]" * 500] * (BYTES // 1001)) + b"]",
+    lambda: b'"token_ids":[1],"x":[' + many() + b"]",
+    lambda: b'"token_ids":[1],"x":{' + b'"y":"\\u0041",' * (BYTES // 13) + b'"y":1}',
+    lambda: b'"token_ids":[1],"lora_name":"' + b"x" * BYTES + b'"',
+    lambda: b'"token_ids":["' + b"x" * BYTES + b'"]',
+    lambda: b'"token_ids":[0.' + b"1" * BYTES + b"]",
+    lambda: b'"token_ids":[' + many()[: BYTES // 2] + b',"x"]',
+    lambda: b'"token_ids":[1],"tier_weights":[' + many() + b"]",
+    lambda: b'"token_ids":[1]' + b" " * BYTES,
+    lambda: b",".join([b'"x":1'] * (BYTES // 6)),
 ]
+encode = msgspec.msgpack.encode
 
 
 @pytest.mark.parametrize(
-    ("path", "data"),
+    ("path", "make"),
     [
-        ("/query", body(token_ids=TOKENS * 60)),
-        ("/query", body(token_ids=[*(TOKENS * 60), "x"])),
-        ("/query/batch", b'{"queries":[' + b"1," * (BYTES // 2) + b"1]}"),
-        ("/query/batch", b'{"queries":[{"model_name":"m","token_ids":[' + MANY + b"]}]}"),
-        *(("/query", b'{"model_name":"m",' + fields + b"}") for fields in UNUSUAL),
-        ("/query", msgspec.msgpack.encode({"model_name": "m", "token_ids": TOKENS * 60})),
-        ("/query", msgspec.msgpack.encode({"model_name": "m", "token_ids": [1], "x": [1] * BYTES})),
-        ("/query/batch", msgspec.msgpack.encode({"queries": [{"model_name": "m", "token_ids": TOKENS * 60}]})),
+        ("/query", lambda: body(token_ids=TOKENS * 60)),
+        ("/query", lambda: body(token_ids=[*(TOKENS * 60), "x"])),
+        ("/query/batch", lambda: b'{"queries":[' + b"1," * (BYTES // 2) + b"1]}"),
+        ("/query/batch", lambda: b'{"queries":[{"model_name":"m","token_ids":[' + many() + b"]}]}"),
+        *(("/query", lambda fields=fields: b'{"model_name":"m",' + fields() + b"}") for fields in UNUSUAL),
+        ("/query", lambda: encode({"model_name": "m", "token_ids": TOKENS * 60})),
+        ("/query", lambda: encode({"model_name": "m", "token_ids": [1], "x": [1] * BYTES})),
+        ("/query/batch", lambda: encode({"queries": [{"model_name": "m", "token_ids": TOKENS * 60}]})),
     ],
     ids=itertools.count(),
 )
-async def test_other_callers_are_not_kept_waiting(client: AsyncClient, fed: HandFed, path: str, data: bytes) -> None:
+async def test_other_callers_are_not_kept_waiting(
+    client: AsyncClient, fed: HandFed, path: str, make: Callable[[], bytes]
+) -> None:
+    data = make()
     kind = "json" if data.startswith(b"{") else "msgpack"
     await fed.hold(Stream("1", block_size=BLOCK), TOKENS)
 

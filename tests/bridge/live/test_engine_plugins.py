@@ -41,6 +41,7 @@ from tests.support.engines.released_modules import (
     engine_module,
     forget_engine_modules,
 )
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
@@ -184,7 +185,7 @@ def test_each_rank_serves_its_metrics_on_a_port_of_its_own(
     first.publish([1.0, [["BlockStored", HASHES, None, TOKENS, 16, None, "GPU"]], 0])
     labels = '{dp_rank="1",model="m",tenant="default",worker="w"}'
     address = f"http://127.0.0.1:{port}/metrics"
-    wait_until(lambda: f"kvsight_publisher_held_pages{labels} 3.0" in httpx.get(address).text)
+    wait_until(lambda: f"kvsight_publisher_held_pages{labels} 3.0" in httpx.get(address, verify=WITHOUT_TLS).text)
     first.shutdown()
     second.shutdown()
     with pytest.raises(httpx.ConnectError):

@@ -104,9 +104,9 @@ async def test_one_bridge_reads_ranks_and_engines_of_all_kinds(tmp_path: Path) -
     for number, (engine, version) in enumerate(RELEASES):
         (tmp_path / version).mkdir()
         for rank in range(2):
-            engines[f"w{number}", rank] = EngineProcess(
-                tmp_path / version, engine, version, rank=rank, seed=10 * number + rank
-            )
+            own = EngineProcess(tmp_path / version, engine, version, rank=rank, seed=10 * number + rank)
+            own.options["batches"] = 500
+            engines[f"w{number}", rank] = own
     try:
         async with LiveBridge(bridge_idle_check_s=0.2) as bridge:
             for (worker, _), own in engines.items():

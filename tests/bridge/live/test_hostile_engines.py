@@ -14,6 +14,7 @@ from kv_events.limits import MAX_ENGINE_EVENTS
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.hostile_payloads import hostile
 from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.waiting import wait_until
 
@@ -46,7 +47,7 @@ class Soon:
 
 
 def posted(service: ServiceProcess, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(service.url + path, json=body, timeout=60)
+    return httpx.post(service.url + path, json=body, timeout=60, verify=WITHOUT_TLS)
 
 
 def register(service: ServiceProcess, name: str, engine: ZmqEngine) -> None:

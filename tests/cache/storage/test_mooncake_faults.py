@@ -155,7 +155,7 @@ def test_an_object_of_another_length_is_a_miss_and_is_removed(connect, mooncake_
     assert get(store, 1) == [True]
 
 
-def test_a_full_store_refuses_pages_and_loses_none_that_are_reported(connect, own_mooncake_master):
+def test_a_full_store_refuses_pages_and_loses_none_that_are_reported(own_mooncake_master, connect):
     store = connect(own_mooncake_master)
     big = PagePool(num_pages=160, page_size=65_536, num_runs=2)  # 393 kB a page, 63 MB in all
     store.kv = big
@@ -189,7 +189,7 @@ def test_clearing_removes_own_leased_pages_and_no_others(connect, mooncake_maste
     assert (ours.batch_exists(KEYS), theirs.batch_exists(KEYS)) == (0, 2)
 
 
-def test_the_owner_of_a_store_clears_all_of_it_and_the_others_notice(connect, own_mooncake_master):
+def test_the_owner_of_a_store_clears_all_of_it_and_the_others_notice(own_mooncake_master, connect):
     owner, other = connect(own_mooncake_master, mooncake_owns_store=True), connect(own_mooncake_master)
     put(owner, 0)
     put(other, 0, 1)
@@ -202,7 +202,7 @@ def test_the_owner_of_a_store_clears_all_of_it_and_the_others_notice(connect, ow
 # --- a master that dies and returns ----------------------------------------------------------------------------------
 
 
-def test_a_master_that_was_restarted_between_two_looks_is_noticed(connect, own_mooncake_master):
+def test_a_master_that_was_restarted_between_two_looks_is_noticed(own_mooncake_master, connect):
     store = connect(own_mooncake_master, mooncake_watch_interval_s=3.0)
     put(store, 0, 1)
     own_mooncake_master.restart()
@@ -210,7 +210,7 @@ def test_a_master_that_was_restarted_between_two_looks_is_noticed(connect, own_m
     assert store.take_removed() == KEYS[:2]
 
 
-def test_while_the_master_is_away_calls_fail_at_once_and_later_work_again(connect, own_mooncake_master):
+def test_while_the_master_is_away_calls_fail_at_once_and_later_work_again(own_mooncake_master, connect):
     store = connect(own_mooncake_master)
     put(store, 0)
     own_mooncake_master.kill()
@@ -227,7 +227,7 @@ def test_while_the_master_is_away_calls_fail_at_once_and_later_work_again(connec
     assert store.is_held(KEYS[0])
 
 
-def test_a_master_that_stands_still_is_waited_for_once_and_used_again_when_it_continues(connect, own_mooncake_master):
+def test_a_master_that_stands_still_is_waited_for_once_and_used_again_when_it_continues(own_mooncake_master, connect):
     store = connect(own_mooncake_master)
     assert put(store, *FOUR) == [True] * 4
     own_mooncake_master.stop()

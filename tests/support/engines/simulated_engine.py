@@ -20,6 +20,7 @@ import httpx
 import msgspec
 
 from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.prepared_python import PreparedProcess
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
@@ -78,7 +79,7 @@ class SimulatedEngine:
 
     def complete(self, tokens: list[int]) -> None:
         """Let the engine compute a prompt."""
-        httpx.post(f"{self.url}/v1/completions", json={"prompt": tokens}).raise_for_status()
+        httpx.post(f"{self.url}/v1/completions", json={"prompt": tokens}, verify=WITHOUT_TLS).raise_for_status()
 
     def kill(self) -> None:
         """Send SIGKILL. Idempotent."""
@@ -96,7 +97,7 @@ class SimulatedEngine:
     def _answers(self) -> bool:
         assert self._process.running
         try:
-            return httpx.get(f"{self.url}/v1/models").is_success
+            return httpx.get(f"{self.url}/v1/models", verify=WITHOUT_TLS).is_success
         except httpx.TransportError:
             return False
 

@@ -1,5 +1,6 @@
 """A real `kvsight serve` process that a test may stop, kill and restart."""
 
+import asyncio
 import os
 import re
 import signal
@@ -11,9 +12,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from aiokafka import AIOKafkaProducer
 
+from kv_events.records import LogRecord
 from kv_events.runtime.variables import FLAGS, variable
 from tests.support.engines.publishing_process import PublishingProcess
+from tests.support.http_checks import WITHOUT_TLS
 from tests.support.prepared_python import PreparedProcess
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
@@ -30,6 +34,17 @@ def own_topics(kafka: str, **variables: object) -> dict[str, Any]:
         "KVSIGHT_CONTROL_TOPIC": f"control-{name}",
         **variables,
     }
+
+
+def write_events(topics: Mapping[str, object], *records: LogRecord) -> None:
+    """Write records to the topic of events, as a stranger may, and wait until the broker has them."""
+
+    async def send() -> None:
+        async with AIOKafkaProducer(bootstrap_servers=str(topics["KVSIGHT_KAFKA"])) as producer:
+            for record in records:
+                await producer.send_and_wait(str(topics["KVSIGHT_EVENTS_TOPIC"]), record.payload, record.key)
+
+    asyncio.run(send())
 
 
 def as_flags(variables: Mapping[str, object]) -> tuple[list[str], dict[str, str]]:
@@ -55,7 +70,9 @@ class ServiceProcess:
         self._flags, self._variables = as_flags(variables)
         self._process: PreparedProcess | None = None
         self._http = httpx.Client(
-            base_url=self.url, verify=ca is None or ssl.create_default_context(cafile=str(ca)), timeout=60
+            base_url=self.url,
+            verify=WITHOUT_TLS if ca is None else ssl.create_default_context(cafile=str(ca)),
+            timeout=60,
         )
 
     def start(self) -> None:
