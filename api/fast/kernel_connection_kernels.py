@@ -23,8 +23,6 @@ MAX_REQUEST_BYTES = 2**18
 """Longer requests are returned."""
 ROOM_BYTES = 2**19
 """Size of the memory for requests of one pass."""
-_PASS_BYTES = 2**18
-"""Size of requests after which a pass serves no more of them: their numbers take nearly a millisecond."""
 
 # elements of functions: addresses of C functions
 READ, WRITEV = range(2)
@@ -174,18 +172,19 @@ def serve_ready(sockets, template, sizes, numbers, seeds, lookup, buffers, table
     `sockets.head`, bound on the bytes of an answer. numbers: block size, 1 for pages of token pairs or 0, 1 if
     `buffers.weights` counts or 0, bytes at the beginning of `buffers.out` that the caller has written. The others: as
     for `answer`. Returns the number of connections that were answered completely. The others have an outcome of their
-    own. WAITING: the pass is long enough, or the memory full; the connection has to be served in the next pass.
+    own. WAITING: the memory is full, and the connection has to be served in the next pass.
     """
     count, head_size, answer_bytes = sizes
     block_size, is_bigram, has_weights, begin = numbers
     question = (np.int64(TEXT), block_size, is_bigram, np.int64(UNKNOWN), has_weights, np.int64(0), begin)
-    data, at, answered, left = sockets.data, np.int64(0), 0, np.int64(_PASS_BYTES)
+    others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, table, layout, times)
+    data, at, answered = sockets.data, np.int64(0), 0
     after = _size(template, _AFTER)
     most = MAX_REQUEST_BYTES + sockets.head.shape[0] + answer_bytes
     for number in range(count):
         connection = sockets.connections[number]
         sockets.outcomes[number] = WAITING
-        if left <= 0 or at + most > data.shape[0]:
+        if at + most > data.shape[0]:
             continue
         size = np.int64(
             call_native(
@@ -193,25 +192,12 @@ def serve_ready(sockets, template, sizes, numbers, seeds, lookup, buffers, table
             )
         )
         stop = at + max(np.int64(0), size)
-        left -= max(np.int64(0), size)
         sockets.outcomes[number] = RETURNED
         sockets.borders[number, _BEGIN], sockets.borders[number, _END] = at, stop
         start = _start_of_numbers(template, data, at, stop, sockets.lines)
         length = np.int64(_FAILED)
         if start >= 0 and start + after <= stop and _is_at(data, stop - after, stop, template, _AFTER):
-            length, end, _ = answer(
-                data[:stop],
-                start,
-                buffers.tokens[:0],
-                buffers.hashes[:0],
-                question,
-                seeds,
-                lookup,
-                buffers,
-                table,
-                layout,
-                times,
-            )
+            length, end, _ = answer(data[:stop], start, *others)
             if end + after != stop:
                 length = np.int64(_FAILED)
         if length < 0:

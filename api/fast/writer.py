@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import finalize, ref
 
 import msgspec
@@ -228,38 +228,19 @@ class Plan(NamedTuple):
 
     def answer(self, prompt: _Prompt, found: int, has_groups: int, times: Times) -> tuple[int, int, int]:
         """Call `answer_query`."""
-        kind, text, start, tokens, hashes = prompt
         block_size, is_bigram, has_weights, begin = self.numbers
-        answered: tuple[int, int, int] = answer_query(
-            text,
-            start,
-            tokens,
-            hashes,
-            (kind, block_size, is_bigram, found, has_weights, has_groups, begin),
-            self.seeds,
-            self.lookup,
-            self.buffers,
-            self.table,
-            self.layout,
-            times,
-        )
+        question = (prompt[0], block_size, is_bigram, found, has_weights, has_groups, begin)
+        answered: tuple[int, int, int] = answer_query(*prompt[1:], question, *self._shared(), times)
         return answered
 
     def serve(self, sockets: Resident, template: Resident, count: int, head_size: int, times: Times) -> int:
         """Call `serve_ready`."""
-        answered: int = serve_ready(
-            sockets,
-            template,
-            (count, head_size, self.answer_bytes),
-            self.numbers,
-            self.seeds,
-            self.lookup,
-            self.buffers,
-            self.table,
-            self.layout,
-            times,
-        )
+        sizes = (count, head_size, self.answer_bytes)
+        answered: int = serve_ready(sockets, template, sizes, self.numbers, *self._shared(), times)
         return answered
+
+    def _shared(self) -> tuple[Any, ...]:
+        return self.seeds, self.lookup, self.buffers, self.table, self.layout
 
 
 class _KeptTable(NamedTuple):

@@ -49,7 +49,7 @@ def _eight_at(data, at):
 def _digits(data, at):
     """Read up to eight digits. Returns (value, number of digits)."""
     word = _eight_at(data, at) ^ _ZEROS
-    others = _others(word)
+    others = (((word & _LOW7) + _ABOVE_9) | word) & _HIGH_BITS  # the highest bit of each byte that is no digit
     if others == np.uint64(0):
         count = np.int64(8)
     else:
@@ -57,12 +57,6 @@ def _digits(data, at):
         if count == 0:
             return np.uint64(0), count
     return _sum_of_digits(word >> np.uint64(64 - 8 * count)), count
-
-
-@array_helper
-def _others(word):
-    """Return a word with the highest bit of each byte set that is no digit. word: eight bytes XOR `_ZEROS`."""
-    return (((word & _LOW7) + _ABOVE_9) | word) & _HIGH_BITS
 
 
 @array_helper
