@@ -16,9 +16,10 @@ from api.access.tokens import TokenRegistry
 from api.fast.heads import Head, HeadReader
 from api.fast.kernel_connections import KernelConnections, RequestTemplate
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
+from api.fast.kernels.query import Times
 from api.fast.local_answers import LocalAnswers
 from api.fast.templates import BodyTemplate, TemplateCache
-from api.fast.writer import Plan, Times
+from api.fast.writer import Plan
 from api.problems import ProblemError
 from api.queries.body_formats import format_of
 from api.queries.large_bodies import is_large

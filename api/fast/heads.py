@@ -73,7 +73,7 @@ class HeadReader:
         path = self._paths.get(data[:start])
         if path is None:
             return None
-        end = read_head(data, start, self._found)
+        end = read_head(data, start, len(data), self._found)
         if end == PASS_ON:
             return None
         length, content_type, host, token, *_ = values = [data[first:last] for first, last in self._found.tolist()]

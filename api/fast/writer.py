@@ -26,7 +26,17 @@ from api.fast.kernels.answer import (
     Texts,
 )
 from api.fast.kernels.connections import SocketBuffers, serve_ready
-from api.fast.kernels.query import LOCAL_HASHES, SEQUENCE_HASHES, TEXT, TOKENS, UNKNOWN, QueryBuffers, answer_query
+from api.fast.kernels.query import (
+    LOCAL_HASHES,
+    SEQUENCE_HASHES,
+    TEXT,
+    TOKENS,
+    UNKNOWN,
+    QueryBuffers,
+    Seeds,
+    Times,
+    answer_query,
+)
 from api.queries.kernels.numbers import read_hashes
 from indexer.freshness import Freshness
 from indexer.index import Matches
@@ -55,7 +65,6 @@ _NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
 
 _Prompt: TypeAlias = tuple[int, bytes, int, PromptArray, PromptArray]
 """The first parameters of `answer_query`: kind, text, start, tokens, hashes."""
-Times: TypeAlias = tuple[float, float, float, float]
 
 # Layouts of answers are taken from the structs that describe them: fixed texts, and gaps for these numbers.
 _TOKENS = {GPU: 1000001, CPU: 1000002, DISK: 1000003, EXTERNAL: 1000004}
@@ -96,6 +105,7 @@ class AnswerWriter:
         self._peer, self._rfc = pin(PEER), pin(RFC)
         self._tables: dict[int, _KeptTable] = {}  # by the id of a namespace, while it exists
         self._buffers = QueryBuffers.new()
+        self._pinned = pin(self._buffers)
         self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
         self._plan: Plan | None = None
 
@@ -164,7 +174,9 @@ class AnswerWriter:
         block_size = namespace.key.block_size
         num_pages = max(MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY // block_size)
         num_bytes = len(begin) + table.most_bytes
-        buffers = self._buffers = self._buffers.with_room(num_pages, namespace.index.most_streams, num_bytes)
+        buffers = self._buffers.with_room(num_pages, namespace.index.most_streams, num_bytes)
+        if buffers is not self._buffers:
+            self._buffers, self._pinned = buffers, pin(buffers)
         buffers.out[: len(begin)] = np.frombuffer(begin, _UINT8)
         if question.weights is not None:
             buffers.weights[:] = question.weights
@@ -175,7 +187,7 @@ class AnswerWriter:
             ref(namespace),
             namespace.num_changes,
             namespace.index.lookup,
-            pin(buffers),
+            self._pinned,
             table.table,
             self._peer if question.is_peer else self._rfc,
             (block_size, int(question.is_bigram), int(question.weights is not None), len(begin)),
@@ -211,7 +223,7 @@ class Plan(NamedTuple):
     layout: Layout
     numbers: tuple[int, int, int, int]
     """Block size, 1 for pages of token pairs, 1 if there are weights, bytes of the beginning."""
-    seeds: tuple[np.uint64, np.uint64]
+    seeds: Seeds
     answer_bytes: int
     """Bound on the size of an answer."""
 
@@ -228,27 +240,18 @@ class Plan(NamedTuple):
         """Call `answer_query`."""
         kind, text, start, tokens, hashes = prompt
         block_size, is_bigram, has_weights, begin = self.numbers
-        answered: tuple[int, int, int] = answer_query(
-            text,
-            start,
-            tokens,
-            hashes,
-            (kind, block_size, is_bigram, found, has_weights, has_groups, begin),
-            self.seeds,
-            self.lookup,
-            self.buffers,
-            self.table,
-            self.layout,
-            times,
+        question = (kind, block_size, is_bigram, found, has_weights, has_groups, begin)
+        return answer_query(
+            text, start, tokens, hashes, question, self.seeds, self.lookup, self.buffers, self.table, self.layout, times
         )
-        return answered
 
     def serve(self, sockets: SocketBuffers, template: Texts, count: int, head_size: int, times: Times) -> int:
         """Call `serve_ready`."""
-        answered: int = serve_ready(
+        sizes = (count, head_size, self.answer_bytes)
+        return serve_ready(
             sockets,
             template,
-            (count, head_size, self.answer_bytes),
+            sizes,
             self.numbers,
             self.seeds,
             self.lookup,
@@ -257,7 +260,6 @@ class Plan(NamedTuple):
             self.layout,
             times,
         )
-        return answered
 
 
 class _KeptTable(NamedTuple):

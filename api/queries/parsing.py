@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import ITEMS, RANGES, Query, decode_query
-from api.queries.kernels.numbers import read_u32
+from api.queries.kernels.numbers import read_tokens
 from api.queries.large_bodies import JSON, BodyFormat, Data, is_large, number_slices, slimmed
 from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray, Weights
@@ -148,7 +148,7 @@ def _long_numbers(field: str, value: memoryview, form: BodyFormat) -> PromptArra
     """Decode a long list, which is not decoded at all yet. Most tokens are read without the interpreter."""
     if field == "token_ids" and form is JSON and value[0] == ord("["):
         tokens = np.empty(MAX_TOKENS_PER_QUERY, np.uint32)
-        count, end = read_u32(np.frombuffer(value, np.uint8), 1, tokens)
+        count, end = read_tokens(np.frombuffer(value, np.uint8), 1, tokens)
         if end == len(value) - 1:
             return tokens[:count]
     if form is not JSON and value[0] in _PACKED:

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from indexer.kernels.views import FAULT_CLOSED, FAULT_NONE
-from indexer.views import STATES, ViewState
+from indexer.kernels.views import EXPIRED, FAULT_CLOSED, FAULT_NONE, LIVE, STALE, SYNCING
 from kv_events.kernels.bundles import (
     I32,
     U8,
@@ -27,9 +26,7 @@ from kv_events.kernels.bundles import (
 from kv_events.kernels.declare import helper, inline_helper
 from kv_events.kernels.instructions import copy_sixteen, lowest_bit, put_eight
 
-_LIVE, _SYNCING, _STALE, _EXPIRED = (
-    uint8(STATES.index(state)) for state in (ViewState.LIVE, ViewState.SYNCING, ViewState.STALE, ViewState.EXPIRED)
-)
+_LIVE, _SYNCING, _STALE, _EXPIRED = map(uint8, (LIVE, SYNCING, STALE, EXPIRED))
 BYTES_PER_WORKER, BYTES_PER_RANK = 512, 192
 """Bounds on the text of a worker without its name, and on that of one of its ranks."""
 

@@ -9,16 +9,16 @@ Such requests have the same values in the lines of the head that matter, and the
 from typing import NamedTuple
 
 from api.fast.kernels.answer import Layout, StreamTable, Texts, put_number, put_piece
-from api.fast.kernels.head import AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST, read_lines
-from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, answer
+from api.fast.kernels.head import AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST, read_head
+from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
 from indexer.kernels.find import PageLookup
-from kv_events.kernels.bundles import I32, U64, I32Vector, I64Matrix, U8Vector, U64Vector, int64, uint8, uint64
+from kv_events.kernels.bundles import I32, I32Vector, I64Matrix, U8Vector, U64Vector, int64, uint8, uint64
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import address_of, call_native, eight_bytes
 
-MAX_REQUEST_BYTES = 2**14
+MAX_REQUEST_BYTES = 2**18
 """Longer requests are returned."""
-ROOM_BYTES = 2**18
+ROOM_BYTES = 2**19
 """Size of the memory for requests of one pass."""
 
 # elements of functions: addresses of C functions
@@ -57,7 +57,7 @@ class SocketBuffers(NamedTuple):
     parts: U64Vector
     """[4] addresses and sizes of head and body: two `struct iovec`."""
     lines: I64Matrix
-    """[NUM_FOUND, 2] scratch, see `read_lines`."""
+    """[NUM_FOUND, 2] scratch, see `read_head`."""
 
 
 @helper
@@ -109,7 +109,7 @@ def _start_of_numbers(template: Texts, data: U8Vector, start: int, stop: int, li
     """Return where the numbers of a request begin, or -1 if it is not one of the template, or not complete."""
     if not _is_at(data, start, stop, template, _LINE):
         return int64(_FAILED)
-    body = read_lines(data, start + _size(template, _LINE), stop, lines)
+    body = read_head(data, start + _size(template, _LINE), stop, lines)
     if body < 0 or not _has_value(data, lines, CONTENT_TYPE, template, _CONTENT_TYPE):
         return int64(_FAILED)
     if not _has_value(data, lines, HOST, template, _HOST):
@@ -157,12 +157,12 @@ def serve_ready(
     template: Texts,
     sizes: tuple[int, int, int],
     numbers: tuple[int, int, int, int],
-    seeds: tuple[U64, U64],
+    seeds: Seeds,
     lookup: PageLookup,
     buffers: QueryBuffers,
     table: StreamTable,
     layout: Layout,
-    times: tuple[float, float, float, float],
+    times: Times,
 ) -> int:
     """Serve one request of each connection, all of which have something to read.
 
@@ -175,6 +175,7 @@ def serve_ready(
     count, head_size, answer_bytes = sizes
     block_size, is_bigram, has_weights, begin = numbers
     question = (int64(TEXT), block_size, is_bigram, int64(UNKNOWN), has_weights, int64(0), begin)
+    others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, table, layout, times)
     data, at, answered = sockets.data, int64(0), 0
     after = _size(template, _AFTER)
     most = MAX_REQUEST_BYTES + sockets.head.shape[0] + answer_bytes
@@ -192,19 +193,7 @@ def serve_ready(
         start = _start_of_numbers(template, data, at, stop, sockets.lines)
         length = int64(_FAILED)
         if start >= 0 and start + after <= stop and _is_at(data, stop - after, stop, template, _AFTER):
-            length, end, _ = answer(
-                data[:stop],
-                start,
-                buffers.tokens[:0],
-                buffers.hashes[:0],
-                question,
-                seeds,
-                lookup,
-                buffers,
-                table,
-                layout,
-                times,
-            )
+            length, end, _ = answer_query(data[:stop], start, *others)
             if end + after != stop:
                 length = int64(_FAILED)
         if length < 0:

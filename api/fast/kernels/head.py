@@ -3,8 +3,7 @@
 import numpy as np
 
 from kv_events.kernels.bundles import BytesInput, I64Matrix, U8Input, int64, uint8
-from kv_events.kernels.declare import helper, inline_helper, kernel
-from kv_events.kernels.instructions import vector_of
+from kv_events.kernels.declare import inline_helper, kernel
 
 _READ = (b"content-length", b"content-type", b"host", b"authorization", b"traceparent", b"tracestate", b"connection")
 _REFUSED = (b"content-encoding", b"expect", b"proxy-connection", b"transfer-encoding", b"upgrade")
@@ -54,11 +53,11 @@ def _line_of(data: U8Input, start: int, end: int) -> int:
     return -1
 
 
-@helper
-def read_lines(data: U8Input, start: int, stop: int, found: I64Matrix) -> int:
+@kernel
+def read_head(data: BytesInput, start: int, stop: int, found: I64Matrix) -> int:
     """Read the lines of a head, from `start` up to and including the empty line.
 
-    data: uint8[n] or bytes. stop: end of what has arrived. found: int64[NUM_FOUND, 2], written: begin and end of the
+    stop: end of what has arrived. found: int64[NUM_FOUND, 2], written: begin and end of the
     value of each line that matters, 0 and 0 if it is missing. Returns the end of the head, or PASS_ON: also for lines
     that occur twice, are empty or end with white space, and for a connection that is not kept.
     """
@@ -91,9 +90,3 @@ def read_lines(data: U8Input, start: int, stop: int, found: I64Matrix) -> int:
     if end > 0 and not _is_word(data, begin, end, _KEEP_ALIVE, 0, len(_KEEP_ALIVE)):
         return int64(PASS_ON)
     return at + 2
-
-
-@kernel
-def read_head(data: BytesInput, start: int, found: I64Matrix) -> int:
-    """`read_lines`, for callers in Python."""
-    return read_lines(vector_of(data), start, len(data), found)

@@ -1,6 +1,6 @@
 """The kernel of a query: from the text of a prompt, or its tokens or hashes, to the text of the answer."""
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ from kv_events.kernels.bundles import (
     BytesInput,
     F64Vector,
     I32Vector,
-    U8Input,
     U8Vector,
     U32Input,
     U32Matrix,
@@ -23,8 +22,7 @@ from kv_events.kernels.bundles import (
     int64,
     uint64,
 )
-from kv_events.kernels.declare import helper, kernel
-from kv_events.kernels.instructions import vector_of
+from kv_events.kernels.declare import kernel
 from kv_events.kernels.xxh3 import LONG_STATE_WORDS, hash_windows, roll
 from kv_events.schema import NUM_MEDIA
 
@@ -38,6 +36,12 @@ UNKNOWN = -1
 """Number of streams that are not found yet."""
 
 _NO_PARENT = uint64(0)
+
+
+Question: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""See `answer_query`, as for the next two."""
+Seeds: TypeAlias = tuple[U64, U64]
+Times: TypeAlias = tuple[float, float, float, float]
 
 
 class QueryBuffers(NamedTuple):
@@ -103,19 +107,19 @@ def _written_and_read(size: int, dtype: type[np.generic]) -> tuple[npt.NDArray[A
     return written, read
 
 
-@helper
-def answer(
-    text: U8Input,
+@kernel
+def answer_query(
+    text: BytesInput,
     start: int,
     tokens: U32Input,
     hashes: U64Input,
-    question: tuple[int, int, int, int, int, int, int],
-    seeds: tuple[U64, U64],
+    question: Question,
+    seeds: Seeds,
     lookup: PageLookup,
     buffers: QueryBuffers,
     table: StreamTable,
     layout: Layout,
-    times: tuple[float, float, float, float],
+    times: Times,
 ) -> tuple[int, int, int]:
     """Answer a query about one namespace.
 
@@ -152,34 +156,6 @@ def answer(
             return int64(found), end, int64(num_positions)
     group_states = buffers.group_states[: has_groups * len(buffers.group_states)]
     weights = buffers.weights[: has_weights * NUM_MEDIA]
-    length = put_answer(
-        buffers.out,
-        begin,
-        table,
-        layout,
-        times,
-        buffers.streams[:found],
-        buffers.pages,
-        group_states,
-        block_size,
-        weights,
-    )
+    streams, pages = buffers.streams[:found], buffers.pages
+    length = put_answer(buffers.out, begin, table, layout, times, streams, pages, group_states, block_size, weights)
     return int64(length), end, int64(0)
-
-
-@kernel
-def answer_query(
-    text: BytesInput,
-    start: int,
-    tokens: U32Input,
-    hashes: U64Input,
-    question: tuple[int, int, int, int, int, int, int],
-    seeds: tuple[U64, U64],
-    lookup: PageLookup,
-    buffers: QueryBuffers,
-    table: StreamTable,
-    layout: Layout,
-    times: tuple[float, float, float, float],
-) -> tuple[int, int, int]:
-    """`answer`, for callers in Python."""
-    return answer(vector_of(text), start, tokens, hashes, question, seeds, lookup, buffers, table, layout, times)

@@ -8,10 +8,11 @@ import numpy as np
 
 from kv_events.kernels.bundles import U64, BytesInput, U8Input, U32Vector, U64Vector, int64, uint8, uint64
 from kv_events.kernels.declare import helper, inline_helper, kernel
-from kv_events.kernels.instructions import eight_bytes, equal_bytes, leading_zeros, lowest_bit, vector_of
+from kv_events.kernels.instructions import bytes_between, eight_bytes, leading_zeros, lowest_bit
 
-_COMMA, _SPACE, _CLOSE, _MINUS, _ZERO = (uint8(ord(char)) for char in ", ]-0")
+_COMMA, _SPACE, _CLOSE, _MINUS, _ZERO, _NINE = (uint8(ord(char)) for char in ", ]-09")
 _BLOCK = 64
+_AT_ONCE = 8
 _WHITE = np.zeros(256, np.bool_)
 _WHITE[[ord(c) for c in " \t\n\r"]] = True
 
@@ -19,10 +20,10 @@ _ZEROS = uint64(0x3030303030303030)  # eight times "0"
 _LOW7 = uint64(0x7F7F7F7F7F7F7F7F)
 _ABOVE_9 = uint64(0x7676767676767676)  # moves a byte above 9 into its highest bit
 _HIGH_BITS = uint64(0x8080808080808080)
+_DIGITS, _ONE = uint64(0x0F0F0F0F0F0F0F0F), uint64(1)
 _ALL_BITS = uint64(0xFFFFFFFFFFFFFFFF)
-_BYTES = uint64(0x00FF00FF00FF00FF)
-_PAIRS = uint64(0x0000FFFF0000FFFF)
-_HALF = uint64(0xFFFFFFFF)
+_PAIRS = uint64(0x000000FF000000FF)
+_LOW_PAIRS, _HIGH_PAIRS = uint64((1 << 32) + 10_000), uint64((100 << 32) + 1_000_000)
 _POWERS = 10 ** np.arange(9, dtype=np.uint64)
 
 _MAX_U32 = uint64(2**32 - 1)
@@ -47,7 +48,7 @@ def _eight_at(data: U8Input, at: int) -> U64:
 def _digits(data: U8Input, at: int) -> tuple[U64, int]:
     """Read up to eight digits. Returns (value, number of digits)."""
     word = _eight_at(data, at) ^ _ZEROS
-    others = _others(word)
+    others = (((word & _LOW7) + _ABOVE_9) | word) & _HIGH_BITS  # the highest bit of each byte that is no digit
     if others == uint64(0):
         count = int64(8)
     else:
@@ -58,20 +59,13 @@ def _digits(data: U8Input, at: int) -> tuple[U64, int]:
 
 
 @inline_helper
-def _others(word: U64) -> U64:
-    """Return a word with the highest bit of each byte set that is no digit. word: eight bytes XOR `_ZEROS`."""
-    return (((word & _LOW7) + _ABOVE_9) | word) & _HIGH_BITS
-
-
-@inline_helper
 def _sum_of_digits(word: U64) -> U64:
     """Return the number with eight digits, one in each byte, the last one in the lowest.
 
-    Adjacent digits are added up in pairs, then pairs of pairs, then halves, so there is no loop over digits.
+    Adjacent digits are added up in pairs, then all pairs by two products, so there is no loop over digits.
     """
-    word = (word & _BYTES) + ((word >> uint64(8)) & _BYTES) * uint64(10)
-    word = (word & _PAIRS) + ((word >> uint64(16)) & _PAIRS) * uint64(100)
-    return (word & _HALF) + (word >> uint64(32)) * uint64(10_000)
+    word += (word >> uint64(8)) * uint64(10)
+    return ((word & _PAIRS) * _LOW_PAIRS + ((word >> uint64(16)) & _PAIRS) * _HIGH_PAIRS) >> uint64(32)
 
 
 @helper
@@ -109,32 +103,46 @@ def _after_white(data: U8Input, at: int) -> int:
 
 
 @inline_helper
+def _ends_of_numbers(data: U8Input, at: int, gap: int) -> tuple[U64, bool]:
+    """Find the commas after the numbers in 64 bytes, up to anything that is no number of JSON.
+
+    Returns them as a u64, see `bytes_between`, and whether there is anything else. gap: 1 if each number follows a
+    space, the first one at index `at`; otherwise 0.
+    """
+    digits, commas = bytes_between(data, at, _ZERO, _NINE), bytes_between(data, at, _COMMA, _COMMA)
+    begins = (commas << _ONE) | _ONE
+    others = ~(digits | commas)
+    if gap > 0:
+        spaces = bytes_between(data, at, _SPACE, _SPACE)
+        others = (others & ~(spaces & begins)) | (begins & ~spaces)
+        begins <<= _ONE
+    padded = begins & bytes_between(data, at, _ZERO, _ZERO) & (digits >> _ONE)  # JSON does not allow leading zeros
+    others |= (begins & ~digits) | padded
+    return commas & ((others & (~others + _ONE)) - _ONE), others != uint64(0)
+
+
+@inline_helper
 def _read_short_numbers(data: U8Input, at: int, out: U32Vector, count: int) -> tuple[int, int]:
     """Read numbers of up to eight digits that are followed by a comma. Returns (count, start of the next number).
 
     The commas of 64 bytes are found at once, so no number has to wait for the end of the one before it.
     """
-    block = at
-    while block + _BLOCK <= len(data) and count + _BLOCK <= out.shape[0]:
-        commas, close = equal_bytes(data, block, _COMMA), equal_bytes(data, block, _CLOSE)
-        if close != uint64(0):
-            commas &= (close & (~close + uint64(1))) - uint64(1)  # those before the first "]"
-        while commas != uint64(0):
-            end = block + lowest_bit(commas)
-            commas &= commas - uint64(1)
-            length = end - at - (data[at] == _SPACE)
-            if length < 1 or length > 8 or end < 8:
+    gap = int64(at < len(data) and data[at] == _SPACE)
+    while at >= 8 and at + _BLOCK <= len(data) and count + _AT_ONCE <= out.shape[0]:
+        commas, is_last = _ends_of_numbers(data, at, gap)
+        start, first = at, count
+        while commas != uint64(0) and count < first + _AT_ONCE:
+            end = start + lowest_bit(commas)
+            length = end - at - gap
+            if length > 8:
                 return count, at
-            word = (eight_bytes(data, end - 8) ^ _ZEROS) & (_ALL_BITS >> uint64(64 - 8 * length))
-            is_padded = length > 1 and word >> uint64(8 * (length - 1)) == uint64(0)
-            if _others(word) != uint64(0) or is_padded:
-                return count, at
-            out[count] = _sum_of_digits(word)
+            word = (eight_bytes(data, end - 8) & _DIGITS) & (_ALL_BITS >> uint64(64 - 8 * length))
+            out[uint64(count)] = _sum_of_digits(word)
+            commas &= commas - _ONE
             count += 1
             at = end + 1
-        if close != uint64(0):
+        if count == first or (is_last and commas == uint64(0)):
             return count, at
-        block += _BLOCK
     return count, at
 
 
@@ -155,7 +163,7 @@ def _next(data: U8Input, start: int, low: U64, high: U64) -> tuple[U64, int]:
     return -value if negative else value, at
 
 
-@helper
+@kernel
 def read_tokens(data: U8Input, start: int, out: U32Vector) -> tuple[int, int]:
     """Read an array of integers in 0 .. 2**32 - 1 from JSON text. See `read_hashes`. out: uint32[most]."""
     at, count = start, 0
@@ -172,12 +180,6 @@ def read_tokens(data: U8Input, start: int, out: U32Vector) -> tuple[int, int]:
 
 
 @kernel
-def read_u32(data: U8Input, start: int, out: U32Vector) -> tuple[int, int]:
-    """Read tokens from JSON text. data: uint8[n]. See `read_hashes`. out: uint32[most]."""
-    return read_tokens(data, start, out)
-
-
-@kernel
 def read_hashes(data: BytesInput, start: int, out: U64Vector, are_signed: bool) -> tuple[int, int]:
     """Read an array of integers in 0 .. 2**64 - 1, or in -2**63 .. 2**63 - 1 if they are signed, from JSON text.
 
@@ -186,13 +188,13 @@ def read_hashes(data: BytesInput, start: int, out: U64Vector, are_signed: bool) 
     range, or anything that is not a number.
     """
     low, high = (uint64(2**63), _MAX_I64) if are_signed else (uint64(0), _MAX_U64)
-    text, at, count = vector_of(data), start, 0
+    at, count = start, 0
     while True:
-        value, at = _next(text, at, low, high)
+        value, at = _next(data, at, low, high)
         if at < 0 or count == out.shape[0]:
             return count, _BAD
         out[count] = value
         count += 1
-        if text[at] == _CLOSE:
+        if data[at] == _CLOSE:
             return count, at
         at += 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.queries.kernels.numbers import read_hashes, read_u32
+from api.queries.kernels.numbers import read_hashes, read_tokens
 from tests.support.effort import num_examples
 
 MOST = 256
@@ -20,7 +20,7 @@ def _read_hashes(are_signed: bool, data: Any, start: int, out: Any) -> Any:
 
 
 def _read_tokens(data: bytes, start: int, out: Any) -> Any:
-    return read_u32(np.frombuffer(data, np.uint8), start, out)
+    return read_tokens(np.frombuffer(data, np.uint8), start, out)
 
 
 class Reader(NamedTuple):
@@ -74,7 +74,7 @@ def test_integers_in_range_are_read(name: str, data: st.DataObject, comma: str) 
 @settings(max_examples=num_examples(2000))
 @given(
     readers,
-    st.lists(st.integers(0, 10**9), max_size=40),
+    st.lists(st.integers(0, 2**17) | st.integers(0, 10**9), max_size=40),
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.integers(0, 40),
     st.sampled_from([",", ", "]),
