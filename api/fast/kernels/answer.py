@@ -208,26 +208,34 @@ def _shown_state(
     return _STALE if fault != FAULT_NONE or tick < late_before else _LIVE
 
 
+class _Found(NamedTuple):
+    """What a query found."""
+
+    table: StreamTable
+    pages: U32Matrix
+    """[streams, 4]"""
+    query: int
+    """Its number."""
+    block_size: int
+
+
 @inline_helper
-def _next_found(table: StreamTable, stream: int, query: int) -> int:
-    """Return the stream, or the next one of its worker, that the query found; -1 if there is none."""
-    while stream >= 0 and table.found_in[stream] != query:
-        stream = int64(table.following[stream])
+def _following(found: _Found, stream: int) -> int:
+    """Return the next stream of a worker that the query found; -1 if there is none."""
+    stream = int64(found.table.following[stream])
+    while stream >= 0 and found.table.found_in[stream] != found.query:
+        stream = int64(found.table.following[stream])
     return stream
 
 
 @inline_helper
-def _following(table: StreamTable, stream: int, query: int) -> int:
-    return _next_found(table, int64(table.following[stream]), query)
-
-
-@inline_helper
-def _is_new(table: StreamTable, stream: int, query: int, part: int) -> bool:
+def _is_new(found: _Found, stream: int, part: int) -> bool:
     """Return whether a stream was found and is the first of its worker in this part (0 or 1) of the answer."""
+    table, written = found.table, 2 * found.query + part
     worker = table.workers[stream]
-    if table.found_in[stream] != query or table.written_in[worker] == 2 * query + part:
+    if table.found_in[stream] != found.query or table.written_in[worker] == written:
         return False
-    table.written_in[worker] = 2 * query + part
+    table.written_in[worker] = written
     return True
 
 
@@ -250,11 +258,12 @@ class _Holdings(NamedTuple):
 
 
 @inline_helper
-def _holdings(table: StreamTable, pages: U32Matrix, first: int, query: int) -> _Holdings:
+def _holdings(found: _Found, first: int) -> _Holdings:
     """Sum up the found streams of a worker. first: the first of them.
 
     Streams are followed one by one: most workers have one rank, for which a vectorized loop would take twice as long.
     """
+    table, pages = found.table, found.pages
     num_ranks, gpu, cpu, disk, external = 0, uint32(0), uint32(0), uint32(0), uint32(0)
     state, last_batch_at, ranks_differ = table.shown[first], table.last_batch_at[first], False
     stream = first
@@ -264,7 +273,7 @@ def _holdings(table: StreamTable, pages: U32Matrix, first: int, query: int) -> _
         disk, external = max(disk, pages[stream, DISK]), max(external, pages[stream, EXTERNAL])
         state, last_batch_at = max(state, table.shown[stream]), min(last_batch_at, table.last_batch_at[stream])
         ranks_differ |= pages[stream, GPU] != pages[stream, EXTERNAL]
-        stream = _following(table, stream, query)
+        stream = _following(found, stream)
     return _Holdings(first, num_ranks, gpu, cpu, disk, external, state, last_batch_at, ranks_differ)
 
 
@@ -274,70 +283,42 @@ def _put_tokens(out: U8Vector, at: int, num_pages: U32, block_size: int) -> int:
 
 
 @inline_helper
-def _put_ranks(
-    out: U8Vector,
-    at: int,
-    table: StreamTable,
-    pages: U32Matrix,
-    first: int,
-    query: int,
-    tier: int,
-    block_size: int,
-    with_zeros: bool,
-) -> int:
+def _put_ranks(out: U8Vector, at: int, found: _Found, first: int, tier: int, with_zeros: bool) -> int:
     """Write the tokens of each rank on a tier."""
     written, stream = 0, first
     while stream >= 0:
-        num_pages = pages[stream, tier]
+        num_pages = found.pages[stream, tier]
         if with_zeros or num_pages > 0:
-            at = _put_tokens(out, _put_key(out, at, written, table.ranks[stream]), num_pages, block_size)
+            at = _put_key(out, at, written, found.table.ranks[stream])
+            at = _put_tokens(out, at, num_pages, found.block_size)
             written += 1
-        stream = _following(table, stream, query)
+        stream = _following(found, stream)
     return at
 
 
 @inline_helper
-def _put_gap(
-    out: U8Vector,
-    at: int,
-    table: StreamTable,
-    layout: Layout,
-    pages: U32Matrix,
-    held: _Holdings,
-    query: int,
-    block_size: int,
-    gap: U8,
-) -> int:
+def _put_gap(out: U8Vector, at: int, found: _Found, layout: Layout, held: _Holdings, gap: U8) -> int:
     """Write the number or word of one gap."""
     if gap == GPU:
-        return _put_tokens(out, at, held.gpu, block_size)
+        return _put_tokens(out, at, held.gpu, found.block_size)
     if gap == CPU:
-        return _put_tokens(out, at, held.cpu, block_size)
+        return _put_tokens(out, at, held.cpu, found.block_size)
     if gap == DISK:
-        return _put_tokens(out, at, held.disk, block_size)
+        return _put_tokens(out, at, held.disk, found.block_size)
     if gap == EXTERNAL:
-        return _put_tokens(out, at, held.external, block_size)
+        return _put_tokens(out, at, held.external, found.block_size)
     if gap == RANKS:
-        return _put_ranks(out, at, table, pages, held.first, query, GPU, block_size, True)
+        return _put_ranks(out, at, found, held.first, GPU, True)
     return put_piece(out, at, layout.state_names, held.state)
 
 
 @inline_helper
-def _put_holdings(
-    out: U8Vector,
-    at: int,
-    table: StreamTable,
-    layout: Layout,
-    pages: U32Matrix,
-    held: _Holdings,
-    query: int,
-    block_size: int,
-) -> int:
+def _put_holdings(out: U8Vector, at: int, found: _Found, layout: Layout, held: _Holdings) -> int:
     """Write what a worker holds, up to its age, which comes last."""
     for i in range(len(layout.gaps)):
         at = put_piece(out, at, layout.pieces, i)
         if layout.gaps[i] != AGE:
-            at = _put_gap(out, at, table, layout, pages, held, query, block_size, layout.gaps[i])
+            at = _put_gap(out, at, found, layout, held, layout.gaps[i])
     return at
 
 
@@ -357,18 +338,11 @@ def _are_alike(table: StreamTable, held: _Holdings, other: _Holdings) -> bool:
 
 
 @inline_helper
-def _put_age(out: U8Vector, at: int, held: _Holdings, now: float) -> int:
-    return put_number(out, at, max(int64(0), int64(np.rint((now - held.last_batch_at) * 1000.0))))
-
-
-@inline_helper
-def _put_matched_ranks(
-    out: U8Vector, at: int, table: StreamTable, pages: U32Matrix, held: _Holdings, query: int, block_size: int
-) -> int:
+def _put_matched_ranks(out: U8Vector, at: int, found: _Found, held: _Holdings) -> int:
     """Write the tokens of each rank on any tier, unless they equal those on the device."""
     if held.ranks_differ:
         at = _put(out, at, _MATCHED_DP, 0, len(_MATCHED_DP) - MARGIN)
-        at = _put_ranks(out, at, table, pages, held.first, query, EXTERNAL, block_size, True)
+        at = _put_ranks(out, at, found, held.first, EXTERNAL, True)
         at = _put_byte(out, at, _CLOSE)
     return at
 
@@ -382,17 +356,9 @@ def _weighted(gpu: U32, cpu: U32, disk: U32, external: U32, block_size: int, wei
 
 
 @inline_helper
-def _put_weighted(
-    out: U8Vector,
-    at: int,
-    table: StreamTable,
-    pages: U32Matrix,
-    held: _Holdings,
-    query: int,
-    block_size: int,
-    weights: F64Vector,
-) -> int:
+def _put_weighted(out: U8Vector, at: int, found: _Found, held: _Holdings, weights: F64Vector) -> int:
     """Write the tokens by weight: of the worker, and of each rank if there are several. Returns -1 as `_put_float`."""
+    block_size = found.block_size
     at = _put(out, at, _WEIGHTED, 0, len(_WEIGHTED) - MARGIN)
     at = _put_float(out, at, _weighted(held.gpu, held.cpu, held.disk, held.external, block_size, weights))
     if at < 0 or held.num_ranks == 1:
@@ -400,28 +366,26 @@ def _put_weighted(
     at = _put(out, at, _WEIGHTED_DP, 0, len(_WEIGHTED_DP) - MARGIN)
     written, stream = 0, held.first
     while stream >= 0:
-        row = pages[stream]
-        at = _put_key(out, at, written, table.ranks[stream])
+        row = found.pages[stream]
+        at = _put_key(out, at, written, found.table.ranks[stream])
         at = _put_float(out, at, _weighted(row[GPU], row[CPU], row[DISK], row[EXTERNAL], block_size, weights))
         if at < 0:
             return at
-        written, stream = written + 1, _following(table, stream, query)
+        written, stream = written + 1, _following(found, stream)
     return _put_byte(out, at, _CLOSE)
 
 
 @inline_helper
-def _put_scores(
-    out: U8Vector, at: int, table: StreamTable, pages: U32Matrix, streams: I32Vector, query: int, block_size: int
-) -> int:
+def _put_scores(out: U8Vector, at: int, found: _Found, streams: I32Vector) -> int:
     """Write the tokens on the devices: worker -> rank -> tokens, without zeros."""
-    written = 0
+    table, written = found.table, 0
     for number in streams:
         stream = int64(number)
-        if _is_new(table, stream, query, 0):
+        if _is_new(found, stream, 0):
             name = at if written == 0 else _put_byte(out, at, _COMMA)
             name = put_piece(out, name, table.names, table.workers[stream])
             begin = _put_byte(out, _put_byte(out, name, _COLON), _OPEN)
-            end = _put_ranks(out, begin, table, pages, stream, query, GPU, block_size, False)
+            end = _put_ranks(out, begin, found, stream, GPU, False)
             if end > begin:  # otherwise the next worker is written over it
                 at = _put_byte(out, end, _CLOSE)
                 written += 1
@@ -453,6 +417,7 @@ def put_answer(
     now, expired_before, syncing_before, late_before = times
     table.query[0] += 1
     query, at, written = table.query[0], start, 0
+    found = _Found(table, pages, query, block_size)
     for number in streams:
         stream = int64(number)
         table.shown[stream] = _shown_state(table, stream, expired_before, syncing_before, late_before)
@@ -461,28 +426,28 @@ def put_answer(
         if table.shown[stream] != _EXPIRED:
             table.found_in[stream] = query
     if layout.has_scores[0]:
-        at = _put_scores(out, at, table, pages, streams, query, block_size)
+        at = _put_scores(out, at, found, streams)
         at = _put(out, at, _BETWEEN_PARTS, 0, len(_BETWEEN_PARTS) - MARGIN)
     text_start, text_stop = at, at
     previous = _Holdings(0, 0, uint32(0), uint32(0), uint32(0), uint32(0), _LIVE, now, False)
     for number in streams:
         stream = int64(number)
-        if not _is_new(table, stream, query, 1):
+        if not _is_new(found, stream, 1):
             continue
         if written > 0:
             at = _put_byte(out, at, _COMMA)
         written += 1
-        held = _holdings(table, pages, stream, query)
+        held = _holdings(found, stream)
         at = put_piece(out, at, table.names, table.workers[stream])
         if _are_alike(table, held, previous):  # most workers hold the same part of a prompt
             at = _put(out, at, out, text_start, text_stop)
         else:
             text_start, previous = at, held
-            at = text_stop = _put_holdings(out, at, table, layout, pages, held, query, block_size)
-        at = _put_age(out, at, held, now)
-        at = _put_matched_ranks(out, at, table, pages, held, query, block_size)
+            at = text_stop = _put_holdings(out, at, found, layout, held)
+        at = put_number(out, at, max(int64(0), int64(np.rint((now - held.last_batch_at) * 1000.0))))
+        at = _put_matched_ranks(out, at, found, held)
         if len(weights) > 0:
-            at = _put_weighted(out, at, table, pages, held, query, block_size, weights)
+            at = _put_weighted(out, at, found, held, weights)
             if at < 0:
                 return at
         at = _put_byte(out, at, _CLOSE)
