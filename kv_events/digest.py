@@ -11,8 +11,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.kernels.bundles import U64, U64Vector, uint64
+from kv_events.kernels.bundles import U64Vector
 from kv_events.kernels.declare import inline_helper
+from kv_events.kernels.numbers import U64, uint64
 from kv_events.schema import NUM_MEDIA
 
 DIGEST_WORDS = 2 * NUM_MEDIA

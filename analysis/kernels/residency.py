@@ -3,23 +3,9 @@
 from typing import NamedTuple
 
 from kv_events.kernels import page_table_ops
-from kv_events.kernels.bundles import (
-    U64,
-    I64Vector,
-    U8Input,
-    U8Vector,
-    U16Vector,
-    U32Matrix,
-    U32Vector,
-    U64Input,
-    U64Vector,
-    int64,
-    uint8,
-    uint16,
-    uint32,
-    uint64,
-)
+from kv_events.kernels.bundles import I64Vector, U8Input, U8Vector, U16Vector, U32Matrix, U32Vector, U64Input, U64Vector
 from kv_events.kernels.declare import inline_helper, kernel
+from kv_events.kernels.numbers import U64, int64, uint8, uint16, uint32, uint64
 from kv_events.kernels.page_table import HIGH_WATER, Table
 from kv_events.schema import NUM_MEDIA
 

@@ -1,7 +1,8 @@
 """The kernels that find watched hashes among others."""
 
-from kv_events.kernels.bundles import U64, BoolVector, I64Vector, U64Input, U64Vector, int64, uint64
+from kv_events.kernels.bundles import BoolVector, I64Vector, U64Input, U64Vector
 from kv_events.kernels.declare import inline_helper, kernel
+from kv_events.kernels.numbers import U64, int64, uint64
 from kv_events.kernels.page_table import Table
 from kv_events.kernels.page_table_ops import find, find_or_insert
 

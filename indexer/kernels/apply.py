@@ -10,7 +10,6 @@ from indexer.kernels.holder_sets import HolderSets, adopt, flipped, holds, move_
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import page_table_ops
 from kv_events.kernels.bundles import (
-    U64,
     I64Vector,
     U8Input,
     U8Vector,
@@ -20,11 +19,9 @@ from kv_events.kernels.bundles import (
     U64Matrix,
     U64MatrixInput,
     U64Vector,
-    int64,
-    uint8,
-    uint32,
 )
 from kv_events.kernels.declare import inline_helper, kernel
+from kv_events.kernels.numbers import U64, int64, uint8, uint32
 from kv_events.kernels.page_table import CAPACITY, Table
 from kv_events.schema import NUM_MEDIA
 

@@ -18,11 +18,10 @@ from kv_events.kernels.bundles import (
     U8Vector,
     U64Matrix,
     U64Vector,
-    int64,
     reader,
-    uint64,
 )
 from kv_events.kernels.declare import helper, inline_helper, kernel
+from kv_events.kernels.numbers import int64, uint64
 
 NO_SPACE = -1
 """Space of a stream without a view: none of its batches can be applied here."""

@@ -3,20 +3,10 @@
 from typing import NamedTuple
 
 from indexer.kernels.apply import look_up
-from kv_events.kernels.bundles import (
-    U64,
-    I32Vector,
-    U32Matrix,
-    U32Vector,
-    U64Input,
-    U64Matrix,
-    int32,
-    int64,
-    uint32,
-    uint64,
-)
+from kv_events.kernels.bundles import I32Vector, U32Matrix, U32Vector, U64Input, U64Matrix
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import lowest_bit
+from kv_events.kernels.numbers import U64, int32, int64, uint32, uint64
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 

@@ -19,8 +19,9 @@ from kv_events.digest import mix
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table, page_table_ops
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import U64, U32Vector, U64Matrix, U64MatrixInput, int64, uint32, uint64
+from kv_events.kernels.bundles import U32Vector, U64Matrix, U64MatrixInput
 from kv_events.kernels.declare import helper, inline_helper
+from kv_events.kernels.numbers import U64, int64, uint32, uint64
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 

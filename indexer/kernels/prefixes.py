@@ -2,8 +2,9 @@
 
 from indexer.kernels.apply import Pages, look_up
 from indexer.kernels.holder_sets import HolderSets
-from kv_events.kernels.bundles import I64Vector, U8Vector, U32Vector, U64Vector, int64, uint8, uint32, uint64
+from kv_events.kernels.bundles import I64Vector, U8Vector, U32Vector, U64Vector
 from kv_events.kernels.declare import helper, kernel
+from kv_events.kernels.numbers import int64, uint8, uint32, uint64
 from kv_events.schema import NUM_MEDIA
 
 UNREACHABLE = 0xFFFFFFFF

@@ -5,8 +5,9 @@ The index of a group holds the *marked* pages of each stream, by tier. The rules
 
 from indexer.kernels.apply import look_up
 from indexer.kernels.find import PageLookup
-from kv_events.kernels.bundles import I64Matrix, I64Vector, U32Vector, U64Input, U64Matrix, int64, uint32, uint64
+from kv_events.kernels.bundles import I64Matrix, I64Vector, U32Vector, U64Input, U64Matrix
 from kv_events.kernels.declare import helper, kernel
+from kv_events.kernels.numbers import int64, uint32, uint64
 from kv_events.schema import NUM_MEDIA
 
 _EMPTY = uint64(0)

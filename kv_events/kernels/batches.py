@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 from kv_events.digest import DIGEST_BYTES
-from kv_events.kernels.bundles import I64Matrix, I64Vector, Spread, U8Input, U8Vector, U64Vector, int64, uint8, uint64
+from kv_events.kernels.bundles import I64Matrix, I64Vector, Spread, U8Input, U8Vector, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.log_records import CHANNEL, END, PAYLOAD, TIMESTAMP_MS
 from kv_events.kernels.msgpack import ARRAY, BIN, NIL, POSITIVE, STR, big_endian, dictionary, look_up, read_head
+from kv_events.kernels.numbers import int64, uint8, uint64
 from kv_events.limits import MAX_EVENTS_PER_BATCH, MAX_PAGES_PER_BATCH, MAX_RECORD_BYTES
 from kv_events.records import Channel
 from kv_events.schema import MEDIUM_INDEX, SCHEMA_VERSION

@@ -1,7 +1,6 @@
-"""The types of kernels: numbers, arrays, and bundles, which are named tuples of arrays.
+"""The types of kernels besides `numbers`: arrays, and bundles, which are named tuples of arrays.
 
-Annotations declare types for mypy and for numba alike. `int`, `float` and `bool` have 64, 64 and 8 bits in kernels;
-`U64` and others are numbers of other types. Arrays are `U64Vector`, `U32Matrix` and so on.
+Annotations declare types for mypy and for numba alike. Arrays are `U64Vector`, `U32Matrix` and so on.
 
 numba accepts named tuples from Python, but unpacks each of their arrays at every call. This costs 180 ns per array; a
 bare array costs 30 ns. A bundle that outlives a call is therefore pinned once (`pin`): the addresses and shapes of its
@@ -19,22 +18,6 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import typeof, types
 from numba.extending import intrinsic
-
-# conversions, for mypy of Any to Any: in kernels, numbers of all types mix by numba's rules
-uint8: Any = types.uint8
-uint16: Any = types.uint16
-uint32: Any = types.uint32
-uint64: Any = types.uint64
-int32: Any = types.int32
-int64: Any = types.int64
-float64: Any = types.float64
-
-# numbers
-U64: TypeAlias = Annotated[int | np.uint64, types.uint64]
-U32: TypeAlias = Annotated[int, types.uint32]
-U16: TypeAlias = Annotated[int, types.uint16]
-U8: TypeAlias = Annotated[int, types.uint8]
-I32: TypeAlias = Annotated[int, types.int32]
 
 # one-dimensional, in C order
 U8Vector: TypeAlias = Annotated[npt.NDArray[np.uint8], types.uint8[::1]]

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from kv_events.kernels.bundles import U64, I64Matrix, U8Input, U32Matrix, int64, uint32, uint64
+from kv_events.kernels.bundles import I64Matrix, U8Input, U32Matrix
 from kv_events.kernels.declare import helper, kernel
+from kv_events.kernels.numbers import U64, int64, uint32, uint64
 
 NUM_FIELDS = 8
 BEGIN, END, PARTITION, OFFSET, TIMESTAMP_MS, KEY_BYTES, CHANNEL, PAYLOAD = range(NUM_FIELDS)

@@ -6,8 +6,9 @@ recursive.
 
 import numpy as np
 
-from kv_events.kernels.bundles import U64, I64Input, I64Vector, U8Input, int64, uint64
+from kv_events.kernels.bundles import I64Input, I64Vector, U8Input
 from kv_events.kernels.declare import helper, inline_helper
+from kv_events.kernels.numbers import U64, int64, uint64
 
 # kinds of values
 BAD, NIL, BOOL, FLOAT, POSITIVE, NEGATIVE, STR, BIN, EXT, ARRAY, MAP = range(11)

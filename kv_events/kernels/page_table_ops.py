@@ -1,8 +1,8 @@
 """Kernels that find, insert and remove keys of a `page_table`. They use arrays only, no Python objects."""
 
-from kv_events.kernels.bundles import U64, int64, uint32, uint64
 from kv_events.kernels.declare import helper, inline_helper
 from kv_events.kernels.instructions import NUM_LANES, lanes_equal, lowest_bit, prefetch, upper_product
+from kv_events.kernels.numbers import U64, int64, uint32, uint64
 from kv_events.kernels.page_table import (
     BITS,
     CAPACITY,

@@ -9,9 +9,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.kernels.bundles import U64, U32Input, U64Input, U64Vector, uint64
+from kv_events.kernels.bundles import U32Input, U64Input, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import folded_product
+from kv_events.kernels.numbers import U64, uint64
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"

@@ -7,8 +7,9 @@ import numpy.typing as npt
 
 from kv_events.kernels import page_table
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import I64Vector, U32Matrix, uint32
+from kv_events.kernels.bundles import I64Vector, U32Matrix
 from kv_events.kernels.declare import inline_helper
+from kv_events.kernels.numbers import uint32
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 

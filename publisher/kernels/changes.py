@@ -3,22 +3,9 @@
 from typing import NamedTuple
 
 from kv_events.digest import add_page, remove_page
-from kv_events.kernels.bundles import (
-    U32,
-    U64,
-    I64Vector,
-    U8Input,
-    U8Vector,
-    U32Input,
-    U32Vector,
-    U64Input,
-    U64Vector,
-    int64,
-    uint8,
-    uint32,
-    uint64,
-)
+from kv_events.kernels.bundles import I64Vector, U8Input, U8Vector, U32Input, U32Vector, U64Input, U64Vector
 from kv_events.kernels.declare import inline_helper, kernel
+from kv_events.kernels.numbers import U32, U64, int64, uint8, uint32, uint64
 from kv_events.schema import NUM_MEDIA
 
 # kinds of change: stores on medium 0 .. 3, removals from medium 0 .. 3, everything cleared

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels.bundles import (
-    U32,
-    U64,
     BoolVector,
     I64Vector,
     Spread,
@@ -21,12 +19,9 @@ from kv_events.kernels.bundles import (
     U64Input,
     U64Matrix,
     U64Vector,
-    int64,
-    uint8,
-    uint32,
-    uint64,
 )
 from kv_events.kernels.declare import helper, inline_helper, kernel
+from kv_events.kernels.numbers import U32, U64, int64, uint8, uint32, uint64
 from kv_events.kernels.page_table import Table
 from kv_events.kernels.page_table_ops import AHEAD, fetch, find, find_or_insert, remove, was_used
 from kv_events.schema import NUM_MEDIA

@@ -52,7 +52,7 @@ def folder() -> Iterator[Path]:
         room = folder / "kv_events/kernels"
         room.mkdir(parents=True)
         (folder / "kv_events/__init__.py").touch()
-        for module in ("__init__", "bundles", "declare", "load", "numba_parts"):
+        for module in ("__init__", "bundles", "declare", "instructions", "load", "numba_parts", "numbers"):
             shutil.copy(ROOT / f"kv_events/kernels/{module}.py", room)
         (room / "entry.py").write_text(_ENTRY)
         (room / "factor.py").write_text(_FACTOR.format(3))

@@ -17,9 +17,10 @@ from indexer.index import OverlapIndex
 from kv_events.digest import add_page, digest_bytes, empty_digest, page_counts, remove_page
 from kv_events.kernels import instructions
 from kv_events.kernels.arrays import give_back, zeros
-from kv_events.kernels.bundles import I64Input, Spread, U8Vector, U32Matrix, U64Input, U64Vector, int64, pin, uint64
+from kv_events.kernels.bundles import I64Input, Spread, U8Vector, U32Matrix, U64Input, U64Vector, pin
 from kv_events.kernels.declare import kernel
 from kv_events.kernels.numba_parts import HelperDispatcher, KernelDispatcher
+from kv_events.kernels.numbers import int64, uint64
 from tests.support.log.records import digest_of
 
 # --- bundles --------------------------------------------------------------------------------------------------------

@@ -6,25 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from indexer.kernels.views import EXPIRED, FAULT_CLOSED, FAULT_NONE, LIVE, STALE, SYNCING
-from kv_events.kernels.bundles import (
-    I32,
-    U8,
-    U32,
-    U64,
-    BoolVector,
-    F64Vector,
-    I32Vector,
-    I64Vector,
-    U8Input,
-    U8Vector,
-    U32Matrix,
-    int64,
-    uint8,
-    uint32,
-    uint64,
-)
+from kv_events.kernels.bundles import BoolVector, F64Vector, I32Vector, I64Vector, U8Input, U8Vector, U32Matrix
 from kv_events.kernels.declare import helper, inline_helper
 from kv_events.kernels.instructions import copy_sixteen, lowest_bit, put_eight
+from kv_events.kernels.numbers import I32, U8, U32, U64, int64, uint8, uint32, uint64
 
 _LIVE, _SYNCING, _STALE, _EXPIRED = map(uint8, (LIVE, SYNCING, STALE, EXPIRED))
 BYTES_PER_WORKER, BYTES_PER_RANK = 512, 192

@@ -12,9 +12,10 @@ from api.fast.kernels.answer import Layout, StreamTable, Texts, put_number, put_
 from api.fast.kernels.head import AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST, read_head
 from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
 from indexer.kernels.find import PageLookup
-from kv_events.kernels.bundles import I32, I32Vector, I64Matrix, U8Vector, U64Vector, int64, uint8, uint64
+from kv_events.kernels.bundles import I32Vector, I64Matrix, U8Vector, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import address_of, call_native, eight_bytes
+from kv_events.kernels.numbers import I32, int64, uint8, uint64
 
 MAX_REQUEST_BYTES = 2**18
 """Longer requests are returned."""

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from kv_events.kernels.bundles import BytesInput, I64Matrix, U8Input, int64, uint8
+from kv_events.kernels.bundles import BytesInput, I64Matrix, U8Input
 from kv_events.kernels.declare import inline_helper, kernel
+from kv_events.kernels.numbers import int64, uint8
 
 _READ = (b"content-length", b"content-type", b"host", b"authorization", b"traceparent", b"tracestate", b"connection")
 _REFUSED = (b"content-encoding", b"expect", b"proxy-connection", b"transfer-encoding", b"upgrade")

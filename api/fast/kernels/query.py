@@ -9,7 +9,6 @@ from api.fast.kernels.answer import Layout, StreamTable, put_answer
 from api.queries.kernels.numbers import read_tokens
 from indexer.kernels.find import PageLookup, find
 from kv_events.kernels.bundles import (
-    U64,
     BytesInput,
     F64Vector,
     I32Vector,
@@ -19,10 +18,9 @@ from kv_events.kernels.bundles import (
     U32Vector,
     U64Input,
     U64Vector,
-    int64,
-    uint64,
 )
 from kv_events.kernels.declare import kernel
+from kv_events.kernels.numbers import U64, int64, uint64
 from kv_events.kernels.xxh3 import LONG_STATE_WORDS, hash_windows, roll
 from kv_events.schema import NUM_MEDIA
 

@@ -6,9 +6,10 @@ For anything else they return -1, and the ordinary decoder, which reports errors
 
 import numpy as np
 
-from kv_events.kernels.bundles import U64, BytesInput, U8Input, U32Vector, U64Vector, int64, uint8, uint64
+from kv_events.kernels.bundles import BytesInput, U8Input, U32Vector, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import bytes_between, eight_bytes, leading_zeros, lowest_bit
+from kv_events.kernels.numbers import U64, int64, uint8, uint64
 
 _COMMA, _SPACE, _CLOSE, _MINUS, _ZERO, _NINE = (uint8(ord(char)) for char in ", ]-09")
 _BLOCK = 64

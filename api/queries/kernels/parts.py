@@ -1,8 +1,9 @@
 """Kernels that find the parts of JSON and msgpack without creating Python objects, and without the interpreter."""
 
-from kv_events.kernels.bundles import I64Matrix, U8Input, int64, uint64
+from kv_events.kernels.bundles import I64Matrix, U8Input
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.msgpack import ARRAY, MAP, read_head, skip
+from kv_events.kernels.numbers import int64, uint64
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON = ord('"'), ord("\\"), ord(","), ord(":")
 _OPENING = (ord("["), ord("{"))

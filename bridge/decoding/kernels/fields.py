@@ -5,9 +5,10 @@ import numpy as np
 from bridge.decoding.kernels import columns
 from bridge.decoding.kernels.tokens import read_tokens
 from kv_events.kernels import msgpack
-from kv_events.kernels.bundles import U64, I64Vector, U8Input, U32Vector, U64Vector, int64, uint64
+from kv_events.kernels.bundles import I64Vector, U8Input, U32Vector, U64Vector
 from kv_events.kernels.declare import helper, inline_helper
 from kv_events.kernels.instructions import eight_bytes
+from kv_events.kernels.numbers import U64, int64, uint64
 from kv_events.limits import MAX_ENGINE_PAGES
 
 # fields; the first ones are strings, whose pairs of columns begin at MEDIUM

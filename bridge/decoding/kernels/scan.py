@@ -7,9 +7,10 @@ encoding ends the batch.
 from bridge.decoding.kernels import columns, fields
 from bridge.decoding.kernels.columns import ScannedEvents
 from bridge.decoding.kernels.runs import joins_run, shape
-from kv_events.kernels.bundles import I64Matrix, I64Vector, U8Input, U8Vector, U32Vector, U64Vector, int64, uint64
+from kv_events.kernels.bundles import I64Matrix, I64Vector, U8Input, U8Vector, U32Vector, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.msgpack import ARRAY, BAD, MAP, NIL, POSITIVE, dictionary, read_head, read_key, skip
+from kv_events.kernels.numbers import int64, uint64
 from kv_events.limits import MAX_ENGINE_EVENTS, MAX_ENGINE_PAGES
 
 # columns of the header for the current batch: its number, whether it was opened, position of the next event, events

@@ -3,10 +3,11 @@
 import numpy as np
 
 from bridge.decoding.kernels import columns
-from kv_events.kernels.bundles import U32, U64, I64Vector, U8Input, U32Vector, int64, uint8, uint32, uint64
+from kv_events.kernels.bundles import I64Vector, U8Input, U32Vector
 from kv_events.kernels.declare import helper, inline_helper
 from kv_events.kernels.instructions import eight_bytes
 from kv_events.kernels.msgpack import ARRAY, NIL, POSITIVE, big_endian, read_head
+from kv_events.kernels.numbers import U32, U64, int64, uint8, uint32, uint64
 
 # by the first byte of a token: whether its form is usual, by how many bits the next four bytes are shifted, and the
 # value to add to them

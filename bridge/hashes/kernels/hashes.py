@@ -15,22 +15,9 @@ from typing import NamedTuple
 
 from bridge.decoding.kernels.columns import REMOVAL
 from kv_events.digest import mix
-from kv_events.kernels.bundles import (
-    U8,
-    U16,
-    U64,
-    I64Vector,
-    Spread,
-    U8Vector,
-    U16Vector,
-    U64Input,
-    U64Matrix,
-    U64Vector,
-    int64,
-    uint32,
-    uint64,
-)
+from kv_events.kernels.bundles import I64Vector, Spread, U8Vector, U16Vector, U64Input, U64Matrix, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
+from kv_events.kernels.numbers import U8, U16, U64, int64, uint32, uint64
 from kv_events.kernels.page_table_ops import (
     AHEAD,
     fetch,

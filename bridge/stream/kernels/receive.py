@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import zmq
 
-from kv_events.kernels.bundles import U64, I64Matrix, I64Vector, U8Vector, U64Vector, int32, int64, uint64
+from kv_events.kernels.bundles import I64Matrix, I64Vector, U8Vector, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import address_of, call_native
+from kv_events.kernels.numbers import U64, int32, int64, uint64
 
 # elements of functions: addresses of C functions
 RECEIVE, DATA, SIZE, MORE, PROPERTY, ERROR, COPY = range(7)
