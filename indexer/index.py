@@ -17,6 +17,7 @@ from kv_events.hashing import U64Array
 from kv_events.kernels import page_table
 from kv_events.kernels.arrays import give_back, zeros
 from kv_events.kernels.bundles import pin
+from kv_events.kernels.load import load
 from kv_events.schema import NUM_MEDIA
 
 SLICE_PAGES = 2048
@@ -91,6 +92,7 @@ class OverlapIndex:
         """max_pages: bound on distinct pages; max_set_bytes: bound on the memory of holder sets. Both reserve address
         space only. max_streams: bound on worker streams.
         """
+        load()
         self._max_pages = max_pages
         self._max_streams = max_streams
         self._max_set_bytes = max_set_bytes

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from kv_events.errors import InvalidValueError, KvsightError, check_type
+from kv_events.kernels.load import load
 from kv_events.limits import MAX_DEGRADED_REASON_BYTES
 from kv_events.runtime.event_loops import new_event_loop
 from kv_events.schema import EngineEvent
@@ -100,6 +101,7 @@ class EventPublisher:
         """
         check_type("settings", settings, PublisherSettings)
         check_type("sink", sink, Sink)
+        load()
         self.stream: StreamId = settings.stream
         """The stream that this publisher writes."""
         self.block_size = settings.block_size

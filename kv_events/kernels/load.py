@@ -37,18 +37,24 @@ _PACKAGES: Final = ("api", "bridge", "publisher", "indexer", "analysis", "kv_eve
 _MOST_PROCESSES: Final = 4
 _COMPLETE: Final = "complete"
 _declared: list[KernelDispatcher] = []
+_not_loaded: list[KernelDispatcher] = []
 
 
 def add_kernel(kernel: KernelDispatcher) -> None:
     """Add a kernel to those that `load` loads."""
     _declared.append(kernel)
+    _not_loaded.append(kernel)
 
 
 def load() -> None:
-    """Load the kernels of all imported modules. Compile those of the whole project first, if any are missing."""
-    compile_missing()
-    for kernel in tuple(_declared):
-        load_kernel(kernel)
+    """Load the kernels of all imported modules. Compile those of the whole project first, if any are missing.
+
+    Publishers and indexes call this when they are created, so that no event and no query waits for a kernel.
+    """
+    if _not_loaded:
+        compile_missing()
+    while _not_loaded:
+        load_kernel(_not_loaded.pop())
 
 
 def compile_missing() -> None:
