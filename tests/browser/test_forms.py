@@ -20,10 +20,7 @@ from tests.support.log.planted_scene import VICTIM
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
 
-pytestmark = [
-    pytest.mark.timing("a browser must show a change within seconds"),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timing("a browser must show it within seconds"), pytest.mark.asyncio(loop_scope="module")]
 
 TOKENS = list(range(1, 65))
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'

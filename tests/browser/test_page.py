@@ -14,10 +14,7 @@ from tests.support.browser.shown_fleet import hand_fed, shown_fleet
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
 
-pytestmark = [
-    pytest.mark.timing("a browser must show a change within seconds"),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timing("a browser must show it within seconds"), pytest.mark.asyncio(loop_scope="module")]
 
 TOKENS = list(range(1, 65))
 OVERLAP = """

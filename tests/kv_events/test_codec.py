@@ -7,33 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kv_events.codec import (
-    RemovedPages,
-    StoredPages,
-    batch_time,
-    decode_batch,
-    decode_resync,
-    encode_resync,
-)
-from kv_events.decisions import (
-    VERSION,
-    Candidate,
-    Decision,
-    DecisionRecord,
-    Outcome,
-    decode_decision,
-    encode_decision,
-)
+from kv_events.codec import RemovedPages, StoredPages, batch_time, decode_batch, decode_resync, encode_resync
+from kv_events.decisions import VERSION, Candidate, Decision, DecisionRecord, Outcome, decode_decision, encode_decision
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.limits import MAX_CANDIDATES, MAX_PAGES_PER_DECISION, MAX_RECORD_BYTES
-from kv_events.schema import (
-    SCHEMA_VERSION,
-    AllBlocksCleared,
-    ResyncRequest,
-    SnapshotBegin,
-    SnapshotEnd,
-    StorageMedium,
-)
+from kv_events.schema import SCHEMA_VERSION, AllBlocksCleared, ResyncRequest, SnapshotBegin, SnapshotEnd, StorageMedium
 from tests.support.log.records import Stream, digest_of, removed, stored, words
 
 

@@ -13,11 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_events.log.event_log import (
-    EventLogCorruptedError,
-    EventLogReader,
-    EventLogWriter,
-)
+from kv_events.log.event_log import EventLogCorruptedError, EventLogReader, EventLogWriter
 from kv_events.records import LogRecord
 from tests.support.effort import num_examples
 from tests.support.log.plain_log import (

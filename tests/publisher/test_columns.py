@@ -14,14 +14,7 @@ from kv_events.limits import MAX_EVENTS_PER_BATCH
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from kv_events.streams import StreamId
 from publisher.change_queue import PageChanges
-from publisher.event_columns import (
-    PageEvents,
-    derived_columns,
-    medium_index,
-    removed_words,
-    stored_columns,
-    token_rows,
-)
+from publisher.event_columns import PageEvents, derived_columns, medium_index, removed_words, stored_columns, token_rows
 from publisher.kernels.changes import CLEARED, REMOVAL
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
 from tests.models.stream_reader import StreamReader

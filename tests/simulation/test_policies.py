@@ -9,15 +9,7 @@ import pytest
 
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.settings import KafkaSettings
-from simulation import (
-    POLICIES,
-    PolicyReport,
-    Request,
-    SimulationSettings,
-    WorkerLoad,
-    create_policy,
-    simulate,
-)
+from simulation import POLICIES, PolicyReport, Request, SimulationSettings, WorkerLoad, create_policy, simulate
 from simulation.run import DirectFleet
 
 

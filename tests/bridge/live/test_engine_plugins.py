@@ -22,13 +22,7 @@ from bridge.plugins import EnginePublisher
 from kv_events.errors import InvalidValueError
 from kv_events.log.event_log import EventLogReader
 from kv_events.streams import StreamId
-from kvsight.plugins import (
-    SGLANG_MODULE,
-    VLLM_MODULE,
-    EngineFactoryError,
-    publisher_factory,
-    set_publisher,
-)
+from kvsight.plugins import SGLANG_MODULE, VLLM_MODULE, EngineFactoryError, publisher_factory, set_publisher
 from tests.models.stream_reader import Pages, StreamReader
 from tests.rigs.bridge import CPU, GPU, on
 from tests.support.engines.event_payloads import names_of

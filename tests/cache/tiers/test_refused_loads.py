@@ -3,14 +3,7 @@
 import numpy as np
 import pytest
 
-from engine_cache import (
-    CacheStateError,
-    EvictParams,
-    InitLoadBackParams,
-    Lane,
-    PoolExhaustedError,
-    Request,
-)
+from engine_cache import CacheStateError, EvictParams, InitLoadBackParams, Lane, PoolExhaustedError, Request
 from kv_events.errors import InvalidValueError
 from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, ABC, FAILED, NOTHING, A, refuse, rigs

