@@ -15,6 +15,7 @@ import msgspec
 
 from analysis.stream_history import StreamHistory
 from indexer.replay import Replay, Timeline
+from indexer.slices import run_at_once
 from indexer.views import View
 from indexer.worker_log import WorkerChange, WorkerLog
 from kv_events.codec import DecodedBatch
@@ -74,7 +75,7 @@ class MarkerFinder:
         self._where = index, record.timestamp_ms / 1000
         if self._views.now - self._looked_at > _LOOK_S:  # for workers that are silent, or forgotten
             self._looked_at = self._views.now
-            self._worker_log.look(self._views.namespaces.views, self._views.now)
+            run_at_once(self._worker_log.look(self._views.namespaces.views, self._views.now))
         rejected = self._views.applier.dead_letters.counts.total()
         self._views.apply(record)
         if self._views.applier.dead_letters.counts.total() > rejected:

@@ -22,6 +22,7 @@ NAMES = (
     "hostile",
     "page",
     "end_to_end",
+    "freshness",
     "scale",
     "simulation",
 )

@@ -1,13 +1,13 @@
 """Restarts from a snapshot, and what writing one costs queries. `python -m benchmarks.bench_restart [--json FILE]`
 
 A snapshot of 1M pages of 64 workers is in a folder and in Redis. `kvsight serve` is started until `GET /ready`
-succeeds; files are in the page cache and kernels are compiled. Then a loop asks for prompts without a pause while
+succeeds and `POST /query` is answered, also without a snapshot, and its memory is read; files are in the page cache and
+kernels are compiled. Then a loop asks for prompts without a pause while
 snapshots are written: the longest turn of the loop is the longest time that a query waits. CPU time includes that of
 threads which do not hold the interpreter, so a turn is at most as long as shown; it does not depend on other programs.
 """
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -16,9 +16,11 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import numpy as np
+import psutil
 import uvloop
 
 from benchmarks.report import Figure, figure, main
@@ -65,12 +67,31 @@ async def _save(store: SnapshotStore, namespaces: Namespaces) -> None:
         raise RuntimeError("the snapshot could not be written")
 
 
-def restarts(folder: Path, *options: str) -> list[tuple[float, float]]:
-    """Return the seconds from each start until the service is ready, and the CPU seconds of its process by then."""
-    return [_restart(folder, *options) for _ in range(RESTARTS)]
+class Start(NamedTuple):
+    """What one start took."""
+
+    ready_s: float
+    """From the start until the service is ready."""
+    cpu_s: float
+    """CPU time of its process by then."""
+    answer_s: float
+    """From the start until it has answered a query."""
+    memory_bytes: int
+    """Resident memory after that."""
 
 
-def _restart(folder: Path, *options: str) -> tuple[float, float]:
+def restarts(name: str, folder: Path, *options: str) -> list[Figure]:
+    """Measure several starts. name: of what is loaded."""
+    starts = [_restart(folder, *options) for _ in range(RESTARTS)]
+    return [
+        figure(f"start until ready, {name}", "s", [each.ready_s for each in starts], "<= 3"),
+        figure("the same, CPU time", "s", [each.cpu_s for each in starts]),
+        figure("start until the first answer to a query", "s", [each.answer_s for each in starts]),
+        figure("memory of the process when idle", "MB", [each.memory_bytes / 1e6 for each in starts]),
+    ]
+
+
+def _restart(folder: Path, *options: str) -> Start:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -78,20 +99,23 @@ def _restart(folder: Path, *options: str) -> tuple[float, float]:
     began = time.perf_counter()
     process = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
     try:
-        url = f"http://127.0.0.1:{port}/ready"
-        wait_until(lambda: process.poll() is not None or _is_ready(url), 600, "kvsight serve to be ready")
-        if process.returncode is not None:
-            raise RuntimeError(f"kvsight serve has ended with {process.returncode}")
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        return time.perf_counter() - began, sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            wait_until(lambda: process.poll() is not None or _is_ready(client), 600, "kvsight serve to be ready")
+            if process.returncode is not None:
+                raise RuntimeError(f"kvsight serve has ended with {process.returncode}")
+            ready_s, used = time.perf_counter() - began, psutil.Process(process.pid).cpu_times()
+            client.post("/query", json={"model_name": "m", "token_ids": [1] * 1024})
+            answer_s = time.perf_counter() - began
+            memory_bytes = psutil.Process(process.pid).memory_info().rss
+        return Start(ready_s, sum(used[:4]), answer_s, memory_bytes)
     finally:
         process.send_signal(signal.SIGKILL)  # a last snapshot would differ
         process.wait()
 
 
-def _is_ready(url: str) -> bool:
+def _is_ready(client: httpx.Client) -> bool:
     try:
-        return httpx.get(url).is_success
+        return client.get("/ready").is_success
     except httpx.TransportError:
         return False
 
@@ -152,6 +176,7 @@ def run() -> list[Figure]:
             pass
         figures = []
         try:
+            figures += restarts("nothing to load", folder)
             snapshots: dict[str, tuple[Callable[[], SnapshotStore], list[str]]] = {
                 "folder": (lambda: FolderStore(folder / "snapshots"), ["--snapshot-dir", str(folder / "snapshots")]),
                 "Redis": (lambda: RedisStore(settings), ["--redis", server.url]),
@@ -159,9 +184,7 @@ def run() -> list[Figure]:
             million = filled(1_000_000)
             for name, (store, options) in snapshots.items():
                 asyncio.run(_save(store(), million))
-                measured = restarts(folder, *options)
-                figures.append(figure(f"start until ready, 1M pages in {name}", "s", [m[0] for m in measured], "<= 3"))
-                figures.append(figure("the same, CPU time", "s", [m[1] for m in measured]))
+                figures += restarts(f"1M pages in {name}", folder, *options)
                 figures += turns(1_000_000, store, f"1M pages to {name}")
             figures += turns(10_000_000, snapshots["folder"][0], "10M pages to folder")
         finally:

@@ -1,11 +1,13 @@
 """What docs/scale.md needs beside the other benchmarks. `python -m benchmarks.bench_scale [--json FILE]`
 
 Catching up: 64 publishers have written 16,000 records to Kafka before the service's consumer starts. Broad answers:
-packed hashes of 64 pages that every worker holds, answered in process.
+packed hashes of 64 pages that every worker holds, answered in process. Growth: 1,000 workers store 8M pages into one
+service, and the longest turn of its event loop is how long a query waits at most.
 KVSIGHT_KAFKA names the broker; without it, the benchmark starts one.
 """
 
 import asyncio
+import gc
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
 from kv_events.codec import StoredPages
+from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockStored
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
@@ -32,6 +35,8 @@ from publisher.sinks.base import OutRecord
 from publisher.sinks.kafka import KafkaSink
 
 PUBLISHERS, RECORDS = 64, 250
+GROWING, GROWING_PAGES = 1_000, 32
+"""Workers of the growth, and pages of their records."""
 RECORD_PAGES = 12, 64, 256
 HOLDERS = 64, 1_000, 10_000
 MSGPACK = "application/msgpack"
@@ -98,6 +103,39 @@ def catching_up(num_pages: int) -> Iterator[Figure]:
     yield figure(f"a record on the wire, {num_pages} pages", "bytes", [num_bytes / PUBLISHERS / RECORDS])
 
 
+def growth() -> Iterator[Figure]:
+    """Measure the turns of the event loop, in CPU time of its thread."""
+    log, random = MemoryLog(2**32, is_read_once=True), np.random.default_rng(1)
+    settings = [publisher_settings("-", {}, number) for number in range(GROWING)]
+    for part in zip(*[list(records(each, GROWING_PAGES, random)) for each in settings], strict=True):
+        for record in part:
+            log.append(record.key, record.payload, record.timestamp_ms)
+    turns: list[float] = []
+    gc.freeze()  # as the service does; its own log is short
+
+    async def tick() -> None:
+        while True:
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            turns.append(time.thread_time() - began)
+
+    async def grow() -> int:
+        consumer = create_consumer(IndexerSettings(), log)
+        async with consumer.running():
+            ticking = asyncio.create_task(tick())
+            while not consumer.ready:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(1.0)  # in which the service looks at all workers
+            ticking.cancel()
+            return sum(each.index.num_pages for each in consumer.namespaces)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        num_pages = runner.run(grow())
+    gc.unfreeze()
+    name = f"longest turn of the loop, {GROWING:,} workers store {num_pages:,} pages"
+    yield figure(name, "ms", [1e3 * max(turns)], "<= 2")
+
+
 def broad_answers(holders: int) -> Iterator[Figure]:
     """Measure answers that name many workers."""
     hashes = np.random.default_rng(1).integers(1, 2**63, 64, dtype=np.uint64)
@@ -124,7 +162,11 @@ def broad_answers(holders: int) -> Iterator[Figure]:
 
 def run() -> list[Figure]:
     """Return all figures."""
-    parts = [broad_answers(holders) for holders in HOLDERS] + [catching_up(num_pages) for num_pages in RECORD_PAGES]
+    parts = (
+        [growth()]
+        + [broad_answers(holders) for holders in HOLDERS]
+        + [catching_up(num_pages) for num_pages in RECORD_PAGES]
+    )
     return [each for part in parts for each in part]
 
 

@@ -272,7 +272,7 @@ class Consumer:
             requests = self.resyncs.plan(self.namespaces, now)  # here, so that its error ends the consumer
             self._requesting = asyncio.create_task(self._request_resyncs(requests), name="resync-requests")
             await self._forget_silent()
-        self.worker_log.look(self.namespaces.views, now)
+        await self._slices.run(self.worker_log.look(self.namespaces.views, now))
         await self._snapshots.save_when_due(now, self._copy)
         if self.owned is not None:
             await self.owned.save_when_due(now)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple
 
 from indexer.freshness import Freshness
@@ -78,14 +78,18 @@ class WorkerLog:
         last = None if before is None else before.state
         self._add(WorkerChange(view.stream, epoch, last, state, verb, self._reason(view, state) if verb else ""))
 
-    def look(self, views: Iterable[View], now: float) -> None:
-        """Compare all views twice a second, and log what has changed. now: monotonic seconds."""
+    def look(self, views: Iterable[View], now: float) -> Generator[None, None, None]:
+        """Compare all views twice a second, in slices, and log what has changed. now: monotonic seconds.
+
+        Views must not be added or dropped before the end.
+        """
         has_caught_up = self._is_reading_past and not self._freshness.is_catching_up
         if not self._interval.is_due(now) and not has_caught_up:
             return
         views = list(views)
         for view in views:
             self.note(view)
+            yield
         streams = {view.stream for view in views}
         for stream in [stream for stream in self._known if stream not in streams]:
             known = self._known.pop(stream)

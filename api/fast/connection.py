@@ -120,11 +120,14 @@ class FastConnection(LimitedHttpProtocol):
 
     def _consider_direct(self, head: Head, data: bytes, start: int) -> None:
         """Make the connection direct if this request is like the one before."""
-        before = self._template
-        self._template = self._fast_path.request_template(head, data, start) if self._direct is not None else None
-        if self._template is None:
+        before, self._template = self._template, None
+        can_be_direct = self._direct is not None and self.scheme == "http"
+        template = self._fast_path.request_template(head, data, start) if can_be_direct else None
+        if template is None or (before is not None and template != before):
             self._until_direct = _ANSWERS_AFTER_RETURN
-        elif self._template == before and self.scheme == "http":
+            return
+        self._template = template
+        if before is not None:
             self.loop.call_soon(self._become_direct)  # the answer has been sent by then
 
     def _become_direct(self) -> None:

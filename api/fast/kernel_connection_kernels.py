@@ -19,9 +19,9 @@ from kv_events.kernels.bundles import I32Vector, I64Matrix, U8Vector, U64Vector
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
 from kv_events.kernels.instructions import address_of, call_native, eight_bytes
 
-MAX_REQUEST_BYTES = 2**14
+MAX_REQUEST_BYTES = 2**18
 """Longer requests are returned."""
-ROOM_BYTES = 2**18
+ROOM_BYTES = 2**19
 """Size of the memory for requests of one pass."""
 
 # elements of functions: addresses of C functions
@@ -177,6 +177,7 @@ def serve_ready(sockets, template, sizes, numbers, seeds, lookup, buffers, table
     count, head_size, answer_bytes = sizes
     block_size, is_bigram, has_weights, begin = numbers
     question = (np.int64(TEXT), block_size, is_bigram, np.int64(UNKNOWN), has_weights, np.int64(0), begin)
+    others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, table, layout, times)
     data, at, answered = sockets.data, np.int64(0), 0
     after = _size(template, _AFTER)
     most = MAX_REQUEST_BYTES + sockets.head.shape[0] + answer_bytes
@@ -196,19 +197,7 @@ def serve_ready(sockets, template, sizes, numbers, seeds, lookup, buffers, table
         start = _start_of_numbers(template, data, at, stop, sockets.lines)
         length = np.int64(_FAILED)
         if start >= 0 and start + after <= stop and _is_at(data, stop - after, stop, template, _AFTER):
-            length, end, _ = answer(
-                data[:stop],
-                start,
-                buffers.tokens[:0],
-                buffers.hashes[:0],
-                question,
-                seeds,
-                lookup,
-                buffers,
-                table,
-                layout,
-                times,
-            )
+            length, end, _ = answer(data[:stop], start, *others)
             if end + after != stop:
                 length = np.int64(_FAILED)
         if length < 0:

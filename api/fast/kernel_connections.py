@@ -40,9 +40,8 @@ from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
-_MOST = 32
-"""Connections that are served in one pass, before other callers are answered."""
-_MOST_SECONDS = 1e-3
+_MOST, _PASS_S = 32, 1e-3
+"""Connections that are served in one pass, and the time that it may take, before other callers are answered."""
 _MOST_TEMPLATES = 1024
 _LENGTH_BYTES = 128  # room for the end of a head, from the digits of its Content-Length on
 _HEAD_BEGIN = b"HTTP/1.1 200 OK\r\n%bcontent-length: "
@@ -119,6 +118,7 @@ class KernelConnections:
         self._members: dict[int, _Member] = {}  # by file descriptor
         self._pieces: dict[tuple[bytes, ...], Resident] = {}
         self._answered_at = np.zeros(0)  # by file descriptor
+        self._at_once = _MOST
         self._epoll: select.epoll | None = None
         self._use(_empty_buffers())
         self._headers: bytes | None = None  # that are written in the head of answers
@@ -174,11 +174,14 @@ class KernelConnections:
             self._epoll = None
 
     def _serve(self) -> None:
-        """Serve the connections that have a request, one template after the other, until the time is over."""
+        """Serve connections that have a request, one template after the other.
+
+        Those that have waited for the longest time come first, as epoll lists them in turn.
+        """
         assert self._epoll is not None
-        give_up = time.perf_counter() + _MOST_SECONDS
-        alike: dict[int, list[int]] = {}
-        for connection, _ in self._epoll.poll(0, _MOST):
+        began, alike = time.perf_counter(), dict[int, list[int]]()
+        ready = self._epoll.poll(0, self._at_once)
+        for connection, _ in ready:
             member = self._members.get(connection)
             if member is not None:
                 alike.setdefault(id(member.pieces), []).append(connection)
@@ -188,8 +191,8 @@ class KernelConnections:
             except Exception as error:  # noqa: BLE001  (other connections are served)
                 self._limited_logger.warning("direct connections are closed: %r", error)
                 self._abort(connections)
-            if time.perf_counter() > give_up:
-                return
+        fitting = int(_PASS_S * len(ready) / (time.perf_counter() - began))
+        self._at_once = max(1, min(_MOST, 2 * self._at_once, fitting))
 
     def _serve_alike(self, connections: list[int]) -> list[_Returned]:
         """Serve connections with the same template. Returns those that the kernel returns."""

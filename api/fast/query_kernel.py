@@ -136,18 +136,8 @@ def answer(text, start, tokens, hashes, question, seeds, lookup, buffers, table,
             return np.int64(found), end, np.int64(num_positions)
     group_states = buffers.group_states[: has_groups * len(buffers.group_states)]
     weights = buffers.weights[: has_weights * NUM_MEDIA]
-    length = put_answer(
-        buffers.out,
-        begin,
-        table,
-        layout,
-        times,
-        buffers.streams[:found],
-        buffers.pages,
-        group_states,
-        block_size,
-        weights,
-    )
+    streams, pages = buffers.streams[:found], buffers.pages
+    length = put_answer(buffers.out, begin, table, layout, times, streams, pages, group_states, block_size, weights)
     return np.int64(length), end, np.int64(0)
 
 

@@ -22,7 +22,8 @@ _MAX_KEPT = 1024
 MAX_BYTES = 4096
 """Bodies with longer templates are decoded by msgspec."""
 
-_NUM_SENTINELS = 3
+_SENTINELS = [secrets.randbits(32) for _ in range(3)]
+"""Numbers that no client can know."""
 
 _Value = TypeVar("_Value")
 
@@ -82,13 +83,12 @@ def query_of_template(before: bytes, after: bytes, fields: Collection[str]) -> P
 
     before: up to the "["; after: from the "]" on. fields: names of the arrays that the route accepts as a prompt.
     """
-    sentinels = [secrets.randbits(32) for _ in range(_NUM_SENTINELS)]
-    body = before + ",".join(map(str, sentinels)).encode() + after
+    body = before + ",".join(map(str, _SENTINELS)).encode() + after
     try:
         question, numbers = decode_question(body, JSON, fields)
     except ProblemError:
         return None
-    return question if numbers.tolist() == sentinels else None
+    return question if numbers.tolist() == _SENTINELS else None
 
 
 def _keep(kept: dict[bytes, _Value], key: bytes, value: _Value) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import finalize, ref
 
 import msgspec
@@ -95,6 +95,7 @@ class AnswerWriter:
         self._peer, self._rfc = resident(PEER), resident(RFC)
         self._tables: dict[int, _KeptTable] = {}  # by the id of a namespace, while it exists
         self._buffers = QueryBuffers.new()
+        self._resident = resident(self._buffers)
         self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
         self._plan: Plan | None = None
 
@@ -163,7 +164,9 @@ class AnswerWriter:
         block_size = namespace.key.block_size
         num_pages = max(MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY // block_size)
         num_bytes = len(begin) + table.most_bytes
-        buffers = self._buffers = self._buffers.with_room(num_pages, namespace.index.most_streams, num_bytes)
+        buffers = self._buffers.with_room(num_pages, namespace.index.most_streams, num_bytes)
+        if buffers is not self._buffers:
+            self._buffers, self._resident = buffers, resident(buffers)
         buffers.out[: len(begin)] = np.frombuffer(begin, _UINT8)
         if question.weights is not None:
             buffers.weights[:] = question.weights
@@ -174,7 +177,7 @@ class AnswerWriter:
             ref(namespace),
             namespace.num_changes,
             namespace.index.lookup,
-            resident(buffers),
+            self._resident,
             table.table,
             self._peer if question.is_peer else self._rfc,
             (block_size, int(question.is_bigram), int(question.weights is not None), len(begin)),
@@ -225,38 +228,19 @@ class Plan(NamedTuple):
 
     def answer(self, prompt: _Prompt, found: int, has_groups: int, times: Times) -> tuple[int, int, int]:
         """Call `answer_query`."""
-        kind, text, start, tokens, hashes = prompt
         block_size, is_bigram, has_weights, begin = self.numbers
-        answered: tuple[int, int, int] = answer_query(
-            text,
-            start,
-            tokens,
-            hashes,
-            (kind, block_size, is_bigram, found, has_weights, has_groups, begin),
-            self.seeds,
-            self.lookup,
-            self.buffers,
-            self.table,
-            self.layout,
-            times,
-        )
+        question = (prompt[0], block_size, is_bigram, found, has_weights, has_groups, begin)
+        answered: tuple[int, int, int] = answer_query(*prompt[1:], question, *self._shared(), times)
         return answered
 
     def serve(self, sockets: Resident, template: Resident, count: int, head_size: int, times: Times) -> int:
         """Call `serve_ready`."""
-        answered: int = serve_ready(
-            sockets,
-            template,
-            (count, head_size, self.answer_bytes),
-            self.numbers,
-            self.seeds,
-            self.lookup,
-            self.buffers,
-            self.table,
-            self.layout,
-            times,
-        )
+        sizes = (count, head_size, self.answer_bytes)
+        answered: int = serve_ready(sockets, template, sizes, self.numbers, *self._shared(), times)
         return answered
+
+    def _shared(self) -> tuple[Any, ...]:
+        return self.seeds, self.lookup, self.buffers, self.table, self.layout
 
 
 class _KeptTable(NamedTuple):

@@ -9,10 +9,11 @@ from numba import types
 
 from kv_events.kernels.bundles import BYTES, U8Input, U32Vector, U64Vector
 from kv_events.kernels.declare import array_function, array_helper, array_kernel
-from kv_events.kernels.instructions import eight_bytes, equal_bytes, leading_zeros, lowest_bit
+from kv_events.kernels.instructions import bytes_between, eight_bytes, leading_zeros, lowest_bit
 
-_COMMA, _SPACE, _CLOSE, _MINUS, _ZERO = (np.uint8(ord(char)) for char in ", ]-0")
+_COMMA, _SPACE, _CLOSE, _MINUS, _ZERO, _NINE = (np.uint8(ord(char)) for char in ", ]-09")
 _BLOCK = 64
+_AT_ONCE = 8
 _WHITE = np.zeros(256, np.bool_)
 _WHITE[[ord(c) for c in " \t\n\r"]] = True
 
@@ -20,10 +21,10 @@ _ZEROS = np.uint64(0x3030303030303030)  # eight times "0"
 _LOW7 = np.uint64(0x7F7F7F7F7F7F7F7F)
 _ABOVE_9 = np.uint64(0x7676767676767676)  # moves a byte above 9 into its highest bit
 _HIGH_BITS = np.uint64(0x8080808080808080)
+_DIGITS, _ONE = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(1)
 _ALL_BITS = np.uint64(0xFFFFFFFFFFFFFFFF)
-_BYTES = np.uint64(0x00FF00FF00FF00FF)
-_PAIRS = np.uint64(0x0000FFFF0000FFFF)
-_HALF = np.uint64(0xFFFFFFFF)
+_PAIRS = np.uint64(0x000000FF000000FF)
+_LOW_PAIRS, _HIGH_PAIRS = np.uint64((1 << 32) + 10_000), np.uint64((100 << 32) + 1_000_000)
 _POWERS = 10 ** np.arange(9, dtype=np.uint64)
 
 _MAX_U32 = np.uint64(2**32 - 1)
@@ -48,7 +49,7 @@ def _eight_at(data, at):
 def _digits(data, at):
     """Read up to eight digits. Returns (value, number of digits)."""
     word = _eight_at(data, at) ^ _ZEROS
-    others = _others(word)
+    others = (((word & _LOW7) + _ABOVE_9) | word) & _HIGH_BITS  # the highest bit of each byte that is no digit
     if others == np.uint64(0):
         count = np.int64(8)
     else:
@@ -59,20 +60,13 @@ def _digits(data, at):
 
 
 @array_helper
-def _others(word):
-    """Return a word with the highest bit of each byte set that is no digit. word: eight bytes XOR `_ZEROS`."""
-    return (((word & _LOW7) + _ABOVE_9) | word) & _HIGH_BITS
-
-
-@array_helper
 def _sum_of_digits(word):
     """Return the number with eight digits, one in each byte, the last one in the lowest.
 
-    Adjacent digits are added up in pairs, then pairs of pairs, then halves, so there is no loop over digits.
+    Adjacent digits are added up in pairs, then all pairs by two products, so there is no loop over digits.
     """
-    word = (word & _BYTES) + ((word >> np.uint64(8)) & _BYTES) * np.uint64(10)
-    word = (word & _PAIRS) + ((word >> np.uint64(16)) & _PAIRS) * np.uint64(100)
-    return (word & _HALF) + (word >> np.uint64(32)) * np.uint64(10_000)
+    word += (word >> np.uint64(8)) * np.uint64(10)
+    return ((word & _PAIRS) * _LOW_PAIRS + ((word >> np.uint64(16)) & _PAIRS) * _HIGH_PAIRS) >> np.uint64(32)
 
 
 @array_function
@@ -110,32 +104,46 @@ def _after_white(data, at):
 
 
 @array_helper
+def _ends_of_numbers(data, at, gap):
+    """Find the commas after the numbers in 64 bytes, up to anything that is no number of JSON.
+
+    Returns them as a u64, see `bytes_between`, and whether there is anything else. gap: 1 if each number follows a
+    space, the first one at index `at`; otherwise 0.
+    """
+    digits, commas = bytes_between(data, at, _ZERO, _NINE), bytes_between(data, at, _COMMA, _COMMA)
+    begins = (commas << _ONE) | _ONE
+    others = ~(digits | commas)
+    if gap > 0:
+        spaces = bytes_between(data, at, _SPACE, _SPACE)
+        others = (others & ~(spaces & begins)) | (begins & ~spaces)
+        begins <<= _ONE
+    padded = begins & bytes_between(data, at, _ZERO, _ZERO) & (digits >> _ONE)  # JSON does not allow leading zeros
+    others |= (begins & ~digits) | padded
+    return commas & ((others & (~others + _ONE)) - _ONE), others != np.uint64(0)
+
+
+@array_helper
 def _read_short_numbers(data, at, out, count):
     """Read numbers of up to eight digits that are followed by a comma. Returns (count, start of the next number).
 
     The commas of 64 bytes are found at once, so no number has to wait for the end of the one before it.
     """
-    block = at
-    while block + _BLOCK <= len(data) and count + _BLOCK <= out.shape[0]:
-        commas, close = equal_bytes(data, block, _COMMA), equal_bytes(data, block, _CLOSE)
-        if close != np.uint64(0):
-            commas &= (close & (~close + np.uint64(1))) - np.uint64(1)  # those before the first "]"
-        while commas != np.uint64(0):
-            end = block + lowest_bit(commas)
-            commas &= commas - np.uint64(1)
-            length = end - at - (data[at] == _SPACE)
-            if length < 1 or length > 8 or end < 8:
+    gap = np.int64(at < len(data) and data[at] == _SPACE)
+    while at >= 8 and at + _BLOCK <= len(data) and count + _AT_ONCE <= out.shape[0]:
+        commas, is_last = _ends_of_numbers(data, at, gap)
+        start, first = at, count
+        while commas != np.uint64(0) and count < first + _AT_ONCE:
+            end = start + lowest_bit(commas)
+            length = end - at - gap
+            if length > 8:
                 return count, at
-            word = (eight_bytes(data, end - 8) ^ _ZEROS) & (_ALL_BITS >> np.uint64(64 - 8 * length))
-            is_padded = length > 1 and word >> np.uint64(8 * (length - 1)) == np.uint64(0)
-            if _others(word) != np.uint64(0) or is_padded:
-                return count, at
-            out[count] = _sum_of_digits(word)
+            word = (eight_bytes(data, end - 8) & _DIGITS) & (_ALL_BITS >> np.uint64(64 - 8 * length))
+            out[np.uint64(count)] = _sum_of_digits(word)
+            commas &= commas - _ONE
             count += 1
             at = end + 1
-        if close != np.uint64(0):
+        if count == first or (is_last and commas == np.uint64(0)):
             return count, at
-        block += _BLOCK
     return count, at
 
 

@@ -1,4 +1,8 @@
-"""Lookups in process: kvsight's index and Dynamo's own binding, `RadixTree`, each called from Python."""
+"""In process: kvsight's index and hashing, and Dynamo's own binding, `RadixTree` and `compute_block_hash_for_seq`, each
+called from Python.
+
+Dynamo's function accepts lists. It returns the hashes of single pages, `sequence_hashes` those that are looked up.
+"""
 
 import json
 import multiprocessing
@@ -17,9 +21,11 @@ from benchmarks.peers.services import dynamo_folder
 from benchmarks.report import Figure, figure, timed
 from indexer.index import OverlapIndex
 from kv_events.codec import StoredPages
+from kv_events.hashing import sequence_hashes
 
 WORKERS, PROMPTS, PAGES = 64, 4, 8192
 LENGTHS = (8, 64, 1000, 8192)
+HASHED, PAGE_TOKENS = (8, 64, 1000), 16
 ROUNDS, CALLS = 9, 100
 _SEED = 1
 _BATCH = 64
@@ -42,10 +48,35 @@ def run() -> Iterator[Figure]:
             for _ in range(ROUNDS):
                 ours.append(_median_us(index.find, asked))
                 theirs.append(ask_peer(length))
-            row = f"in process, {WORKERS} workers, {length} pages"
-            yield figure(f"{row}: Dynamo : kvsight", "x", [median(theirs) / median(ours)])
-            yield figure(f"{row}: kvsight", "us", ours)
-            yield figure(f"{row}: Dynamo", "us", theirs)
+            yield from _compared(f"in process, {WORKERS} workers, {length} pages", ours, theirs)
+        for length in HASHED:
+            yield from _hashing(length, lambda num_pages: ask_peer(-num_pages))
+
+
+def _compared(row: str, ours: list[float], theirs: list[float]) -> Iterator[Figure]:
+    yield figure(f"{row}: Dynamo : kvsight", "x", [median(theirs) / median(ours)])
+    yield figure(f"{row}: kvsight", "us", ours)
+    yield figure(f"{row}: Dynamo", "us", theirs)
+
+
+def _hashing(length: int, ask_peer: Callable[[int], float]) -> Iterator[Figure]:
+    tokens = _tokens(length)
+    lists = [each.tolist() for each in tokens]
+    rounds = [
+        (_median_us(_hashes, tokens), _median_us(_hashes, lists), ask_peer(length)) for _ in range(ROUNDS)
+    ]  # alternating
+    of_arrays, of_lists, theirs = map(list, zip(*rounds, strict=True))
+    yield from _compared(f"hash {length} pages, an array for kvsight", of_arrays, theirs)
+    yield from _compared(f"hash {length} pages, a list for both", of_lists, theirs)
+
+
+def _hashes(tokens: Any) -> object:
+    return sequence_hashes(tokens, PAGE_TOKENS)
+
+
+def _tokens(length: int) -> list[npt.NDArray[np.uint32]]:
+    random = np.random.default_rng(_SEED)
+    return list(random.integers(0, 128_000, (CALLS, length * PAGE_TOKENS), dtype=np.uint32))
 
 
 def _prompts() -> Asked:
@@ -73,7 +104,10 @@ def _index(prompts: Asked) -> OverlapIndex:
 
 @contextmanager
 def _peer(folder: str) -> Iterator[Callable[[int], float]]:
-    """Run a process with Dynamo's tree for the duration of the block, which gets a function: pages -> median us."""
+    """Run a process with Dynamo's tree for the duration of the block, which gets a function: pages -> median us.
+
+    Negative pages are hashed instead of looked up.
+    """
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve_peer, args=(theirs, folder), daemon=True)
     process.start()
@@ -93,7 +127,8 @@ def _peer(folder: str) -> Iterator[Callable[[int], float]]:
 
 def _serve_peer(pipe: Connection, folder: str) -> None:
     sys.path.insert(0, folder)
-    tree = import_module("dynamo._core").RadixTree()  # only in this process: it is in an environment of its own
+    core = import_module("dynamo._core")  # only in this process: it is in an environment of its own
+    tree = core.RadixTree()
     prompts = [pages.tolist() for pages in _prompts()]
     for worker in range(WORKERS):
         for number, pages in enumerate(prompts):
@@ -102,6 +137,10 @@ def _serve_peer(pipe: Connection, folder: str) -> None:
             tree.apply_event(worker, json.dumps(event).encode())
     while True:
         length = pipe.recv()
+        if length < 0:
+            asked = [each.tolist() for each in _tokens(-length)]
+            pipe.send(_median_us(lambda tokens: core.compute_block_hash_for_seq(tokens, PAGE_TOKENS), asked))
+            continue
         found = tree.find_matches(prompts[0][:length]).scores
         assert set(found.values()) == {length}, "the tree does not hold the prompts"
         pipe.send(_median_us(tree.find_matches, [prompts[number % PROMPTS][:length] for number in range(CALLS)]))

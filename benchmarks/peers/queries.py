@@ -1,8 +1,15 @@
-"""`POST /query` of both services, by wrk: throughput of 16 connections, and latency of one.
+"""`POST /query` of both services: throughput of 16 connections, and latency of one.
 
-"own headers": each request has its own prompt, traceparent and x-request-id, as those of a router have.
+wrk asks, except in the last two modes:
+
+    own headers   each request has its own prompt, traceparent and x-request-id, as those of a router have
+    varying       the same; in turn, requests have salts or adapters of their own, a routing group, or another form
+    (no name)     all requests are equal
+    aiohttp       own headers, by aiohttp's client
+    half load     own headers, at half of the rate that the service reached; the latency since a request was due
 """
 
+import json
 import shutil
 import subprocess
 import tempfile
@@ -18,9 +25,10 @@ import msgspec
 import numpy as np
 
 from benchmarks import bench_http
+from benchmarks.peers.clients import aiohttp_rate, paced_us
 from benchmarks.peers.engines import BLOCK_SIZE, holding, prompts
 from benchmarks.peers.services import KVSIGHT, dynamo, running
-from benchmarks.report import Figure, figure
+from benchmarks.report import Figure, figure, percentile
 
 MANY_WORKERS = 1000
 WORKERS, PAGES = (8, 64), (8, 64, 512, 1000, 8192)
@@ -32,6 +40,7 @@ _GOALS = {
     64: ("≥ 3", "≥ 3", "≥ 2", "≥ 1.5", "≥ 1.5"),
 }
 _OWN_REQUESTS = 1024
+_HALF_LOAD_PAGES, _MOST_ADAPTERS = 64, 16
 _GOALS_OWN = {8: ("≥ 2", "≥ 2", "≥ 1.6"), 64: ("≥ 3", "≥ 3", "≥ 2")}
 _SCRIPT = """\
 local requests, number = {{}}, 0
@@ -112,10 +121,14 @@ def _many_workers() -> Figure:
 def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figure]:
     tokens = prompts()[0]
     for pages, goal in zip(PAGES, _GOALS_OWN[num_workers], strict=False):
-        bodies = _own_bodies(tokens[: pages * BLOCK_SIZE])
-        ours, theirs = _rounds([(each, bodies, "application/json") for each in services], CONNECTIONS)
-        row = f"{num_workers} workers, {pages} pages, own headers"
-        yield from _rates(row, [each.rate for each in ours], [each.rate for each in theirs], goal)
+        asked = tokens[: pages * BLOCK_SIZE]
+        for mode, bodies in (("own headers", _own_bodies(asked)), ("varying", _varying_bodies(asked))):
+            ours, theirs = _rounds([(each, bodies, "application/json") for each in services], CONNECTIONS)
+            rates = [each.rate for each in ours], [each.rate for each in theirs]
+            row = f"{num_workers} workers, {pages} pages, {mode}"
+            yield from _rates(row, *rates, goal if mode == "own headers" else "")
+            if mode == "own headers":
+                yield from _python_clients(services, bodies, f"{num_workers} workers, {pages} pages", rates)
     for pages, goal in zip(PAGES, _GOALS[num_workers], strict=True):
         asked = tokens[: pages * BLOCK_SIZE]
         body = msgspec.json.encode({"model_name": "m", "token_ids": asked})
@@ -131,6 +144,37 @@ def _own_bodies(tokens: list[int]) -> list[bytes]:
     asked = {"model_name": "m", "token_ids": tokens}
     own = np.random.default_rng(1).integers(0, 128_000, (_OWN_REQUESTS, BLOCK_SIZE)).tolist()
     return [msgspec.json.encode(asked | {"token_ids": tokens[:-BLOCK_SIZE] + last}) for last in own]
+
+
+def _varying_bodies(tokens: list[int]) -> list[bytes]:
+    bodies = []
+    for number, body in enumerate(_own_bodies(tokens)):
+        query = msgspec.json.decode(body)
+        kinds = {"cache_salt": f"user-{number}"}, {"lora_name": f"adapter-{number % _MOST_ADAPTERS}"}
+        match number % 4:
+            case 0 | 1 as kind:
+                bodies.append(msgspec.json.encode(query | kinds[kind]))
+            case 2:
+                bodies.append(msgspec.json.encode(query | {"routing_group": "default"}))
+            case _:
+                bodies.append(json.dumps(dict(reversed(query.items()))).encode())
+    return bodies
+
+
+def _python_clients(
+    services: list[HTTPConnection], bodies: list[bytes], row: str, rates: tuple[list[float], list[float]]
+) -> Iterator[Figure]:
+    """rates: of both services, by wrk."""
+    by_aiohttp: tuple[list[float], list[float]] = [], []
+    for _ in range(ROUNDS):
+        for each, service in zip(by_aiohttp, services, strict=True):
+            each.append(aiohttp_rate(service, bodies, CONNECTIONS, SECONDS))
+    yield from _rates(f"{row}, aiohttp", *by_aiohttp, "≥ 1")
+    if row.endswith(f" {_HALF_LOAD_PAGES} pages"):
+        for name, goal, service, rate in zip(("kvsight", "Dynamo"), ("≤ 1000", ""), services, rates, strict=True):
+            runs = [paced_us(service, bodies, CONNECTIONS, SECONDS, median(rate) / 2) for _ in range(ROUNDS)]
+            yield figure(f"{row}, half load: {name}", "us", [percentile(took, 50) for took in runs])
+            yield figure(f"{row}, half load, p99: {name}", "us", [percentile(took, 99) for took in runs], goal)
 
 
 def _compared(services: list[HTTPConnection], body: bytes, row: str, goal: str) -> Iterator[Figure]:

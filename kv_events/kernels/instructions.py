@@ -71,18 +71,21 @@ def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
 
 
 @intrinsic
-def equal_bytes(_typing: Any, data: Any, at: Any, byte: Any) -> Any:
-    """Compare 64 bytes of a u8 array, from index `at` on, with one byte. The caller checks the bounds.
+def bytes_between(_typing: Any, data: Any, at: Any, first: Any, last: Any) -> Any:
+    """Find the bytes from `first` to `last` among 64 bytes of a u8 array, from index `at` on.
 
-    Bit i of the result, a u64, is set if element at + i equals `byte`. For little-endian machines.
+    Bit i of the result, a u64, is set if element at + i is one. The caller checks the bounds. For little-endian
+    machines.
     """
     lanes = ir.VectorType(_BYTE, 64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         found = builder.load(_place(context, builder, signature, args, lanes), align=1)
-        return builder.bitcast(builder.icmp_unsigned("==", found, _splat(builder, args[2], lanes)), _WORD64)
+        above = builder.sub(found, _splat(builder, args[2], lanes))
+        most = _splat(builder, builder.sub(args[3], args[2]), lanes)
+        return builder.bitcast(builder.icmp_unsigned("<=", above, most), _WORD64)
 
-    return types.uint64(data, types.int64, types.uint8), codegen
+    return types.uint64(data, types.int64, types.uint8, types.uint8), codegen
 
 
 @intrinsic

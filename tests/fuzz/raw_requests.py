@@ -12,7 +12,7 @@ LAST = b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 
 _BODIES = [
     *[body_of(token_ids=TOKENS[:end]) for end in (1, 4, 9, 16)],
-    body_of(token_ids=list(range(700))),
+    body_of(token_ids=list(range(5000))),
     body_of(token_ids=[1.5]),
     body_of(token_ids=TOKENS, tier_weights=[1, 0.5, 0.25, 0.1]),
     body_of(model_name="unknown", token_ids=TOKENS),

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from indexer.slices import run_at_once
 from indexer.views import ViewState
 from indexer.worker_log import WorkerLog
 from kv_events.schema import CLOSED
@@ -113,7 +114,7 @@ class Watched(Views):
 
     def look(self) -> None:
         self.now += 1.0
-        self._log.look(self.applier.namespaces.views, self.now)
+        run_at_once(self._log.look(self.applier.namespaces.views, self.now))
 
     def lines(self) -> list[str]:
         """Return the lines since the last call, without the beginning of the stream's key."""

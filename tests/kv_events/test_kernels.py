@@ -130,7 +130,7 @@ _lanes_equal = compiled("lanes_equal", "array, index, mask, wanted")
 _lowest_bit, _leading_zeros = compiled("lowest_bit", "word"), compiled("leading_zeros", "word")
 _upper_product = compiled("upper_product", "word, low, high")
 _eight_bytes, _put_eight = compiled("eight_bytes", "data, at"), compiled("put_eight", "target, at, word")
-_equal_bytes = compiled("equal_bytes", "data, at, byte")
+_bytes_between = compiled("bytes_between", "data, at, first, last")
 _copy_sixteen = compiled("copy_sixteen", "target, at, source, start")
 U64 = st.integers(0, 2**64 - 1)
 FEW = st.sampled_from([0, 1, 2, 2**32, 2**32 + 1, 2**63, 2**64 - 1])
@@ -163,9 +163,9 @@ def test_bytes_are_read_compared_and_copied_at_their_place_and_nowhere_else(
 ) -> None:
     array, at = np.frombuffer(bytearray(text), np.uint8), data.draw(st.integers(0, len(text) - 64))
     assert _eight_bytes(np.frombuffer(text, np.uint8), at) == int.from_bytes(text[at : at + 8], "big")
-    byte = data.draw(st.sampled_from(text))
-    expected = sum(1 << i for i, each in enumerate(text[at : at + 64]) if each == byte)
-    assert int(_equal_bytes(array, at, np.uint8(byte))) == expected
+    first, last = sorted(data.draw(st.tuples(st.sampled_from(text), st.integers(0, 255))))
+    expected = sum(1 << i for i, each in enumerate(text[at : at + 64]) if first <= each <= last)
+    assert int(_bytes_between(array, at, np.uint8(first), np.uint8(last))) == expected
     start, target = data.draw(st.integers(0, len(other) - 16)), np.frombuffer(bytearray(other), np.uint8)
     _copy_sixteen(target, start, array, at)
     assert target.tobytes() == other[:start] + text[at : at + 16] + other[start + 16 :]

@@ -32,17 +32,18 @@ async def test_requests_that_are_alike_do_not_reach_the_protocol(
     monkeypatch.setattr(FastPath, "answer", noted)
 
     lines = [await connect() for _ in range(40)]
-    single = await connect()
+    single, large = await connect(), request(body_of(token_ids=list(range(10_000))))
     for data in prompts():
         expected = await single.ask(data.replace(b"/query", b"/query?"))
         own = [data.replace(b"ID: r", b"ID: %d\r\nX-Own-%d: %d" % (i, i, i)) for i in range(len(lines))]
         assert {await line.ask(each) for line, each in zip(lines, own, strict=True)} == {expected}
     assert len(taken) == 2 * len(lines)
-    for line in lines:
-        line.writer.write(prompts()[0])
-    assert {await line.answer() for line in lines} == {await single.ask(prompts()[0])}
+    for data in (large, prompts()[0]):  # more than fit into one pass
+        for line in lines:
+            line.writer.write(data)
+        assert {await line.answer() for line in lines} == {await single.ask(data)}
     scrape = await single.ask(b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n")
-    count = 41 * len(prompts()) + len(lines) + 1
+    count = 41 * (len(prompts()) + 2)
     assert b'kvsight_queries_total{route="/query"} %d.0' % count in scrape[2]
 
 

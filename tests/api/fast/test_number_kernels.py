@@ -74,7 +74,7 @@ def test_integers_in_range_are_read(name: str, data: st.DataObject, comma: str) 
 @settings(max_examples=num_examples(2000))
 @given(
     readers,
-    st.lists(st.integers(0, 10**9), max_size=40),
+    st.lists(st.integers(0, 2**17) | st.integers(0, 10**9), max_size=40),
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.integers(0, 40),
     st.sampled_from([",", ", "]),
