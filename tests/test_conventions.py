@@ -8,7 +8,7 @@ ROOT = TESTS.parent
 PACKAGES = ("kv_events", "publisher", "indexer", "bridge", "api")
 MOST_TIMED = 40
 """Tests that CI may repeat."""
-OF_KERNELS = {"array_helper", "array_function"}
+OF_KERNELS = {"helper", "inline_helper"}
 
 
 def decorators(node: ast.FunctionDef) -> set[str]:
@@ -36,7 +36,7 @@ def test_python_calls_no_functions_of_kernels() -> None:
         compiled = {
             node
             for function in ast.walk(tree)
-            if isinstance(function, ast.FunctionDef) and decorators(function) & {*OF_KERNELS, "array_kernel", "njit"}
+            if isinstance(function, ast.FunctionDef) and decorators(function) & {*OF_KERNELS, "kernel", "njit"}
             for node in ast.walk(function)
         }
         called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and node not in compiled]

@@ -41,9 +41,10 @@ _not_loaded: list[KernelDispatcher] = []
 
 
 def add_kernel(kernel: KernelDispatcher) -> None:
-    """Add a kernel to those that `load` loads."""
-    _declared.append(kernel)
-    _not_loaded.append(kernel)
+    """Add a kernel to those that `load` loads, if it is in a room of kernels. Others are loaded by their first call."""
+    if _is_of_project(kernel):
+        _declared.append(kernel)
+        _not_loaded.append(kernel)
 
 
 def load() -> None:
@@ -143,10 +144,9 @@ def _all_kernels() -> list[KernelDispatcher]:
     for path in _sources():
         if path.parent.name == "kernels":
             import_module(".".join(path.relative_to(_ROOT).with_suffix("").parts))
-    kernels = [kernel for kernel in _declared if _is_of_project(kernel)]
-    for kernel in kernels:
+    for kernel in _declared:
         kernel.keep_in(folder, is_writable=_is_writable())
-    return kernels
+    return _declared
 
 
 @lru_cache
