@@ -1,7 +1,9 @@
-"""What the server answers while kernels are compiled, which happens once on a machine."""
+"""What the server answers until kernels are loaded, if they must be compiled first, which happens once on a machine."""
 
 import asyncio
+import signal
 import socket
+from contextlib import suppress
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -20,17 +22,34 @@ from kv_events.kernels import load
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
-def compile_and_answer(settings: ApiSettings, bound: socket.socket) -> None:
-    """Compile the kernels that are missing. Meanwhile, `/health` is 200 and every request for data 503.
+def load_and_answer(settings: ApiSettings, bound: socket.socket) -> None:
+    """Load all kernels. Meanwhile, `/health` is 200 and every request for data 503.
 
-    bound: the socket to answer on, which stays open.
+    bound: the socket to answer on, which stays open. SIGINT and SIGTERM end the process.
     """
+    caught: list[int] = []
 
     async def serve() -> None:
-        async with running_server(_starting_app(), settings, bound.dup()):
-            await run_in_daemon_thread(load.compile_missing)
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
 
-    asyncio.run(serve())
+        def stop(number: int) -> None:
+            caught.append(number)
+            task.cancel()
+
+        for number in handlers:
+            loop.add_signal_handler(number, stop, number)
+        async with running_server(_starting_app(), settings, bound.dup()):
+            await run_in_daemon_thread(load.load)
+
+    load.progress()  # imports the kernels, which takes long
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with suppress(asyncio.CancelledError):
+        asyncio.run(serve())
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if caught:
+        raise SystemExit(128 + caught[0])
 
 
 def _starting_app() -> Starlette:

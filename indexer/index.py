@@ -163,7 +163,7 @@ class OverlapIndex:
         self.digest(stream)
         kept = _NO_MARKS if marks is None else marks
         pages = event.hashes, event.chain_starts, event.parents
-        known, refused = apply.store(self._resident, kept, *pages, stream, event.medium, start, stop)
+        known, refused = apply.store(self._pinned, kept, *pages, stream, event.medium, start, stop)
         return known, refused
 
     def remove(
@@ -176,7 +176,7 @@ class OverlapIndex:
         """
         self.digest(stream)
         kept = _NO_MARKS if marks is None else marks
-        unknown, refused = apply.remove(self._resident, kept, event.hashes, stream, event.medium, start, stop)
+        unknown, refused = apply.remove(self._pinned, kept, event.hashes, stream, event.medium, start, stop)
         return unknown, refused
 
     def sweep(self, stream: int, marks: Marks | None = None) -> Iterator[int]:
@@ -184,7 +184,7 @@ class OverlapIndex:
         for start, stop in self._entry_ranges(SLICE_PAGES):
             if not self.digest(stream)[:NUM_MEDIA].any():
                 return
-            yield apply.sweep(self._resident, _NO_MARKS if marks is None else marks, stream, start, stop)
+            yield apply.sweep(self._pinned, _NO_MARKS if marks is None else marks, stream, start, stop)
 
     # --- queries ---
 
@@ -262,17 +262,17 @@ class OverlapIndex:
         best, worths = np.full(most, -1, np.int64), np.full(most, -1, np.int64)
         ranges = [(start, min(start + _SURVEY_ENTRIES, used)) for start in range(0, used, _SURVEY_ENTRIES)]
         for start, stop in ranges:
-            prefixes.survey(self._resident, depths, is_inner, start, stop)
+            prefixes.survey(self._pinned, depths, is_inner, start, stop)
             yield
         for start, stop in ranges:
-            prefixes.select(self._resident, depths, is_inner, start, stop, best, worths)
+            prefixes.select(self._pinned, depths, is_inner, start, stop, best, worths)
             yield
         found = []
         for number in np.argsort(-worths, kind="stable").tolist():
             if best[number] < 0:
                 break
             hashes = np.empty(min(int(depths[best[number]]), _LONGEST_TRAIL), np.uint64)
-            if prefixes.trail(self._resident, int(best[number]), hashes) == len(hashes):
+            if prefixes.trail(self._pinned, int(best[number]), hashes) == len(hashes):
                 found.append(hashes)
             yield
         return found
@@ -283,7 +283,7 @@ class OverlapIndex:
         entries = np.empty(_SCAN_ENTRIES, np.int64)
         tiers = np.empty(_SCAN_ENTRIES, np.uint8)
         for start, stop in self._entry_ranges(_SCAN_ENTRIES):
-            found = apply.collect(self._resident, stream, start, stop, entries, tiers)
+            found = apply.collect(self._pinned, stream, start, stop, entries, tiers)
             if found:
                 held = entries[:found]
                 yield StreamPages(self._pages.table.keys[held], self._pages.parents[held], tiers[:found].copy())
@@ -331,11 +331,11 @@ class OverlapIndex:
                 raise InvalidValueError("image.holders", int(holders.max()), f"less than {num_sets}")
         at = 0
         for sets in image.sets:
-            if not apply.restore_sets(self._resident, sets, ids[at : at + len(sets)]):
+            if not apply.restore_sets(self._pinned, sets, ids[at : at + len(sets)]):
                 raise InvalidValueError("image.sets", num_sets, "distinct sets, within the bounds of this index")
             at += len(sets)
         for columns in zip(image.hashes, image.parents, image.holders, strict=True):
-            if not apply.restore_pages(self._resident, *columns, ids):
+            if not apply.restore_pages(self._pinned, *columns, ids):
                 raise InvalidValueError(
                     "image.hashes", len(columns[0]), "distinct pages, within the bounds of this index"
                 )
@@ -430,7 +430,7 @@ class OverlapIndex:
 
     def _set_pages(self, pages: apply.Pages) -> None:
         self._pages = pages
-        self._resident = pin(pages)
+        self._pinned = pin(pages)
         alive = np.zeros((NUM_MEDIA, self._width), np.uint64)
         self.lookup = pin(PageLookup(pages.table, pages.holders, pages.sets.words, alive))
         """The `PageLookup` of kernels that find prefixes. It is another one after an array was replaced."""

@@ -61,8 +61,8 @@ class ChangeQueue:
             zeros(capacity, np.uint32),
             np.zeros(6, np.int64),
         )
-        self.resident = pin(self.arrays)
-        """The resident bundle of `arrays`, which kernels accept."""
+        self.pinned = pin(self.arrays)
+        """`arrays`, for kernels."""
         self._num_delivered = 0
 
     @property

@@ -76,8 +76,8 @@ class Ledger:
             counts=np.zeros(len(COUNT_NAMES), np.int64),
         )
         self._left_out = 0  # until the last clear
-        self._queue = change_queue.resident
-        self._resident = pin(self._arrays)
+        self._queue = change_queue.pinned
+        self._pinned = pin(self._arrays)
 
     @property
     def num_pages(self) -> int:
@@ -105,7 +105,7 @@ class Ledger:
         """
         queued = np.zeros(len(events.block_hashes), np.bool_)
         salt = namespace_salt(extra_key)
-        change_pages(self._resident, self._queue, events, salt, queued)
+        change_pages(self._pinned, self._queue, events, salt, queued)
         return queued
 
     def require_groups(self, num_groups: int) -> None:
@@ -114,7 +114,7 @@ class Ledger:
         Pages that fewer blocks carry are removed. Costs a few ms per million pages.
         """
         self._arrays.num_groups[0] = num_groups
-        require_groups(self._resident, self._queue, self._num_used)
+        require_groups(self._pinned, self._queue, self._num_used)
 
     def clear(self) -> None:
         """Remove all pages.

@@ -91,7 +91,7 @@ class ResidencyIndex:
             ),
             np.zeros(UNTRACKED + 1, np.int64),
         )
-        self._resident = pin(self._book)
+        self._pinned = pin(self._book)
         self._facts = np.zeros(9, np.int64)
         self._facts[8] = int(churn_s * 1000)
 
@@ -101,7 +101,7 @@ class ResidencyIndex:
         """Note pages that were stored. mark: number of the stream's resync."""
         self._state(stream, namespace, step.medium, at)
         self._facts[6:8] = mark & 0xFFFF, is_resync
-        residency_kernels.store(self._resident, step.hashes, step.chain_starts, step.parents, self._facts)
+        residency_kernels.store(self._pinned, step.hashes, step.chain_starts, step.parents, self._facts)
 
     def begin_with(self, stream: int, namespace: int, pages: HeldBefore, at: BatchTime) -> None:
         """Note what a stream held before the log, which is counted nowhere. at: a time long before the log."""
@@ -118,26 +118,26 @@ class ResidencyIndex:
                 each_alone = np.full(len(held), 255, np.uint8)
                 self._state(stream, namespace, medium, at)
                 self._facts[6:8] = mark, True
-                residency_kernels.store(self._resident, hashes[held], each_alone, parents[held], self._facts)
+                residency_kernels.store(self._pinned, hashes[held], each_alone, parents[held], self._facts)
         self._book.counts[:UNTRACKED] = 0
         self._book.known.stores[:] = 0
 
     def remove(self, stream: int, step: RemovedPages, at: BatchTime) -> None:
         """Note pages that were removed."""
         self._state(stream, 0, step.medium, at)
-        residency_kernels.remove(self._resident, step.hashes, self._facts)
+        residency_kernels.remove(self._pinned, step.hashes, self._facts)
 
     def sweep(self, stream: int, mark: int | None = None) -> None:
         """Drop the pages of a stream that a resync has not named, or all pages."""
-        residency_kernels.sweep(self._resident, stream, -1 if mark is None else mark & 0xFFFF)
+        residency_kernels.sweep(self._pinned, stream, -1 if mark is None else mark & 0xFFFF)
 
     def first_lost(self, stream: int, hashes: U64Array, start: int, stop: int, since: int = -1) -> int:
         """See the kernel."""
-        return int(residency_kernels.first_lost(self._resident, _key(stream, 1), hashes, start, stop, since))
+        return int(residency_kernels.first_lost(self._pinned, _key(stream, 1), hashes, start, stop, since))
 
     def note_request(self, namespace: int, hashes: U64Array) -> int:
         """See the kernel."""
-        return int(residency_kernels.note_request(self._resident, _key(namespace, 2), hashes))
+        return int(residency_kernels.note_request(self._pinned, _key(namespace, 2), hashes))
 
     def holds(self, stream: int, page: int) -> bool:
         """Return whether a stream holds a page now."""
@@ -161,7 +161,7 @@ class ResidencyIndex:
     def num_orphans(self, num_streams: int) -> int:
         """Return how many held pages have a parent that their stream does not hold."""
         keys = np.array([_signed_key(stream, 1) for stream in range(num_streams)], np.int64)
-        return int(residency_kernels.count_orphans(self._resident, keys))
+        return int(residency_kernels.count_orphans(self._pinned, keys))
 
     def hottest(self, most: int) -> list[Prefix]:
         """Return the prefixes that were requested, or without any requests stored, most often, weighted by length.

@@ -206,7 +206,7 @@ class KernelConnections:
         self._prepare(first.owner.response_headers(), plan.answer_bytes)
         sockets = self._sockets
         sockets.connections[:count] = connections
-        answered = plan.serve(self._resident, first.pieces, count, self._head_size, self._times())
+        answered = plan.serve(self._pinned, first.pieces, count, self._head_size, self._times())
         served, returned = sockets.connections[:count], []
         if answered < count:
             outcomes = sockets.outcomes[:count]
@@ -252,7 +252,7 @@ class KernelConnections:
             self._headers, self._head_size = headers, len(begin)
 
     def _use(self, sockets: SocketBuffers) -> None:
-        self._sockets, self._resident = sockets, pin(sockets)
+        self._sockets, self._pinned = sockets, pin(sockets)
 
 
 def _empty_buffers() -> SocketBuffers:

@@ -134,7 +134,7 @@ class Decoder(threading.local):
             np.empty(2 * num_bytes + 1, np.uint64),
             np.empty(2 * num_bytes + 1, np.uint32),
         )
-        self._resident = pin(self._events)
+        self._pinned = pin(self._events)
 
     def _batches(self, messages: Messages, readable: Messages) -> Iterator[Batch | UnreadableBatch]:
         """readable: the messages, empty where one is too large."""
@@ -143,7 +143,7 @@ class Decoder(threading.local):
         while number < len(messages):
             if not readable.num_bytes <= self._room <= max(readable.num_bytes, _KEPT_BYTES):
                 self._make_room(readable.num_bytes)
-            is_read = scan.scan_batches(data, readable.borders, header, self._resident)
+            is_read = scan.scan_batches(data, readable.borders, header, self._pinned)
             number, *_, rank, num_bad_ranks, num_rows, _hashes, _tokens, _run = header.tolist()
             if is_read:
                 runs, is_complete = self._runs(readable.data, num_rows), not header[scan.IS_OPEN]

@@ -94,7 +94,7 @@ class HashMemory:
             zeros(capacity + 1, np.uint16),
             np.array([-1, idle_pages, 0], np.int64),
         )
-        self._resident = pin(self._arrays)
+        self._pinned = pin(self._arrays)
         self._base = np.uint64(process_seed())
         self._cursor = np.zeros(kernels.NUM_CURSORS, np.int64)
         self._translated = _empty_columns(0, 0)
@@ -118,7 +118,7 @@ class HashMemory:
         seeds[:] = seed.seed
         while True:
             event = kernels.translate_pages(
-                self._resident, out, pages, local, seeds, cursor, np.uint64(seed.seed), self._base, seed.is_stated,
+                self._pinned, out, pages, local, seeds, cursor, np.uint64(seed.seed), self._base, seed.is_stated,
                 namespace.salt, namespace.number,
             )  # fmt: skip
             if event == num_events:
@@ -144,7 +144,7 @@ class HashMemory:
         """Find pages, stored on a tier, by engine hash alone. Those that are not remembered are left out."""
         found = np.empty((3, len(block_hashes)), np.uint64)
         num_known = kernels.look_up_pages(
-            self._resident, block_hashes, found, np.uint64(seed.seed), seed.is_stated, namespace.salt
+            self._pinned, block_hashes, found, np.uint64(seed.seed), seed.is_stated, namespace.salt
         )
         engine_hashes, known_as, sequence_hashes = found[:, :num_known]
         flags = np.where(engine_hashes == known_as, kernels.UNIQUE, kernels.COLLIDING)
@@ -157,7 +157,7 @@ class HashMemory:
         """Remember pages, stored on a tier, whose sequence hashes the engine itself sent."""
         known_as, flags = np.empty(len(block_hashes), np.uint64), np.empty(len(block_hashes), np.uint8)
         kernels.remember_pages(
-            self._resident, block_hashes, sequence_hashes, known_as, flags, np.uint64(seed), namespace.salt,
+            self._pinned, block_hashes, sequence_hashes, known_as, flags, np.uint64(seed), namespace.salt,
             namespace.number,
         )  # fmt: skip
         columns = single_pages(known_as, sequence_hashes, tier)

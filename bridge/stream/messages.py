@@ -56,7 +56,7 @@ class Inbox:
         )
         self._counts = self._arrays.counts
         self._frame = ctypes.c_void_p(self._arrays.frame.ctypes.data)
-        self._resident = pin(self._arrays)
+        self._pinned = pin(self._arrays)
 
     def receive(self, socket: zmq.Socket[bytes], *, with_topics: bool) -> bool:
         """Receive the messages that wait, in place of those before. Returns whether more may wait.
@@ -70,7 +70,7 @@ class Inbox:
         library.zmq_msg_init(self._frame)
         try:
             while True:
-                error = receive.receive_messages(self._resident, socket.underlying, with_topics, _BYTES)
+                error = receive.receive_messages(self._pinned, socket.underlying, with_topics, _BYTES)
                 if error != receive.NO_ROOM:
                     break
                 num_bytes = int(self._counts[receive.NUM_BYTES])
@@ -121,7 +121,7 @@ class Inbox:
         data = np.empty(num_bytes, np.uint8)
         data[:num_kept] = self._arrays.data[:num_kept]
         self._arrays = self._arrays._replace(data=data)
-        self._resident = pin(self._arrays)
+        self._pinned = pin(self._arrays)
 
 
 _MAX_FREE = 8

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
-from functools import lru_cache
+from functools import cache
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Final
 
 import llvmlite
@@ -31,6 +31,8 @@ from kv_events.kernels.numba_parts import KernelDispatcher
 
 _logger = logging.getLogger(__name__)
 _config: Any = config
+if _config.CPU_NAME == "x86-64-v3" and not binding.get_host_cpu_features().get("avx2"):
+    _config.CPU_NAME = _config.CPU_FEATURES = None  # of an image whose kernels an older processor cannot run
 _ROOT: Final = Path(__file__).parents[2]
 _PACKAGES: Final = ("api", "bridge", "publisher", "indexer", "analysis", "kv_events")
 """Those with the largest kernels come first, so that no process compiles one while all others are done."""
@@ -38,6 +40,7 @@ _MOST_PROCESSES: Final = 4
 _COMPLETE: Final = "complete"
 _declared: list[KernelDispatcher] = []
 _not_loaded: list[KernelDispatcher] = []
+_loading = Lock()
 
 
 def add_kernel(kernel: KernelDispatcher) -> None:
@@ -52,12 +55,14 @@ def load() -> None:
 
     Publishers and indexes call this when they are created, so that no event and no query waits for a kernel.
     """
-    if _not_loaded:
-        compile_missing()
-    while _not_loaded:
-        load_kernel(_not_loaded.pop())
+    with _loading:
+        if _not_loaded:
+            compile_missing()
+        while _not_loaded:
+            load_kernel(_not_loaded.pop())
 
 
+@cache
 def compile_missing() -> None:
     """Compile the kernels of the project that are not on disk, in one process for each core. See `progress`.
 
@@ -78,6 +83,8 @@ def compile_missing() -> None:
             stack.callback(process.terminate)
         for process in processes:
             process.wait()
+    if not is_complete():
+        _logger.warning("kernels could not be compiled ahead; they are compiled when they are loaded")
 
 
 def progress() -> str:
@@ -96,10 +103,11 @@ def compile_share() -> None:
     """Compile the kernels of the project that no other process compiles meanwhile. Ends with the process that waits."""
     Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     kernels = _all_kernels()
-    for kernel in kernels:
-        with suppress(OSError), _locked(kernel.kept_in.with_suffix(".lock"), LOCK_EX | LOCK_NB):
-            if not _is_kept(kernel):
-                kernel.load()
+    for operation in (LOCK_EX | LOCK_NB, LOCK_EX):  # at the end, wait for the other processes
+        for kernel in kernels:
+            with suppress(OSError), _locked(_lock_of(kernel), operation):
+                if not _is_kept(kernel):
+                    kernel.load()
     if all(map(_is_kept, kernels)):
         (kernels[0].kept_in.parent / _COMPLETE).touch()
 
@@ -111,20 +119,23 @@ def load_kernel(kernel: KernelDispatcher) -> None:
         kernel.load()
         return
     kernel.keep_in(folder, is_writable=_is_writable())
-    if _is_kept(kernel):
-        kernel.load()
-        return
-    if not _is_writable():
-        _announce_in_memory(f"{folder} cannot be written and lacks them for this processor")
-        kernel.load()
-        return
-    with _locked(kernel.kept_in.with_suffix(".lock"), LOCK_EX):
-        if not _is_kept(kernel):
-            _announce(f"once for this processor, kept in {folder}")
-        try:
+    try:
+        if _is_kept(kernel) or not _is_writable():
+            if not _is_kept(kernel):
+                _announce_in_memory(f"{folder} cannot be written and lacks them for this processor")
             kernel.load()
-        except OSError as error:  # raised when the compiled kernel is saved
-            _logger.warning("a compiled kernel cannot be kept in %s: %s", folder, error.strerror)
+            return
+        with _locked(_lock_of(kernel), LOCK_EX):
+            if not _is_kept(kernel):
+                _announce(f"once for this processor, kept in {folder}")
+            kernel.load()
+    except OSError as error:  # for example a full disk; a kernel that was compiled is loaded all the same
+        _logger.warning("a compiled kernel cannot be kept in %s: %s", folder, error.strerror)
+        kernel.load()
+
+
+def _lock_of(kernel: KernelDispatcher) -> Path:
+    return kernel.kept_in.with_suffix(".lock")
 
 
 def _is_kept(kernel: KernelDispatcher) -> bool:
@@ -135,7 +146,7 @@ def _is_of_project(kernel: KernelDispatcher) -> bool:
     return Path(kernel.py_func.__code__.co_filename) in _sources()
 
 
-@lru_cache
+@cache
 def _all_kernels() -> list[KernelDispatcher]:
     """Import every module of kernels. Returns all kernels of the project."""
     folder = _folder()
@@ -149,14 +160,14 @@ def _all_kernels() -> list[KernelDispatcher]:
     return _declared
 
 
-@lru_cache
+@cache
 def _sources() -> dict[Path, None]:
     """Return the files that decide what kernels are compiled to: all rooms of kernels, and the contract's constants."""
     rooms = [path for package in _PACKAGES for path in sorted((_ROOT / package).glob("**/kernels/*.py"))]
     return dict.fromkeys([*rooms, *sorted((_ROOT / "kv_events").glob("*.py"))])
 
 
-@lru_cache
+@cache
 def _folder() -> Path | None:
     """Return the folder of this state of the sources, in NUMBA_CACHE_DIR or the user's cache, or None."""
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -173,7 +184,7 @@ def _folder() -> Path | None:
     return folder
 
 
-@lru_cache
+@cache
 def _is_writable() -> bool:
     folder = _folder()
     return folder is not None and os.access(folder, os.W_OK)
@@ -190,7 +201,7 @@ def _digest() -> str:
     return digest.hexdigest()[:16]
 
 
-@lru_cache
+@cache
 def _announce(how: str) -> None:
     """Log once that this process compiles."""
     _logger.warning("compiling kernels (%s)", how)
@@ -211,6 +222,6 @@ def _locked(path: Path, operation: int) -> Iterator[None]:
             flock(file, operation)
         except BlockingIOError:
             raise
-        except OSError:  # the file system has no locks: at worst, a kernel is compiled twice
+        except OSError:  # the file system has no locks: at worst, each process compiles every kernel
             pass
         yield

@@ -105,8 +105,9 @@ class KernelDispatcher(_CPUDispatcher):
 
     @property
     def kept_in(self) -> Path:
-        """The file that exists if the code is in the folder of `keep_in`."""
-        return Path(self._cache._cache_file._index_path)
+        """The file of the code in the folder of `keep_in`. numba writes it last."""
+        files = self._cache._cache_file
+        return Path(files._data_path(files._data_name(1)))
 
     def load(self) -> None:
         """Load the code, or compile it. Raises OSError if the code was compiled, but cannot be saved.

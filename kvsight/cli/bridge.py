@@ -56,8 +56,8 @@ def bridge(
     allow_open_files(0, sum(each.num_files for each in engines))
     # every stream has a name and a block size of its own
     template = PublisherSettings.from_flags(model="bridge", worker="bridge", dp_rank=0, block_size=1, **flags)
-    load_kernels()
     settings = BridgeSettings.from_flags(**flags)
+    load_kernels()
     uvloop.run(_serve(engines, settings, template, metrics_port), loop_factory=new_event_loop)
 
 

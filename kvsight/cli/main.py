@@ -15,7 +15,7 @@ from kvsight.cli import bridge, demo, query, serve, simulate, top
 from kvsight.cli.app import App, print_versions
 from kvsight.cli.doctor.command import doctor
 from kvsight.cli.logs import audit, explain, files, record, replay, tail
-from kvsight.cli.shared.console import EXIT_USAGE
+from kvsight.cli.shared.console import EXIT_USAGE, UsageError
 from kvsight.cli.shared.flags import Level, configure_logs
 from kvsight.cli.shared.process import load_kernels
 from kvsight.extras import MissingExtraError
@@ -58,7 +58,11 @@ app.add_typer(logs, name="log")
 @app.command("compile-kernels", hidden=True)
 def compile_all_kernels() -> None:
     """Compile all numba kernels into the cache. For container images."""
-    load_kernels()
+    from kv_events.kernels import load
+
+    load_kernels(load.compile_missing)
+    if not load.is_complete():
+        raise UsageError("not all kernels are compiled and kept; a line above says why")
 
 
 @app.callback(invoke_without_command=True)

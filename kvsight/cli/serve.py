@@ -84,14 +84,16 @@ def serve(*, flags: dict[str, Any]) -> None:
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
     from api.app import create_app
     from api.server import listen, run_server, url_of
-    from api.starting import compile_and_answer
+    from api.starting import load_and_answer
 
     recording = _recording(indexer, settings)
+    if indexer.is_embedded:
+        import_module("bridge")  # its kernels are loaded, too
+    if settings.reuse_port:
+        load_kernels()  # others answer on the port meanwhile
     with listen(settings) as bound:
         url = url_of(bound, settings)
-        if indexer.is_embedded:
-            import_module("bridge")  # its kernels are loaded, too
-        load_kernels(lambda: compile_and_answer(settings, bound))
+        load_kernels(lambda: load_and_answer(settings, bound))
         if indexer.is_embedded:
             service = _embedded(indexer, settings, registration, bridge, recording, bound.getsockname()[1], max_files)
         else:

@@ -166,3 +166,28 @@ def test_kernels_of_other_places_are_not_kept(folder: Path) -> None:
     program = _CALL.replace("kv_events.kernels.entry", "other")
     for _ in range(2):
         assert ended(start(folder, program)) == (COMPILED, [])
+
+
+@pytest.mark.parametrize("limit", [0, 4096], ids=["no room at all", "room for the index"])
+def test_kernels_that_could_not_be_saved_are_compiled_and_saved_later(folder: Path, limit: int) -> None:
+    (folder / "cache").mkdir()
+    full = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
+    for _ in range(2):
+        words, lines = ended(
+            start(folder, f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); {full} {_CALL}")
+        )
+        assert words == COMPILED
+        assert "cannot be kept" in lines[-1]
+    assert ended(start(folder, _LOAD))[0] == LOADED
+    assert ended(start(folder, _LOAD)) == (LOADED, [])
+
+
+def test_the_lock_of_another_user_keeps_nobody_from_compiling(folder: Path) -> None:
+    program = f"""
+from pathlib import Path
+from kv_events.kernels import entry, load
+for kernel in (entry.double, entry.multiply):
+    kernel.keep_in(load._folder(), is_writable=True)
+    load._lock_of(kernel).mkdir()
+{_CALL}"""
+    assert ended(start(folder, program))[0] == COMPILED

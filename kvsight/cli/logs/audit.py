@@ -50,10 +50,10 @@ def audit(
     source = LogInput(log)
     source.find_torn_tail()
     known_damage = [str(source.tail)] if source.tail else []
-    load_kernels()
     from analysis.audit.audit import audit_log
     from analysis.audit.curves import AuditCurves
 
+    load_kernels()
     series = None if html is None else AuditCurves()
     with progress_bar() as bar:
         task = bar.add_task("records", total=None)

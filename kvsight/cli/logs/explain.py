@@ -49,9 +49,9 @@ def explain(
     moment = LogMoment.parse(at, "--at")
     body = read_json_object(prompt)
     source = open_source(log, kafka, flags, moment)
-    load_kernels()
     from analysis.explain.asked_prompt import AskedPrompt
 
+    load_kernels()
     asked = AskedPrompt(*decode_query(body), worker)
     found = _explain(asked, source, moment)
     print_result(found, _lines(found, asked, out.width), as_json=as_json)

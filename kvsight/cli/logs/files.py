@@ -234,10 +234,10 @@ def slice_log(
 
 
 def _keep_views(log: Path, new_log: Path, copied: LogRange, begin: int) -> None:
-    load_kernels()
     from indexer.replay import Timeline
     from indexer.replay.frames import save_frame
 
+    load_kernels()
     first = copied.first
     before = LogMoment(index=begin)
     if first.time_s is not None:
@@ -333,9 +333,9 @@ def export(
     source, moment = LogInput(log), LogMoment.parse(at, "--at")
     if parquet.exists() and (not parquet.is_dir() or any(parquet.iterdir())):
         raise UsageError(f"{parquet}: not an empty folder")
-    load_kernels()
     from analysis.parquet import write_events, write_views
 
+    load_kernels()
     replayed = LogInput(log)
     views, extent = replayed.views_at(moment)
     fault = moment_fault(extent, moment)

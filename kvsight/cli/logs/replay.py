@@ -131,12 +131,12 @@ def _serve(folder: Path, at: str | None, **flags: Any) -> None:
     logging.getLogger("indexer.applier").setLevel(logging.ERROR)
     keep_freed_memory()
     allow_open_files(settings.max_connections)
-    load_kernels()
     from api.app import create_app
     from api.replay.moments import OutsideTheLogError
     from api.replay.service import ReplayService
     from api.server import listen, run_server, url_of
 
+    load_kernels()
     log.write_missing_frames()
     try:
         app = create_app(ReplayService(folder, settings, moment, log.damage_lines))
@@ -227,9 +227,9 @@ def _show_diff(folder: Path, at: str | None, other: str, to: str | None, api_tok
         raise UsageError("--to: a live service has no other moment than now")
     moments = LogMoment.parse(at, "--at"), LogMoment.parse(to, "--to")
     sources = [LogInput(folder), LogInput(folder if is_service else Path(other))]
-    load_kernels()
     from analysis.diff import diff
 
+    load_kernels()
     before = _of_log(sources[0], moments[0], "--at")
     after = _of_service(other, api_token) if is_service else _of_log(sources[1], moments[1], "--to")
     found = diff(before, after)

@@ -34,19 +34,20 @@ _LARGEST_KEPT_BYTES = 6 * 2**20
 them from the heap as well and zero them entirely."""
 
 
-def load_kernels(compile_missing: Callable[[], object] | None = None) -> None:
+def load_kernels(load_and_answer: Callable[[], object] | None = None) -> None:
     """Load the numba kernels of the modules that are imported. The first command on a machine compiles all kernels.
 
-    compile_missing: calls the function of this name in `kv_events.kernels.load`, and does more meanwhile.
+    load_and_answer: used in place of `load.load` if kernels must be compiled, by a service that answers meanwhile.
     """
     from kv_events.kernels import load
 
-    if not load.is_complete():
+    if load.is_complete():
+        load.load()
+    else:
         began = time.perf_counter()
         with waiting(_Progress(load.progress)):
-            (compile_missing or load.compile_missing)()
+            (load_and_answer or load.load)()
         err.print(f"kernels compiled in {time.perf_counter() - began:.0f} s")
-    load.load()
     gc.freeze()  # half a million objects that live as long as the process: a collection at its end takes 0.3 s
 
 
