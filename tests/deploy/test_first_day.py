@@ -231,11 +231,11 @@ def service_starts_without_a_home_of_its_own(site: Site, redis: RedisServer, api
         XDG_CACHE_HOME=home,
         KVSIGHT_REDIS=redis.url,
     )
-    wait_until(lambda: api.is_up() or not serve.running, 200, "the service to listen")
+    wait_until(lambda: api.is_up() or not serve.running, 60, "the service to listen")
     assert serve.running, serve.output
-    assert "compiling kernels" in serve.output  # before they are compiled, with the reason why they are not kept
+    wait_until(lambda: "compiling kernels" in serve.output, 60, "the reason why they are not kept")
     assert "Traceback" not in serve.output
-    wait_until(lambda: api.ready()[0] == 200, 60, "the service to be ready")
+    wait_until(lambda: api.ready()[0] == 200, 200, "the service to be ready")
     assert not any(home.iterdir())
     return serve
 
