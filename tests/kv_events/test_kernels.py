@@ -325,4 +325,4 @@ def test_kernels_are_kept_in_a_given_folder_and_found_there(tmp_path: Path) -> N
         kept.load()
         assert kept(0) == 42
         assert sum(kept.stats.cache_hits.values()) == was_kept
-    assert [*tmp_path.glob("*.nbi")] == [kept.kept_in], "numba.core.caching ignores the locator"
+    assert [*tmp_path.glob("*.nbc")] == [kept.kept_in], "numba.core.caching ignores the locator"
