@@ -89,8 +89,9 @@ def compile_missing() -> None:
 
 def progress() -> str:
     """Return how many kernels are compiled, in words. For any thread."""
-    kernels = _all_kernels()
-    return f"compiling kernels: {sum(map(_is_kept, kernels))} of {len(kernels)}"
+    kernels, can_be_kept = _all_kernels(), _folder() is not None
+    done = sum(bool(kernel.overloads) or (can_be_kept and _is_kept(kernel)) for kernel in kernels)
+    return f"compiling kernels: {done} of {len(kernels)}"
 
 
 def is_complete() -> bool:
@@ -149,14 +150,12 @@ def _is_of_project(kernel: KernelDispatcher) -> bool:
 @cache
 def _all_kernels() -> list[KernelDispatcher]:
     """Import every module of kernels. Returns all kernels of the project."""
-    folder = _folder()
-    if folder is None:
-        return []
     for path in _sources():
         if path.parent.name == "kernels":
             import_module(".".join(path.relative_to(_ROOT).with_suffix("").parts))
-    for kernel in _declared:
-        kernel.keep_in(folder, is_writable=_is_writable())
+    if (folder := _folder()) is not None:
+        for kernel in _declared:
+            kernel.keep_in(folder, is_writable=_is_writable())
     return _declared
 
 
