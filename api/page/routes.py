@@ -5,6 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
+from api.decisions.window import WINDOW_S
 from api.openapi import answers, problem
 from api.page.answer_cache import AnswerCache
 from api.page.fleet import describe_fleet
@@ -14,6 +15,7 @@ from api.queries.routes import json_response
 from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
 
 _MAX_WORKERS = 4096
+_MIN_RANGE_S, _MAX_RANGE_S = 600, 172_800
 
 _BAD_PARAMETER = problem(422, "A parameter is invalid")
 
@@ -72,9 +74,14 @@ def page_routes(open_scene: PageStateAt) -> APIRouter:
     @router.get(
         "/funnel", response_class=Response, responses={**answers(DecisionFunnel, "The funnel"), **_BAD_PARAMETER}
     )
-    async def funnel(at: At = None) -> Response:
-        """Return the decisions that routers reported in the last hour, and what the engines reused."""
+    async def funnel(
+        at: At = None, range_s: Annotated[float, Query(ge=_MIN_RANGE_S, le=_MAX_RANGE_S)] = WINDOW_S
+    ) -> Response:
+        """Return the decisions that routers reported in the last hour, what the engines reused, and what was lost.
+
+        `range_s` is the time that `curve` covers. A moment of the past has that of an hour.
+        """
         scene = await open_scene(at)
-        return json_response(scene.funnel(scene.views.now()))
+        return json_response(scene.funnel(scene.views.now(), range_s))
 
     return router

@@ -23,8 +23,8 @@ class PageState:
     engines: Engines
     """Registered engines, which have no view until they are heard."""
     watch: WorkerHistory
-    funnel: Callable[[float], DecisionFunnel]
-    """Returns the funnel of the hour before a time, in seconds since 1970."""
+    funnel: Callable[[float, float], DecisionFunnel]
+    """Returns the funnel of the hour before a time, in seconds since 1970, with a curve of so many seconds."""
 
 
 PageStateAt: TypeAlias = Callable[[str | None], Awaitable[PageState]]

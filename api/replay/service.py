@@ -193,7 +193,7 @@ class ReplayService(Service):
             is_resync_requested=lambda _view: False,
             engines={},
             watch=WorkerHistory.of_past(found.rates, self._marks.changes_before(index)),
-            funnel=lambda _now: found.funnel,
+            funnel=lambda _now, _range_s: found.funnel,
         )
 
     async def metrics(self) -> bytes:

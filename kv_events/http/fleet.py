@@ -195,6 +195,23 @@ class FunnelSums(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that somebody held and that were computed all the same, of the last hour."""
+
+    cause: str
+    """`choice`: another candidate held more than what was predicted for the chosen worker. `engine`: the engine
+    delivered less than was predicted."""
+    worker: str
+    """The chosen worker."""
+    requests: int
+    tokens: int
+    example: RecentDecision
+    """The newest such request."""
+    explain: str = ""
+    """A body of POST /explain about it, as text, because JavaScript cannot hold its hashes as numbers. Empty: the
+    decision named no pages."""
+
+
 class DecisionFunnel(msgspec.Struct, frozen=True, kw_only=True):
     """The decisions of the last hour, by their times."""
 
@@ -205,3 +222,9 @@ class DecisionFunnel(msgspec.Struct, frozen=True, kw_only=True):
     """Only requests whose outcome was reported."""
     decisions: list[RecentDecision]
     """Newest first, at most 50."""
+    losses: list[Loss] = []
+    """By cause and worker, the largest first, at most 20."""
+    step_s: float = 60.0
+    """Length of the steps of `curve`."""
+    curve: list[FunnelSums] = []
+    """Sums over the steps before `time`, oldest first: of finished requests, or of all if no outcome was reported."""

@@ -23,6 +23,7 @@ from tests.support.servers.scripted_server import HANG_UP, Reply, scripted
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
+JSON = {"Content-Type": "application/json"}
 OTHER = [*range(1, 9), *range(100, 108)]  # the same two pages, then others
 
 
@@ -192,6 +193,27 @@ async def test_the_funnel_sums_decisions_and_their_outcomes(client: httpx.AsyncC
     done = funnel.finished
     assert (done.requests, done.prompt_tokens, done.predicted_tokens, done.cached_tokens) == (1, 16, 8, 4)
     assert {each.request_id: each.cached_tokens for each in funnel.decisions} == {"first": None, "second": 4}
+    assert [(each.cause, each.worker, each.requests, each.tokens) for each in funnel.losses] == [
+        ("choice", "one", 2, 8),
+        ("engine", "one", 1, 4),
+    ]
+    for range_s, steps, step_s in ((3600, 60, 60), (86_400, 60, 1440)):
+        found = (await client.get("/funnel", params={"range_s": range_s})).json()
+        assert (len(found["curve"]), found["step_s"]) == (steps, step_s)
+        assert sum(each["cached_tokens"] for each in found["curve"][-2:]) == 4
+    check_problem(await client.get("/funnel", params={"range_s": 5}), 422)
+
+
+async def test_a_loss_names_an_example_that_can_be_explained(client: httpx.AsyncClient, fed: HandFed) -> None:
+    hashes = await fed.hold(Stream("one"), TOKENS)
+    decision = {"model_name": "m", "token_ids": TOKENS, "worker": "one", "request_id": "r", "predicted_tokens": 8}
+    await client.post("/decisions", json=decision)
+    await client.post("/decisions", json={"request_id": "r", "cached_tokens": 4})
+    (loss,) = (await client.get("/funnel")).json()["losses"]
+    assert (loss["cause"], loss["example"]["request_id"]) == ("engine", "r")
+    body = msgspec.json.decode(loss["explain"])
+    assert (body["worker"], body["seq_hashes"], body["at"]) == ("one", hashes, loss["example"]["time"])
+    check_problem(await client.post("/explain", content=loss["explain"], headers=JSON), 404)  # it keeps no log
 
 
 async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(
