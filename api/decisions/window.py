@@ -5,7 +5,7 @@ The figures are those of the routers. `kvsight audit` compares them with the log
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -65,12 +65,13 @@ class DecisionWindow:
             all=_sum(self._all, now),
             finished=finished,
             decisions=sorted(recent, key=lambda each: -each.time),
-            losses=self._losses(now),
+            **self._losses(now),
             step_s=step_s,
             curve=_curve(self._finished if finished.requests else self._all, now, range_s, step_s),
         )
 
-    def _losses(self, now: float) -> list[Loss]:
+    def _losses(self, now: float) -> dict[str, Any]:
+        """Return the fields `lost` and `losses`."""
         sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         for minute, losing in self._losing.items():
             for key, (requests, tokens) in losing.items() if minute > (now - WINDOW_S) // _BUCKET_S else ():
@@ -78,7 +79,9 @@ class DecisionWindow:
                 sums[key][1] += tokens
         known = {key: lost for key, lost in sums.items() if key in self._examples}
         largest = sorted(known.items(), key=lambda item: -item[1][1])[:_MAX_LOSSES]
-        return [_loss(*key, requests, tokens, *self._examples[key]) for key, (requests, tokens) in largest]
+        losses = [_loss(*key, requests, tokens, *self._examples[key]) for key, (requests, tokens) in largest]
+        causes = {cause: sum(lost[1] for key, lost in sums.items() if key[0] == cause) for cause, _ in sums}
+        return {"lost": causes, "losses": losses}
 
     def _lose(self, cause: str, tokens: int, seen: RecentDecision, pages: bytes) -> None:
         if tokens <= 0:

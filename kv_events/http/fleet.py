@@ -222,6 +222,8 @@ class DecisionFunnel(msgspec.Struct, frozen=True, kw_only=True):
     """Only requests whose outcome was reported."""
     decisions: list[RecentDecision]
     """Newest first, at most 50."""
+    lost: dict[str, int] = {}
+    """Cause -> tokens, of the last hour."""
     losses: list[Loss] = []
     """By cause and worker, the largest first, at most 20."""
     step_s: float = 60.0

@@ -66,6 +66,34 @@ async def test_the_page_shows_every_worker_of_a_fleet_and_what_it_holds(browser:
         await shows(page, "#workers", "worker-2")
 
 
+async def test_the_page_begins_with_routing_quality_and_explains_a_loss(browser: Browser) -> None:
+    async with hand_fed(browser, "404") as (page, fed):
+        await fed.hold(Stream("w"), TOKENS)
+        await page.goto("/")
+        await shows(page, "#workers", "w")
+        assert await page.locator("#quality h2").is_hidden()  # nothing was reported
+        decision = {"model_name": "m", "token_ids": TOKENS, "worker": "w", "request_id": "r", "predicted_tokens": 64}
+        await asked(page, "/decisions", {"decisions": [decision, {"request_id": "r", "cached_tokens": 16}]})
+        await page.reload()
+        await shows(page, "#quality .facts", "Hit rate now")
+        facts = (await text_of(page, "#quality .facts")).split("\n")
+        shown = dict(zip(facts[::2], facts[1::2], strict=True))
+        assert (shown["Hit rate now"], shown["An hour ago"], shown["Tokens saved"]) == ("25%", "no request", "16")
+        assert shown["Lost in engines (1 h)"] == "48"
+        assert (await page.locator("#quality .heights span").all_inner_texts()) == ["100%", "50%", "0%"]
+        before = await page.locator("#quality .times span").all_inner_texts()
+        await page.locator("#quality select").select_option("Last 24 hours")
+        await async_wait_until(lambda: _differs(page.locator("#quality .times span"), before), DEADLINE_S)
+        assert "range=86400" in page.url
+        await page.locator("#quality").get_by_role("link", name="explain").click()
+        await shows(page, "#ask", "Request r: the engine delivered less than predicted. What w held:")
+        await shows(page, "#ask", "start it with --record FOLDER")
+
+
+async def _differs(found: Locator, before: list[str]) -> bool:
+    return await found.all_inner_texts() != before
+
+
 async def test_the_page_follows_a_gap_a_resync_and_a_worker_that_leaves(browser: Browser) -> None:
     good, broken = Stream("good"), Stream("broken")
     async with hand_fed(browser) as (page, fed):

@@ -137,6 +137,15 @@ export class Ask {
     this.#explain(body, reasons, note, signal);
   }
 
+  /** Show why workers held no more. body: of a request to /explain, as text. about: what it is about. */
+  async explain(body, about) {
+    this.#abort?.abort();
+    this.#abort = new AbortController();
+    const note = h("p", { class: "quiet", "aria-live": "polite" }, "Looking for the reasons …");
+    this.#answer.replaceChildren(h("p", {}, about), note);
+    await this.#explain(body, new Map(), note, this.#abort.signal);
+  }
+
   async #explain(body, reasons, note, signal) {
     try {
       const explanation = await postJson("explain", body, signal);

@@ -1,7 +1,7 @@
 // What several sections draw: tiers as bars, curves, states, the legend.
 
 import { h, setText, svg, visible } from "./dom.js";
-import { count, counted, rate } from "./format.js";
+import { count, counted, minuteOf, rate } from "./format.js";
 
 /** Tiers, fastest first: class, medium in events, field in answers, word. */
 export const TIERS = [
@@ -82,5 +82,42 @@ export class Curve {
     this.line.setAttribute("points", points.join(" "));
     this.area.setAttribute("points", points.length ? `${first.toFixed(1)},25.5 ${points.join(" ")} 100,25.5` : "");
     setText(this.title, `${this.label}: now ${rate(numbers.at(-1) ?? 0)} per second, at most ${rate(most)} in the time shown`);
+  }
+}
+
+const PLOT_TICKS = 4;
+
+/** A curve with axes: numbers at the left, times below. Steps without a number are gaps. */
+export class Plot {
+  /** words: number -> text. */
+  constructor(label, words, kind = "") {
+    this.words = words;
+    this.line = svg("path", { class: "line" });
+    this.title = svg("title");
+    this.label = label;
+    this.heights = h("div", { class: "heights", "aria-hidden": "true" });
+    this.times = h("div", { class: "times", "aria-hidden": "true" });
+    const grid = [0, 25, 50, 75, 100].map((y) => svg("line", { class: "grid", x1: 0, x2: 100, y1: y, y2: y }));
+    const drawing = svg("svg", { class: `curve ${kind}`, viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img" }, this.title, grid, this.line);
+    this.element = h("div", { class: "plot" }, this.heights, drawing, this.times);
+  }
+
+  /** numbers: one for each step, or null. until: end of the last step, seconds since 1970. most: at the upper end. */
+  draw(numbers, until, stepS, most = Math.max(...numbers, 0)) {
+    const width = 100 / Math.max(1, numbers.length);
+    let isDrawing = false;
+    const parts = numbers.map((number, i) => {
+      const [x, y] = [((i + 0.5) * width).toFixed(2), (100 - (100 * (number ?? 0)) / (most || 1)).toFixed(2)];
+      const alone = number !== null && !isDrawing && (numbers[i + 1] ?? null) === null ? `h${(width / 4).toFixed(2)}` : "";
+      const part = number === null ? "" : `${isDrawing ? "L" : "M"}${x},${y}${alone}`;
+      isDrawing = number !== null;
+      return part;
+    });
+    this.line.setAttribute("d", parts.join(""));
+    this.heights.replaceChildren(...[1, 0.5, 0].map((part) => h("span", {}, this.words(part * most))));
+    const from = until - numbers.length * stepS;
+    this.times.replaceChildren(...Array.from({ length: PLOT_TICKS + 1 }, (_, i) => h("span", {}, minuteOf(from + ((until - from) * i) / PLOT_TICKS))));
+    const known = numbers.filter((number) => number !== null);
+    setText(this.title, known.length ? `${this.label}: at last ${this.words(known.at(-1))}, between ${this.words(Math.min(...known))} and ${this.words(Math.max(...known))}` : `${this.label}: no numbers`);
   }
 }

@@ -38,6 +38,9 @@ export function localTime(seconds) {
   return (date.toDateString() === new Date().toDateString() ? clock : dayAndClock).format(date).replace(/\p{Z}/gu, " ");
 }
 
+/** Seconds since 1970 -> hour and minute in the reader's zone, with the date if it is not today. */
+export const minuteOf = (seconds) => localTime(seconds).replace(/(:\d\d):\d\d/, "$1");
+
 /** A <time> element: local time, UTC on hover. */
 export function timeElement(seconds) {
   const element = document.createElement("time");

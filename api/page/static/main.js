@@ -4,6 +4,7 @@ import { events, getJson, hasToken } from "./api.js";
 import { Ask } from "./ask.js";
 import { Decisions } from "./decisions.js";
 import { Poll } from "./poll.js";
+import { Quality } from "./quality.js";
 import { ResidencyMap } from "./residency.js";
 import { get, onChange, set } from "./state.js";
 import { askForToken } from "./token.js";
@@ -17,12 +18,13 @@ const LACKS_READ = "This token does not permit reading: it lacks the scope read.
 const UNKNOWN = "The service does not know this token.";
 const RECONNECT_MS = 5000;
 const SLOW_MS = 5000;
-const LISTS = ["workers", "residency", "ask", "decisions"].map(section);
+const LISTS = ["quality", "workers", "residency", "ask", "decisions"].map(section);
 
 const verdict = new VerdictLine();
 const workers = new Workers(section("workers"), () => polls.fleet.now());
 const map = new ResidencyMap(section("residency"));
 const ask = new Ask(section("ask"));
+const quality = new Quality(section("quality"), (body, about) => ask.explain(body, about));
 const decisions = new Decisions(section("decisions"));
 const worker = new WorkerView(section("worker"));
 let past = null;
@@ -79,6 +81,7 @@ function guarded(ask) {
 
 const polls = {
   fleet: new Poll(guarded(refreshFleet), 2000),
+  quality: new Poll(guarded(() => quality.refresh()), 10000, section("quality")),
   map: new Poll(guarded(() => map.refresh()), 5000, section("residency")),
   decisions: new Poll(guarded(() => decisions.refresh()), 10000, section("decisions")),
   worker: new Poll(guarded(() => worker.refresh()), 1000, section("worker")),

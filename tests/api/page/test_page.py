@@ -197,6 +197,7 @@ async def test_the_funnel_sums_decisions_and_their_outcomes(client: httpx.AsyncC
         ("choice", "one", 2, 8),
         ("engine", "one", 1, 4),
     ]
+    assert funnel.lost == {"choice": 8, "engine": 4}
     for range_s, steps, step_s in ((3600, 60, 60), (86_400, 60, 1440)):
         found = (await client.get("/funnel", params={"range_s": range_s})).json()
         assert (len(found["curve"]), found["step_s"]) == (steps, step_s)
