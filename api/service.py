@@ -37,6 +37,7 @@ from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
 from indexer.recording.recorder import RecordingThread
 from kv_events.http.service import Status
+from kv_events.remedies import NO_ENGINE, NO_PUBLISHER
 from kv_events.runtime.tracing import open_spans
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ class LiveService(Service):
             is_past=False,
             views=self._consumer,
             is_resync_requested=self._consumer.resyncs.is_requested,
+            next_step=NO_PUBLISHER if self._registrations is None else NO_ENGINE,
             engines={} if self._registrations is None else self._registrations.status(),
             watch=self.history,
             funnel=self.decision_window.report,

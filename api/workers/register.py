@@ -111,6 +111,7 @@ def engine_of(request: PeerRegistration | RfcRegistration) -> EngineSettings:
             eagle=request.eagle,
             count_copies=request.count_copies,
             attention_chunk_size=request.attention_chunk_size,
+            capacity=request.capacity,
         )
     except InvalidValueError as error:
         raise _problem(error) from None

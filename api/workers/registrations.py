@@ -20,7 +20,15 @@ from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge
 from api.workers.allowed_addresses import AllowedAddresses
 from api.workers.registration_rules import check_addresses, check_conflicts, no_room, select_ranks, stream_of
-from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
+from bridge import (
+    BridgeSettings,
+    ConnectionState,
+    EngineConflictError,
+    EngineSettings,
+    EngineStatus,
+    Fleet,
+    StreamStatus,
+)
 from bridge.metrics import BridgeMetrics
 from indexer.consumer import Consumer
 from indexer.index import IndexFullError
@@ -56,17 +64,25 @@ class Registrations:
         store: SnapshotStore | None,
         own_port: int | None = None,
         max_files: int = sys.maxsize,
+        configured: Iterable[EngineSettings] = (),
     ) -> None:
         """memory_log: the log that the consumer reads. store: where registrations are saved; None: nowhere.
 
         own_port: that of this service, which it must not read itself. max_files: file descriptors that engines may use.
+        configured: engines that the operator has named. They need no permission, replace saved registrations of their
+        names, and are not saved. Raises EngineConflictError if two of them have one name.
         """
+        self._configured: dict[StreamId, EngineSettings] = {}
+        for rank in (engine.of_rank(offset) for engine in configured for offset in range(engine.num_ranks)):
+            if (held := self._configured.setdefault(stream_of(rank), rank)) is not rank:
+                raise EngineConflictError(held, rank)
         self.save_failures = 0
         self._consumer = consumer
         self._settings = settings
         self._saved = None if store is None else SavedRegistrations(store)
         self._max_files = max_files
-        self._allowed = AllowedAddresses(settings.register_allow, own_port)
+        named = {e for each in self._configured.values() for e in (each.endpoint, each.replay_endpoint) if e}
+        self._allowed = AllowedAddresses(settings.register_allow, own_port, named)
         self._fleet = Fleet.embedded(bridge, memory_log, self._allowed.locate)
         self._engines: dict[StreamId, EngineSettings] = {}
         self._added_at: dict[StreamId, float] = {}
@@ -183,7 +199,8 @@ class Registrations:
 
     def _with_failure(self, stream: StreamId, status: EngineStatus) -> EngineStatus:
         is_new = time.monotonic() <= self._added_at.get(stream, 0.0) + _INDEX_TIMEOUT_S
-        if status.failure is not None or is_new or self._consumer.namespaces.view(stream) is not None:
+        has_sent = any(each.publisher is not None for each in status.streams if each.stream == stream)
+        if status.failure or is_new or not has_sent or self._consumer.namespaces.view(stream) is not None:
             return status
         return status._replace(failure=_NOT_INDEXED)
 
@@ -245,13 +262,18 @@ class Registrations:
             await asyncio.sleep(_RETRY_S)
 
     async def _load(self) -> None:
+        async with self._lock:
+            for stream, engine in self._configured.items():
+                if stream not in self._engines:  # from an attempt before
+                    await self._restore(engine, None)
         engines = [] if self._saved is None else await self._saved.load()
         checks = (check_addresses(engine, self._allowed) for engine in engines)
         refusals = await asyncio.gather(*checks, return_exceptions=True)
         async with self._lock:
             for engine, refusal in zip(engines, refusals, strict=True):
-                await self._restore(engine, refusal)
-            self._waiting_for = set(self._engines)
+                if stream_of(engine) not in self._configured:
+                    await self._restore(engine, refusal)
+            self._waiting_for = {stream for stream, engine in self._engines.items() if engine.worker is not None}
             self._loaded.set()
 
     async def _await_first_reads(self) -> None:
@@ -284,7 +306,9 @@ class Registrations:
             return
         self._unsaved.set()
         try:
-            await self._saved.save(list(self._engines.values()))
+            await self._saved.save(
+                [each for stream, each in self._engines.items() if self._configured.get(stream) != each]
+            )
         except SnapshotStoreError as error:
             self.save_failures += 1
             logger.warning("registrations are not saved: %s", error)

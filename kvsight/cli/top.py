@@ -22,7 +22,7 @@ from kv_events.http.fleet import Fleet, FleetWorker
 from kv_events.http.service import DEFAULT_URL
 from kv_events.http.workers import Worker
 from kv_events.runtime.words import count, duration, printable
-from kvsight.cli.shared.console import UsageError, at_most_one, err, out, print_lines, print_result
+from kvsight.cli.shared.console import UsageError, at_most_one, err, next_step, out, print_lines, print_result
 from kvsight.cli.shared.flags import ApiToken, AsJson, Url
 from kvsight.cli.shared.streams import MEDIA, media_held, namespace_text, rows_of, streams_lines
 from kvsight.cli.shared.tables import Column, table_lines
@@ -128,7 +128,7 @@ def _watch(table: _Table, show: _Show, pauses_and_ends: Callable[[], bool]) -> N
             if isinstance(error, KvsightHttpError) and error.status not in _PASSING:
                 raise
             since = since or time.time()
-            outage = f"no answer since {_clock(since)}: {error}; trying again"
+            outage = f"no answer since {_clock(since)}: {error}{next_step(error)}; trying again"
         show(found, outage)
         if pauses_and_ends():
             return

@@ -30,6 +30,17 @@ class UsageError(KvsightError):
     """A command cannot do what the user asked. The message is shown without a traceback."""
 
 
+def next_step(error: KvsightError) -> str:
+    """What to do about a service that cannot be reached, as the end of the message; empty for other errors."""
+    import httpx
+
+    return (
+        ": start `kvsight serve`, or set --url to its address"
+        if isinstance(error.__cause__, httpx.ConnectError)
+        else ""
+    )
+
+
 def at_most_one(flags: Mapping[str, object]) -> str | None:
     """The flag that was given, of several that exclude each other. Raises UsageError if there are two."""
     given = [flag for flag, value in flags.items() if value is not None]
