@@ -147,7 +147,7 @@ class LiveService(Service):
             None if group is None else group.fast_answers(has_tenants=self._tenants is not None),
         )
         for routes in (
-            RegisterRoutes(registrations),
+            RegisterRoutes(registrations, consumer),
             DecisionRoute(consumer, self._decisions, self.decision_window.take),
             TokenizeRoute(settings.tokenize_url),
             ExplainRoute(event_log or settings.record, settings.explain_timeout_s),

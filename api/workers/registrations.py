@@ -95,12 +95,15 @@ class Registrations:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Read the saved and the new registrations inside the block."""
-        task = asyncio.create_task(self._maintain(), name="registrations")
+        tasks = [asyncio.create_task(self._maintain(), name="registrations")]
+        if self._settings.forget_engine_s is not None:
+            tasks.append(asyncio.create_task(self._forget_gone(self._settings.forget_engine_s), name="forget-engines"))
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._fleet.close()
             if self._saved is not None:
                 await self._saved.close()
@@ -260,6 +263,19 @@ class Registrations:
             except Exception:
                 logger.exception("registrations cannot be read or saved; trying again")
             await asyncio.sleep(_RETRY_S)
+
+    async def _forget_gone(self, after_s: float) -> None:
+        """Unregister ranks that have no connection for `after_s`, unless the operator has named them."""
+        while True:
+            await asyncio.sleep(min(_RETRY_S, after_s))
+            for stream, status in self.status().items():
+                if stream in self._configured or status.down_s is None or status.down_s < after_s:
+                    continue
+                logger.warning("%s is unregistered: no connection for %.0f s", stream.key, status.down_s)
+                try:
+                    await self.remove(stream.worker, stream.model, stream.tenant, stream.dp_rank)
+                except KvsightError as error:
+                    logger.warning("%s is still registered: %s", stream.key, error)
 
     async def _load(self) -> None:
         async with self._lock:

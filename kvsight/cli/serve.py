@@ -53,6 +53,7 @@ _FLAGS = {
     "tenant_limits_file": Flag(Path, "TOML file of limits, if tenants share the service."),
     "register_allow": Flag(str, "Where engines may be, if callers are not trusted: 10.0.0.0/16:5557,..."),
     "max_registrations": Flag(int, "Bound on registered engine ranks, for more than 1024."),
+    "forget_engine_s": Flag(float, "Seconds until an unreachable engine is unregistered, if it may not come back."),
     **AWAY,
     "reuse_port": Flag(bool, "Share the port, if several services of this machine listen on it."),
     "answer_before_ready": Flag(bool, "Answer queries before the log is applied; not, if routers need complete views."),

@@ -106,7 +106,8 @@ def check_html(path: Path | None, needed_by: str) -> None:
 def write_html(path: Path, write: Callable[[Path], int]) -> None:
     """Write a report and print its size. Raises UsageError."""
     try:
-        num_bytes = write(path)
+        with waiting("plotting"):
+            num_bytes = write(path)
     except OSError as error:
         raise UsageError(f"--html: {path}: {error.strerror}") from error
     from analysis.words import size
