@@ -70,6 +70,8 @@ def _about(worker: FleetWorker) -> list[str | float]:
         return [f"{name} expired", *_since(" at ", worker), silent]
     if worker.state == ViewState.SYNCING.value:
         return [f"{name} is being resynchronised; answers use its {pages:,} pages until the resync ends."]
+    if worker.endpoint and worker.endpoint not in worker.cause:
+        name += f" ({worker.endpoint})"
     used = f". Answers still use {pages:,} of its pages." if pages else ". Answers have none of its pages."
     return [f"{name} stale", *_since(" since ", worker), f": {_why(worker)}{used}"]
 

@@ -151,7 +151,8 @@ class Registrations:
             self._check_room(engine)
             await self._add(engine)
             await self._save()
-        await self._wait_until_indexed(stream_of(engine))
+        if engine.block_size is not None:  # otherwise it is sent with the first store
+            await self._wait_until_indexed(stream_of(engine))
         return True
 
     async def remove(self, worker: str, model: str, tenant: str | None, dp_rank: int | None) -> list[EngineSettings]:

@@ -51,7 +51,7 @@ class LogMoment:
                 last = of_today if may_come or of_today <= now else of_today - timedelta(days=1)
                 return cls(time_s=last.timestamp(), typed=text, is_naive=True)
             if text.startswith("-"):
-                ago_s = parse_quantity(name, text[1:], SECONDS)
+                ago_s = parse_quantity(name, text[1:], {unit: s for unit, s in SECONDS.items() if unit})
                 return cls(time_s=datetime.now().timestamp() - ago_s, typed=text)
             if text.isdecimal():
                 return cls(index=int(text), typed=text)
