@@ -41,6 +41,7 @@ _LEVELS = {"ok": "green", "warning": "yellow", "trouble": "bold red"}
 """Level of the verdict -> its colour."""
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 12
+_NO_WORKER = f"no worker is known: {NO_ENGINE}; or {NO_PUBLISHER}"
 
 
 class Line(NamedTuple):
@@ -111,10 +112,8 @@ def _fleet_table(client: Client, contains: str) -> _Table:
 def _ranks_table(client: Client, contains: str, model: str | None, tenant: str | None) -> _Table:
     def lines(found: list[Worker], width: int, height: int | None) -> Iterator[Line]:
         rows = rows_of(found)
-        of_model = f" for {namespace_text(model, tenant or 'default', 0)}" if model else ""
-        texts = (
-            streams_lines(rows, width) if rows else [f"no worker is known{of_model}: {NO_ENGINE}, or {NO_PUBLISHER}"]
-        )
+        none = f"no worker is known for {namespace_text(model, tenant or 'default', 0)}" if model else _NO_WORKER
+        texts = streams_lines(rows, width) if rows else wrap(none, width)
         return (Line(text) for text in islice(texts, height))
 
     return _Table(lambda: [each for each in client.workers(model, tenant) if contains in each.instance_id], lines)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
+from textwrap import wrap
 from typing import NamedTuple
 
 from kv_events.http.workers import Worker
@@ -83,7 +84,7 @@ def streams_lines(rows: Iterable[StreamRow], width: int) -> Iterator[str]:
         yield ""
     for row in troubled:
         name = f"{row.worker} rank {row.dp_rank}" if row.dp_rank else row.worker
-        yield trouble_text(name, row.endpoint, row.cause, row.since, row.remedy)
+        yield from wrap(trouble_text(name, row.endpoint, row.cause, row.since, row.remedy), width)
 
 
 def trouble_text(name: str, endpoint: str, cause: str, since: float | None, remedy: str) -> str:
