@@ -50,7 +50,8 @@ class WorkerStream:
         self.is_replaced = False
         """Whether another engine was registered under this name. The stream must then be closed and not be used."""
         self._state = state
-        self._is_incomplete = False  # the engine may hold pages that its events since then did not name
+        self.is_incomplete = False
+        """Whether the engine may hold pages that its events since then did not name."""
         self.translator = EventTranslator(stream, context)
         self._update_degraded_reason()
 
@@ -58,7 +59,7 @@ class WorkerStream:
         """Apply one run of events, at once or in `end_batch`."""
         self.translator.apply(run)
         if isinstance(run, ClearedRun):
-            self._is_incomplete = False
+            self.is_incomplete = False
         elif isinstance(run, InvalidEvent) and run.may_remove:
             self.mark_incomplete()
 
@@ -73,7 +74,7 @@ class WorkerStream:
 
     def mark_incomplete(self) -> None:
         """Note that batches before the next one are missing. The engine may hold unknown pages until it clears all."""
-        self._is_incomplete = True
+        self.is_incomplete = True
         self._update_degraded_reason()
 
     def clear(self) -> None:
@@ -87,7 +88,7 @@ class WorkerStream:
 
     def restart(self, *, is_certain: bool) -> None:
         """Drop all pages and begin a new epoch. is_certain: see `EventTranslator.restart`."""
-        self._is_incomplete = False
+        self.is_incomplete = False
         self.translator.restart(is_certain=is_certain)
         self._update_degraded_reason()
 
@@ -132,6 +133,6 @@ class WorkerStream:
     def _degraded_reason(self) -> str:
         if not self._state.is_receiving:
             return ENGINE_UNHEARD
-        if self._is_incomplete:
+        if self.is_incomplete:
             return BATCHES_LOST
         return REPLAYING if self._state.is_replaying else self.translator.problem

@@ -219,8 +219,8 @@ async def test_pages_without_a_prefix_that_is_shown_are_not_denied(browser: Brow
 async def test_an_empty_fleet_says_what_to_do_next(browser: Browser) -> None:
     async with hand_fed(browser) as (page, _):
         await page.goto("/")
-        await shows(page, "#verdict", "No worker yet.")
-        await shows(page, "#workers", "kvsight demo --engine NAME --kafka HOST:PORT")
+        await shows(page, "#verdict", "No worker is known")
+        await shows(page, "#workers code", "kvsight bridge")
         await page.locator("#decisions").scroll_into_view_if_needed()
         await shows(page, "#decisions", "POST /decisions")
     await shows(page, "#verdict", "The service does not answer. Figures below are")

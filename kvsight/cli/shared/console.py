@@ -30,6 +30,17 @@ class UsageError(KvsightError):
     """A command cannot do what the user asked. The message is shown without a traceback."""
 
 
+def next_step(error: KvsightError) -> str:
+    """What to do about a service that cannot be reached, as the end of the message; empty for other errors."""
+    import httpx
+
+    return (
+        ": start `kvsight serve`, or set --url to its address"
+        if isinstance(error.__cause__, httpx.ConnectError)
+        else ""
+    )
+
+
 def at_most_one(flags: Mapping[str, object]) -> str | None:
     """The flag that was given, of several that exclude each other. Raises UsageError if there are two."""
     given = [flag for flag, value in flags.items() if value is not None]
@@ -95,7 +106,8 @@ def check_html(path: Path | None, needed_by: str) -> None:
 def write_html(path: Path, write: Callable[[Path], int]) -> None:
     """Write a report and print its size. Raises UsageError."""
     try:
-        num_bytes = write(path)
+        with waiting("plotting"):
+            num_bytes = write(path)
     except OSError as error:
         raise UsageError(f"--html: {path}: {error.strerror}") from error
     from analysis.words import size

@@ -16,10 +16,7 @@ from tests.support.waiting import async_wait_until
 
 pytestmark = pytest.mark.timing("an engine must be given up within its deadline")
 
-REFUSED = (
-    "connection refused; an engine listens only if its `endpoint` is tcp://*:PORT: "
-    "with an address in place of * it connects"
-)
+REFUSED = "connection refused"
 
 
 async def test_a_registered_address_that_refuses_connections_is_shown_until_an_engine_listens() -> None:
