@@ -29,6 +29,7 @@ from api.settings import ApiSettings
 from api.telemetry.families import recording_families
 from api.telemetry.requests import TraceRequests
 from api.telemetry.service_metrics import HttpMetrics, decision_families, metrics_text, tenant_families
+from api.telemetry.view_metrics import capacity_families
 from api.view_source import ViewSource
 from api.workers.event_stream import EventStream, feed_routes
 from api.workers.register import RegisterRoutes
@@ -39,6 +40,7 @@ from indexer.recording.recorder import RecordingThread
 from kv_events.http.service import Status
 from kv_events.remedies import NO_ENGINE, NO_PUBLISHER
 from kv_events.runtime.tracing import open_spans
+from kv_events.streams import StreamId
 
 if TYPE_CHECKING:
     from api.shards.group import ShardGroup
@@ -124,6 +126,10 @@ class LiveService(Service):
         self.history = WorkerHistory()
         self.decision_window = DecisionWindow()
         self._registrations = registrations
+        self.capacity: Callable[[StreamId, int], Mapping[str, int]] = lambda _stream, _block_size: {}
+        """Returns the room of a rank, see `PageState.capacity`. Who runs the engines may replace it."""
+        if registrations is not None:
+            self.capacity = registrations.capacities.pages
         self._decisions = decisions or DecisionLog(None)
         self._recording = recording
         self._group = group
@@ -168,11 +174,13 @@ class LiveService(Service):
 
     def _created_metrics(self, timed_paths: Sequence[str]) -> HttpMetrics:
         consumer, tenants, recording = self._consumer, self._tenants, self._recording
-        metrics = HttpMetrics(consumer, timed_paths, lambda: self.feed.num_clients, self.settings.metrics_max_workers)
+        max_workers = self.settings.metrics_max_workers
+        metrics = HttpMetrics(consumer, timed_paths, lambda: self.feed.num_clients, max_workers)
         if tenants is not None:
             metrics.add(lambda: tenant_families(consumer, tenants))
         if self._registrations is not None:
             metrics.registry.register(self._registrations.metrics())
+        metrics.add(lambda: capacity_families(self._consumer.namespaces.views, self.capacity, max_workers))
         metrics.add(lambda: decision_families(self._decisions))
         if recording is not None:
             metrics.add(lambda: recording_families(recording.recorder))
@@ -212,6 +220,7 @@ class LiveService(Service):
             is_resync_requested=self._consumer.resyncs.is_requested,
             next_step=NO_PUBLISHER if self._registrations is None else NO_ENGINE,
             engines={} if self._registrations is None else self._registrations.status(),
+            capacity=self.capacity,
             watch=self.history,
             funnel=self.decision_window.report,
         )

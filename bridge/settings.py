@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ MAX_RANKS = 1024
 """Bound on the ranks of one entry."""
 
 _MAX_CONFIG_BYTES = 4 * 2**20
+_METRICS_URL = re.compile(r"http://(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:/[!-~]*)?")
 _SCHEMES = ("tcp", "ipc", "inproc")
 _SHORT = {"replay": "replay_endpoint", "ranks": "num_ranks"}
 """Names in a flag -> fields."""
@@ -86,6 +88,8 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
     """Whether we bind the address. None: only if its host is a wildcard."""
     capacity: dict[str, int] = {}
     """Tier (gpu, cpu, disk, external) -> pages that one rank has room for. Tiers that are not named are unknown."""
+    metrics_url: str | None = None
+    """The engine's own metrics, `http://HOST:PORT/metrics`, which say how many pages fit on its device."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -143,6 +147,8 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
         for tier, pages in self.capacity.items():
             if tier not in TIERS or pages < 1:
                 raise InvalidValueError("capacity", f"{tier}: {pages}", f"pages of {', '.join(TIERS)}, 1 or more")
+        if self.metrics_url is not None and not _METRICS_URL.fullmatch(self.metrics_url):
+            raise InvalidValueError("metrics_url", self.metrics_url, "http://HOST:PORT/metrics")
         if self.attention_chunk_size is not None and not 1 <= self.attention_chunk_size <= MAX_GROUP_SIZE:
             raise InvalidValueError("attention_chunk_size", self.attention_chunk_size, f"1 .. {MAX_GROUP_SIZE}")
 

@@ -40,6 +40,7 @@ from engine_cache.pools.allocators import host_pool_size
 from engine_cache.storage import PoolName
 from engine_cache.tree.node import path_down
 from kv_events.hashing import U64Array
+from kv_events.schema import MEDIA
 from simulation.byteless_store import BytelessStore
 from simulation.settings import SimulationSettings
 
@@ -193,10 +194,15 @@ def _controller(
 
 def num_ledger_pages(settings: SimulationSettings) -> int:
     """Return the number of pages that a worker can hold on all tiers together."""
-    pages = settings.capacity_tokens // settings.page_size
+    return sum(capacity_pages(settings).values())
+
+
+def capacity_pages(settings: SimulationSettings) -> dict[str, int]:
+    """Return the pages for which a worker has room, by medium."""
+    pages = [settings.capacity_tokens // settings.page_size]
     if settings.has_tiers:
-        pages += _host_rows(settings) // settings.page_size + _disk_pages(settings)
-    return pages
+        pages += [_host_rows(settings) // settings.page_size, _disk_pages(settings)]
+    return {medium.value: number for medium, number in zip(MEDIA, pages, strict=False)}
 
 
 def _host_rows(settings: SimulationSettings) -> int:

@@ -73,6 +73,7 @@ def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
         states=Counter(worker.state for worker in workers),
         num_workers=len(workers),
         num_selected=len(workers),
+        duplicated=_duplicated(scene),
         interval_s=INTERVAL_S,
         workers=[],
     )
@@ -93,6 +94,7 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
     worst = next(each for each in ranks if each.state == state)
     agreed = [each.agreed_at for each in ranks]
     stored, removed = _rates(watch, views)
+    held = sum(sum(view.num_pages) for view in views)
     return FleetWorker(
         worker=streams.name,
         model=key.model,
@@ -112,6 +114,8 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
         missing_batches=sum(each.missing_batches for each in ranks),
         is_resync_requested=any(each.is_resync_requested for each in ranks),
         pages={medium.value: sum(each.pages[medium.value] for each in ranks) for medium in MEDIA},
+        capacity=_capacity(scene, views, ranks, key.block_size),
+        lifetime_s=held * len(removed) / sum(removed) if sum(removed) else None,
         peak_pages=sum(max(watch.peak_pages(view.stream), sum(view.num_pages)) for view in views),
         stored=stored,
         removed=removed,
@@ -122,6 +126,21 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
         ranks=[*ranks, *(_rank(scene, view, group, {}) for group, view in streams.groups)],
         changes=_changes(watch, views),
     )
+
+
+def _capacity(scene: PageState, views: list[View], ranks: list[FleetRank], block_size: int) -> dict[str, int]:
+    rooms = [scene.capacity(view.stream, block_size) for view in views]
+    if len(rooms) < len(ranks):
+        return {}  # a rank is not heard yet
+    return {
+        each.value: sum(room[each.value] for room in rooms) for each in MEDIA if all(each in room for room in rooms)
+    }
+
+
+def _duplicated(scene: PageState) -> float:
+    namespaces = [each for each in scene.views.namespaces if not scene.views.namespaces.is_group(each)]
+    held = sum(sum(view.num_pages) for each in namespaces for view in each.views.values())
+    return max(0.0, 1 - sum(each.index.num_pages for each in namespaces) / held) if held else 0.0
 
 
 def _rates(watch: WorkerHistory, views: list[View]) -> tuple[list[float], list[float]]:

@@ -1,6 +1,6 @@
 """What there is to show at one moment."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -9,6 +9,7 @@ from api.view_source import ViewSource
 from api.workers.description import Engines
 from indexer.views import View
 from kv_events.http.fleet import DecisionFunnel
+from kv_events.streams import StreamId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class PageState:
     """What to do if there is no worker, as the end of a sentence."""
     engines: Engines
     """Registered engines, which have no view until they are heard."""
+    capacity: Callable[[StreamId, int], Mapping[str, int]]
+    """Returns what is known of the room of a rank, medium -> pages, given its tokens per page."""
     watch: WorkerHistory
     funnel: Callable[[float, float], DecisionFunnel]
     """Returns the funnel of the hour before a time, in seconds since 1970, with a curve of so many seconds."""

@@ -193,6 +193,7 @@ class ReplayService(Service):
             is_resync_requested=lambda _view: False,
             next_step="the log has none at this moment",
             engines={},
+            capacity=lambda _stream, _block_size: {},
             watch=WorkerHistory.of_past(found.rates, self._marks.changes_before(index)),
             funnel=lambda _now, _range_s: found.funnel,
         )

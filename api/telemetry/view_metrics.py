@@ -1,6 +1,6 @@
 """Metrics of each worker. Their number is bounded: workers beyond a limit share one set of series."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import NamedTuple
@@ -119,3 +119,25 @@ class WorkerMetrics:
             text = f"{name.replace('_', ' ').capitalize()}, by worker"
             counts = {labels: int(each[column]) for labels, each in self._counters.items()}
             yield counter(f"kvsight_worker_{name}", text, counts, *_LABELS)
+
+
+def capacity_families(
+    views: Sequence[View], capacity: Callable[[StreamId, int], Mapping[str, int]], max_workers: int
+) -> Iterator[Metric]:
+    """Yield the room of each worker, summed over its ranks. Workers beyond `max_workers` share the labels `other`.
+
+    capacity: stream and tokens per page -> medium -> pages.
+    """
+    sums: dict[tuple[str, ...], int] = {}
+    known: set[WorkerLabels] = set()
+    for view in views:
+        if pages := capacity(view.stream, view.block_size):
+            labels = WorkerLabels(*view.stream[:3])
+            if labels in known or len(known) < max_workers:
+                known.add(labels)
+            else:
+                labels = OTHER
+            for medium, number in pages.items():
+                sums[*labels, medium] = sums.get((*labels, medium), 0) + number
+    text = "Pages for which a worker has room, where it is known"
+    yield gauge("kvsight_worker_capacity_pages", text, sums, *_LABELS, "medium")

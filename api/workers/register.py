@@ -136,6 +136,7 @@ def engine_of(request: PeerRegistration | RfcRegistration) -> EngineSettings:
             count_copies=request.count_copies,
             attention_chunk_size=request.attention_chunk_size,
             capacity=request.capacity,
+            metrics_url=request.metrics_url or None,
         )
     except InvalidValueError as error:
         raise _problem(error) from None

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from api.problems import ProblemError, ProblemKind
 from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
+from api.workers.capacity import place_of
 from bridge import EngineSettings
 from kv_events.engine_wire import LocateError, has_wildcard
 from kv_events.errors import InvalidValueError, shorten
@@ -33,8 +34,9 @@ async def check_addresses(engine: EngineSettings, allowed: AllowedAddresses) -> 
 
     A host name may be unknown, because an engine may be registered before it runs.
     """
-    for field in ("endpoint", "replay_endpoint"):
-        address: str | None = getattr(engine, field)
+    metrics = None if engine.metrics_url is None else f"tcp://{place_of(engine.metrics_url)}"
+    places = {"endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint, "metrics_url": metrics}
+    for field, address in places.items():
         if address is None:
             continue
         if not (_TCP.fullmatch(address) or _IPC.fullmatch(address)) or has_wildcard(address):

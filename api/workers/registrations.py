@@ -19,6 +19,7 @@ from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge
 from api.workers.allowed_addresses import AllowedAddresses
+from api.workers.capacity import Capacities
 from api.workers.registration_rules import (
     check_addresses,
     check_conflicts,
@@ -92,6 +93,7 @@ class Registrations:
         self._allowed = AllowedAddresses(settings.register_allow, own_port, named)
         self._fleet = Fleet.embedded(bridge, memory_log, self._allowed.locate)
         self._engines: dict[StreamId, EngineSettings] = {}
+        self.capacities = Capacities(self._engines, self._allowed)
         self._added_at: dict[StreamId, float] = {}
         self._lock = asyncio.Lock()  # one change at a time, saved before the next
         self._loaded = asyncio.Event()
@@ -102,7 +104,10 @@ class Registrations:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Read the saved and the new registrations inside the block."""
-        tasks = [asyncio.create_task(self._maintain(), name="registrations")]
+        tasks = [
+            asyncio.create_task(self._maintain(), name="registrations"),
+            asyncio.create_task(self.capacities.follow(), name="capacities"),
+        ]
         if self._settings.forget_engine_s is not None:
             tasks.append(asyncio.create_task(self._forget_gone(self._settings.forget_engine_s), name="forget-engines"))
         try:

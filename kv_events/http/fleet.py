@@ -83,6 +83,12 @@ class FleetWorker(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is for any rank."""
     pages: dict[str, int]
     """Medium -> pages held."""
+    capacity: dict[str, int] = {}
+    """Medium -> pages for which all its ranks together have room. Media of which a rank's room is unknown are left
+    out."""
+    lifetime_s: float | None = None
+    """How long a page stays on average before it is removed: pages held by pages removed per second, in the time of
+    `removed`. None: none was removed."""
     peak_pages: int
     """The most pages that it held, on all media together, since this process knows it."""
     stored: list[float]
@@ -112,6 +118,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int
     num_selected: int
     """Workers that `contains` selects. `workers` has at most `limit` of them."""
+    duplicated: float = 0.0
+    """Share of all held pages that are further copies, on another worker or tier."""
     interval_s: float
     """Length of the intervals of `stored` and `removed`."""
     workers: list[FleetWorker]

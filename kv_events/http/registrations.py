@@ -45,6 +45,8 @@ class _Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a chunk of chunked local attention, if the model has any."""
     capacity: Annotated[dict[Name, Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(max_length=4)] = {}
     """Tier (gpu, cpu, disk, external) -> pages that the rank has room for. Others are unknown."""
+    metrics_url: MaybeEndpoint = None
+    """The engine's own metrics, http://HOST:PORT/metrics: they say how many pages fit on its device."""
 
 
 class PeerRegistration(_Registration, frozen=True, kw_only=True):

@@ -176,12 +176,14 @@ async def _run_live(
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
     from kv_events.log.memory import MemoryLog
+    from simulation.caches import capacity_pages
     from simulation.live import memory_transport, publishing_fleet
 
     stop = stop_signals()
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
-    service = LiveService(consumer, settings)
+    service, room = LiveService(consumer, settings), capacity_pages(fleet_settings)
+    service.capacity = lambda _stream, _block_size: room
     async with (
         running_server(create_app(service), settings, bound) as url,
         publishing_fleet(fleet_settings, "kv-aware", memory_transport(log), consumer) as fleet,

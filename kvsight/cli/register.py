@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvsight.client import Client
 
 _TIMEOUT_S = 20.0  # the service looks names up, and waits until queries know the engine
-_MORE = ("eagle", "count_copies", "attention_chunk_size", "capacity")
+_MORE = ("eagle", "count_copies", "attention_chunk_size", "capacity", "metrics_url")
 
 
 def register(

@@ -243,6 +243,7 @@ def _sums(fleet: Fleet) -> str:
     pages = {medium: sum(worker.pages.get(medium, 0) for worker in fleet.workers) for medium in MEDIA}
     held = ", ".join(f"{number:,} {MEDIA[medium]}" for medium, number in pages.items() if number) or "none"
     rates = [sum(map(_now, (getattr(each, name) for each in fleet.workers))) for name in ("stored", "removed")]
+    held += f" ({fleet.duplicated:.0%} of all are copies)" if fleet.duplicated >= 0.005 else ""
     events = f"stored {rates[0]:,.0f}/s, removed {rates[1]:,.0f}/s"
     part = "" if fleet.num_selected <= len(fleet.workers) else f" of {len(fleet.workers):,} workers"
     return f"{clock(fleet.time)}; workers: {states or 'none'}; pages{part}: {held}; {events}"
@@ -255,10 +256,13 @@ def _columns(workers: Sequence[FleetWorker], fleet: Fleet) -> Iterator[Column]:
     yield Column("state", [each.state for each in workers])
     yield Column("last heard", [_heard(each) for each in workers], True, rank=3)
     for medium in media_held(each.pages for each in fleet.workers) or ["GPU"]:
-        cells = [f"{each.pages.get(medium, 0):,}" for each in workers]
+        cells = [_room(each, medium) for each in workers]
         yield Column(f"{MEDIA[medium]} pages", cells, is_number=True, rank=2)
     yield Column("stored/s", [f"{_now(each.stored):,.0f}" for each in workers], is_number=True, rank=1)
     yield Column("removed/s", [f"{_now(each.removed):,.0f}" for each in workers], is_number=True, rank=1)
+    if any(each.lifetime_s is not None for each in workers):
+        lives = [None if each.lifetime_s is None else duration(round(each.lifetime_s * 1000)) for each in workers]
+        yield Column("a page stays", lives, is_number=True, rank=6)
     yield Column("resyncs", [f"{each.resyncs:,}" for each in workers], is_number=True, rank=7)
     if out.encoding.lower().startswith("utf"):
         title = f"stored, {_NUM_BARS * fleet.interval_s:.0f} s"
@@ -270,6 +274,12 @@ def _columns(workers: Sequence[FleetWorker], fleet: Fleet) -> Iterator[Column]:
 def _heard(worker: FleetWorker) -> str:
     is_heard = any(rank.epoch >= 0 for rank in worker.ranks)
     return f"{duration(round(worker.age_s * 1000))} ago" if is_heard else "not yet"
+
+
+def _room(worker: FleetWorker, medium: str) -> str:
+    """Pages held, and the share of the worker's room that they take, if it is known."""
+    held, room = worker.pages.get(medium, 0), worker.capacity.get(medium)
+    return f"{held:,}" if room is None else f"{held:,} ({held / room:.0%})"
 
 
 def _now(rates: Sequence[float]) -> float:

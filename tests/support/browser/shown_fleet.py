@@ -19,6 +19,7 @@ from indexer.settings import IndexerSettings
 from kv_events.decisions import VERSION, Outcome
 from kv_events.log.memory import MemoryLog
 from simulation import SimulationSettings, WorkloadSettings, generate
+from simulation.caches import capacity_pages
 from simulation.live import LiveFleet, memory_transport, publishing_fleet
 from simulation.workload import Request
 from tests.support.browser.chromium import visiting
@@ -53,7 +54,8 @@ async def shown_fleet(settings: ApiSettings, num_requests: int = 60, workers: in
     )
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
-    service = LiveService(consumer, settings)
+    service, room = LiveService(consumer, settings), capacity_pages(simulated)
+    service.capacity = lambda _stream, _block_size: room
     async with (
         running_server(create_app(service), settings) as url,
         publishing_fleet(simulated, POLICY, memory_transport(log), consumer) as fleet,

@@ -1,0 +1,88 @@
+"""How full workers are: from registrations, and from the engines' own metrics."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from api.app import create_app
+from api.service import LiveService
+from api.settings import ApiSettings
+from tests.rigs.api import asking, samples
+from tests.support.engines.event_payloads import payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
+from tests.support.log.records import removed as removed_record
+from tests.support.log.records import stored as stored_record
+from tests.support.servers.embedded_service import TOKENS, reading
+from tests.support.servers.scripted_server import Reply, scripted
+from tests.support.waiting import async_wait_until
+
+VLLM = 'vllm:cache_config_info{block_size="16",engine="0",num_cpu_blocks="None",num_gpu_blocks="400"} 1.0\n'
+SGLANG = 'sglang:token_usage{model_name="m"} 0.2\nsglang:max_total_num_tokens{model_name="m",tp_rank="0"} 6400.0\n'
+
+
+async def worker(client: httpx.AsyncClient) -> Any:
+    (found,) = (await client.get("/fleet")).json()["workers"]
+    return found
+
+
+async def test_a_registration_names_the_room_of_each_tier() -> None:
+    async with reading(capacity={"gpu": 8, "cpu": 100}) as (served, engine):
+        engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
+        await served.holds(16)
+        found = await worker(served.client)
+        assert found["capacity"] == {"GPU": 8, "CPU_PINNED": 100}
+        assert found["lifetime_s"] is None
+        room = {key[1:]: value for key, value in (await samples(served.client)).items() if "capacity_pages" in key[0]}
+        assert room == {("GPU", "m", "default", "1"): 8, ("CPU_PINNED", "m", "default", "1"): 100}
+        refused = {"instance_id": 2, "endpoint": engine.endpoint, "model_name": "m", "block_size": 4}
+        check_problem(await served.client.post("/register", json={**refused, "capacity": {"tape": 1}}), 422)
+
+
+@pytest.mark.parametrize("text", [VLLM, SGLANG])
+async def test_an_engines_own_metrics_say_how_much_fits(text: str) -> None:
+    async with scripted(*[Reply(body=b"x" * 9_000_000), *[Reply(body=text.encode())] * 100]) as http:
+        async with reading(metrics_url=f"{http.url}/metrics") as (served, engine):
+            engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
+            await served.holds(16)
+
+            async def is_known() -> bool:
+                return bool((await worker(served.client))["capacity"] == {"GPU": 1600})  # pages of 4 tokens
+
+            await async_wait_until(is_known, 60, "the capacity")  # the first answer was too long
+        assert http.requests[-1].line == "GET /metrics HTTP/1.1"
+        assert http.requests[-1].headers["host"] == http.url.removeprefix("http://")
+
+
+@pytest.mark.parametrize(
+    ("url", "status"),
+    [("http://169.254.169.254/latest", 403), ("file:///etc/passwd", 422), ("http://u:p@127.0.0.1/metrics", 422)],
+)
+async def test_metrics_are_asked_for_only_where_engines_may_be(url: str, status: int) -> None:
+    with ZmqEngine() as engine:
+        async with reading(engine) as (served, _):
+            body = {"instance_id": 2, "endpoint": engine.endpoint, "model_name": "m", "block_size": 4}
+            problem = check_problem(await served.client.post("/register", json={**body, "metrics_url": url}), status)
+            assert problem["field"] == "metrics_url"
+
+
+async def test_copies_count_and_removed_pages_tell_how_long_a_page_stays() -> None:
+    fed = HandFed()
+    service = LiveService(fed.consumer, ApiSettings())
+    async with asking(create_app(service)) as client:
+        one, views = Stream("one"), fed.consumer.namespaces
+        hashes = await fed.hold(one, list(range(1, 4001)))
+        for now in (1e9, 1e9 + 5):
+            for _ in service.history.sample(views.views, now):
+                pass
+            await fed.feed(
+                one.batch(removed_record(hashes[-100:])), Stream("two").batch(stored_record((0, hashes[:900])))
+            )
+        found = (await client.get("/fleet")).json()
+        assert found["duplicated"] == 0.5
+        kept = {each["worker"]: each["lifetime_s"] for each in found["workers"]}
+        assert kept["one"] == pytest.approx(900 / 20 * 2, rel=0.6)  # 100 pages in 5 s; the service takes samples, too
+        assert kept["two"] is None
