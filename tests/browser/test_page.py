@@ -46,7 +46,7 @@ async def test_the_page_shows_every_worker_of_a_fleet_and_what_it_holds(browser:
         bars = page.locator("#workers tbody .tiers")
         for number, worker in enumerate(fleet["workers"]):
             label = await bars.nth(number).get_attribute("aria-label")
-            assert f"{worker['pages']['GPU']:,} page" in str(label), (label, worker["pages"])
+            assert f"{worker['pages']['GPU']:,} of 512 pages on GPU" in str(label), (label, worker["pages"])
         await page.locator("#residency").scroll_into_view_if_needed()
         await shows(page, "#residency thead", "worker-2")
         residency = await asked(page, "/residency")
@@ -79,7 +79,7 @@ async def test_the_page_begins_with_routing_quality_and_explains_a_loss(browser:
         facts = (await text_of(page, "#quality .facts")).split("\n")
         shown = dict(zip(facts[::2], facts[1::2], strict=True))
         assert (shown["Hit rate now"], shown["An hour ago"], shown["Tokens saved"]) == ("25%", "no request", "16")
-        assert shown["Lost in engines (1 h)"] == "48"
+        assert shown["Lost in engines (1h)"] == "48"
         assert (await page.locator("#quality .heights span").all_inner_texts()) == ["100%", "50%", "0%"]
         before = await page.locator("#quality .times span").all_inner_texts()
         await page.locator("#quality select").select_option("Last 24 hours")
@@ -122,7 +122,7 @@ async def test_rows_stay_where_they_are_while_somebody_reads(browser: Browser) -
         for stream in streams:
             await fed.hold(stream, TOKENS)
         await page.goto("/")
-        names = page.locator("#workers tbody tr .name")
+        names = page.locator("#workers .tile .name")
         await shows(page, "#workers", "worker-39")
         before = await names.all_inner_texts()
         await page.mouse.wheel(0, 600)
@@ -133,6 +133,26 @@ async def test_rows_stay_where_they_are_while_somebody_reads(browser: Browser) -
         assert await names.all_inner_texts() == before
         await page.get_by_role("button", name="Catch up").click()
         await async_wait_until(lambda: is_first(names, "worker-30"), DEADLINE_S, "the troubled worker first")
+
+
+async def test_a_large_fleet_is_a_sorted_grid_after_its_totals(browser: Browser) -> None:
+    async with hand_fed(browser) as (page, fed):
+        for number in range(31):
+            name = f"vllm-llama-3-70b-decode-7f9c8d6b54-{number}.inference.svc.cluster.local"
+            await fed.hold(Stream(name), range(1, 5 + 4 * (number == 7)))
+        await page.goto("/")
+        await shows(page, "#workers .facts", "31")
+        totals = await text_of(page, "#workers .facts")
+        assert ("Pages held\n32" in totals, "Room for\nnot known" in totals) == (True, True), totals
+        tiles = page.locator("#workers .tile")
+        assert await tiles.count() == 31
+        heights = await tiles.locator(".name").evaluate_all("names => names.map((name) => name.clientHeight)")
+        assert max(heights) < 30  # one line each
+        await page.locator("#workers select").select_option("most pages first")
+        await async_wait_until(lambda: is_first(tiles.locator(".name"), name.replace("-30.", "-7.")), DEADLINE_S)
+        assert "order=held" in page.url
+        await tiles.first.click()
+        await shows(page, "#worker", "Its room is not known")
 
 
 MAP = """

@@ -93,7 +93,7 @@ export class Plot {
   constructor(label, words, kind = "") {
     this.words = words;
     this.line = svg("path", { class: "line" });
-    this.title = svg("title");
+    this.title = svg("title", {}, label);
     this.label = label;
     this.heights = h("div", { class: "heights", "aria-hidden": "true" });
     this.times = h("div", { class: "times", "aria-hidden": "true" });

@@ -59,8 +59,8 @@ export class Quality {
       "An hour ago": before === null ? "no request" : percent(before),
       "In the time shown": percent(rateOf(curve, field) ?? 0),
       "Tokens saved": count(total(curve, field)),
-      "Lost by the choice (1 h)": count(lost.choice ?? 0),
-      "Lost in engines (1 h)": finished.requests ? count(lost.engine ?? 0) : "not reported",
+      "Lost by choice (1h)": count(lost.choice ?? 0),
+      "Lost in engines (1h)": finished.requests ? count(lost.engine ?? 0) : "not reported",
       "Held by nobody": count(Math.max(0, total(curve, "prompt_tokens") - total(curve, "best_tokens"))),
     };
     this.#facts.replaceChildren(...Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));

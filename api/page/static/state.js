@@ -7,7 +7,7 @@ let url = new URL(location.href);
 let writing = null;
 let written = -WRITE_EVERY_MS;
 
-/** The value of a name in the address, or null. Names: at, range, worker, model, tenant, block_size. */
+/** The value of a name in the address, or null. Names: at, range, order, worker, model, tenant, block_size. */
 export const get = (name) => url.searchParams.get(name);
 
 /** Change names in the address; null removes one. push: whether "back" undoes it. */

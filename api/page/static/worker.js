@@ -5,7 +5,7 @@ import { h, named, place, setText } from "./dom.js";
 import { alone, Curve, drawState, drawTiers, legend, tierBar, tierWords, TIERS } from "./figures.js";
 import { count, counted, duration, localTime, rate, timeElement } from "./format.js";
 import { get, set } from "./state.js";
-import { drawWhy, troubleWords } from "./workers.js";
+import { drawWhy, roomOf, troubleWords } from "./workers.js";
 
 const MAX_BATCHES = 50;
 
@@ -111,9 +111,10 @@ export class WorkerView {
       "Digests agreed": ago(worker.agreed_at), Batches: count(worker.batches), Resyncs: count(worker.resyncs), Gaps: count(worker.gaps), Restarts: count(worker.restarts),
     };
     parts.facts.replaceChildren(...Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
-    const held = TIERS.map((tier) => worker.pages[tier.medium] ?? 0);
-    drawTiers(parts.bar, held, worker.peak_pages, tierWords(held));
-    setText(parts.pages, `${tierWords(held)}. The whole bar is the most that it held since this service knows it: ${counted(worker.peak_pages, "page")}.`);
+    const room = roomOf(worker);
+    drawTiers(parts.bar, room.parts, room.whole ?? worker.peak_pages, room.words);
+    parts.bar.classList.toggle("unknown", room.whole === null);
+    setText(parts.pages, `${room.words}. ${room.whole === null ? `Its room is not known: the whole bar is the most that it held since this service knows it, ${counted(worker.peak_pages, "page")}.` : ""} ${worker.lifetime_s === null ? "No page was removed lately." : `A page stays ${duration(worker.lifetime_s)} on average before it is removed.`}`);
     const minutes = duration(worker.stored.length * fleet.interval_s);
     for (const name of ["stored", "removed"]) {
       const numbers = worker[name];

@@ -2,9 +2,9 @@
 
 import { h, named, setText, visible } from "./dom.js";
 import { Curve, drawState, drawTiers, legend, stateName, tierBar, tierWords, TIERS } from "./figures.js";
-import { count, counted, duration, rate, timeElement } from "./format.js";
+import { count, counted, duration, percent, rate, timeElement } from "./format.js";
 import { Rows } from "./rows.js";
-import { set } from "./state.js";
+import { get, set } from "./state.js";
 
 const COLUMNS = ["Worker", "State", "Heard", "Pages", "Pages stored per second", "Pages removed per second", "Resyncs", "Digests agreed"];
 
@@ -47,6 +47,7 @@ function row() {
   const update = (worker, whole, now) => {
     newest = worker;
     setText(name, named(worker.worker));
+    name.title = visible(named(worker.worker));
     name.href = `?${new URLSearchParams(chosen(worker))}`;
     const ranks = worker.ranks.filter((rank) => !rank.group).length;
     const tenant = worker.tenant === "default" ? "" : `tenant ${named(worker.tenant)} · `;
@@ -54,10 +55,10 @@ function row() {
     drawState(state, worker.state, worker.reason);
     drawWhy(why, worker);
     setText(heard, `${duration(worker.age_s)} ago`);
-    const parts = TIERS.map((tier) => worker.pages[tier.medium] ?? 0);
-    const all = parts.reduce((sum, each) => sum + each, 0);
-    drawTiers(bar, parts, whole, `${named(worker.worker)}: ${tierWords(parts)}`);
-    setText(pages, all === worker.peak_pages ? counted(all, "page") : `${counted(all, "page")}, at most ${count(worker.peak_pages)}`);
+    const room = roomOf(worker);
+    drawTiers(bar, room.parts, room.whole ?? whole, `${named(worker.worker)}: ${room.words}`);
+    bar.classList.toggle("unknown", room.whole === null);
+    setText(pages, room.short);
     stored.draw(worker.stored);
     setText(storedRate, rate(worker.stored.at(-1) ?? 0));
     removed.draw(worker.removed);
@@ -66,6 +67,19 @@ function row() {
     setText(agreed, worker.agreed_at === null ? "not yet" : `${duration(now - worker.agreed_at)} ago`);
   };
   return { element, update };
+}
+
+/** What a worker holds of its room: pages by tier, pages of the full bar or null if its room is unknown, and words. */
+export function roomOf(worker) {
+  const parts = TIERS.map((tier) => worker.pages[tier.medium] ?? 0);
+  const held = parts.reduce((sum, each) => sum + each, 0);
+  const rooms = TIERS.map((tier, i) => worker.capacity[tier.medium] ?? (parts[i] ? null : 0));
+  const whole = rooms.includes(null) || rooms.every((each) => each === 0) ? null : rooms.reduce((sum, each) => sum + each, 0);
+  const stays = worker.lifetime_s === null ? "" : `, a page stays ${duration(worker.lifetime_s)}`;
+  const on = (tier, i) => `${count(parts[i])} of ${counted(rooms[i], "page")} on ${tier.word}`;
+  const words = whole === null ? tierWords(parts) : TIERS.map(on).filter((_, i) => rooms[i]).join(", ");
+  const share = whole === null ? "" : ` of ${count(whole)} (${percent(held / whole)})`;
+  return { parts, whole, words, short: `${whole === null ? counted(held, "page") : count(held)}${share}${stays}`, share: whole === null ? null : held / whole };
 }
 
 /** Why a worker is in its state, and since when. */
@@ -91,10 +105,53 @@ export function troubleWords({ endpoint, cause, remedy }) {
   return `${where}${cause}. ${remedy}`.trim();
 }
 
+const COMPACT_FROM = 30;
+const held = (worker) => TIERS.reduce((sum, tier) => sum + (worker.pages[tier.medium] ?? 0), 0);
+const last = (numbers) => numbers.at(-1) ?? 0;
+const ORDERS = { // "": as the service sends them
+  "": { title: "those in trouble first" },
+  name: { title: "by name" },
+  full: { title: "the fullest first", key: (worker) => roomOf(worker).share ?? -1 },
+  held: { title: "most pages first", key: held },
+  removed: { title: "most pages removed per second first", key: (worker) => last(worker.removed) },
+  resyncs: { title: "most resyncs first", key: (worker) => worker.resyncs },
+};
+const byName = new Intl.Collator("en", { numeric: true });
+
+/** A worker in a few words, for large fleets. */
+function tile() {
+  const name = h("span", { class: "name" });
+  const state = h("span");
+  const bar = tierBar();
+  const pages = h("span", { class: "sub" });
+  let newest = null;
+  const element = h("a", { class: "tile", onclick: (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    set(chosen(newest));
+    scrollTo(0, 0);
+  } }, h("span", { class: "line" }, name, state), bar, pages);
+  const update = (worker, whole) => {
+    newest = worker;
+    const room = roomOf(worker);
+    element.href = `?${new URLSearchParams(chosen(worker))}`;
+    element.title = visible(`${named(worker.worker)}: ${worker.state}${worker.cause ? `. ${troubleWords(worker)}` : ""}`);
+    setText(name, named(worker.worker));
+    drawState(state, worker.state, worker.reason);
+    drawTiers(bar, room.parts, room.whole ?? whole, `${named(worker.worker)}: ${room.words}`);
+    bar.classList.toggle("unknown", room.whole === null);
+    setText(pages, room.short);
+  };
+  return { element, update };
+}
+
 export class Workers {
   #count = h("p");
   #filter = h("input", { type: "search", placeholder: "part of a name", "aria-label": "Show workers whose names contain" });
+  #order = h("select", { "aria-label": "Order" }, Object.entries(ORDERS).map(([name, { title }]) => h("option", { value: name }, title)));
+  #totals = h("dl", { class: "facts card pad" });
   #body = h("tbody");
+  #grid = h("div", { class: "tiles", hidden: true });
   #table;
   #empty = h("div", { class: "empty", hidden: true });
   #whole = 1;
@@ -102,17 +159,20 @@ export class Workers {
 
   constructor(section, refresh) {
     this.#filter.addEventListener("input", refresh);
+    this.#order.addEventListener("change", () => set({ order: this.#order.value }, { push: false }));
     this.#table = h("table", { class: "workers cards" },
       h("thead", {}, h("tr", {}, COLUMNS.map((name, i) => h("th", { scope: "col", class: [2, 6, 7].includes(i) ? "number" : null }, name)))),
       this.#body);
     section.append(
       h("header", {}, h("h2", { id: "workers-title" }, "Workers"), this.#count, h("span", { class: "push" }, legend()),
-        h("label", {}, "Filter", this.#filter)),
-      h("div", { class: "card" }, this.#table, this.#empty));
-    this.rows = new Rows(this.#body, (worker) => JSON.stringify(chosen(worker)), (worker) => {
-      const { element, update } = row(worker);
+        this.#order, h("label", {}, "Filter", this.#filter)),
+      this.#totals, h("div", { class: "card" }, this.#table, this.#grid, this.#empty));
+    const rows = (parent, make) => new Rows(parent, (worker) => JSON.stringify(chosen(worker)), () => {
+      const { element, update } = make();
       return { element, update: (each) => update(each, this.#whole, this.#now) };
     });
+    this.rows = rows(this.#body, row);
+    this.tiles = rows(this.#grid, tile);
   }
 
   /** Part of a name that selects workers. */
@@ -121,20 +181,48 @@ export class Workers {
   }
 
   show(fleet) {
-    this.#whole = Math.max(1, ...fleet.workers.map((worker) => Math.max(worker.peak_pages, ...[TIERS.reduce((sum, tier) => sum + (worker.pages[tier.medium] ?? 0), 0)])));
+    this.#whole = Math.max(1, ...fleet.workers.map((worker) => worker.peak_pages));
     this.#now = fleet.time;
     const shown = fleet.workers.length;
     const words = Object.entries(fleet.states).map(([state, number]) => `${count(number)} ${state}`).join(", ");
     setText(this.#count, !fleet.num_workers ? "" : shown < fleet.num_selected
-      ? `${words}; the ${count(shown)} with most trouble of ${count(fleet.num_selected)} are shown, the filter finds others`
-      : `${words}; those in trouble first`);
-    this.#table.hidden = shown === 0;
+      ? `${words}; the ${count(shown)} with most trouble of ${count(fleet.num_selected)} are shown, the filter finds others` : words);
+    const isCompact = shown >= COMPACT_FROM;
+    this.#table.hidden = shown === 0 || isCompact;
+    this.#grid.hidden = !isCompact;
     this.#empty.hidden = shown > 0;
     if (!shown) {
       this.#empty.replaceChildren(...(fleet.num_workers
         ? ["No worker's name contains this text."]
         : fleet.verdict.join("").split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part))));
     }
-    this.rows.show(fleet.workers);
+    this.#showTotals(fleet);
+    const workers = this.#sorted(fleet.workers);
+    this.rows.show(isCompact ? [] : workers);
+    this.tiles.show(isCompact ? workers : []);
+  }
+
+  #sorted(workers) {
+    const order = ORDERS[get("order") ?? ""] ? get("order") ?? "" : "";
+    if (document.activeElement !== this.#order) this.#order.value = order;
+    this.#order.hidden = workers.length < 2;
+    if (order === "") return workers;
+    const key = ORDERS[order].key ?? (() => 0);
+    return [...workers].sort((a, b) => key(b) - key(a) || byName.compare(a.worker, b.worker));
+  }
+
+  #showTotals(fleet) {
+    const sum = (number) => fleet.workers.reduce((total, worker) => total + number(worker), 0);
+    const rooms = fleet.workers.map((worker) => roomOf(worker).whole);
+    const room = rooms.includes(null) ? null : rooms.reduce((total, each) => total + each, 0);
+    const pages = sum(held);
+    const totals = {
+      Workers: count(fleet.num_selected), "Pages held": count(pages),
+      "Room for": room === null ? "not known" : `${count(room)} pages (${percent(pages / room)} full)`,
+      "Copies of others": percent(fleet.duplicated),
+      "Stored per second": rate(sum((worker) => last(worker.stored))), "Removed per second": rate(sum((worker) => last(worker.removed))),
+    };
+    this.#totals.hidden = fleet.workers.length < 2;
+    this.#totals.replaceChildren(...Object.entries(totals).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
   }
 }
