@@ -56,7 +56,7 @@ class Service:
 
 
 @asynccontextmanager
-async def service(*, registration: RegistrationSettings | None = None, **settings: Any) -> AsyncIterator[Service]:
+async def service(*, registration: Any = None, **settings: Any) -> AsyncIterator[Service]:
     indexer = IndexerSettings(max_pages=2**16, **settings)
     log = MemoryLog()
     consumer = create_consumer(indexer, log)
