@@ -8,15 +8,20 @@ import httpx
 import msgspec
 import pytest
 
-from api.settings import RegistrationSettings
+from api.app import create_app
+from api.service import LiveService
+from api.settings import ApiSettings, RegistrationSettings
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
+from kv_events.schema import CLOSED
 from tests.rigs.api import asking, embedding
 from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.waiting import async_wait_until
 
@@ -301,3 +306,16 @@ async def test_an_http_port_is_refused_at_once(client: httpx.AsyncClient) -> Non
         assert problem["field"] == "endpoint"
         assert "an HTTP server answers here" in problem["detail"]
     assert (await client.get("/workers")).json() == []
+
+
+async def test_an_expired_worker_of_a_log_is_forgotten_and_one_that_is_heard_is_not() -> None:
+    fed, body = HandFed(), {"instance_id": "a", "model_name": "m"}
+    async with asking(create_app(LiveService(fed.consumer, ApiSettings()))) as client:
+        stream = Stream("a")
+        await fed.feed(stream.batch(stored((0, [1, 2]))))
+        check_problem(await client.post("/unregister", json=body), 404)
+        await fed.feed(stream.batch(degraded_reason=CLOSED))
+        (worker,) = (await client.get("/fleet")).json()["workers"]
+        assert (worker["can_forget"], worker["can_resync"]) == (True, False)
+        assert (await client.post("/unregister", json=body)).is_success
+        assert (await client.get("/workers")).json() == []
