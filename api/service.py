@@ -179,7 +179,7 @@ class LiveService(Service):
         if tenants is not None:
             metrics.add(lambda: tenant_families(consumer, tenants))
         if self._registrations is not None:
-            metrics.registry.register(self._registrations.metrics())
+            metrics.registry.register(self._registrations.metrics(has_workers=max_workers > 0))
         metrics.add(lambda: capacity_families(self._consumer.namespaces.views, self.capacity, max_workers))
         metrics.add(lambda: decision_families(self._decisions))
         if recording is not None:

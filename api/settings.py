@@ -55,7 +55,8 @@ class ApiSettings(KvsightSettings):
     token ids only.
     """
     metrics_max_workers: int = Field(200, ge=0)
-    """Workers that have series of their own in `GET /metrics`. All further ones share the labels `other`."""
+    """Workers that have series of their own in `GET /metrics`. All further ones share the labels `other`. 0: none has,
+    and the series of engines are sums."""
 
     record: Path | None = None
     """Folder of an event log, to which everything is recorded beside the service. None: nothing is recorded."""

@@ -1,10 +1,12 @@
 """Metric families with their values, as they are read at a scrape."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from indexer.recording.recorder import Recorder
 
@@ -30,6 +32,18 @@ def counter(name: str, text: str, values: Values, *labels: str) -> Metric:
 def gauge(name: str, text: str, values: Values, *labels: str) -> Metric:
     """Return a gauge. See `counter`."""
     return _family(GaugeMetricFamily, name, text, values, labels)
+
+
+def without_workers(families: Iterable[Metric]) -> Iterator[Metric]:
+    """Yield families whose samples are summed over workers and ranks. Of times, the longest remains."""
+    for family in families:
+        merged: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for sample in family.samples:
+            labels = tuple(item for item in sample.labels.items() if item[0] not in ("worker", "dp_rank"))
+            key, merge = (sample.name, labels), max if sample.name.endswith("_seconds") else operator.add
+            merged[key] = merge(merged.get(key, 0.0), sample.value)
+        family.samples = [Sample(name, dict(labels), value) for (name, labels), value in merged.items()]
+        yield family
 
 
 def recording_families(recorder: Recorder) -> Iterator[Metric]:

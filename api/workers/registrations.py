@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
-from api.telemetry.families import Collected, counter, gauge
+from api.telemetry.families import Collected, counter, gauge, without_workers
 from api.workers.allowed_addresses import AllowedAddresses
 from api.workers.capacity import Capacities
 from api.workers.registration_rules import (
@@ -120,14 +120,14 @@ class Registrations:
             if self._saved is not None:
                 await self._saved.close()
 
-    def metrics(self) -> Collector:
-        """Return the collector of the metrics of the registrations and their engines."""
+    def metrics(self, *, has_workers: bool) -> Collector:
+        """Return the collector of the metrics of the registrations and their engines. has_workers: each has its own."""
         engines = BridgeMetrics(lambda: list(self.status().values()))
 
         def families() -> Iterator[Metric]:
             yield gauge("kvsight_registrations", "Registered ranks of engines", len(self.status()))
             yield counter("kvsight_registration_save_failures", "Registrations not saved", self.save_failures)
-            yield from engines.collect()
+            yield from engines.collect() if has_workers else without_workers(engines.collect())
 
         return Collected(families)
 

@@ -7,7 +7,12 @@ import pytest
 
 from api.app import create_app
 from api.service import LiveService
-from api.settings import ApiSettings
+from api.settings import ApiSettings, RegistrationSettings
+from api.workers.registrations import Registrations
+from bridge import BridgeSettings
+from indexer.assembly import create_consumer
+from indexer.settings import IndexerSettings
+from kv_events.log.memory import MemoryLog
 from tests.rigs.api import asking, samples
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
@@ -86,3 +91,19 @@ async def test_copies_count_and_removed_pages_tell_how_long_a_page_stays() -> No
         kept = {each["worker"]: each["lifetime_s"] for each in found["workers"]}
         assert kept["one"] == pytest.approx(900 / 20 * 2, rel=0.6)  # 100 pages in 5 s; the service takes samples, too
         assert kept["two"] is None
+
+
+async def test_metrics_can_do_without_names_of_workers() -> None:
+    log = MemoryLog()
+    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
+    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None)
+    app = create_app(LiveService(consumer, ApiSettings(metrics_max_workers=0), registrations))
+    async with asking(app) as client:
+        for number in range(3):
+            body: dict[str, Any] = {"instance_id": f"engine-{number}", "endpoint": f"tcp://127.0.0.1:{number + 1}"}
+            body |= {"model_name": "m", "block_size": 4, "capacity": {"gpu": 10}}
+            assert (await client.post("/register", json=body)).status_code == 201
+        found = await samples(client)
+        assert "engine-" not in (await client.get("/metrics")).text
+        assert sum(value for key, value in found.items() if key[0] == "kvsight_bridge_link") == 3
+        assert found["kvsight_worker_capacity_pages", "GPU", "other", "other", "other"] == 30
