@@ -66,12 +66,12 @@ const LEAST_INTERVALS = 24; // a curve grows from the right until there are as m
 
 /** A curve over time; `draw` shows numbers in it. */
 export class Curve {
-  constructor(kind, label, size = "") {
+  constructor(kind, label) {
     this.label = label;
     this.area = svg("polygon", { class: "area" });
     this.line = svg("polyline", { class: "line" });
     this.title = svg("title");
-    this.element = svg("svg", { class: `curve ${kind} ${size}`, viewBox: "0 0 100 26", preserveAspectRatio: "none", role: "img" },
+    this.element = svg("svg", { class: `curve ${kind}`, viewBox: "0 0 100 26", preserveAspectRatio: "none", role: "img" },
       this.title, svg("line", { class: "base", x1: 0, x2: 100, y1: 25.5, y2: 25.5 }), this.area, this.line);
   }
 

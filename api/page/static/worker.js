@@ -2,7 +2,7 @@
 
 import { events, getJson, postJson } from "./api.js";
 import { h, named, place, setText } from "./dom.js";
-import { alone, Curve, drawState, drawTiers, legend, tierBar, tierWords, TIERS } from "./figures.js";
+import { alone, drawState, drawTiers, legend, Plot, tierBar, tierWords, TIERS } from "./figures.js";
 import { count, counted, duration, localTime, rate, timeElement } from "./format.js";
 import { get, set } from "./state.js";
 import { drawWhy, roomOf, troubleWords } from "./workers.js";
@@ -48,8 +48,8 @@ export class WorkerView {
   #build(chosen) {
     const parts = this.#parts = {
       state: h("span"), why: h("span", { class: "quiet" }), trouble: h("p", { class: "why" }), facts: h("dl", { class: "facts" }), bar: tierBar("large"), pages: h("p", { class: "why" }),
-      stored: new Curve("stored", "Pages stored", "large"), storedWords: h("p", { class: "why" }),
-      removed: new Curve("removed", "Pages removed", "large"), removedWords: h("p", { class: "why" }),
+      stored: new Plot("Pages stored per second", rate), storedWords: h("p", { class: "why" }),
+      removed: new Plot("Pages removed per second", rate, "removed"), removedWords: h("p", { class: "why" }),
       ranks: h("tbody"), timeline: h("ol", { class: "timeline" }), prefixes: h("tbody"), batches: h("tbody"), said: h("span", { class: "quiet", role: "status" }),
     };
     parts.resync = h("button", { type: "button", onclick: () => this.#resync(chosen) }, "Ask for a resync");
@@ -114,11 +114,14 @@ export class WorkerView {
     const room = roomOf(worker);
     drawTiers(parts.bar, room.parts, room.whole ?? worker.peak_pages, room.words);
     parts.bar.classList.toggle("unknown", room.whole === null);
-    setText(parts.pages, `${room.words}. ${room.whole === null ? `Its room is not known: the whole bar is the most that it held since this service knows it, ${counted(worker.peak_pages, "page")}.` : ""} ${worker.lifetime_s === null ? "No page was removed lately." : `A page stays ${duration(worker.lifetime_s)} on average before it is removed.`}`);
+    const sentences = [`${room.words}.`,
+      room.whole === null ? `Its room is not known: the whole bar is the most that it held since this service knows it, ${counted(worker.peak_pages, "page")}.` : null,
+      worker.lifetime_s === null ? "No page was removed lately." : `A page stays ${duration(worker.lifetime_s)} on average before it is removed.`];
+    setText(parts.pages, sentences.filter((each) => each).join(" "));
     const minutes = duration(worker.stored.length * fleet.interval_s);
     for (const name of ["stored", "removed"]) {
       const numbers = worker[name];
-      parts[name].draw(numbers);
+      parts[name].draw(numbers, fleet.time, fleet.interval_s);
       setText(parts[`${name}Words`], numbers.length ? `now ${rate(numbers.at(-1))}, at most ${rate(Math.max(...numbers))} pages per second in the last ${minutes}` : "not measured yet");
     }
     parts.timeline.replaceChildren(...(worker.changes.length ? worker.changes.map((change) => h("li", {}, timeElement(change.time),
