@@ -11,7 +11,7 @@ from kv_events.schema import BATCHES_LOST
 
 _LEAST_WEIGHT = 0.001
 _MOST_NAMED = 3
-_LEAST_TIES = 12
+_LEAST_TIES = 20
 _LEAST_EARLY = 3
 """Fewer requests may be chance."""
 _NO_FAULTS = (NEW, NO_PAGE, NO_OUTCOME)

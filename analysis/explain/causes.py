@@ -205,7 +205,7 @@ class Causes:
         if replacement is not None:
             worker = self._history.stream.worker
             decision = self._tracer.decisions.with_page(replacement.first_hash, worker)
-            text += messages.replaced(replacement, left, None if decision is None else decision.request_id)
+            text += messages.replaced(replacement, left, decision, has_decisions=bool(self._tracer.decisions))
         evidence += _evidence(what, left, medium)
         request_id = None if decision is None else decision.request_id
         return Finding(cause=cause, page=page + 1, request_id=request_id, evidence=evidence, text=text)
@@ -239,7 +239,7 @@ class Causes:
         if others:
             own_size = history.block_size
             text += messages.continuations(page, others, page * own_size + num_common if num_common else None)
-            return Finding(cause="other_continuation", page=page + 1, pages=others, evidence=evidence, text=text)
+            return Finding(cause="other_prompt", page=page + 1, pages=others, evidence=evidence, text=text)
         if page:
             text += f" No page follows page {page} here."
         elif not history.has_tokens and self._tracer.prompt.tokens is not None:

@@ -21,6 +21,9 @@ class RecentDecisions:
         self._payloads: deque[bytes] = deque()
         self._num_bytes = 0
 
+    def __len__(self) -> int:
+        return len(self._payloads)
+
     def take(self, payload: bytes) -> None:
         """Remember one record."""
         self._payloads.append(payload)

@@ -14,7 +14,7 @@ from kv_events.log.reader import RecordChunk
 from kv_events.streams import StreamId, split_group
 
 _MOST_NAMED = 5
-_NEVER_STORED = ("never_stored", "other_continuation", "stored_later")
+_NEVER_STORED = ("never_stored", "other_prompt", "stored_later")
 
 
 class NothingToExplainError(KvsightError):

@@ -96,12 +96,13 @@ def missing(gap: Gap) -> str:
     return f"{numbers} {'were' if gap.first_seq != gap.last_seq else 'was'} lost {between}"
 
 
-def replaced(replacement: Replacement, left: BatchPosition, request_id: str | None) -> str:
-    """What took the place of an evicted page. left: the batch of the eviction."""
+def replaced(replacement: Replacement, left: BatchPosition, decision: Decision | None, *, has_decisions: bool) -> str:
+    """What took the place of an evicted page. left: the batch of the eviction. has_decisions: whether the log has."""
     batch = replacement.batch
     text = "" if batch.seq == left.seq else f" {pages(batch.pages_stored)} took the place {at(batch)}."
     text += f" The first one stored is {replacement.first_hash:016x}"
-    text += f", of request {name(request_id)}" if request_id is not None else ""
+    if decision is not None or has_decisions:
+        text += f", of {'no request in the log' if decision is None else 'request ' + name(decision.request_id)}"
     return f"{text}. The worker held {pages(replacement.pages_before)} before, and {replacement.pages_after:,} after."
 
 

@@ -9,7 +9,7 @@ from kv_events.http.workers import State
 CAUSES = {
     "held": "the whole prompt is held on the device",
     "never_stored": "the page was never stored, as far as the log goes back",
-    "other_continuation": "the page was never stored, but other pages after the one before it",
+    "other_prompt": "the page was never stored, but other pages after the one before it",
     "stored_later": "the page is stored later than at the moment asked for",
     "held_elsewhere": "the page was never stored here, and another worker holds it",
     "evicted": "the page was stored and evicted",

@@ -97,7 +97,7 @@ def test_a_page_that_is_stored_a_moment_later_is_named_with_its_time(log: Log) -
 def test_another_prompt_is_told_from_this_one_by_its_first_other_token(log: Log) -> None:
     log.send().send(with_tokens([*TOKENS[:36], *range(60)]))
     found = log.explained()["findings"][0]
-    assert (found["cause"], found["page"], found["pages"]) == ("other_continuation", 3, 1)
+    assert (found["cause"], found["page"], found["pages"]) == ("other_prompt", 3, 1)
     assert "Of other prompts, 1 page follows page 2 here." in found["text"]
     assert "Another prompt parts at token 37, inside page 3." in found["text"]
 

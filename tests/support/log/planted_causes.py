@@ -60,10 +60,10 @@ def held_by_another(scene: Scene) -> Truth:
     return never_stored(scene)._replace(also=("held_elsewhere",))
 
 
-def another_continuation(scene: Scene) -> Truth:
+def another_prompt(scene: Scene) -> Truth:
     found = _stored_up_to(scene, scene.page(1))
     scene.send(scene.victim, stored((scene.hashes[len(found) - 1], [5, 6])))
-    return Truth("other_continuation", len(found) + 1, record=found[-1])
+    return Truth("other_prompt", len(found) + 1, record=found[-1])
 
 
 def stored_later(scene: Scene) -> Truth:
