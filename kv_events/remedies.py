@@ -31,6 +31,7 @@ OF_VIEWS = {
     "missed batch": "Set the engine's `replay_endpoint`, from which missed batches are fetched, and clear its cache or "
     "restart it.",
     "batches lost": "Clear the engine's cache or restart it, or wait until its pages are replaced.",
+    "pages left out": "Clear the engine's cache or restart it, or wait until its pages are replaced.",
     "engine not heard": "Restore the connection from the bridge to the engine.",
     "replaying": _PASSES,
     "block size ": "Correct `block_size` in the engine's entry or registration, or leave it out.",

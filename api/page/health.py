@@ -37,10 +37,7 @@ def severity(worker: FleetWorker) -> int:
 
 
 def verdict(workers: list[FleetWorker], now: float, why_not_ready: str, next_step: str) -> FleetHealth:
-    """Judge a fleet. workers: those in trouble first. why_not_ready: why views may lack what is in the log, or "".
-
-    next_step: what to do if there is no worker.
-    """
+    """Judge a fleet. workers: those in trouble first. why_not_ready: or "". next_step: what to do without a worker."""
     if why_not_ready:
         known = f"{len(workers):,} workers are known so far." if workers else "No worker is known yet."
         return FleetHealth(STARTING, [f"Not ready: {why_not_ready}. {known}"])

@@ -50,7 +50,11 @@ class Cause(NamedTuple):
         if engine.failure is not None or reason == "new" or reason == ENGINE_UNHEARD:
             return cls(engine.failure or "connected, but nothing has arrived since", None)
         missed = engine.missed.get(stream.worker)
-        return cls(reason, None) if missed is None or reason != BATCHES_LOST else cls(str(missed), missed.since)
+        return (
+            cls(reason, None)
+            if missed is None or not reason.startswith(BATCHES_LOST)
+            else cls(str(missed), missed.since)
+        )
 
 
 def readers_of(engines: Engines) -> dict[StreamId, EngineStatus]:

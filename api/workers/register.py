@@ -14,6 +14,7 @@ from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as
 from api.queries.large_bodies import Body, BodyFormat
 from api.queries.routes import RawEndpoint, json_response
+from api.workers.routes import selected_views
 from indexer.views import ViewState
 from kv_events.errors import InvalidValueError
 from kv_events.http.queries import DialectFields
@@ -26,7 +27,7 @@ from kv_events.http.registrations import (
     RfcUnregistered,
     RfcUnregistration,
 )
-from kv_events.streams import DEFAULT_TENANT, StreamId, split_group
+from kv_events.streams import DEFAULT_TENANT, StreamId
 
 if TYPE_CHECKING:
     from api.workers.registrations import Registrations
@@ -89,14 +90,8 @@ class RegisterRoutes:
         """Stop reading a worker, or forget an expired one of a log. Raises ProblemError."""
         if self._given is not None:
             return await self._given.remove(worker, model, tenant, dp_rank)
-        views = [
-            view
-            for view in self._consumer.namespaces.views
-            if (view.stream.worker, split_group(view.stream.model)[0]) == (worker, model)
-            and tenant in (None, view.stream.tenant)
-            and dp_rank in (None, view.stream.dp_rank)
-        ]
-        if not views or any(self._consumer.freshness.state(view) is not ViewState.EXPIRED for view in views):
+        views = selected_views(self._consumer, worker, dp_rank, model, tenant)
+        if any(self._consumer.freshness.state(view) is not ViewState.EXPIRED for view in views):
             raise _not_embedded("a worker can be forgotten once it is expired; stop its publisher")
         await self._consumer.forget([view.stream for view in views])
         return [view.stream for view in views]

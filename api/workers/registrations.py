@@ -28,15 +28,8 @@ from api.workers.registration_rules import (
     select_ranks,
     stream_of,
 )
-from bridge import (
-    BridgeSettings,
-    ConnectionState,
-    EngineConflictError,
-    EngineSettings,
-    EngineStatus,
-    Fleet,
-    StreamStatus,
-)
+from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
+from bridge.fleet import EngineConflictError
 from bridge.metrics import BridgeMetrics
 from indexer.consumer import Consumer
 from indexer.index import IndexFullError

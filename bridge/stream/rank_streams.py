@@ -51,7 +51,7 @@ class RankStreams:
         self, registered: StreamId, defaults: EngineDefaults, registry: StreamRegistry, counters: BridgeCounters
     ) -> None:
         """registered: the stream of batches that name no rank. Nothing is published while it has another owner."""
-        self._registered = registered
+        self._registered, self.worker = registered, registered.worker
         self._registry = registry
         self._decoder = registry.decoder
         self._counters = counters
@@ -66,11 +66,6 @@ class RankStreams:
         """None: nothing was missed since the last restart."""
         self._streams: dict[int, WorkerStream] = {}
         self._open(registered.dp_rank)
-
-    @property
-    def worker(self) -> str:
-        """Name of the worker."""
-        return self._registered.worker
 
     @property
     def failure(self) -> str | None:

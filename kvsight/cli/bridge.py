@@ -5,19 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsight.cli.shared.console import UsageError, at_most_one, err
-from kvsight.cli.shared.flags import (
-    AWAY,
-    BROKER,
-    KAFKA,
-    LOG_LINES,
-    METRICS_PORT,
-    EngineFile,
-    Engines,
-    Flag,
-    Model,
-    with_flags,
-)
+from kvsight.cli.shared.console import EngineFile, Engines, Model, UsageError, at_most_one, err
+from kvsight.cli.shared.flags import AWAY, BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
 from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels, stop_signals
 
 if TYPE_CHECKING:
@@ -34,13 +23,7 @@ _FLAGS = {
 
 
 @with_flags(_FLAGS, KAFKA, LOG_LINES)
-def bridge(
-    engine: Engines = None,
-    config: EngineFile = None,
-    model: Model = None,
-    *,
-    flags: dict[str, Any],
-) -> None:
+def bridge(engine: Engines = None, config: EngineFile = None, model: Model = None, *, flags: dict[str, Any]) -> None:
     """Read the KV events of running engines, and publish them.
 
     The engines are vLLM, SGLang or Mooncake. Message formats are detected. Missed messages are fetched from an engine's

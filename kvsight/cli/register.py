@@ -8,14 +8,15 @@ import typer
 
 from kv_events.http.service import DEFAULT_URL
 from kv_events.runtime.words import names
-from kvsight.cli.shared.console import UsageError, print_lines
-from kvsight.cli.shared.flags import ApiToken, EngineFile, Model, Url
+from kvsight.cli.shared.console import EngineFile, Model, UsageError, print_lines
+from kvsight.cli.shared.flags import ApiToken, Url
 
 if TYPE_CHECKING:
     from kvsight.client import Client
 
 _TIMEOUT_S = 20.0  # the service looks names up, and waits until queries know the engine
-_MORE = ("eagle", "count_copies", "attention_chunk_size", "capacity", "metrics_url")
+_MORE = ("block_size", "dp_rank", "replay_endpoint", "eagle", "count_copies", "attention_chunk_size")
+_MORE += ("capacity", "metrics_url")
 
 
 def register(
@@ -49,9 +50,6 @@ def register(
                     str(rank.worker),
                     rank.endpoint,
                     str(rank.model),
-                    rank.block_size,
-                    dp_rank=rank.dp_rank,
-                    replay_endpoint=rank.replay_endpoint,
                     tenant=rank.tenant,
                     lora_name=rank.lora_name or None,
                     cache_salt=rank.cache_salt or None,

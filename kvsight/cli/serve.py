@@ -11,20 +11,8 @@ from kv_events.limits import SOCKET_FILES
 from kv_events.remedies import REGISTER
 from kv_events.runtime.variables import variable
 from kv_events.runtime.words import count, names
-from kvsight.cli.shared.console import at_most_one, err
-from kvsight.cli.shared.flags import (
-    AWAY,
-    BROKER,
-    HTTP,
-    KAFKA,
-    LOG_LINES,
-    REDIS,
-    EngineFile,
-    Engines,
-    Flag,
-    Model,
-    with_flags,
-)
+from kvsight.cli.shared.console import EngineFile, Engines, Model, at_most_one, err
+from kvsight.cli.shared.flags import AWAY, BROKER, HTTP, KAFKA, LOG_LINES, REDIS, Flag, with_flags
 from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels
 from kvsight.extras import require
 
@@ -66,13 +54,7 @@ _FLAGS = {
 
 
 @with_flags(_FLAGS, KAFKA, REDIS, HTTP, LOG_LINES)
-def serve(
-    engine: Engines = None,
-    config: EngineFile = None,
-    model: Model = None,
-    *,
-    flags: dict[str, Any],
-) -> None:
+def serve(engine: Engines = None, config: EngineFile = None, model: Model = None, *, flags: dict[str, Any]) -> None:
     """Run the indexer and its HTTP API.
 
     Reads the workers' events from engines, which --engine, --config or `kvsight register` name, from Kafka, or from an

@@ -52,7 +52,7 @@ def test_engines_of_the_command_line_are_read_with_all_ranks_and_without_a_block
     with ZmqEngine() as first, ZmqEngine(port=first._port + 1, replay=False) as second:
         flag = f"engine-0={first.endpoint},replay={str(first.replay_endpoint).rpartition(':')[2]},ranks=1"
         with Serving("--model", "m", "--engine", flag, "--engine", f"b={second.endpoint},model=n") as serving:
-            assert "reads 2 engines: engine-0, b" in serving.command.err
+            serving.command.wait_for("reads 2 engines: engine-0, b")
             for engine, worker, model in ((first, "engine-0", "m"), (second, "b", "n")):
                 engine.wait_for_readers()
                 engine.send(payload(stored([1, 2, 3, 4], TOKENS)))

@@ -21,6 +21,11 @@ err = Console(stderr=True, markup=False, highlight=False, emoji=False, soft_wrap
 """Standard error: progress and messages, never data. Lines are never wrapped."""
 
 HtmlReport: TypeAlias = Annotated[Path | None, typer.Option("--html", help="Write a report with plots to one file.")]
+Engines: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--engine", help="An engine: NAME=tcp://HOST:PORT,... Repeatable.")
+]
+EngineFile: TypeAlias = Annotated[Path | None, typer.Option("--config", help="File with engines: TOML, or .json.")]
+Model: TypeAlias = Annotated[str | None, typer.Option("--model", help="Model of engines that name none.")]
 
 EXIT_USAGE = 2
 """Exit code for a mistake of the user, and for a service or a broker that does not answer."""

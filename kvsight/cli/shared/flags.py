@@ -24,13 +24,6 @@ ApiToken: TypeAlias = Annotated[
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-Engines: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--engine", help="An engine: NAME=tcp://HOST:PORT,... Repeatable.")
-]
-EngineFile: TypeAlias = Annotated[Path | None, typer.Option("--config", help="File with engines: TOML, or .json.")]
-Model: TypeAlias = Annotated[str | None, typer.Option("--model", help="Model of engines that name none.")]
-
-
 class Level(str, Enum):  # noqa: UP042  (typer shows its values)
     """The least severe lines that are written."""
 

@@ -282,7 +282,7 @@ async def test_a_service_that_reads_a_log_reports_it(serving: Any) -> None:
     async with serving() as (client, _):
         for path in ("/register", "/unregister"):
             problem = check_problem(await client.post(path, json=PEER), 404)
-            assert ("kvsight bridge" if path == "/register" else "once it is expired") in problem["detail"]
+            assert ("kvsight bridge" if path == "/register" else "no stream of worker") in problem["detail"]
 
 
 async def test_engines_have_metrics(client: httpx.AsyncClient) -> None:
