@@ -164,7 +164,9 @@ def stale(page: int, state: str, reason: str, began: BatchPosition, resync: Batc
     text = f"{begins}: page {page + 1} may be missing only in the view."
     sizes = _SIZES.fullmatch(reason)
     if sizes is not None:
-        text += f" The engine's pages have {sizes[1]} tokens: register it again with `block_size` {sizes[1]}, or without."
+        text += (
+            f" The engine's pages have {sizes[1]} tokens: register it again with `block_size` {sizes[1]}, or without."
+        )
     return text
 
 
