@@ -14,6 +14,8 @@ from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
 from kv_events.records import Channel, LogRecord
 
+_MOST_WAITING = 2**16
+
 
 class _Batch(NamedTuple):
     number: tuple[int, int]
@@ -34,7 +36,12 @@ class _Stream:
     def take(self, side: int, batch: _Batch) -> None:
         """Take the next batch of a log. The log that begins later decides where the comparison begins."""
         self.firsts[side] = self.firsts[side] or batch
-        self.waiting[side].append(batch)
+        queue = self.waiting[side]
+        queue.append(batch)
+        if len(queue) > _MOST_WAITING and not self.has_common:
+            queue.popleft()
+        elif len(queue) > 4 * _MOST_WAITING:  # the other log has no more of the stream
+            self.parted = (None, queue[0].place) if side else (queue[0].place, None)
         while self.parted is None and all(self.waiting):
             before, after = self.waiting[0][0], self.waiting[1][0]
             if before.number != after.number and not self.has_common:
