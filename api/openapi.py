@@ -42,7 +42,10 @@ _REFERENCE = re.compile('"#/components/schemas/([^"]+)"')
 _components: dict[str, Json] = {}
 """Schemas of the structs that routes name, and of those in them."""
 _TEXTS = {
-    "/query": "How much of a prompt each worker holds. The prompt is given by `token_ids`.",
+    "/query": (
+        "How much of a prompt each worker holds. The prompt is given by `token_ids`. Workers hold whole pages, so the "
+        "answer to less than `block_size` tokens is empty."
+    ),
     "/query_by_hash": (
         "How much of a prompt each worker holds. The prompt is given by `seq_hashes` (rolling, unsigned) or "
         "`block_hashes` (local, signed)."
@@ -75,6 +78,20 @@ _EXPLAIN_PROBLEMS = {
     "503": "The log cannot be read, or not within a minute",
     **_BODY_PROBLEMS,
 }
+_PROMPT: Json = {"model_name": "my-model", "token_ids": [*range(1, 17)]}
+_EXAMPLES: dict[str, Json] = {
+    "/query": _PROMPT,
+    "/query_by_hash": {"model_name": "my-model", "seq_hashes": [9125347086143215829, 3514062934876510234]},
+    "/query/batch": {"queries": [_PROMPT, {"model": "my-model", "block_size": 16, "token_ids": [*range(1, 17)]}]},
+    "/register": {"instance_id": "engine-0", "endpoint": "tcp://10.0.0.1:5557", "model_name": "my-model"}
+    | {"replay_endpoint": "tcp://10.0.0.1:5558", "block_size": 16},
+    "/unregister": {"instance_id": "engine-0", "model_name": "my-model"},
+    "/decisions": {"request_id": "request-1", "worker": "engine-0", "predicted_tokens": 16, **_PROMPT}
+    | {"candidates": [{"worker": "engine-0", "tokens": 16, "score": 16.0}, {"worker": "engine-1"}]},
+    "/explain": {"worker": "engine-0", **_PROMPT},
+    "/tokenize": {"model_name": "my-model", "text": "Once upon a time"},
+}
+"""Path -> a body that the service takes as it is, but for its names."""
 _REGISTRATION_PROBLEMS = {
     "400": "The body or an address is malformed",
     "403": "This service may not connect to the address",
@@ -114,6 +131,11 @@ def complete(document: Json, amend: Callable[[Json], None], *, needs_token: bool
     it, and add the component schemas to which it refers.
     """
     paths = document["paths"]
+    for operation in (each for path in paths.values() for each in path.values()):
+        # FastAPI makes "Fleet" of the function's name; the first sentence of its docstring says more
+        operation["summary"], _, rest = operation.pop("description").replace("\n", " ").partition(". ")
+        operation["summary"] = operation["summary"].removesuffix(".")
+        operation |= {"description": rest.strip()} if rest else {}
     query, result = _any_of(PeerQuery[IntList], RfcQuery[IntList]), _any_of(PeerAnswer, RfcAnswer, are_sent=True)
     for path, text in _TEXTS.items():
         paths[path] = _post(path, "queries", text, query, {"200": _json(_HELD, result)}, _QUERY_PROBLEMS)
@@ -165,7 +187,10 @@ def _post(path: str, tag: str, text: str, body: Json, successes: Responses, prob
         "tags": [tag],
         "summary": text,
         "operationId": path.strip("/").replace("/", "_"),
-        "requestBody": {"required": True, "content": {name: {"schema": body} for name in CONTENT_TYPES}},
+        "requestBody": {
+            "required": True,
+            "content": {name: {"schema": body, "example": _EXAMPLES[path]} for name in CONTENT_TYPES},
+        },
         "responses": successes | {status: _problem(reason) for status, reason in sorted(problems.items())},
     }
     return {"post": operation}

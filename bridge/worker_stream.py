@@ -7,7 +7,7 @@ from typing import NamedTuple
 from bridge.context import EngineContext
 from bridge.decoding.events import ClearedRun, InvalidEvent, Run
 from bridge.hashes.event_translator import EventTranslator
-from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, REPLAYING
+from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, PAGES_LEFT_OUT, REPLAYING
 from kv_events.streams import StreamId
 from publisher.publisher import EventPublisher, PublisherStats
 
@@ -51,6 +51,8 @@ class WorkerStream:
         """Whether another engine was registered under this name. The stream must then be closed and not be used."""
         self._state = state
         self._is_incomplete = False  # the engine may hold pages that its events since then did not name
+        self._num_lost = 0  # batches that are known to be missing
+        self._num_left_out = 0  # pages, as the degraded reason says
         self.translator = EventTranslator(stream, context)
         self._update_degraded_reason()
 
@@ -58,7 +60,7 @@ class WorkerStream:
         """Apply one run of events, at once or in `end_batch`."""
         self.translator.apply(run)
         if isinstance(run, ClearedRun):
-            self._is_incomplete = False
+            self._is_incomplete, self._num_lost = False, 0
         elif isinstance(run, InvalidEvent) and run.may_remove:
             self.mark_incomplete()
 
@@ -80,14 +82,15 @@ class WorkerStream:
         """Publish that the worker holds no pages."""
         self.translator.clear()
 
-    def drop_all_pages(self) -> None:
-        """Note that batches were lost: drop all pages, because some may have been removed."""
+    def drop_all_pages(self, num_batches: int = 0) -> None:
+        """Note that batches were lost: drop all pages, as some may have been removed. 0: their number is unknown."""
         self.translator.clear()
+        self._num_lost += num_batches
         self.mark_incomplete()
 
     def restart(self, *, is_certain: bool) -> None:
         """Drop all pages and begin a new epoch. is_certain: see `EventTranslator.restart`."""
-        self._is_incomplete = False
+        self._is_incomplete, self._num_lost = False, 0
         self.translator.restart(is_certain=is_certain)
         self._update_degraded_reason()
 
@@ -133,5 +136,10 @@ class WorkerStream:
         if not self._state.is_receiving:
             return ENGINE_UNHEARD
         if self._is_incomplete:
-            return BATCHES_LOST
-        return REPLAYING if self._state.is_replaying else self.translator.problem
+            return f"{BATCHES_LOST}: {self._num_lost}" if self._num_lost else BATCHES_LOST
+        if self._state.is_replaying:
+            return REPLAYING
+        left_out = self.translator.num_left_out
+        if not 0 < self._num_left_out <= left_out < 2 * self._num_left_out:
+            self._num_left_out = left_out  # each change costs a record
+        return self.translator.problem or (f"{PAGES_LEFT_OUT}: {self._num_left_out}" if left_out else "")

@@ -177,6 +177,12 @@ def extra_keys(payload: bytes) -> list[str]:
     return list(dict.fromkeys(key for key in keys if key))
 
 
+def stores_with_tokens(payload: bytes) -> list[PackedStored]:
+    """Return the stores of a record that contain tokens. payload: a record that `decode_batch` accepts."""
+    events = (_event_decoder.decode(raw) for raw in _batch_decoder.decode(payload).events)
+    return [event for event in events if isinstance(event, PackedStored) and event.token_ids]
+
+
 class _BatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The fields of a batch in front of its events."""
 

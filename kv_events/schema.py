@@ -71,7 +71,9 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, array_like=True, g
 ENGINE_UNHEARD = "engine not heard"
 """Degraded reason: the publisher cannot reach its engine, or has received nothing from it since it connected."""
 BATCHES_LOST = "batches lost"
-"""Degraded reason: the publisher missed events of its engine that are permanently lost."""
+"""Degraded reason: the publisher missed events of its engine that are permanently lost. A number may follow."""
+PAGES_LEFT_OUT = "pages left out"
+"""Degraded reason: the publisher left out pages whose parents it does not know. Their number follows."""
 REPLAYING = "replaying"
 """Degraded reason: the publisher applies batches that its engine sent some time ago."""
 LEDGER_FULL = "ledger full"
@@ -79,6 +81,13 @@ LEDGER_FULL = "ledger full"
 
 CLOSED = "closed"
 """Degraded reason of the last batch of an epoch: the publisher has been closed, and no batch follows."""
+
+
+def counted_reason(reason: str) -> tuple[str, int]:
+    """Return a degraded reason without the number that may follow it, and this number or 0."""
+    kind, _, number = reason.rpartition(": ")
+    return (kind, int(number)) if kind in (BATCHES_LOST, PAGES_LEFT_OUT) and number.isdecimal() else (reason, 0)
+
 
 EngineEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvsight.choice import rank_workers as rank_workers
     from kvsight.client import AsyncClient as AsyncClient
     from kvsight.client import Client as Client
+    from kvsight.errors import ClientClosedError as ClientClosedError
     from kvsight.errors import KvsightConnectionError as KvsightConnectionError
     from kvsight.errors import KvsightHttpError as KvsightHttpError
     from kvsight.errors import UnexpectedAnswerError as UnexpectedAnswerError
@@ -71,7 +72,7 @@ _NAMES = {
     "kvsight.base_client": "RetryPolicy",
     "kvsight.choice": "WorkerChoice best_worker rank_workers",
     "kvsight.client": "AsyncClient Client",
-    "kvsight.errors": "KvsightConnectionError KvsightHttpError UnexpectedAnswerError",
+    "kvsight.errors": "ClientClosedError KvsightConnectionError KvsightHttpError UnexpectedAnswerError",
     "kvsight.prompts": "Decision Outcome Prompt",
     "publisher": "EventPublisher PublisherSettings",
     "publisher.sinks.file": "FileSink",

@@ -1,8 +1,10 @@
 """What both clients share, without any I/O: the address, the headers, the verdict on each attempt, the retries."""
 
+import logging
 import math
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
@@ -11,18 +13,22 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import httpx
 
-from kv_events.errors import InvalidValueError, check_type
+from kv_events.errors import InvalidValueError, KvsightError, check_type
 from kv_events.runtime import backoff
 from kvsight import calls
 from kvsight.calls import Call
-from kvsight.errors import KvsightConnectionError
+from kvsight.errors import ClientClosedError, KvsightConnectionError
 from kvsight.event_stream import EventReader
+
+logger = logging.getLogger("kvsight.client")
 
 T = TypeVar("T")
 AttemptResult: TypeAlias = httpx.Response | httpx.HTTPError
 """The outcome of one attempt."""
 
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "gzip, deflate", "User-Agent": "kvsight"}
+_MAX_WARNINGS = 20
+_MAX_CHECKED_NAMES = 10_000
 _KEEPALIVE_S = 4.0  # the server closes idle connections after 5
 _CREDENTIALS = re.compile(r"^(\w*:?//)?.*@", re.DOTALL)
 _TOKEN = re.compile(r"[!-~]+")  # what a header can carry unchanged
@@ -77,6 +83,8 @@ class Attempt(NamedTuple):
 class BaseClient:
     """Everything but the I/O: the address, the headers, the verdict on each attempt."""
 
+    _http: httpx.Client | httpx.AsyncClient
+
     def __init__(self, url: str, token: str | None, timeout_s: float, retry: RetryPolicy | None) -> None:
         if not isinstance(url, str):  # a value of another type may contain a password as well, so it is not shown
             raise InvalidValueError("url", type(url).__name__, "text")
@@ -90,6 +98,7 @@ class BaseClient:
         base_url = _checked(url, self._shown_url)
         bare_url = base_url.copy_with(userinfo=b"")  # httpx logs addresses
         self._address = str(bare_url).rstrip("/")
+        self._checked_names: Set[str] = frozenset()  # of workers: known ones, and those that were warned of
         self._headers: dict[str | None, httpx.Headers] = {}  # by content type
         self._extensions = {"timeout": httpx.Timeout(timeout_s).as_dict()}
         self._options: dict[str, Any] = {
@@ -101,6 +110,7 @@ class BaseClient:
 
     def _attempts(self, call: Call[T]) -> Generator[Attempt, AttemptResult, T]:
         """Yield each attempt, receive its outcome, and return the result of the last one, or raise its error."""
+        self._check_open()
         request = self._request(call)
         outcome = yield Attempt(0.0, request)
         for attempt in count():
@@ -108,7 +118,26 @@ class BaseClient:
             if pause_s is None:
                 break
             outcome = yield Attempt(pause_s, request)
-        return self._result(call, outcome)
+        result = self._result(call, outcome)
+        if not call.candidates <= self._checked_names:
+            unchecked = call.candidates - self._checked_names
+            self._warn_of_unknown(unchecked, (yield Attempt(0.0, self._request(calls.workers()))))
+        return result
+
+    def _warn_of_unknown(self, names: Set[str], outcome: AttemptResult) -> None:
+        """Warn once of names that no worker has. A new worker may have one, so it is a candidate all the same."""
+        known: set[str] = set()
+        with suppress(KvsightError):  # another indexer, or a token that does not permit the list
+            known = {worker.instance_id for worker in self._result(calls.workers(), outcome)}
+            for name in sorted(names - known)[:_MAX_WARNINGS]:
+                logger.warning("load: the service knows no worker %r; known: %s", name, ", ".join(sorted(known)[:20]))
+        before = self._checked_names if len(self._checked_names) < _MAX_CHECKED_NAMES else frozenset()
+        self._checked_names = before | names | known
+
+    def _check_open(self) -> None:
+        """Raises ClientClosedError."""
+        if self._http.is_closed:
+            raise ClientClosedError(f"{self._shown_url}: this client is closed; make a new one")
 
     def _request(self, call: Call[T]) -> httpx.Request:
         """Build a request. httpx would join the address and merge the headers anew each time."""

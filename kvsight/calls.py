@@ -5,7 +5,7 @@ Each function has a method of the same name in both clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
@@ -50,6 +50,8 @@ class Call(Generic[T]):
     """Whether the request is retried after a broken connection, a 429 or a 503."""
     refused: Callable[[KvsightHttpError], T] | None = None
     """Turns a refusal into a result, or raises it. None: every refusal is raised."""
+    candidates: Set[str] = frozenset()
+    """Names of workers from the caller. The client warns of those that the service does not know."""
 
     def result(self, url: str, status: int, content: bytes) -> T:
         """Read an answer. url: for error messages. Raises KvsightHttpError, UnexpectedAnswerError."""
@@ -163,7 +165,7 @@ def _choosing(prompt: Prompt, load: Mapping[str, float] | None, choose: Callable
         return choose(ranked(NO_WORKER, load))
 
     call = _query(prompt.body(), _MSGPACK, lambda data: choose(ranked(decode(PeerAnswer, data), load)))
-    return replace(call, refused=unknown_model)
+    return replace(call, refused=unknown_model, candidates=frozenset(load or ()))
 
 
 def _query(body: Mapping[str, Any], content_type: str, read: Callable[[bytes], T]) -> Call[T]:

@@ -66,7 +66,8 @@ class Client(BaseClient):
     """A blocking client of one API address. Threads may share it.
 
     Every method raises KvsightHttpError if the API refuses the request, KvsightConnectionError if the server does not
-    answer, UnexpectedAnswerError if the answer is not from a kvsight API, and InvalidValueError for invalid arguments.
+    answer, UnexpectedAnswerError if the answer is not from a kvsight API, InvalidValueError for invalid arguments, and
+    ClientClosedError after `close`.
 
     url: may contain a user and a password, which are sent instead of a token. Errors and log lines show neither.
     timeout_s: for each of connecting, sending and receiving, in every attempt. transport: replaces the network.
@@ -82,7 +83,7 @@ class Client(BaseClient):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         super().__init__(url, token, timeout_s, retry)
-        self._http = httpx.Client(transport=transport, **self._options)
+        self._http: httpx.Client = httpx.Client(transport=transport, **self._options)
 
     def send(self, call: Call[T]) -> T:
         """Send a call of `kvsight.calls`."""
@@ -123,6 +124,7 @@ class Client(BaseClient):
         The iterator ends when the server stops, or after `ClientDropped`, which reports that this client read too
         slowly. Events between two calls are missed. Closing the iterator closes the connection.
         """
+        self._check_open()
         reader = self._event_reader()
         try:
             with self._http.stream(**stream_request(worker, model, tenant, self._timeout_s)) as response:
@@ -166,7 +168,7 @@ class AsyncClient(BaseClient):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(url, token, timeout_s, retry)
-        self._http = httpx.AsyncClient(transport=transport, **self._options)
+        self._http: httpx.AsyncClient = httpx.AsyncClient(transport=transport, **self._options)
 
     async def send(self, call: Call[T]) -> T:
         """Send a call of `kvsight.calls`."""
@@ -203,6 +205,7 @@ class AsyncClient(BaseClient):
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None
     ) -> AsyncGenerator[FeedEvent]:
         """See `Client.events`."""
+        self._check_open()
         reader = self._event_reader()
         try:
             async with self._http.stream(**stream_request(worker, model, tenant, self._timeout_s)) as response:

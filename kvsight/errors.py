@@ -11,6 +11,10 @@ class KvsightConnectionError(KvsightError):
     retriable: ClassVar[bool] = True
 
 
+class ClientClosedError(KvsightError):
+    """The client was closed before."""
+
+
 class UnexpectedAnswerError(KvsightError):
     """The answer is not one of a kvsight API. The address probably belongs to another service."""
 

@@ -111,7 +111,8 @@ class AuditCurves:
             stream = self._streams[report.stream] = _Stream()
         self._note_pages(place, report.worker, stream, np.array(view.num_pages, np.int64))
         self._note_change(ms, report, stream, change)
-        self._note_state(ms, report.stream, stream, ViewState.LIVE if is_sound else view.state)
+        shown = ViewState.STALE if view.state is ViewState.LIVE else view.state  # a degraded view is stale
+        self._note_state(ms, report.stream, stream, ViewState.LIVE if is_sound else shown)
 
     def note_choice(self, ms: int, prompt: int, best: int, chosen: int, predicted: int, offered: Sequence[int]) -> None:
         """Note a decision. offered: tokens that each candidate held."""

@@ -8,6 +8,7 @@ have been older; the difference is the cause `stale view`.
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,9 @@ from analysis.audit.curves import AuditCurves
 from analysis.audit.report import Example, ExampleQuery, Funnel, Loss
 from analysis.audit.residency import milliseconds
 from analysis.audit.stream_audit import StreamAudit
+from analysis.words import name
 from indexer.scores import WorkerScore, stream_scores, worker_scores
-from kv_events.decisions import Decision, DecisionRecord, Outcome
+from kv_events.decisions import Candidate, Decision, DecisionRecord, Outcome
 from kv_events.hashing import U64Array
 from kv_events.streams import StreamId
 
@@ -27,6 +29,7 @@ HELD, CHOSEN, PREDICTED, DELIVERED = "held in the fleet", "held by the chosen wo
 NEW, EVICTED_BEFORE, NO_PAGE = "not computed before", "evicted before", "no whole page"
 NOT_ASKED, LOAD, STALE = "router did not ask", "load", "stale view"
 NO_CANDIDATE, UNREPORTED = "not a candidate", "candidates not reported"
+AGAINST_SCORES, WRONG_RANK = "chose against its own scores", "wrong rank"
 EVICTED, ENGINE, MISMATCH = "evicted before arrival", "engine's own reason", "hash mismatch"
 NO_OUTCOME, STORED_SINCE = "no outcome known", "stored after the choice"
 
@@ -36,6 +39,7 @@ _DECISION_BYTES, _CANDIDATE_BYTES = 1000, 200
 _MAX_DONE = 2**18
 """Ids that are remembered to find repeated decisions and outcomes."""
 _EXAMPLES = 3
+_MOST_EARLY = 256
 
 
 class _Chosen(NamedTuple):
@@ -67,6 +71,8 @@ class DecisionAudit:
         self._losses: dict[tuple[str, str], Loss] = {}
         self._gains: dict[tuple[str, str], Loss] = {}
         self._waiting_bytes = 0
+        self._early: list[tuple[int, int, float]] = []
+        """Stream, last page and time of predictions that came true, of pages that were not stored yet."""
         self._done: OrderedDict[int, None] = OrderedDict()
         """Hashes of the ids that have an outcome, the newest last."""
 
@@ -84,6 +90,8 @@ class DecisionAudit:
         funnel = self._funnel
         funnel.losses = _sorted(self._losses, funnel.prompt_tokens)
         funnel.gains = _sorted(self._gains, funnel.prompt_tokens)
+        ages = (self._events.book.stored_after(stream, page, milliseconds(at)) for stream, page, at in self._early)
+        funnel.early_s = median([ms for ms in ages if ms is not None] or [0]) / 1000
         return funnel
 
     # --- the choice -------------------------------------------------------------------------------------------------
@@ -107,7 +115,10 @@ class DecisionAudit:
         funnel.held_in_fleet += best
         funnel.held_by_chosen += held
         funnel.predicted += decision.predicted_tokens or 0
-        _add(self._losses, chosen, CHOSEN, _why_not_the_best(decision, scores, best), best - held)
+        better = _scored_higher(decision)
+        _add(self._losses, chosen, CHOSEN, _why_not_the_best(decision, scores, best, better), best - held, better)
+        if (tied := _tied(decision)) and decision.worker in tied:
+            funnel.ties[decision.worker] = funnel.ties.get(decision.worker, 0) + 1
         predicted = decision.predicted_tokens
         if predicted is None:
             _add(self._losses, chosen, PREDICTED, NOT_ASKED, held)
@@ -182,6 +193,8 @@ class DecisionAudit:
             at = milliseconds(chosen.decision.timestamp)
             self._series.note_outcome(at, chosen.prompt_tokens, delivered)
         predicted = chosen.decision.predicted_tokens or 0
+        if chosen.held < predicted <= delivered:
+            self._note_early(chosen, predicted)
         named = delivered
         if delivered < predicted:
             self._explain_loss(chosen, predicted, delivered)
@@ -223,6 +236,13 @@ class DecisionAudit:
         _add(self._gains, chosen, DELIVERED, MISMATCH, delivered - named)
         return named
 
+    def _note_early(self, chosen: _Chosen, predicted: int) -> None:
+        """Note a prediction that was true, although the pages were stored only after the choice."""
+        self._funnel.early += 1
+        last = -(-predicted // max(1, chosen.decision.block_size)) - 1
+        if chosen.stream is not None and last < len(chosen.hashes) and len(self._early) < _MOST_EARLY:
+            self._early.append((chosen.stream, int(chosen.hashes[last]), chosen.decision.timestamp))
+
     def _give_up(self) -> None:
         """The outcome of the oldest decision is not known."""
         _, chosen = self._waiting.popitem(last=False)
@@ -235,22 +255,45 @@ def _memory(decision: Decision) -> int:
     return _DECISION_BYTES + len(decision.sequence_hashes) + _CANDIDATE_BYTES * len(decision.candidates)
 
 
-def _add(losses: dict[tuple[str, str], Loss], chosen: _Chosen, step: str, cause: str, tokens: int) -> None:
-    """Count tokens of a request for one cause. Its examples are the requests with most tokens."""
+def _add(
+    losses: dict[tuple[str, str], Loss],
+    chosen: _Chosen,
+    step: str,
+    cause: str,
+    tokens: int,
+    better: tuple[Candidate, float] | None = None,
+) -> None:
+    """Count tokens of a request for one cause. Its examples are the requests with most tokens.
+
+    better: see `_scored_higher`.
+    """
     if tokens <= 0:
         return
     loss = losses.setdefault((step, cause), Loss(step=step, cause=cause))
     loss.tokens += tokens
     loss.requests += 1
     if len(loss.examples) < _EXAMPLES or tokens > loss.examples[-1].tokens:
-        loss.examples = sorted([*loss.examples, _example(chosen, tokens)], key=lambda each: -each.tokens)[:_EXAMPLES]
+        loss.examples = sorted([*loss.examples, _example(chosen, tokens, better)], key=lambda each: -each.tokens)[
+            :_EXAMPLES
+        ]
 
 
-def _example(chosen: _Chosen, tokens: int) -> Example:
+def _example(chosen: _Chosen, tokens: int, better: tuple[Candidate, float] | None) -> Example:
     decision = chosen.decision
+    text = ""
+    if better is not None:
+        rank = "" if better[0].dp_rank is None else f" rank {better[0].dp_rank}"
+        chosen_rank = "" if decision.dp_rank is None else f" rank {decision.dp_rank}"
+        text = f"{name(better[0].worker)}{rank} scored {better[0].score:g}, "
+        text += f"the chosen {name(decision.worker)}{chosen_rank} {better[1]:g}"
     query = ExampleQuery(model_name=decision.model, routing_group=decision.tenant, seq_hashes=chosen.hashes.tolist())
     return Example(
-        request_id=decision.request_id, time=decision.timestamp, worker=decision.worker, tokens=tokens, query=query
+        request_id=decision.request_id,
+        time=decision.timestamp,
+        worker=decision.worker,
+        tokens=tokens,
+        query=query,
+        better=text,
     )
 
 
@@ -270,8 +313,33 @@ def _of_choice(decision: Decision, held: WorkerScore | None) -> int:
     return 0 if tiers is None else tiers.external
 
 
-def _why_not_the_best(decision: Decision, scores: Mapping[str, WorkerScore], best: int) -> str:
-    """Return why a router did not choose the worker that held most."""
+def _scored_higher(decision: Decision) -> tuple[Candidate, float] | None:
+    """Return the candidate that the router scored highest, and the score of its choice; None if they are the same."""
+    own = [each.score for each in decision.candidates if _is_chosen(decision, each)]
+    if not own:
+        return None
+    best = max(decision.candidates, key=lambda each: each.score)
+    return (best, max(own)) if best.score > max(own) else None
+
+
+def _is_chosen(decision: Decision, candidate: Candidate) -> bool:
+    is_rank = decision.dp_rank is None or candidate.dp_rank in (None, decision.dp_rank)
+    return is_rank and candidate.worker == decision.worker
+
+
+def _tied(decision: Decision) -> set[str]:
+    """Return the workers that share the best score. Empty: one is the best."""
+    best = max((each.score for each in decision.candidates), default=0.0)
+    found = {each.worker for each in decision.candidates if each.score == best}
+    return found if len(found) > 1 else set()
+
+
+def _why_not_the_best(
+    decision: Decision, scores: Mapping[str, WorkerScore], best: int, better: tuple[Candidate, float] | None
+) -> str:
+    """Return why a router did not choose the worker that held most. better: see `_scored_higher`."""
+    if better is not None:
+        return WRONG_RANK if better[0].worker == decision.worker else AGAINST_SCORES
     if decision.predicted_tokens is None:
         return NOT_ASKED
     seen = {each.worker: each.tokens for each in decision.candidates}

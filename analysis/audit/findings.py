@@ -1,14 +1,19 @@
 """The verdict of an audit: its causes by weight, in sentences."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from analysis.audit.decision_audit import NEW, NO_OUTCOME, NO_PAGE
-from analysis.audit.report import AuditReport, Finding, StreamReport
-from analysis.words import count
+from analysis.audit.report import AuditReport, Finding, Funnel, StreamReport
+from analysis.words import count, name
 from kv_events.http.explanations import BatchPosition
 from kv_events.log.moments import utc_text
+from kv_events.schema import BATCHES_LOST
 
 _LEAST_WEIGHT = 0.001
+_MOST_NAMED = 3
+_LEAST_TIES = 20
+_LEAST_EARLY = 3
+"""Fewer requests may be chance."""
 _NO_FAULTS = (NEW, NO_PAGE, NO_OUTCOME)
 """Causes in the funnel that nobody can do anything about."""
 
@@ -77,20 +82,39 @@ def _of_the_streams(report: AuditReport) -> Iterator[Finding]:
     restarts = sum(max(0, each.epochs - 1) for each in streams)
     if restarts:
         restarted = sum(each.epochs > 1 for each in streams)
-        text = f"{count(restarted, 'stream')} restarted, {count(restarts, 'time')} in total, and lost their pages"
+        most = sorted((each for each in streams if each.epochs > 1), key=lambda each: -each.epochs)[:_MOST_NAMED]
+        named = ", ".join(f"{name(each.stream)} {count(each.epochs - 1, 'time')}" for each in most)
+        named += f" and {restarted - len(most):,} more" if restarted > len(most) else ""
+        text = f"{count(restarted, 'stream')} restarted, and lost their pages: {named}"
         yield Finding(kind="restart", weight=restarted / len(streams), text=text)
+    yield from _of_the_engines(streams)
     not_live = sum(each.not_live_s for each in streams)
     whole = len(streams) * (report.last_time - report.first_time)
     if whole and not_live / whole >= _LEAST_WEIGHT:
-        text = f"views were stale or syncing for {not_live / whole:.1%} of the time"
+        text = f"views were stale, syncing or degraded for {not_live / whole:.1%} of the time"
         yield Finding(kind="not live", weight=min(1.0, not_live / whole), text=text)
 
 
+def _of_the_engines(streams: Sequence[StreamReport]) -> Iterator[Finding]:
+    """Yield what publishers said about their own knowledge."""
+    for kind in sorted({kind for each in streams for kind in each.degraded}):
+        having = sorted((each for each in streams if kind in each.degraded), key=lambda each: each.degraded[kind].since)
+        first = having[0].degraded[kind]
+        lasted = sum(each.degraded[kind].seconds for each in having)
+        lost = sum(each.engine_losses for each in having) if kind == BATCHES_LOST else 0
+        number = f" ({count(lost, 'batch', 'batches')})" if lost else ""
+        text = (
+            f'{len(having):,} of {count(len(streams), "stream")} reported "{name(kind)}"{number} for {lasted:,.1f} s. '
+        )
+        text += f"The first is {name(having[0].stream)}, {utc_text(first.since)}"
+        yield Finding(kind=kind, weight=len(having) / len(streams), text=text)
+
+
 def _of_the_pages(report: AuditReport) -> Iterator[Finding]:
-    totals = {name: sum(counts) for name, counts in report.pages.items()}
+    totals = {each: sum(counts) for each, counts in report.pages.items()}
     stored, removed = totals["stored"], totals["removed"]
     begins_late = any(each.earlier_batches for each in report.streams)  # so pages that seem unknown may be older
-    for name, whole, text in (
+    for kind, whole, text in (
         ("churned", stored, f"{{share}} of the stored pages were evicted within {report.churn_s:g} s"),
         (
             "bounced",
@@ -101,10 +125,10 @@ def _of_the_pages(report: AuditReport) -> Iterator[Finding]:
         ("orphan", stored, "{share} of the stored pages begin a chain under a parent that the worker does not hold"),
         ("unknown", removed + totals["unknown"], "{share} of the removals were of pages that the worker did not hold"),
     ):
-        share = totals[name] / max(1, whole)
-        if share >= _LEAST_WEIGHT and not (begins_late and name in ("orphan", "unknown")):
+        share = totals[kind] / max(1, whole)
+        if share >= _LEAST_WEIGHT and not (begins_late and kind in ("orphan", "unknown")):
             found = text.format(share=f"{share:.1%}")
-            yield Finding(kind=name, weight=share, text=f"{found} ({count(totals[name], 'page')})")
+            yield Finding(kind=kind, weight=share, text=f"{found} ({count(totals[kind], 'page')})")
     if report.num_resyncs > len(report.streams):  # the first one of a stream is its beginning
         share = report.resync_pages / max(1, stored + report.resync_pages)
         text = f"{count(report.num_resyncs, 'resync')} sent {count(report.resync_pages, 'page')} again"
@@ -112,10 +136,30 @@ def _of_the_pages(report: AuditReport) -> Iterator[Finding]:
 
 
 def _of_the_funnel(report: AuditReport) -> Iterator[Finding]:
-    for loss in report.funnel.losses if report.funnel is not None else ():
+    if (funnel := report.funnel) is None:
+        return
+    yield from _of_the_router(funnel)
+    for loss in funnel.losses:
         if loss.cause not in _NO_FAULTS and loss.share >= _LEAST_WEIGHT:
             text = f"{loss.share:.1%} of the prompt tokens were not {loss.step}: {loss.cause}"
-            yield Finding(kind=loss.cause, weight=loss.share, text=f"{text} ({count(loss.requests, 'request')})")
+            text += f" ({count(loss.requests, 'request')})"
+            if loss.examples[0].better:
+                text += f". Request {name(loss.examples[0].request_id)}: {loss.examples[0].better}"
+            yield Finding(kind=loss.cause, weight=loss.share, text=text)
+
+
+def _of_the_router(funnel: Funnel) -> Iterator[Finding]:
+    num_ties = sum(funnel.ties.values())
+    if num_ties >= _LEAST_TIES and len(funnel.ties) == 1:
+        text = f"{count(num_ties, 'request')} had several workers with the same best score, and all of them went to "
+        text += f"{name(*funnel.ties)}: a tie should be broken by load or by chance"
+        yield Finding(kind="ties", weight=num_ties / funnel.requests, text=text)
+    if funnel.early >= _LEAST_EARLY and funnel.early_s:
+        text = (
+            f"{count(funnel.early, 'request')} reused pages that were stored {funnel.early_s:,.1f} s after the choice, "
+        )
+        text += "by the router's clock: it is behind those of the engines, so what was held at a choice is not known"
+        yield Finding(kind="router's clock", weight=min(1.0, funnel.early / max(1, funnel.outcomes)), text=text)
 
 
 def _placed(stream: StreamReport, place: BatchPosition | None) -> str:

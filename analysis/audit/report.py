@@ -19,6 +19,18 @@ PAGE_COUNTS = {
 """Names in `AuditReport.pages`, and what they count, in words. churn: `AuditReport.churn_s`."""
 
 
+class Degraded(msgspec.Struct, kw_only=True):
+    """A degraded reason of a publisher, see docs/wire.md."""
+
+    text: str
+    """As it was sent last."""
+    since: float
+    """When it was sent first."""
+    times: int = 0
+    """How often it began."""
+    seconds: float = 0.0
+
+
 class StreamReport(msgspec.Struct, kw_only=True):
     """What happened to one worker stream."""
 
@@ -43,17 +55,26 @@ class StreamReport(msgspec.Struct, kw_only=True):
     duplicate_batches: int = 0
     old_epoch_batches: int = 0
     not_live_s: float = 0.0
-    """Time during which the view was stale or syncing, between two batches of the stream.
+    """Time during which the view was stale or syncing, or its publisher degraded, between two batches of the stream.
 
     A view that lacks the batches before the log counts from its first resync or gap on.
     """
     pages_held: int = 0
     """At the end, summed over the media."""
+    engine_losses: int = 0
+    """Batches that the publisher, which forwards them from the engine, reports as lost before they reached it."""
+    degraded: dict[str, Degraded] = {}
+    """The publisher's degraded reasons, without their numbers."""
+
+    @property
+    def lost_batches(self) -> int:
+        """Batches that were lost on the way from the publisher, or before."""
+        return self.missing_batches + self.engine_losses
 
     @property
     def trouble(self) -> tuple[int, int, float]:
         """How much went wrong. Compares."""
-        return self.digest_mismatches, self.gaps, self.not_live_s
+        return self.digest_mismatches, self.gaps + self.engine_losses, self.not_live_s
 
 
 class Resync(msgspec.Struct, kw_only=True):
@@ -121,6 +142,8 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     """Tokens that were lost."""
     query: ExampleQuery
+    better: str = ""
+    """The candidate that the router scored higher than the chosen one, with both scores. Empty: there is none."""
 
 
 class Loss(msgspec.Struct, kw_only=True):
@@ -157,6 +180,12 @@ class Funnel(msgspec.Struct, kw_only=True):
     """Outcomes without a decision in the log."""
     duplicates: int = 0
     """Decisions and outcomes that repeat the id of an earlier one."""
+    ties: dict[str, int] = {}
+    """Worker -> requests for which it was chosen among several workers with the same best score."""
+    early: int = 0
+    """Requests that reused pages which, by the router's clock, were stored only after the choice."""
+    early_s: float = 0.0
+    """Median of the seconds from these choices to the stores, of at most the first 256. 0: not known."""
 
     @property
     def steps(self) -> dict[str, int]:

@@ -143,6 +143,19 @@ class ResidencyIndex:
         """Return whether a stream holds a page now."""
         return self.first_lost(stream, np.array([page], np.uint64), 0, 1) == 1
 
+    def stored_after(self, stream: int, page: int, ms: int) -> int | None:
+        """Return the milliseconds from a time to the store of a page that a stream holds now.
+
+        None: it does not hold the page, or held it before. Looks through all pages.
+        """
+        held, end = self._book.held, page_table.high_water(self._book.held.table)
+        is_it = (held.hashes[:end] == page) & (held.streams[:end] == stream) & (held.media[:end] & 15 != 0)
+        for entry in np.flatnonzero(is_it).tolist():
+            since = [int(held.since[entry, tier]) for tier in range(NUM_MEDIA) if held.media[entry] >> tier & 1]
+            after = min((each - ms) & 0xFFFFFFFF for each in since)
+            return after if after < 2**31 else None
+        return None
+
     def counts(self) -> dict[str, list[int]]:
         """Return name -> pages for each medium."""
         rows = self._book.counts[:UNTRACKED].reshape(len(COUNT_NAMES), NUM_MEDIA)

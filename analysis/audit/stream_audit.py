@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from analysis.audit.curves import AuditCurves
-from analysis.audit.report import AuditReport, HotPrefix, Rates, Resync, StreamReport
+from analysis.audit.report import AuditReport, Degraded, HotPrefix, Rates, Resync, StreamReport
 from analysis.audit.residency import BatchTime, HeldBefore, ResidencyIndex, bounded, milliseconds
 from analysis.stream_history import StreamHistory, batch_position
 from indexer.replay import Replay
@@ -15,7 +15,7 @@ from indexer.views import View, ViewCounters, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages
 from kv_events.http.explanations import BatchPosition
 from kv_events.records import LogRecord
-from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from kv_events.schema import BATCHES_LOST, CLOSED, AllBlocksCleared, SnapshotBegin, SnapshotEnd, counted_reason
 from kv_events.streams import StreamId
 
 _MOST_RESYNCS = 20
@@ -38,6 +38,9 @@ class _Stream:
     resync: Resync | None = None
     """The one in progress."""
     not_live_since: float | None = None
+    degraded: Degraded | None = None
+    """The publisher's reason after the last batch."""
+    degraded_at: float = 0.0
     is_partial: bool = False
     """Whether the view is incomplete only because of what precedes the log."""
 
@@ -273,7 +276,25 @@ class StreamAudit:
             stream.report.not_live_s += max(0.0, at - stream.not_live_since)
         is_live = stream.view.state is ViewState.LIVE
         stream.is_partial = stream.is_partial and not is_live and stream.resync is None
-        stream.not_live_since = None if is_live or stream.is_partial else at
+        is_degraded = self._note_reason(stream, at)
+        stream.not_live_since = None if (is_live and not is_degraded) or stream.is_partial else at
+
+    def _note_reason(self, stream: _Stream, at: float) -> bool:
+        """Sum up the time of a degraded reason, from batch to batch. Returns whether there is one."""
+        text, before = stream.view.degraded_reason, stream.degraded
+        if before is not None:
+            before.seconds += max(0.0, at - stream.degraded_at)
+        stream.degraded, stream.degraded_at = None, at
+        if not text or text == CLOSED:
+            return False
+        kind, number = counted_reason(text)
+        now = stream.report.degraded.setdefault(kind, Degraded(text=text, since=at))
+        now.times += now is not before
+        if kind == BATCHES_LOST:
+            known = 0 if now is not before else counted_reason(now.text)[1]
+            stream.report.engine_losses += max(0, number - known)
+        now.text, stream.degraded = text, now
+        return True
 
 
 def settings_of_audits() -> IndexerSettings:

@@ -8,13 +8,14 @@ import numpy.typing as npt
 
 from analysis.explain import messages
 from analysis.explain.hash_rules import Column, Variant
-from analysis.explain.page_history import NEVER, PageHistory, RemovalKind
+from analysis.explain.page_history import NEVER, PageHistory, RemovalKind, leading
 from analysis.explain.tracer import BeforeLog, PromptTracer, StreamTrace
 from indexer.scores import StreamReuse, stream_reuse
 from indexer.views import ViewState
-from kv_events.http.explanations import BatchPosition, Evidence, Finding
-from kv_events.schema import MEDIA, NUM_MEDIA
-from kv_events.streams import parse_group
+from kv_events.hashing import U64Array
+from kv_events.http.explanations import BatchPosition, Evidence, Finding, WorkerExplanation
+from kv_events.schema import ENGINE_UNHEARD, MEDIA, NUM_MEDIA, REPLAYING
+from kv_events.streams import StreamId, parse_group
 
 TIERS = ("gpu", "cpu", "disk", "external")
 _CAUSE_OF_LEAVING = {
@@ -53,12 +54,7 @@ class HeldPrefixes(NamedTuple):
 def prefixes(history: StreamTrace, asked: Variant) -> HeldPrefixes:
     """Return what the view of a stream holds."""
     held = history.view.index.tiers_held(asked.hashes, history.view.number)
-    return HeldPrefixes(held, tuple(_leading(held & np.uint8(2 ** (tier + 1) - 1)) for tier in range(NUM_MEDIA)))
-
-
-def _leading(held: npt.NDArray[np.uint8]) -> int:
-    """Return the number of pages before the first one that is not held."""
-    return int(np.argmin(held != 0)) if len(held) and not held.all() else len(held)
+    return HeldPrefixes(held, tuple(leading(held & np.uint8(2 ** (tier + 1) - 1)) for tier in range(NUM_MEDIA)))
 
 
 class Causes:
@@ -78,6 +74,16 @@ class Causes:
             self.prefixes = HeldPrefixes(self.prefixes.held, (self.num_pages,) * NUM_MEDIA)
 
     @property
+    def stream(self) -> StreamId:
+        """The stream."""
+        return self._history.stream
+
+    @property
+    def hashes(self) -> U64Array:
+        """uint64[pages] the prompt's pages as this worker hashes them."""
+        return self._asked.hashes
+
+    @property
     def num_pages(self) -> int:
         """Whole pages of the prompt."""
         return len(self._asked.hashes)
@@ -91,7 +97,23 @@ class Causes:
             text = messages.partial_page(tail, self._history.block_size, self.num_pages)
             found.append(Finding(cause="partial_page", page=self.num_pages + 1, text=text))
         text = f"The whole prompt, {messages.pages(self.num_pages)}, is held on the device."
-        return found or [Finding(cause="held", text=text)]
+        found = found or [Finding(cause="held", text=text)]
+        if self.prefixes.longest == self.num_pages and self.num_pages:
+            found += self._doubts()
+        return found
+
+    def _doubts(self) -> Iterator[Finding]:
+        """Yield why a view that holds the whole prompt may be wrong, and what that means."""
+        if self.state not in (ViewState.LIVE, ViewState.EXPIRED):
+            began = self._history.degraded_since or self._history.last
+            text = messages.doubtful(self.state.value, self.state_reason, began, is_degraded=self._is_degraded)
+            yield Finding(cause="stale", evidence=_evidence("doubted", began), text=text)
+
+    @property
+    def _is_degraded(self) -> bool:
+        """Whether the view is right in what it holds, and its publisher does not know all of its worker."""
+        view = self._history.view
+        return view.state is ViewState.LIVE and view.degraded_reason not in ("", ENGINE_UNHEARD, REPLAYING)
 
     # --- the whole worker ---
 
@@ -147,6 +169,10 @@ class Causes:
         elif self._past is not None and self._past.stored[page] != NEVER:
             yield self._left(self._past, page)
             yield from self._why_view_may_lack(page, self._batch(self._past.left[page]))
+        elif page in self._history.later:
+            later = self._history.later[page]
+            text = messages.stored_later(page, self.num_pages, later, self._tracer.replay.now)
+            yield Finding(cause="stored_later", page=page + 1, evidence=_evidence("stored", later), text=text)
         elif (elsewhere := self.elsewhere()) is not None and elsewhere.tokens > page * self._history.block_size:
             yield found_elsewhere(elsewhere, page)
         else:
@@ -160,12 +186,29 @@ class Causes:
             cause = "restarted"
         what = {"evicted": "removed", "not_resent": "resync_ended"}.get(cause, cause)
         first_medium = MEDIA[int(np.argmax(past.stored_on[page] == past.stored[page]))].value
-        return Finding(
-            cause=cause,
-            page=page + 1,
-            evidence=[*_evidence("stored", stored, first_medium), *_evidence(what, left, medium)],
-            text=messages.left(cause, page, self.num_pages, stored, left, medium, int(past.times_stored[page])),
-        )
+        evidence = _evidence("stored", stored, first_medium)
+        text = messages.left(cause, page, self.num_pages, stored, left, medium, int(past.times_stored[page]))
+        earlier = [
+            (number, tier)
+            for tier, number in enumerate(past.left_on[page].tolist())
+            if tier != past.left_from[page] and past.stored[page] < number <= past.left[page]
+        ]
+        for number, tier in sorted(earlier):
+            evidence += _evidence("removed", self._batch(number), MEDIA[tier].value)
+            text += f" It had left {MEDIA[tier].value} {messages.at(self._batch(number))}."
+        gap = self._history.gaps_before.get(int(past.left[page])) if cause in ("not_resent", "restarted") else None
+        if gap is not None and gap.before is not None:
+            evidence += [*_evidence("before_gap", gap.before), *_evidence("after_gap", gap.after)]
+            text += f" Before it, {messages.missing(gap)}, which may have removed the page."
+        replacement = self._history.replacements.get(int(past.left[page]))
+        decision = None
+        if replacement is not None:
+            worker = self._history.stream.worker
+            decision = self._tracer.decisions.with_page(replacement.first_hash, worker)
+            text += messages.replaced(replacement, left, decision, has_decisions=bool(self._tracer.decisions))
+        evidence += _evidence(what, left, medium)
+        request_id = None if decision is None else decision.request_id
+        return Finding(cause=cause, page=page + 1, request_id=request_id, evidence=evidence, text=text)
 
     def _why_view_may_lack(self, page: int, since: BatchPosition | None) -> Iterator[Finding]:
         """Yield why the view may lack a page that its worker holds. since: the last that the log shows of the page."""
@@ -185,16 +228,38 @@ class Causes:
             yield Finding(cause="stale", page=page + 1, evidence=evidence, text=text)
 
     def _never_stored(self, page: int) -> Finding:
+        history, evidence = self._history, list[Evidence]()
         if page == 0 or self._past is None:
-            text = messages.never_stored(page, self.num_pages, self._history.first)
-            return Finding(cause="never_stored", page=page + 1, text=text)
-        last = self._batch(self._past.stored[page - 1])
-        return Finding(
-            cause="never_stored",
-            page=page + 1,
-            evidence=_evidence("last_page_stored", last),
-            text=messages.not_continued(page, self.num_pages, last, self._history.first),
-        )
+            text = messages.never_stored(page, self.num_pages, history.first)
+        else:
+            last = self._batch(self._past.stored[page - 1])
+            evidence = _evidence("last_page_stored", last)
+            text = messages.not_continued(page, self.num_pages, last, history.first)
+        others, num_common = self._continuations(page)
+        if others:
+            own_size = history.block_size
+            text += messages.continuations(page, others, page * own_size + num_common if num_common else None)
+            return Finding(cause="other_prompt", page=page + 1, pages=others, evidence=evidence, text=text)
+        if page:
+            text += f" No page follows page {page} here."
+        elif not history.has_tokens and self._tracer.prompt.tokens is not None:
+            query = self._tracer.prompt.query
+            text += messages.other_names(query.lora_name, query.cache_salt, sum(history.view.num_pages))
+        return Finding(cause="never_stored", page=page + 1, evidence=evidence, text=text)
+
+    def _continuations(self, page: int) -> tuple[int, int]:
+        """Return how many other pages are held in place of a page, and the most tokens that one has in common with it.
+
+        Prompts that have no page in common with this one count only if they share tokens of the first one.
+        """
+        view, found = self._history.view, self._history.partings.get(page, {})
+        known = np.array(list(found), np.uint64)
+        held = known[view.index.tiers_held(known, view.number) != 0] if len(known) else known
+        num_common = max((found[each] for each in held.tolist()), default=0)
+        if not page:
+            return len(held), num_common
+        parent = self._asked.hashes[page - 1]
+        return sum(int((part.parents == parent).sum()) for part in view.index.stream_pages(view.number)), num_common
 
     # --- tiers and holes ---
 
@@ -265,13 +330,27 @@ def _places(tracer: PromptTracer, history: StreamTrace, asked: StreamTrace | Non
     own = hashes.asked(history.block_size)
     for number, past in history.page_histories.items():
         variant = hashes.variants[number]
-        pages = _leading(past.held)
+        pages = past.prefix
         if not pages or (is_asked and variant.number == own.number):
             continue
         rule = variant.rule if variant.column is Column.SEQUENCE else history.rules.get(number)
         different = {} if rule is None else rule.differences(asked_rule)
         first = tracer.batches[int(past.stored[0])]
         yield Elsewhere(pages, pages * (variant.rule.block_size or history.block_size), names | different, first)
+
+
+def found_at_best(tracer: PromptTracer, causes: Causes, best: WorkerExplanation, hashes: U64Array) -> Finding:
+    """Return the finding that another worker holds more of a prompt. hashes: of the pages that it holds."""
+    decision = tracer.decisions.with_page(int(hashes[best.held["external"] - 1]), best.instance_id)
+    text = messages.held_by(best.instance_id, best.held["external"], best.num_pages, decision)
+    return Finding(
+        cause="held_elsewhere",
+        page=causes.prefixes.longest + 1,
+        pages=best.held["external"],
+        worker=best.instance_id,
+        request_id=None if decision is None else decision.request_id,
+        text=text,
+    )
 
 
 def found_elsewhere(elsewhere: Elsewhere, page: int | None) -> Finding:

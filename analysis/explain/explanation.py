@@ -4,15 +4,17 @@ from collections.abc import Iterable, Iterator
 
 from analysis.explain import messages
 from analysis.explain.asked_prompt import AskedPrompt
-from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere
+from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_at_best, found_elsewhere
 from analysis.explain.tracer import History, PromptTracer, StreamTrace
 from indexer.replay import Replay
 from kv_events.errors import KvsightError, shorten
 from kv_events.http.explanations import Evidence, Explanation, Finding, WorkerExplanation
 from kv_events.log.moments import LogMoment
+from kv_events.log.reader import RecordChunk
 from kv_events.streams import StreamId, split_group
 
 _MOST_NAMED = 5
+_NEVER_STORED = ("never_stored", "other_prompt", "stored_later")
 
 
 class NothingToExplainError(KvsightError):
@@ -24,15 +26,19 @@ def explain(
     records: History,
     until: LogMoment | None = None,
     views: Replay | None = None,
+    decisions: Iterable[RecordChunk] = (),
 ) -> Explanation:
     """Explain why each worker holds no more of a prompt at a moment of a log.
 
     records: all records of the log. Chunks are followed faster than single records. until: the moment; None: the end.
     views: those before the first record, with the settings that the router had; they are changed. None: empty ones.
+    decisions: those of a log of their own.
 
     Raises NothingToExplainError, and what `records` raises.
     """
     tracer = PromptTracer(prompt, views)
+    for chunk in decisions:
+        tracer.decisions.take_chunk(chunk)
     tracer.follow(records, until)
     workers = [*_asked_workers(tracer), *_later_workers(tracer)]
     names = {worker.instance_id for worker in workers}
@@ -52,10 +58,11 @@ def explain(
 
 def _asked_workers(tracer: PromptTracer) -> Iterator[WorkerExplanation]:
     """Yield the streams of the model and tenant that are known at the moment."""
+    found: list[tuple[Causes, WorkerExplanation]] = []
     for history in tracer.streams.values():
-        if _is_asked(tracer.prompt, history.stream):
+        if (history.stream.model, history.stream.tenant) == (tracer.prompt.query.model, tracer.prompt.query.tenant):
             causes = Causes(tracer, history)
-            yield _worker(
+            explained = _worker(
                 history.stream,
                 history.block_size,
                 causes.findings(),
@@ -65,6 +72,18 @@ def _asked_workers(tracer: PromptTracer) -> Iterator[WorkerExplanation]:
                 state=causes.state.value,
                 state_reason=causes.state_reason,
             )
+            found.append((causes, explained))
+    most = max(found, key=lambda each: each[1].held["external"], default=None)
+    for causes, explained in found:
+        if most is not None and explained.cause in _NEVER_STORED and _is_less(explained, most[1]):
+            explained.findings.append(found_at_best(tracer, causes, most[1], most[0].hashes))
+        if _is_asked(tracer.prompt, causes.stream):
+            yield explained
+
+
+def _is_less(worker: WorkerExplanation, other: WorkerExplanation) -> bool:
+    is_comparable = worker.block_size == other.block_size and worker.instance_id != other.instance_id
+    return is_comparable and worker.held["external"] < other.held["external"]
 
 
 def _later_workers(tracer: PromptTracer) -> Iterator[WorkerExplanation]:

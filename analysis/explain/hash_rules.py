@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,6 +30,8 @@ _MOST_OTHER_PAGES = 4096
 """Pages of the prompt that are looked for under another rule than the one that was asked for."""
 _SEEDS_TRIED = 65_536
 _MOST_SEARCHES = 64
+_MOST_NAMED = 32
+"""Rules for names that records with tokens contain."""
 _MOST_NAMES = 64
 """In one record."""
 
@@ -79,6 +81,7 @@ class PromptHashes:
         self._variant_of_id = np.empty(0, np.int64)
         self._by_rule: dict[tuple[Column, HashRule], Variant] = {}
         self._block_sizes: set[int] = set()
+        self._num_named = 0
 
     def asked_rule(self, block_size: int) -> HashRule:
         """Return the rule under which a query looks for the prompt in streams with this block size."""
@@ -124,6 +127,26 @@ class PromptHashes:
             rule = asked._replace(is_bigram=is_bigram)
             chain = block_hash_chain(first, block_size, None, is_bigram=is_bigram)
             self._add(Column.BLOCK, rule, hash_strs_to_int64(chain).view(np.uint64))
+
+    def add_names(self, names: Iterable[str], block_size: int) -> None:
+        """Look for the prompt under these adapters and salts, too, at most 16."""
+        tokens, asked = self.prompt.tokens, self.asked_rule(block_size)
+        for name in names:
+            for rule in (asked._replace(lora_name=name), asked._replace(cache_salt=name)):
+                if (
+                    tokens is not None
+                    and (Column.SEQUENCE, rule) not in self._by_rule
+                    and self._num_named < _MOST_NAMED
+                ):
+                    self._num_named += 1
+                    self._add(Column.SEQUENCE, rule, self.compute(tokens[: _MOST_OTHER_PAGES * block_size + 1], rule))
+
+    def first_pages(self) -> list[bytes]:
+        """Return the tokens of the prompt's first page as records contain them, for each block size."""
+        tokens = self.prompt.tokens
+        if tokens is None:
+            return []
+        return [tokens[:size].astype("<u4").tobytes() for size in self._block_sizes if len(tokens) >= size]
 
     def is_known(self, hashes: U64Array) -> bool:
         """Return whether any of these sequence hashes is looked for."""

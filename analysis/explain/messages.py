@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 
-from analysis.explain.tracer import BeforeLog, Gap
+from analysis.explain.tracer import BeforeLog, Gap, Replacement
+from analysis.words import name
+from kv_events.decisions import Decision
 from kv_events.http.explanations import BatchPosition
 from kv_events.log.moments import utc_text
 from kv_events.streams import Group
@@ -64,7 +66,8 @@ def left(
     was = f"Page {page + 1} of {num_pages} was stored {when(stored)}{again}"
     later = at(left) if isinstance(stored, BeforeLog) else f"{left.time - stored.time:.1f} s later, {at(left)}"
     if cause == "evicted":
-        batch = f"That batch removes {pages(left.pages_removed)} and stores {left.pages_stored}."
+        stores = f" and stores {left.pages_stored}" if left.pages_stored else ""
+        batch = f"That batch removes {pages(left.pages_removed)}{stores}."
         return f"{was} and evicted from {medium} {later}. {batch}"
     if cause == "cleared":
         return f"{was}. The worker cleared its cache {later}."
@@ -75,12 +78,67 @@ def left(
 
 def lost(page: int, gap: Gap, num_gaps: int, resync: BatchPosition | None) -> str:
     """Batches are missing."""
+    numbers, between = _numbers(gap)
+    more = f" ({num_gaps} gaps since the view was last right)" if num_gaps > 1 else ""
+    return f"Page {page + 1} may have been stored in {numbers}, lost: {between}{more}. {_since(resync)}."
+
+
+def _numbers(gap: Gap) -> tuple[str, str]:
     several = gap.first_seq != gap.last_seq
     numbers = f"batches {gap.first_seq} to {gap.last_seq}" if several else f"batch {gap.first_seq}"
     start = "" if gap.before is None else f"{where(gap.before)} and "
-    between = f"between {start}{where(gap.after)}, {utc_text(gap.after.time)}"
-    more = f" ({num_gaps} gaps since the view was last right)" if num_gaps > 1 else ""
-    return f"Page {page + 1} may have been stored in {numbers}, lost: {between}{more}. {_since(resync)}."
+    return numbers, f"between {start}{where(gap.after)}, {utc_text(gap.after.time)}"
+
+
+def missing(gap: Gap) -> str:
+    """The batches before a resync."""
+    numbers, between = _numbers(gap)
+    return f"{numbers} {'were' if gap.first_seq != gap.last_seq else 'was'} lost {between}"
+
+
+def replaced(replacement: Replacement, left: BatchPosition, decision: Decision | None, *, has_decisions: bool) -> str:
+    """What took the place of an evicted page. left: the batch of the eviction. has_decisions: whether the log has."""
+    batch = replacement.batch
+    text = "" if batch.seq == left.seq else f" {pages(batch.pages_stored)} took the place {at(batch)}."
+    text += f" The first one stored is {replacement.first_hash:016x}"
+    if decision is not None or has_decisions:
+        text += f", of {'no request in the log' if decision is None else 'request ' + name(decision.request_id)}"
+    return f"{text}. The worker held {pages(replacement.pages_before)} before, and {replacement.pages_after:,} after."
+
+
+def stored_later(page: int, num_pages: int, later: BatchPosition, now: float) -> str:
+    """The page comes after the moment."""
+    after = f"{max(0.0, later.time - now):.3f} s after this moment"
+    return f"Page {page + 1} of {num_pages} is not stored yet: it is stored {at(later)}, {after}."
+
+
+def continuations(page: int, others: int, parts_after: int | None) -> str:
+    """Other pages are held in place of a page. parts_after: tokens that one of them shares with the prompt."""
+    verb = "follows" if others == 1 else "follow"
+    text = f" Of other prompts, {pages(others)} {verb} page {page} here." if page else ""
+    if parts_after is not None:
+        text += f" Another prompt parts at token {parts_after + 1}, inside page {page + 1}."
+    return text
+
+
+def other_names(lora_name: str | None, cache_salt: str | None, held: int) -> str:
+    """The worker may hold the prompt under names that the log does not contain."""
+    asked = [f"LoRA adapter {lora_name}" if lora_name else "no LoRA adapter"]
+    asked.append("this cache salt" if cache_salt else "no cache salt")
+    if not held:
+        return ""
+    return (
+        f" That holds under {' and '.join(asked)}: whether the {pages(held)} that it holds are of other ones, "
+        "the log does not tell. If its requests have any, ask with `lora_name` and `cache_salt`."
+    )
+
+
+def held_by(worker: str, held: int, num_pages: int, decision: Decision | None) -> str:
+    """The worker that holds most of the prompt."""
+    text = f"{name(worker)} holds most of the prompt, {held} of {pages(num_pages)}"
+    if decision is None:
+        return f"{text}."
+    return f"{text}: request {name(decision.request_id)} was sent there at {utc_text(decision.timestamp)}."
 
 
 def before_the_log(page: int, gap: Gap, resync: BatchPosition | None) -> str:
@@ -102,6 +160,16 @@ def stale(page: int, state: str, reason: str, began: BatchPosition, resync: Batc
     since = "from before the log begins" if isinstance(began, BeforeLog) else utc_text(began.time)
     begins = f"The view is {state} ({reason}) since {since} ({where(began)})"
     return f"{begins}: page {page + 1} may be missing only in the view."
+
+
+def doubtful(state: str, reason: str, began: BatchPosition, *, is_degraded: bool) -> str:
+    """The view holds the whole prompt, but is not live."""
+    since = "from before the log begins" if isinstance(began, BeforeLog) else utc_text(began.time)
+    means = "the pages in it are right, others may be missing" if is_degraded else "some of these pages may be gone"
+    return (
+        f"But the view is {state} ({reason}) since {since} ({where(began)}): {means}. "
+        "Routers still count them; a worker whose view is live is the safer choice."
+    )
 
 
 def never_stored(page: int, num_pages: int, first: BatchPosition) -> str:

@@ -23,6 +23,11 @@ class RemovalKind(IntEnum):
     """It was not among the pages that a resync sent."""
 
 
+def leading(held: npt.NDArray[np.uint8]) -> int:
+    """Return the number of pages before the first one that is not held."""
+    return int(np.argmin(held != 0)) if len(held) and not held.all() else len(held)
+
+
 class PageHistory:
     """The state of n pages after a number of batches. Batches are numbered in the order of the log.
 
@@ -47,6 +52,11 @@ class PageHistory:
         self.times_stored = np.zeros(num_pages, np.int64)
         """[n] times that a page came to be held."""
         self._marks: npt.NDArray[np.uint8] | None = None
+
+    @property
+    def prefix(self) -> int:
+        """Pages before the first one that is not held."""
+        return leading(self.held)
 
     def begin_with(self, held: npt.NDArray[np.uint8], batch: int, resent: npt.NDArray[np.uint8] | None) -> None:
         """Begin with pages that are held already. held: [n] bitmask of media. batch: stands for those that stored them.

@@ -15,7 +15,7 @@ from api.queries.large_bodies import Body, BodyFormat, Data, elements, slimmed
 from api.queries.parsing import BY_ANY, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from indexer.consumer import Consumer
-from indexer.decisions.log import DecisionLog
+from indexer.decisions.log import NO_LOG, QUEUE_FULL, DecisionLog
 from kv_events.decisions import VERSION, Candidate, Decision, DecisionRecord, Outcome, encode_decision
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
@@ -33,6 +33,11 @@ MAX_BODY_BYTES = 8 * 2**20
 _MANY_BYTES = 2**14
 """Larger bodies, which may have hundreds of records, are decoded in another thread."""
 _MAX_AGE_S = 86_400.0
+_REASONS = {
+    NO_LOG: "this service keeps no log, so that decisions only count in the figures of the last hour; start it with "
+    "`kvsight serve --record FOLDER`, or with Kafka, to audit them",
+    QUEUE_FULL: "the log is slow or away, and the queue of records is full",
+}
 
 
 class _Encoded(NamedTuple):
@@ -62,11 +67,13 @@ class DecisionRoute:
             records = await asyncio.to_thread(self._decode, body, body_format)
         else:
             records = self._decode(body, body_format)
-        accepted = sum(map(self._put, records))
-        answer = DecisionsAccepted(accepted=accepted, dropped=len(records) - accepted)
+        reasons = list(filter(None, map(self._put, records)))
+        reason = _REASONS[reasons[0]] if reasons else ""
+        answer = DecisionsAccepted(accepted=len(records) - len(reasons), dropped=len(reasons), reason=reason)
         return json_response(answer, HTTPStatus.ACCEPTED)
 
-    def _put(self, encoded: _Encoded) -> bool:
+    def _put(self, encoded: _Encoded) -> str | None:
+        """Return why a record was dropped, or None if it was not."""
         record = encoded.record
         self._on_record(record)
         return self._log.put(

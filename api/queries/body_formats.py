@@ -59,12 +59,11 @@ def decode_query(data: Data, body_format: BodyFormat) -> Query:
         raise ProblemError.of_value(InvalidValueError("tier_weights", "a value that is longer", expected))
     if probe.model_name is not UNSET:
         return _decode(body_format.peer, data, body_format)
-    query = _decode(body_format.rfc, data, body_format)
-    if query.model is UNSET and query.modelname is UNSET:
+    if probe.model is UNSET and probe.modelname is UNSET:  # before what the RFC's dialect needs besides
         raise ProblemError(
             422, ProblemKind.MISSING_FIELD, "model_name: missing (or model, in the RFC's dialect)", "model_name"
         )
-    return query
+    return _decode(body_format.rfc, data, body_format)
 
 
 def decode_query_batch(data: Body, body_format: BodyFormat) -> Sequence[Data]:

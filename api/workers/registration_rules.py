@@ -1,8 +1,10 @@
 """Rules for registrations: allowed addresses, conflicts, and the ranks that a caller selects."""
 
+import asyncio
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TypeAlias
 
 from api.problems import ProblemError, ProblemKind
@@ -16,6 +18,10 @@ from kv_events.streams import StreamId
 _limited_logger = RateLimitedLogger(logging.getLogger(__name__), "registrations")
 
 Engines: TypeAlias = Mapping[StreamId, EngineSettings]
+
+_GREETING_S = 1.0
+_SILENCE_S = 0.2
+"""A peer that says nothing for so long is asked whether it speaks HTTP."""
 
 # restricted to addresses that ZMQ can connect to, so that it does not retry forever
 _TCP = re.compile(r"tcp://(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\]):[0-9]{1,5}")
@@ -40,6 +46,38 @@ async def check_addresses(engine: EngineSettings, allowed: AllowedAddresses) -> 
             raise ProblemError(403, ProblemKind.ENDPOINT_NOT_ALLOWED, f"{field}: {error}", field, address) from None
         except LocateError as error:
             _limited_logger.warning("worker %s is registered all the same: %s", shorten(engine.worker), error)
+
+
+async def check_speaks_zmq(engine: EngineSettings, allowed: AllowedAddresses) -> None:
+    """Check that no HTTP server answers at an engine's addresses. Raises ProblemError (400).
+
+    A ZMQ socket greets first, so this takes as long as a connection. What does not answer may start later.
+    """
+    for field in ("endpoint", "replay_endpoint"):
+        address: str | None = getattr(engine, field)
+        if address is None or not address.startswith("tcp://"):
+            continue
+        try:
+            host, _, port = (await allowed.locate(address)).removeprefix("tcp://").rpartition(":")
+            async with asyncio.timeout(_GREETING_S):
+                answers = await _speaks_http(host.strip("[]"), int(port))
+        except (OSError, TimeoutError, LocateError):
+            continue
+        if answers:
+            expected = "the port of the engine's ZMQ events; an HTTP server answers here"
+            raise ProblemError.of_value(InvalidValueError(field, address, expected), 400, ProblemKind.INVALID_ENDPOINT)
+
+
+async def _speaks_http(host: str, port: int) -> bool:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SILENCE_S):
+                return await reader.read(5) == b"HTTP/"
+        writer.write(b"HEAD / HTTP/1.0\r\n\r\n")
+        return await reader.read(5) == b"HTTP/"
+    finally:
+        writer.close()
 
 
 def check_conflicts(engines: Engines, engine: EngineSettings, *, is_peer: bool) -> None:

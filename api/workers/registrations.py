@@ -19,7 +19,14 @@ from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.registration_rules import check_addresses, check_conflicts, no_room, select_ranks, stream_of
+from api.workers.registration_rules import (
+    check_addresses,
+    check_conflicts,
+    check_speaks_zmq,
+    no_room,
+    select_ranks,
+    stream_of,
+)
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.metrics import BridgeMetrics
 from indexer.consumer import Consumer
@@ -122,6 +129,8 @@ class Registrations:
         self._num_checked += 1
         try:
             await check_addresses(engine, self._allowed)
+            if self._engines.get(stream_of(engine)) != engine:
+                await check_speaks_zmq(engine, self._allowed)
         finally:
             self._num_checked -= 1
         await self._wait_until_loaded()

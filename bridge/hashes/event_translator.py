@@ -72,6 +72,11 @@ class EventTranslator:
         return self._size.mismatch or self._groups.problem
 
     @property
+    def num_left_out(self) -> int:
+        """Pages that were left out since the engine was last empty, because their parents are not known."""
+        return self._namer.num_left_out
+
+    @property
     def must_end_batch(self) -> bool:
         """Whether so many runs wait that the engine's batch must count as ended."""
         return len(self._waiting) > _MAX_WAITING
@@ -149,6 +154,7 @@ class EventTranslator:
     def clear(self) -> None:
         """Publish that the worker holds no pages. Hashes stay remembered, because they keep their meaning."""
         self._waiting.clear()
+        self._namer.num_left_out = 0
         for output in self._outputs.values():
             output.clear()
 
@@ -353,7 +359,7 @@ class EventTranslator:
             pages = self._hashes.remember(hashes, hashes, tier, seed, namespace)
             self._outputs[OWN_STREAM].publish(pages, namespace, medium=medium)
         elif event.parent_hash is None and event.base_block_idx:
-            self._counters.unknown_parents += len(hashes)
+            self._namer.leave_out(len(hashes))
         else:
             parent = None if event.parent_hash is None else event.parent_hash & MASK64
             run = PageRun(

@@ -32,11 +32,18 @@ class PageNamer:
     def __init__(self, context: EngineContext, hashes: HashMemory) -> None:
         self._defaults, self._counters, self._limited_logger, *_ = context
         self._hashes = hashes
+        self.num_left_out = 0
+        """Pages with unknown parents, since the engine was last empty."""
 
     def seed(self, lora_name: str | None, cache_salt: str | None) -> NamespaceSeed:
         """The seed of pages whose events name this adapter and salt, or those of the registration."""
         seed = _seed_of(lora_name or self._defaults.lora_name, cache_salt or self._defaults.cache_salt)
         return NamespaceSeed(seed, bool(cache_salt))
+
+    def leave_out(self, num_pages: int) -> None:
+        """Count pages with unknown parents."""
+        self._counters.unknown_parents += num_pages
+        self.num_left_out += num_pages
 
     def look_up(self, run: PageRun, namespace: HashNamespace) -> TranslatedPages:
         """The pages of a run by their hashes alone. Those that are not remembered are left out and counted."""
@@ -72,7 +79,7 @@ class PageNamer:
         local = hashed(0, run.num_positions // size, seed.seed)
         pages = self._hashes.translate(run.events, local, hashed, seed, namespace)
         if pages.num_unknown:
-            self._counters.unknown_parents += pages.num_unknown
+            self.leave_out(pages.num_unknown)
             self._limited_logger.warning("%d stored pages left out: parent_block_hash is not known", pages.num_unknown)
         return pages
 

@@ -97,7 +97,7 @@ class RankStreams:
         self._limited_logger.warning("%d batches are lost, all its pages are dropped", num_batches)
         self._is_incomplete = True
         for stream in self._streams.values():
-            stream.drop_all_pages()
+            stream.drop_all_pages(num_batches)
 
     def restart(self, *, is_certain: bool) -> None:
         """Begin another incarnation. is_certain: False if it may be the same one."""

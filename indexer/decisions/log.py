@@ -78,8 +78,8 @@ class DecisionLog:
         """Records that wait to be written."""
         return len(self._queue)
 
-    def put(self, kind: str, request_id: str, payload: bytes) -> bool:
-        """Queue a record that `encode_decision` has encoded. Returns whether it was accepted. Never waits.
+    def put(self, kind: str, request_id: str, payload: bytes) -> str | None:
+        """Queue a record that `encode_decision` has encoded. Returns why it was dropped, or None. Never waits.
 
         kind: `decision` or `outcome`.
         """
@@ -88,12 +88,12 @@ class DecisionLog:
         reason = NO_LOG if self._write is None else QUEUE_FULL if self._is_full(record.memory_bytes) else None
         if reason is not None:
             self.dropped[reason] += 1
-            return False
+            return reason
         self.accepted[kind] += 1
         self._queue.append(record)
         self._queued_bytes += record.memory_bytes
         self._arrival.set()
-        return True
+        return None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

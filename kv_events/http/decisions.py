@@ -58,10 +58,12 @@ class DecisionProbe(msgspec.Struct, frozen=True):
     decisions: Annotated[list[Raw], msgspec.Meta(max_length=MAX_DECISIONS_PER_BATCH)] | UnsetType = UNSET
 
 
-class DecisionsAccepted(msgspec.Struct, frozen=True, kw_only=True):
+class DecisionsAccepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What became of the decisions and outcomes of a request."""
 
     accepted: int
     """Records that were queued to be written."""
     dropped: int
-    """Records that were dropped, because the queue is full or the service keeps no log."""
+    """Records that were dropped."""
+    reason: str = ""
+    """Why some were dropped, and what helps. Left out if none was."""

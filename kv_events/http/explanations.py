@@ -9,6 +9,9 @@ from kv_events.http.workers import State
 CAUSES = {
     "held": "the whole prompt is held on the device",
     "never_stored": "the page was never stored, as far as the log goes back",
+    "other_prompt": "the page was never stored, but other pages after the one before it",
+    "stored_later": "the page is stored later than at the moment asked for",
+    "held_elsewhere": "the page was never stored here, and another worker holds it",
     "evicted": "the page was stored and evicted",
     "moved": "the page was moved to a slower tier",
     "slower_tier": "the page was stored on a slower tier and never on this one",
@@ -63,7 +66,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     """`stored`, `removed`, `cleared`, `restarted`, `resync_began`, `resync_ended`, `before_gap`, `after_gap`,
-    `doubted`, `first_batch`, `last_batch` or `last_page_stored`."""
+    `doubted`, `first_batch`, `last_batch`, `last_page_stored` or `replaced` (it stored what took an evicted page's
+    place)."""
     medium: str | None = None
     """Where the page was stored or removed."""
     batch: BatchPosition
@@ -80,7 +84,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     group: str | None = None
     """The group that ends the prefix: `mamba`, `swa:WINDOW`, ..."""
     pages: int | None = None
-    """Pages that are hidden, or that are held under the other namespace."""
+    """Pages that are hidden, or that are held under the other namespace, or by the other worker."""
+    worker: str | None = None
+    """The other worker that holds most of the prompt."""
+    request_id: str | None = None
+    """The decision that sent the prompt to the other worker, or one whose pages took the place of an evicted one."""
     namespace: dict[str, str | int | bool | None] | None = None
     """What differs in the other namespace: `model`, `tenant`, `block_size`, `lora_name`, `cache_salt`, `seed` or
     `is_bigram`, with its value there. Empty: another adapter, salt or seed, which the log does not show."""

@@ -75,6 +75,8 @@ class DialectFields(msgspec.Struct, frozen=True):
     """The part of a query that shows its dialect and whether its objects are small enough to be created."""
 
     model_name: Raw | UnsetType = UNSET
+    model: Raw | UnsetType = UNSET
+    modelname: Raw | UnsetType = UNSET
     tier_weights: Raw | UnsetType = UNSET
 
 
@@ -84,7 +86,7 @@ class BatchQuery(msgspec.Struct, frozen=True):
     queries: Annotated[list[Raw], msgspec.Meta(max_length=MAX_QUERIES_PER_BATCH)]
 
 
-class PeerInstance(msgspec.Struct, frozen=True, kw_only=True):
+class PeerInstance(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """The tokens of a prompt that one worker can reuse. Each tier includes the faster ones."""
 
     longest_matched: int
@@ -116,7 +118,7 @@ class Missing(msgspec.Struct, frozen=True):
     reason: str
 
 
-class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """The answer in Dynamo's dialect."""
 
     scores: dict[str, dict[int, int]]
@@ -140,7 +142,7 @@ class RankBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """On disk or external."""
 
 
-class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
+class RfcInstance(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """The tokens of a prompt that one worker can reuse. Each tier includes the faster ones."""
 
     longest_matched: int
@@ -162,7 +164,7 @@ RfcAnswer: TypeAlias = dict[str, dict[str, RfcInstance]]
 """Tenant -> worker -> what it holds: the answer in the dialect of the Mooncake RFC."""
 
 
-class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """The answer to a batch: for each query, in order, a `PeerAnswer`, an `RfcAnswer` or a `ProblemDocument`."""
 
     results: list[Raw]

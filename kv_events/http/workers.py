@@ -64,7 +64,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """`zmq` for a registered engine, otherwise `log`."""
 
 
-class ViewPage(msgspec.Struct, frozen=True, kw_only=True):
+class ViewPage(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """One page of a radix view."""
 
     sequence_hash: int

@@ -21,7 +21,7 @@ import typer
 from kv_events.http.fleet import Fleet, FleetWorker
 from kv_events.http.service import DEFAULT_URL
 from kv_events.http.workers import Worker
-from kv_events.runtime.words import count, duration, printable
+from kv_events.runtime.words import count, duration, names, printable
 from kvsight.cli.shared.console import UsageError, at_most_one, err, out, print_lines, print_result
 from kvsight.cli.shared.flags import ApiToken, AsJson, Url
 from kvsight.cli.shared.streams import MEDIA, media_held, namespace_text, rows_of, streams_lines
@@ -83,7 +83,10 @@ def top(
         table = _ranks_table(client, contains, model, tenant) if ranks else _fleet_table(client, contains)
         if once:
             found = table.read()
-            print_result(found, (line.text for line in table.lines(found, out.width, None)), as_json=as_json)
+            if as_json or found or (model, tenant) == (None, None):
+                print_result(found, (line.text for line in table.lines(found, out.width, None)), as_json=as_json)
+            if not found and (model, tenant) != (None, None):
+                raise UsageError(_unknown(client, model, tenant))
             return
         is_screen = out.is_terminal and not as_json and not out.is_dumb_terminal
         screen = _screen(table) if is_screen else nullcontext(_printer(table, as_json))
@@ -111,11 +114,19 @@ def _fleet_table(client: Client, contains: str) -> _Table:
 def _ranks_table(client: Client, contains: str, model: str | None, tenant: str | None) -> _Table:
     def lines(found: list[Worker], width: int, height: int | None) -> Iterator[Line]:
         rows = rows_of(found)
-        of_model = f" for {namespace_text(model, tenant or 'default', 0)}" if model else ""
-        texts = streams_lines(rows, width) if rows else [f"no worker is known{of_model}"]
+        texts = streams_lines(rows, width) if rows else [_unknown(client, model, tenant)]
         return (Line(text) for text in islice(texts, height))
 
     return _Table(lambda: [each for each in client.workers(model, tenant) if contains in each.instance_id], lines)
+
+
+def _unknown(client: Client, model: str | None, tenant: str | None) -> str:
+    """Say that no worker is known, and which ones are."""
+    if (model, tenant) == (None, None):
+        return "no worker is known"
+    asked = namespace_text(model, tenant or "default", 0) if model else f"tenant {printable(tenant or '')}"
+    known = sorted({namespace_text(each.model_name, each.routing_group, 0) for each in client.workers()})
+    return f"no worker is known for {asked}; known: {names(known) or 'none'}"
 
 
 def _watch(table: _Table, show: _Show, pauses_and_ends: Callable[[], bool]) -> None:

@@ -13,7 +13,16 @@ import pytest
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
 from kv_events.schema import ResyncRequest
-from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError, Prompt, RetryPolicy, best_worker
+from kvsight import (
+    AsyncClient,
+    Client,
+    ClientClosedError,
+    KvsightConnectionError,
+    KvsightHttpError,
+    Prompt,
+    RetryPolicy,
+    best_worker,
+)
 from tests.rigs.api import served
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
@@ -234,3 +243,26 @@ def test_both_clients_have_the_same_methods() -> None:
         return {name for name in vars(kind) if not name.startswith("_")} - {"close", "aclose"}
 
     assert methods(Client) == methods(AsyncClient)
+
+
+async def test_a_mistyped_candidate_is_warned_of_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    await rig.fed.hold(Stream("vllm-0"), TOKENS)
+    for _ in range(3):
+        chosen = await rig.ask("best_worker", "m", TOKENS, load={"vllmm-0": 0, "vllm-0": 99})
+        assert chosen.worker == "vllmm-0"  # it may be new
+    assert [line.message for line in caplog.records if line.name == "kvsight.client"] == [
+        "load: the service knows no worker 'vllmm-0'; known: vllm-0"
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_closed_client_says_so(kind: str) -> None:
+    async with asking(kind, "http://127.0.0.1:1") as ask:
+        pass
+    with pytest.raises(ClientClosedError, match="this client is closed"):
+        await ask("health")
+
+
+async def test_an_answer_shows_only_what_it_has(rig: Rig) -> None:
+    await rig.fed.hold(Stream("w"), TOKENS)
+    assert "UNSET" not in repr(await rig.ask("query", "m", TOKENS))

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 from urllib.parse import urljoin
 
+import msgspec
 import pytest
 from httpx import AsyncClient
 
@@ -25,6 +26,8 @@ from tests.support.log.records import Stream, removed
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
+NEED_MORE = {"/register", "/unregister", "/explain", "/tokenize"}
+"""Routes of a service with an embedded bridge, a recording or a tokenizer."""
 
 
 async def test_health_and_readiness_of_a_running_consumer(client: AsyncClient, fed: HandFed) -> None:
@@ -128,6 +131,21 @@ async def test_the_documentation_names_every_route(client: AsyncClient) -> None:
         "/metrics",
     }
     assert "model_name" in str(document["components"]["schemas"])
+    summaries = {path: each["summary"] for path, methods in document["paths"].items() for each in methods.values()}
+    assert summaries["/fleet"] == "Return whether the views are true, and all workers, those in trouble first"
+    assert all(len(summary.split()) >= 3 for summary in summaries.values()), summaries
+
+
+async def test_the_examples_of_the_documentation_are_accepted(client: AsyncClient, fed: HandFed) -> None:
+    await fed.hold(Stream("engine-0", model="my-model", block_size=16), range(1, 17))
+    document = (await client.get("/openapi.json")).json()
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            for media_type, content in operation.get("requestBody", {}).get("content", {}).items():
+                encode = msgspec.json.encode if media_type.endswith("json") else msgspec.msgpack.encode
+                headers = {"Content-Type": media_type}
+                answer = await client.post(path, content=encode(content["example"]), headers=headers)
+                assert answer.status_code in ((404,) if path in NEED_MORE else (200, 202)), answer.text
 
 
 @pytest.mark.parametrize("is_replay", [False, True])

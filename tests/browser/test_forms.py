@@ -82,6 +82,8 @@ async def test_the_ask_box_shows_what_a_query_returns(browser: Browser) -> None:
         bar = page.locator("#ask tbody tr").nth(1).locator(".tiers")
         assert await bar.get_attribute("aria-label") == "half: 16 tokens on GPU, 16 on CPU of 64"
         await shows(page, "#ask", "start it with --record FOLDER")
+        await ask(page, "1 2 3")
+        await shows(page, "#ask", "These 3 tokens are less than one page of 4, so that no worker can hold any.")
         await ask(page, "{")
         await shows(page, "#ask [role=alert]", "The request body is not JSON")
 

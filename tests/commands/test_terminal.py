@@ -100,8 +100,14 @@ def test_workers_print_the_answer_of_the_api(url: str) -> None:
     words = ("top", "--ranks", "--once", "--url", url)
     listed = json.loads(kvsight(*words, "--json").stdout)
     assert {worker["instance_id"] for worker in listed} == {LONG, "engine-2", "engine-9", "engine-10"}
-    assert json.loads(kvsight(*words, "--model", "other", "--json").stdout) == []
-    assert kvsight(*words, "--model", "other").stdout == "no worker is known for model other\n"
+
+
+def test_workers_of_an_unknown_model_are_an_error_that_names_the_known_ones(url: str) -> None:
+    words = ("top", "--ranks", "--once", "--url", url, "--model", "other")
+    shown, listed = kvsight(*words), kvsight(*words, "--json")
+    assert (shown.returncode, shown.stdout) == (listed.returncode, "") == (2, "")
+    assert "no worker is known for model other; known: model m" in shown.stderr
+    assert json.loads(listed.stdout) == []
 
 
 @pytest.mark.parametrize("screen", SCREENS)

@@ -16,7 +16,7 @@ from bridge.settings import EngineDefaults
 from kv_events.engine_wire import Locate, as_given
 from kv_events.log.memory import MemoryLog
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
-from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
+from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, counted_reason
 from kv_events.streams import StreamId, split_group
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
@@ -71,7 +71,9 @@ class LiveBridge:
     async def degrades(self, degraded_reason: str, worker: str = "w", rank: int = 0) -> None:
         """Wait until a worker's records report this degraded reason."""
         await async_wait_until(
-            lambda: self.view(worker, rank).degraded_reason == degraded_reason, 20.0, f"{degraded_reason!r} of {worker}"
+            lambda: counted_reason(str(self.view(worker, rank).degraded_reason))[0] == degraded_reason,
+            20.0,
+            f"{degraded_reason!r} of {worker}",
         )
 
     async def __aenter__(self) -> Self:
@@ -173,7 +175,7 @@ class Play:
             case "reason":
                 await bridge.degrades(_REASONS[words[0]])
             case "still":
-                assert bridge.view().degraded_reason == _REASONS[words[0]]
+                assert counted_reason(bridge.view().degraded_reason)[0] == _REASONS[words[0]]
             case "until":
                 await async_wait_until(lambda: bridge.counters()[words[0]] > 0)
             case "epoch":

@@ -52,6 +52,7 @@ export class Ask {
   #answer = h("div", { "aria-live": "polite" });
   #spaces = new Map();
   #pageSizes = new Map();
+  #workers = [];
   #abort = null;
 
   constructor(section) {
@@ -69,6 +70,7 @@ export class Ask {
 
   /** Offer the models of the fleet. */
   show(fleet) {
+    this.#workers = fleet.workers;
     this.#pageSizes = new Map(fleet.workers.map((worker) => [worker.worker, worker.block_size]));
     const found = new Map(fleet.workers.map((worker) => [JSON.stringify([worker.model, worker.tenant]), worker]));
     const keys = [...found.keys()].sort();
@@ -100,6 +102,12 @@ export class Ask {
     }
   }
 
+  /** The page sizes of a query's model. */
+  #pageSizesOf(body) {
+    const model = body.model_name ?? body.model ?? body.modelname;
+    return this.#workers.filter((worker) => worker.model === model).map((worker) => worker.block_size);
+  }
+
   #showAnswer(body, answer, signal) {
     const asked = body.token_ids?.length ?? 0;
     const found = instancesOf(answer).map(([worker, held]) => [worker, held, TIER_FIELDS.map((names) => held[names[0]] ?? held[names[1]] ?? 0)])
@@ -120,7 +128,9 @@ export class Ask {
     });
     const summary = h("p", {}, rows.length
       ? `${counted(rows.length, "worker")} ${rows.length === 1 ? "holds" : "hold"} a part of ${counted(asked, "token")}.`
-      : `No worker holds the first page of these ${counted(asked, "token")}.`);
+      : asked < Math.min(...this.#pageSizesOf(body))
+        ? `These ${counted(asked, "token")} are less than one page of ${Math.min(...this.#pageSizesOf(body))}, so that no worker can hold any.`
+        : `No worker holds the first page of these ${counted(asked, "token")}.`);
     const note = h("p", { class: "quiet", "aria-live": "polite" }, "Looking for the reasons …");
     this.#answer.replaceChildren(summary, rows.length ? legend() : "",
       h("table", { class: "cards", hidden: !rows.length }, h("thead", {}, h("tr", {}, ["Worker", "Held", "By tier"].map((name, i) => h("th", { scope: "col", class: i === 1 ? "number" : null }, name)))), h("tbody", {}, rows)), note);

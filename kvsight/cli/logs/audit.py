@@ -122,7 +122,7 @@ def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
         Column("batches", [each.batches for each in shown], rank=3),
         Column("epochs", [each.epochs for each in shown], rank=2),
         Column("gaps", [each.gaps for each in shown]),
-        Column("missing", [each.missing_batches for each in shown], rank=2),
+        Column("lost", [each.lost_batches for each in shown], rank=2),
         Column("wrong digests", [each.digest_mismatches for each in shown]),
         Column("first bad record", [None if bad is None else bad.index for bad in first_bad], rank=1),
         Column("resyncs", [each.resyncs for each in shown], rank=2),
@@ -220,7 +220,8 @@ def _example_lines(log: str, funnel: Funnel, folder: Path | None) -> Iterator[st
             at = f"{math.floor(each.time * 1000) / 1000:.3f}"
             if folder is None:
                 request, worker = printable(each.request_id), printable(each.worker)
-                yield f"  request {request} at @{at}, worker {worker}: {count(each.tokens, 'token')}"
+                better = f"; {each.better}" if each.better else ""
+                yield f"  request {request} at @{at}, worker {worker}: {count(each.tokens, 'token')}{better}"
             else:
                 file, worker = shlex.quote(str(_prompt_file(folder, each))), shlex.quote(each.worker)
                 yield f"  kvsight explain {shlex.quote(log)} --prompt {file} --worker {printable(worker)} --at @{at}"

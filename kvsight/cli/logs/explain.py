@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
+from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.http.explanations import Explanation, Finding, WorkerExplanation
 from kv_events.log.moments import LogMoment
 from kv_events.runtime.words import count, local_time, names, natural_order, printable
@@ -24,6 +25,7 @@ from kvsight.extras import require
 if TYPE_CHECKING:
     from analysis.explain.asked_prompt import AskedPrompt
     from analysis.explain.tracer import History
+    from kv_events.log.reader import RecordChunk
 
 
 @with_flags(KAFKA)
@@ -67,7 +69,7 @@ def _explain(asked: AskedPrompt, source: LogInput | TopicInput, moment: LogMomen
 
     views = source.views_before() if isinstance(source, LogInput) else None
     try:
-        found = explain_records(asked, _history(source), moment, views)
+        found = explain_records(asked, _history(source), moment, views, _decisions(source))
     except NothingToExplainError as error:
         raise UsageError(moment_fault(source.extent, moment) or f"{source.extent.name}: {error}") from error
     if fault := moment_fault(source.extent, moment):
@@ -80,6 +82,13 @@ def _history(source: LogInput | TopicInput) -> History:
     if isinstance(source, LogInput):
         return source.chunks("replaying")
     return ((None, record) for record in source.records())
+
+
+def _decisions(source: LogInput | TopicInput) -> Iterable[RecordChunk]:
+    """The decisions beside an event log."""
+    from kv_events.log.reader import scan_log
+
+    return scan_log(source.folder / DECISIONS_FOLDER, lambda _: None) if isinstance(source, LogInput) else ()
 
 
 def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:

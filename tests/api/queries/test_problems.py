@@ -69,7 +69,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     *(("/query", {"model_name": "m", **case[0]}, *case[1:]) for case in PEER),
     *(("/query_by_hash", {"model_name": "m", **case[0]}, *case[1:]) for case in BY_HASH),
     *(("/query", {"model": "m", "token_ids": [], **case[0]}, *case[1:]) for case in RFC),
-    ("/query", {"token_ids": [], "block_size": 4}, 422, "model_name", "missing"),
+    ("/query", {"token_ids": []}, 422, "model_name", "model_name: missing (or model, in the RFC's dialect)"),
     ("/query/batch", {"queries": [1] * 1025}, 422, None, "1025"),
     ("/query/batch", {"queries": 5}, 422, "queries", "got 5"),
 ]

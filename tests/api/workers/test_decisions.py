@@ -153,7 +153,7 @@ async def test_decisions_and_outcomes_share_a_batch() -> None:
         ({**DECIDED, "worker": ""}, 422, "worker"),
         ({key: value for key, value in DECIDED.items() if key != "request_id"}, 422, "request_id"),
         ({**DECIDED, "request_id": "x" * 257}, 422, "request_id"),
-        ({key: value for key, value in DECIDED.items() if key != "model_name"}, 422, "block_size"),
+        ({key: value for key, value in DECIDED.items() if key != "model_name"}, 422, "model_name"),
         ({**DECIDED, "dp_rank": -1}, 422, "dp_rank"),
         ({**DECIDED, "predicted_tokens": "many"}, 422, "predicted_tokens"),
         ({**DECIDED, "timestamp": 1.7e12}, 422, "timestamp"),
@@ -200,7 +200,9 @@ async def test_what_is_queued_at_the_end_is_written() -> None:
 
 async def test_a_service_without_a_log_drops_and_counts_decisions() -> None:
     async with rig(has_sink=False) as service:
-        assert (await service.post(DECIDED)).json() == {"accepted": 0, "dropped": 1}
+        answer = (await service.post(DECIDED)).json()
+        assert (answer["accepted"], answer["dropped"]) == (0, 1)
+        assert "start it with `kvsight serve --record FOLDER`" in answer["reason"]
         assert 'kvsight_decisions_dropped_total{reason="no_log"} 1.0' in (await service.client.get("/metrics")).text
 
 

@@ -110,7 +110,7 @@ async def test_lost_batches_without_a_replay_socket_make_the_worker_stale() -> N
         await shows(served, "live", "")
         engine.send(payload(stored([3], TOKENS[8:12], parent=2)), "lost")
         engine.send(payload(stored([1, 2], TOKENS[:8])))
-        await shows(served, "stale", "batches lost")
+        await shows(served, "stale", "batches lost: 1")
 
         async def is_stale_in_answers() -> bool:
             found = await instance(served)

@@ -17,6 +17,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
 from tests.rigs.api import asking, embedding
 from tests.support.http_checks import check_problem
+from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.waiting import async_wait_until
 
 ENDPOINT = "tcp://127.0.0.1:18001"
@@ -261,8 +262,8 @@ async def test_what_is_empty_is_as_good_as_absent(
 
 
 async def test_the_operator_states_where_the_service_may_connect_to() -> None:
-    async with embedded(register_allow="tcp://10.0.*:*, ipc:///run/engines/*") as client:
-        assert (await client.post("/register", json={**PEER, "endpoint": "tcp://10.0.3.4:5557"})).status_code == 201
+    async with embedded(register_allow="tcp://127.9.*:*, ipc:///run/engines/*") as client:
+        assert (await client.post("/register", json={**PEER, "endpoint": "tcp://127.9.3.4:5557"})).status_code == 201
         allowed = {**PEER, "instance_id": 2, "endpoint": "ipc:///run/engines/a"}
         assert (await client.post("/register", json=allowed)).status_code == 201
         for endpoint in ("tcp://169.254.169.254:80", "ipc:///run/engines/../x", "tcp://localhost:5557"):
@@ -292,3 +293,12 @@ async def test_registering_needs_the_token(serving: Any) -> None:
     async with serving(api_token="secret") as (client, _):
         check_problem(await client.post("/register", json=PEER), 401)
         check_problem(await client.post("/unregister", json=PEER), 401)
+
+
+async def test_an_http_port_is_refused_at_once(client: httpx.AsyncClient) -> None:
+    async with scripted(Reply(body=b"")) as server:
+        address = server.url.replace("http", "tcp")
+        problem = check_problem(await client.post("/register", json={**PEER, "endpoint": address}), 400)
+        assert problem["field"] == "endpoint"
+        assert "an HTTP server answers here" in problem["detail"]
+    assert (await client.get("/workers")).json() == []

@@ -12,7 +12,7 @@ from kv_events.codec import decode_batch
 from kv_events.digest import page_counts
 from kv_events.schema import BATCHES_LOST, CLOSED, ENGINE_UNHEARD, REPLAYING
 from tests.rigs.bridge import CPU, GPU, Play, bridged, on, pages, prompt, store
-from tests.support.engines.event_payloads import names_of, payload, removed, stored
+from tests.support.engines.event_payloads import cleared, names_of, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 
@@ -115,6 +115,22 @@ async def test_children_of_pages_from_before_a_loss_are_still_named() -> None:
         engine.send(payload(stored([3], tokens[8:], parent=2), stored([2], [], 0, medium="CPU")))
         await bridge.shows(on(GPU, names_of(tokens)[2:]) | on(CPU, names_of(tokens)[1:2]))
         assert bridge.counters()["losses"] == 1
+
+
+async def test_the_log_counts_what_a_bridge_missed_and_left_out() -> None:
+    async with bridged(replay=False) as (engine, bridge):
+        engine.send(store(0))
+        await bridge.shows(pages(0))
+        engine.send(payload(stored([20, 21], list(range(8)), parent=99)))
+        await bridge.degrades("pages left out")
+        assert bridge.view().degraded_reason == "pages left out: 2"
+        engine.send(payload(cleared()))
+        await bridge.degrades("")
+        for number in (1, 2, 3):
+            engine.send(store(number), "lost")
+        engine.send(store(4))
+        await bridge.degrades("batches lost")
+        assert bridge.view().degraded_reason == "batches lost: 3"
 
 
 @pytest.mark.parametrize("replay", [True, False])

@@ -55,6 +55,25 @@ def never_stored(scene: Scene) -> Truth:
     return Truth("never_stored", end + 1, record=found[-1] if found else None)
 
 
+def held_by_another(scene: Scene) -> Truth:
+    scene.store(scene.stream("engine-best"), range(scene.num_pages))
+    return never_stored(scene)._replace(also=("held_elsewhere",))
+
+
+def another_prompt(scene: Scene) -> Truth:
+    found = _stored_up_to(scene, scene.page(1))
+    scene.send(scene.victim, stored((scene.hashes[len(found) - 1], [5, 6])))
+    return Truth("other_prompt", len(found) + 1, record=found[-1])
+
+
+def stored_later(scene: Scene) -> Truth:
+    scene.send(scene.victim)
+    end = len(_stored_up_to(scene, scene.page()))
+    scene.until = LogMoment(time_s=scene.now)
+    scene.now += 0.1
+    return Truth("stored_later", end + 1, record=scene.store(scene.victim, range(end, scene.num_pages)))
+
+
 def evicted(scene: Scene) -> Truth:
     end = scene.page()
     found = _stored_up_to(scene, scene.num_pages)

@@ -1,0 +1,49 @@
+"""The newest decisions of routers, to name those that sent a prompt somewhere."""
+
+from collections import deque
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_events.decisions import Decision, decode_decision
+from kv_events.errors import RecordRejectedError
+from kv_events.log.reader import RecordChunk
+from kv_events.records import Channel
+
+_MOST_BYTES = 2**25
+
+
+class RecentDecisions:
+    """Keeps the encoded decisions and outcomes of the end of a log, at most 32 MiB."""
+
+    def __init__(self) -> None:
+        self._payloads: deque[bytes] = deque()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def take(self, payload: bytes) -> None:
+        """Remember one record."""
+        self._payloads.append(payload)
+        self._num_bytes += len(payload)
+        while self._num_bytes > _MOST_BYTES:
+            self._num_bytes -= len(self._payloads.popleft())
+
+    def take_chunk(self, chunk: RecordChunk, wanted: npt.NDArray[np.bool_] | None = None) -> None:
+        """Remember the decisions of a chunk. wanted: bool[n]; None: all."""
+        is_decision = chunk.channels == Channel.DECISIONS
+        for row in np.flatnonzero(is_decision if wanted is None else is_decision & wanted).tolist():
+            self.take(chunk.record(row).payload)
+
+    def with_page(self, page: int, worker: str) -> Decision | None:
+        """Return the newest decision for a worker whose prompt has a page with this sequence hash."""
+        needle = page.to_bytes(8, "little")
+        for payload in reversed(self._payloads):
+            if needle in payload:
+                with suppress(RecordRejectedError):
+                    found = decode_decision(payload)
+                    if isinstance(found, Decision) and found.worker == worker:
+                        return found
+        return None
