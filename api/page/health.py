@@ -48,7 +48,7 @@ def verdict(workers: list[FleetWorker], now: float, why_not_ready: str) -> Fleet
         level = TROUBLE if severity(workers[0]) < _TROUBLE[ViewState.SYNCING] else WARNING
         return FleetHealth(level, [*_about(workers[0]), _about_others(len(workers), len(live))])
     agreed = min(worker.agreed_at or 0.0 for worker in live)
-    text = f"{len(live):,} of {len(live):,} workers live. Views equal the engines' caches as of "
+    text = f"{len(live):,} of {len(live):,} workers live. Views equal what the engines reported as of "
     text += f"{_duration(now - agreed)} ago (digests)."
     broken = sum(each.state != ViewState.LIVE.value for worker in live for each in worker.ranks)
     if broken:
