@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from kvsight.client import Client
 
 _TIMEOUT_S = 20.0  # the service looks names up, and waits until queries know the engine
-_MORE = ("block_size", "dp_rank", "replay_endpoint", "eagle", "count_copies", "attention_chunk_size")
-_MORE += ("capacity", "metrics_url")
+_MORE = (
+    *("block_size", "dp_rank", "replay_endpoint", "eagle", "count_copies", "attention_chunk_size"),
+    *("capacity", "metrics_url"),
+)
 
 
 def register(
