@@ -25,6 +25,7 @@ from kv_events.http.log import LogMarker
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.helper_process import become_helper, write_result
+from kv_events.schema import CLOSED, counted_reason
 from kv_events.streams import StreamId
 
 _REPORT_RECORDS = 2000
@@ -59,6 +60,7 @@ class MarkerFinder:
     def __init__(self, views: Replay) -> None:
         self._views = views
         self._histories = {view.stream: StreamHistory(view) for view in views.namespaces.views}
+        self._reasons = {view.stream: counted_reason(view.degraded_reason)[0] for view in views.namespaces.views}
         self._stale = {view.stream for view in views.namespaces.views if view.stale_reason}
         self._where = 0, 0.0
         self._found: list[LogMarker] = []
@@ -110,6 +112,10 @@ class MarkerFinder:
             self._add("gap", stream.key, name, f"{name}: {_missing(change.gap)}.")
         elif change.is_wrong and stream not in self._stale:
             self._add("digest", stream.key, name, f"{name}: its view differs from its cache (digest).")
+        reason = counted_reason(view.degraded_reason)[0]
+        if reason not in ("", CLOSED, self._reasons.get(stream)):
+            self._add("degraded", stream.key, name, f"{name}: its publisher reports: {view.degraded_reason}.")
+        self._reasons[stream] = reason
         if view.stale_reason:
             self._stale.add(stream)
         else:

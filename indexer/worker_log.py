@@ -8,6 +8,7 @@ from typing import NamedTuple
 from indexer.freshness import Freshness
 from indexer.slices import Interval
 from indexer.views import View, ViewState
+from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ class WorkerLog:
     def note(self, view: View) -> None:
         """Compare one view, after a batch or after some time."""
         before, epoch, state = self._known.get(view.stream), view.epoch, self._freshness.state(view)
-        if before is None or before.epoch != epoch:
-            is_news = True
+        if before is None or before.epoch != epoch:  # a bridge gives up the pages of an engine that it still misses
+            is_news = before is None or before.state is not state or view.degraded_reason != ENGINE_UNHEARD
         elif before.state is state:
             return
         else:  # a resync in progress is none

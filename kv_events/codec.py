@@ -212,6 +212,15 @@ def batch_time(payload: bytes) -> float | None:
     return time_s if math.isfinite(time_s) else None
 
 
+def batch_number(payload: bytes) -> tuple[int, int] | None:
+    """Return epoch and seq of a batch without decoding its events, or None if the record is no batch."""
+    try:
+        head = _head_decoder.decode(payload)
+    except _UNREADABLE:
+        return None
+    return head.epoch, head.seq
+
+
 def encode_resync(request: ResyncRequest) -> bytes:
     """Encode a message of the control topic."""
     return _encoder.encode(request)

@@ -1,5 +1,6 @@
 """The findings in plain sentences. `page` is counted from 0 here and from 1 in the texts."""
 
+import re
 from collections.abc import Mapping
 
 from analysis.explain.tracer import BeforeLog, Gap, Replacement
@@ -9,6 +10,7 @@ from kv_events.http.explanations import BatchPosition
 from kv_events.log.moments import utc_text
 from kv_events.streams import Group
 
+_SIZES = re.compile(r"block size (\d+), registered with \d+")
 _FIELDS = {
     "model": "model",
     "tenant": "tenant",
@@ -159,7 +161,13 @@ def stale(page: int, state: str, reason: str, began: BatchPosition, resync: Batc
         return f"A resync began {when(resync)} and has not ended, so page {page + 1} may still come."
     since = "from before the log begins" if isinstance(began, BeforeLog) else utc_text(began.time)
     begins = f"The view is {state} ({reason}) since {since} ({where(began)})"
-    return f"{begins}: page {page + 1} may be missing only in the view."
+    text = f"{begins}: page {page + 1} may be missing only in the view."
+    sizes = _SIZES.fullmatch(reason)
+    if sizes is not None:
+        text += (
+            f" The engine's pages have {sizes[1]} tokens: register it again with `block_size` {sizes[1]}, or without."
+        )
+    return text
 
 
 def doubtful(state: str, reason: str, began: BatchPosition, *, is_degraded: bool) -> str:

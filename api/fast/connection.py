@@ -2,7 +2,7 @@
 
 A request enters the fast path if its head is one that `HeadReader` accepts and no other request of the connection is in
 progress. All its bytes are held until it is complete. If the fast path does not answer it, it is passed to FastAPI, as
-if it had arrived just now. Connections whose requests are alike become direct: see `api.fast.kernel_connections`.
+if it had arrived just now. Connections become direct after some queries: see `api.fast.kernel_connections`.
 """
 
 import asyncio
@@ -12,10 +12,9 @@ from typing import Any
 from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.fast.http_limits import HEAD, LimitedHttpProtocol
-from api.fast.kernel_connections import RequestTemplate
 from api.problems import ProblemError
 
-_ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 1, 16
+_ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 2, 16
 _ANSWERS_AFTER_CUT = 1024  # large answers often do not fit into the socket's buffer
 _LARGE_ANSWER = 2**15  # a copy takes longer than another call
 
@@ -33,7 +32,6 @@ class FastConnection(LimitedHttpProtocol):
         self._direct = fast_path.direct
         self._direct_as: int | None = None  # the file descriptor, while this connection is direct
         self._until_direct = _ANSWERS_BEFORE_DIRECT
-        self._template: RequestTemplate | None = None
 
     def take(self, data: bytes) -> None:
         """Answer a request in the fast path, or pass it on."""
@@ -96,7 +94,9 @@ class FastConnection(LimitedHttpProtocol):
         self._respond(body, self._fast_path.media_type(head))
         self._until_direct -= 1
         if self._until_direct <= 0:
-            self._consider_direct(head, data, start)
+            self._until_direct = _ANSWERS_AFTER_RETURN
+            if self.scheme == "http" and self._learn(head, data, start):
+                self.loop.call_soon(self._become_direct)  # the answer has been sent by then
         return True
 
     async def _answer_later(self, later: Awaitable[bytes | None], head: Head, data: bytes) -> None:
@@ -118,35 +118,51 @@ class FastConnection(LimitedHttpProtocol):
         """Return whether the answer to a request of the fast path comes later."""
         return self._answering is not None
 
-    def _consider_direct(self, head: Head, data: bytes, start: int) -> None:
-        """Make the connection direct if this request is like the one before."""
-        before, self._template = self._template, None
-        can_be_direct = self._direct is not None and self.scheme == "http"
-        template = self._fast_path.request_template(head, data, start) if can_be_direct else None
-        if template is None or (before is not None and template != before):
-            self._until_direct = _ANSWERS_AFTER_RETURN
-            return
-        self._template = template
-        if before is not None:
-            self.loop.call_soon(self._become_direct)  # the answer has been sent by then
+    def _learn(self, head: Head, data: bytes, start: int) -> bool:
+        """Let direct connections recognise requests like this one. Returns whether they can."""
+        template = None if self._direct is None else self._fast_path.request_template(head, data, start)
+        if self._direct is None or template is None:
+            return False
+        self._direct.learn(template)
+        return True
 
     def _become_direct(self) -> None:
-        if self._direct is None or self._template is None or self._direct_as is not None or self._held or self.rest:
+        if self._direct is None or self._direct_as is not None or self._held or self.rest:
             return
         if self._is_free() and self.transport.get_write_buffer_size() == 0:
             connection = self.transport.get_extra_info("socket").fileno()
             try:
-                self._direct.join(connection, self, self._template)
+                self._direct.join(connection, self)
             except OSError:  # too many files are open
                 self._until_direct = _ANSWERS_AFTER_CUT
             else:
                 self._direct_as = connection
                 self.transport.pause_reading()
 
+    def answer_now(self, data: bytes) -> bool:
+        """Answer a request of this connection, which is direct, and let similar ones be recognised.
+
+        Returns False if it is not one complete request, and the connection must be taken back.
+        """
+        read = self._fast_path.heads.read(data)
+        if read is None or read[1] + read[0].content_length != len(data):
+            return False
+        head, start = read
+        body = self._fast_path.answer(head, data, start)
+        if body is None:
+            self._end_direct()
+            self.feed(data)
+            return True
+        self._learn(head, data, start)
+        self._respond(body, self._fast_path.media_type(head))
+        if self.transport.get_write_buffer_size():
+            self._end_direct()
+        return True
+
     def resume(self, data: bytes, rest: bytes) -> None:
         """Read again. data: what was read of a request. rest: what is left to send of the answer before it."""
         self.heard_at = self.last_request_at()
-        self._direct_as, self._template = None, None
+        self._direct_as = None
         self._until_direct = _ANSWERS_AFTER_CUT if rest else _ANSWERS_AFTER_RETURN
         self.transport.resume_reading()
         if rest:

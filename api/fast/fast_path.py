@@ -14,10 +14,11 @@ from typing import NamedTuple
 from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
 from api.fast.heads import Head, HeadReader
-from api.fast.kernel_connections import KernelConnections, RequestTemplate
+from api.fast.kernel_connections import KernelConnections
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
 from api.fast.kernels.query import Times
 from api.fast.local_answers import LocalAnswers
+from api.fast.request_templates import RequestTemplate
 from api.fast.templates import BodyTemplate, TemplateCache
 from api.fast.writer import Plan
 from api.problems import ProblemError

@@ -13,14 +13,13 @@ import secrets
 from collections.abc import Collection
 from typing import NamedTuple, TypeVar
 
+from api.fast.kernels.connections import MAX_TEMPLATE_BYTES
 from api.problems import ProblemError
 from api.queries.large_bodies import JSON
 from api.queries.parsing import decode_question
 from kv_events.http.parsed_query import ParsedQuery
 
-_MAX_KEPT = 1024
-MAX_BYTES = 4096
-"""Bodies with longer templates are decoded by msgspec."""
+_MAX_KEPT = 4096
 
 _SENTINELS = [secrets.randbits(32) for _ in range(3)]
 """Numbers that no client can know."""
@@ -59,7 +58,7 @@ class TemplateCache:
         if found is None:
             return None
         first, end = found.end(), data.find(b"]", found.end())
-        if end < 0 or first - start + len(data) - end > MAX_BYTES:
+        if end < 0 or first - start + len(data) - end > MAX_TEMPLATE_BYTES:
             return None
         before, after = data[start:first], data[end:]
         question = self._decoded(before, after)

@@ -25,7 +25,7 @@ from api.fast.kernels.answer import (
     StreamTable,
     Texts,
 )
-from api.fast.kernels.connections import SocketBuffers, serve_ready
+from api.fast.kernels.connections import SocketBuffers, answer_requests
 from api.fast.kernels.query import (
     LOCAL_HASHES,
     SEQUENCE_HASHES,
@@ -245,20 +245,11 @@ class Plan(NamedTuple):
             text, start, tokens, hashes, question, self.seeds, self.lookup, self.buffers, self.table, self.layout, times
         )
 
-    def serve(self, sockets: SocketBuffers, template: Texts, count: int, head_size: int, times: Times) -> int:
-        """Call `serve_ready`."""
+    def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, times: Times) -> int:
+        """Call the kernel of this name."""
         sizes = (count, head_size, self.answer_bytes)
-        return serve_ready(
-            sockets,
-            template,
-            sizes,
-            self.numbers,
-            self.seeds,
-            self.lookup,
-            self.buffers,
-            self.table,
-            self.layout,
-            times,
+        return answer_requests(
+            sockets, sizes, self.numbers, self.seeds, self.lookup, self.buffers, self.table, self.layout, times
         )
 
 

@@ -17,7 +17,7 @@ from indexer.views import View, ViewState, least_trusted
 from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
 from kv_events.http.workers import Listener
 from kv_events.remedies import remedy
-from kv_events.schema import MEDIA
+from kv_events.schema import BATCHES_LOST, MEDIA, counted_reason
 from kv_events.streams import StreamId
 
 _MAX_CHANGES = 30
@@ -124,6 +124,12 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
     )
 
 
+def _lost_by_engine(view: View) -> int:
+    """Return the batches that the publisher, which forwards them from its engine, reports as lost."""
+    kind, number = counted_reason(view.degraded_reason)
+    return number if kind == BATCHES_LOST else 0
+
+
 def _rates(watch: WorkerHistory, views: list[View]) -> tuple[list[float], list[float]]:
     if not views:
         return [], []
@@ -157,7 +163,7 @@ def _rank(scene: PageState, view: View, group: str, readers: Engines) -> FleetRa
         since=cause.since or (changes[0].time if changes else None),
         age_s=round(max(0.0, scene.views.now() - view.last_batch_at), 3),
         agreed_at=view.agreed_at or None,
-        missing_batches=view.missing_batches,
+        missing_batches=view.missing_batches + _lost_by_engine(view),
         is_resync_requested=scene.is_resync_requested(view),
         epoch=view.epoch,
         seq=view.next_seq - 1,

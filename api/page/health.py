@@ -50,7 +50,7 @@ def verdict(workers: list[FleetWorker], now: float, why_not_ready: str, next_ste
         remedy = f" {worst.remedy}" if worst.remedy and not worst.is_resync_requested and level == TROUBLE else ""
         return FleetHealth(level, [*_about(worst), remedy, _about_others(len(workers), len(live))])
     agreed = min(worker.agreed_at or 0.0 for worker in live)
-    text = f"{len(live):,} of {len(live):,} workers live. Views equal the engines' caches as of "
+    text = f"{len(live):,} of {len(live):,} workers live. Views equal what the engines reported as of "
     text += f"{_duration(now - agreed)} ago (digests)."
     broken = sum(each.state != ViewState.LIVE.value for worker in live for each in worker.ranks)
     if broken:

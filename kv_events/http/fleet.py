@@ -47,7 +47,7 @@ class FleetRank(msgspec.Struct, frozen=True, kw_only=True):
     agreed_at: float | None = None
     """When the digests of the view and of the publisher were equal for the last time. None: not yet."""
     missing_batches: int = 0
-    """Batches that are known to be lost, until the digests are equal again."""
+    """Batches that are known to be lost, until the digests are equal again; before a bridge, as long as it says so."""
     is_resync_requested: bool = False
     epoch: int
     seq: int

@@ -5,9 +5,10 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 MarkKind: TypeAlias = Annotated[
-    str, msgspec.Meta(extra_json_schema={"enum": ["gap", "digest", "rejected", "restart", "resync"]})
+    str, msgspec.Meta(extra_json_schema={"enum": ["gap", "digest", "degraded", "rejected", "restart", "resync"]})
 ]
 """`gap`: batches are missing. `digest`: a view turned out to be wrong. `rejected`: a record cannot be applied.
+`degraded`: a publisher reports that it does not know all that its engine holds, or does not hear it.
 `restart`: a publisher began anew. `resync`: a publisher has resent everything. Clients accept other words, too."""
 
 
@@ -90,6 +91,16 @@ class MovedPage(msgspec.Struct, frozen=True):
     after: list[str]
 
 
+class BatchInLog(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch of a stream, and where it is in its log."""
+
+    index: int
+    """Of its record."""
+    time: float
+    epoch: int
+    seq: int
+
+
 class StreamDiff(msgspec.Struct, frozen=True):
     """How the pages of one worker stream differ. The examples are the pages with the lowest hashes."""
 
@@ -109,6 +120,9 @@ class StreamDiff(msgspec.Struct, frozen=True):
     """Sequence hashes."""
     lost_examples: list[int]
     moved_examples: list[MovedPage]
+    first_before: BatchInLog | None = None
+    """Of two logs that are compared: the first batch in which the stream differs. None: none, or this log has ended."""
+    first_after: BatchInLog | None = None
 
     @property
     def is_empty(self) -> bool:

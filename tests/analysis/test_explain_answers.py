@@ -139,6 +139,12 @@ def test_a_degraded_view_is_stale_since_the_first_batch_that_says_so(log: Log, m
     assert "since 2023-11-14T22:13:20.375Z (record 2, batch 2)" in found["text"]
 
 
+def test_a_wrong_block_size_comes_with_its_remedy(log: Log) -> None:
+    log.send().send(degraded_reason="block size 32, registered with 16")
+    text = log.explained()["findings"][0]["text"]
+    assert "The engine's pages have 32 tokens: register it again with `block_size` 32, or without." in text
+
+
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_an_eviction_names_what_took_its_place_a_moment_later(log: Log, is_plain: bool) -> None:
     taker = [77, 78, 79]

@@ -40,7 +40,7 @@ async def test_the_page_opens_while_somebody_holds_all_connections(browser: Brow
 async def test_the_page_shows_every_worker_of_a_fleet_and_what_it_holds(browser: Browser) -> None:
     async with shown_fleet(ApiSettings(port=0)) as shown, visiting(browser, shown.url) as page:
         await page.goto("/")
-        await shows(page, "#verdict", "3 of 3 workers live. Views equal the engines' caches as of")
+        await shows(page, "#verdict", "3 of 3 workers live. Views equal what the engines reported as of")
         names = [f"worker-{number}" for number in range(3)]
         assert await page.locator("#workers tbody tr .name").all_inner_texts() == names
         fleet = await asked(page, "/fleet")

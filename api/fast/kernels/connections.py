@@ -1,8 +1,8 @@
-"""The kernel that serves connections whose requests are alike: it reads, answers and writes by itself.
+"""The kernels of direct connections: one reads requests and recognises them, one answers those that are alike.
 
-Such requests have the same values in the lines of the head that matter, and the same body around the numbers:
+A request is recognised by its template: the values of the lines that matter, and the body around the numbers.
 
-    POST /query HTTP/1.1\\r\\n...\\r\\n\\r\\n{..."token_ids":[ | 1,2,3 | ]}
+    POST /query HTTP/1.1\\r\\n...\\r\\n\\r\\n{..."token_ids":[ | 1,2,3 | ],"cache_salt":"a"}
     line                  lines            before           numbers  after
 """
 
@@ -12,10 +12,10 @@ from api.fast.kernels.answer import Layout, StreamTable, Texts, put_number, put_
 from api.fast.kernels.head import AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST, read_head
 from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
 from indexer.kernels.find import PageLookup
-from kv_events.kernels.bundles import I32Vector, I64Matrix, U8Vector, U64Vector
+from kv_events.kernels.bundles import BoolVector, I32Vector, I64Matrix, U8Vector, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
-from kv_events.kernels.instructions import address_of, call_native, eight_bytes
-from kv_events.kernels.numbers import I32, int64, uint8, uint64
+from kv_events.kernels.instructions import address_of, call_native, eight_bytes, folded_product
+from kv_events.kernels.numbers import I32, U8, U64, int64, uint8, uint64
 
 MAX_REQUEST_BYTES = 2**18
 """Longer requests are returned."""
@@ -26,71 +26,144 @@ ROOM_BYTES = 2**19
 READ, WRITEV = range(2)
 NUM_FUNCTIONS = 2
 
-WAITING, ANSWERED, RETURNED, CUT = range(4)
-"""What happened to a connection: nothing yet; its request was answered; its request is returned to the caller; its
-request was answered, and the rest of the answer is left to the caller.
+RETURNED, ANSWERED, CUT = range(3)
+"""What happened to a request: it is returned to the caller; it was answered; it was answered, and the caller must send
+the rest of the answer.
+"""
+UNREAD, UNRECOGNISED = -2, -1
+"""In place of the number of a template: the memory is full, and the connection has to be read in the next pass; the
+request is not complete, or has no known template.
 """
 
 _LINE, _CONTENT_TYPE, _HOST, _AUTHORIZATION, _BEFORE, _AFTER = range(6)
-_BEGIN, _END = range(2)
+NUM_PIECES = 6
+_BEGIN, _END, _NUMBERS, _NUMBERS_END = range(4)
+MAX_TEMPLATE_BYTES, MOST_ARRAYS = 2**12, 2
+"""Bounds on the text around the numbers, and on the arrays in it, on each side, for requests that are recognised."""
+_SHORT_ARRAY_BYTES = 64
 _MOST_DIGITS = 6
 _ZERO, _NINE = uint8(ord("0")), uint8(ord("9"))
+_LF, _OPEN, _CLOSE = (uint8(ord(char)) for char in "\n[]")
 _FAILED = -1
+_FACTOR = uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio
+
+
+class Templates(NamedTuple):
+    """Known templates."""
+
+    texts: Texts
+    """Piece i of template t is text 6 * t + i. The pieces are ordered as `_LINE` to `_AFTER`."""
+    slots: I32Vector
+    """[power of two] hash table with linear probing: numbers of templates, UNRECOGNISED in free slots."""
+    has_token: BoolVector
+    """[1] whether the value of Authorization matters."""
+    pieces: I64Matrix
+    """[6, 2] scratch: begin and end of the pieces of one request or template."""
 
 
 class SocketBuffers(NamedTuple):
-    """Requests and answers of one pass over some connections."""
+    """Requests and answers of one pass over n connections."""
 
     functions: U64Vector
     """[2] see READ and WRITEV."""
     connections: I32Vector
     """[n] file descriptors."""
+    templates: I32Vector
+    """[n] number of the template of each request, or see UNREAD."""
+    members: I32Vector
+    """[up to n] the requests that `answer_requests` answers."""
     outcomes: I32Vector
-    """[n] see WAITING and following."""
+    """[n] see RETURNED."""
     data: U8Vector
-    """Requests are read into it. Those that are returned stay there, and so do rests of answers."""
+    """Requests are read into it."""
     borders: I64Matrix
-    """[n, 2] begin and end in `data`."""
+    """[n, 4] begin and end of each request in `data`, and of its numbers."""
     head: U8Vector
     """Head of an answer: the fixed part, and room for its length."""
     head_end: Texts
     """[1] the part of a head after the length."""
+    rests: U8Vector
+    """Rests of answers that were cut."""
+    rest_borders: I64Matrix
+    """[n, 2] begin and end of each rest."""
     parts: U64Vector
     """[4] addresses and sizes of head and body: two `struct iovec`."""
     lines: I64Matrix
     """[NUM_FOUND, 2] scratch, see `read_head`."""
 
 
+@inline_helper
+def _set(pieces: I64Matrix, piece: int, begin: int, end: int) -> None:
+    pieces[piece, _BEGIN], pieces[piece, _END] = begin, end
+
+
 @helper
-def _is_at(data: U8Vector, at: int, stop: int, texts: Texts, number: int) -> bool:
-    """Return whether a piece of text is in `data` at this position, which is not negative, and ends before `stop`."""
-    start, end = texts.ends[number], texts.ends[number + 1]
-    length = end - start
-    if at + length > stop:
+def _hash(data: U8Vector, pieces: I64Matrix, has_token: bool) -> U64:
+    """Return a hash of pieces of text."""
+    state = _FACTOR
+    for piece in range(NUM_PIECES):
+        at, end = pieces[piece, _BEGIN], pieces[piece, _END]
+        if piece == _AUTHORIZATION and not has_token:
+            continue
+        state = folded_product(state ^ uint64(end - at), _FACTOR)
+        while at + 8 <= end:
+            state = folded_product(state ^ eight_bytes(data, at), _FACTOR)
+            at += 8
+        while at < end:
+            state = folded_product(state ^ uint64(data[at]), _FACTOR)
+            at += 1
+    return state
+
+
+@helper
+def _is_piece(data: U8Vector, begin: int, end: int, texts: Texts, number: int) -> bool:
+    """Return whether `data[begin:end]` is a piece of text."""
+    start = texts.ends[number]
+    size = texts.ends[number + 1] - start
+    if end - begin != size:
         return False
-    i = 0
-    while i + 8 <= length:
-        if eight_bytes(data, at + i) != eight_bytes(texts.data, start + i):
+    i = int64(0)
+    while i + 8 <= size:
+        if eight_bytes(data, begin + i) != eight_bytes(texts.data, start + i):
             return False
         i += 8
-    while i < length:
-        if data[at + i] != texts.data[start + i]:
+    while i < size:
+        if data[begin + i] != texts.data[start + i]:
             return False
         i += 1
     return True
 
 
-@inline_helper
-def _size(texts: Texts, number: int) -> int:
-    return texts.ends[number + 1] - texts.ends[number]
+@helper
+def _template_of(data: U8Vector, templates: Templates) -> int:
+    """Return the number of the template whose pieces are `templates.pieces` of `data`, or UNRECOGNISED."""
+    has_token, pieces, slots = templates.has_token[0], templates.pieces, templates.slots
+    slot = _hash(data, pieces, has_token) & uint64(len(slots) - 1)
+    while slots[slot] != UNRECOGNISED:
+        number, piece = int64(slots[slot]), int64(0)
+        while piece < NUM_PIECES:
+            matters = piece != _AUTHORIZATION or has_token
+            begin, end = pieces[piece, _BEGIN], pieces[piece, _END]
+            if matters and not _is_piece(data, begin, end, templates.texts, NUM_PIECES * number + piece):
+                break
+            piece += 1
+        if piece == NUM_PIECES:
+            return number
+        slot = (slot + uint64(1)) & uint64(len(slots) - 1)
+    return int64(UNRECOGNISED)
 
 
-@inline_helper
-def _has_value(data: U8Vector, lines: I64Matrix, line: int, template: Texts, number: int) -> bool:
-    """Return whether a line has the value of the template. An empty one stands for any."""
-    size = _size(template, number)
-    begin, end = lines[line, _BEGIN], lines[line, _END]
-    return size == 0 or (end - begin == size and _is_at(data, begin, end, template, number))
+@kernel
+def add_template(templates: Templates, number: int) -> None:
+    """Add a template, whose text has been written, to the hash table. The table must have free slots."""
+    for piece in range(NUM_PIECES):
+        text = NUM_PIECES * number + piece
+        _set(templates.pieces, piece, templates.texts.ends[text], templates.texts.ends[text + 1])
+    slots = templates.slots
+    slot = _hash(templates.texts.data, templates.pieces, templates.has_token[0]) & uint64(len(slots) - 1)
+    while slots[slot] != UNRECOGNISED:
+        slot = (slot + uint64(1)) & uint64(len(slots) - 1)
+    slots[slot] = number
 
 
 @inline_helper
@@ -105,22 +178,80 @@ def _length_of_body(data: U8Vector, lines: I64Matrix) -> int:
     return length if 0 < end - begin <= _MOST_DIGITS else int64(_FAILED)
 
 
+@inline_helper
+def _after_next(data: U8Vector, at: int, stop: int, byte: U8) -> int:
+    """Return the index after the next byte of this value, or a larger one than `stop` if there is none."""
+    while at < stop and data[at] != byte:
+        at += 1
+    return at + 1
+
+
+@inline_helper
+def _previous(data: U8Vector, least: int, at: int, byte: U8) -> int:
+    """Return the index of the last byte of this value in `data[least:at]`, or `least - 1`."""
+    at -= 1
+    while at >= least and data[at] != byte:
+        at -= 1
+    return at
+
+
 @helper
-def _start_of_numbers(template: Texts, data: U8Vector, start: int, stop: int, lines: I64Matrix) -> int:
-    """Return where the numbers of a request begin, or -1 if it is not one of the template, or not complete."""
-    if not _is_at(data, start, stop, template, _LINE):
-        return int64(_FAILED)
-    body = read_head(data, start + _size(template, _LINE), stop, lines)
-    if body < 0 or not _has_value(data, lines, CONTENT_TYPE, template, _CONTENT_TYPE):
-        return int64(_FAILED)
-    if not _has_value(data, lines, HOST, template, _HOST):
-        return int64(_FAILED)
-    if not _has_value(data, lines, AUTHORIZATION, template, _AUTHORIZATION):
-        return int64(_FAILED)
-    length = _length_of_body(data, lines)
-    if length < 0 or body + length != stop or not _is_at(data, body, stop, template, _BEFORE):
-        return int64(_FAILED)
-    return body + _size(template, _BEFORE)
+def _read_head(data: U8Vector, begin: int, stop: int, lines: I64Matrix, pieces: I64Matrix) -> int:
+    """Write the pieces of a head. Returns where the body begins, or -1 if it does not end at `stop`."""
+    at = _after_next(data, begin, stop, _LF)
+    body = read_head(data, at, stop, lines) if at <= stop else int64(_FAILED)
+    length = _length_of_body(data, lines) if body >= 0 else int64(_FAILED)
+    _set(pieces, _LINE, begin, at)
+    _set(pieces, _CONTENT_TYPE, lines[CONTENT_TYPE, _BEGIN], lines[CONTENT_TYPE, _END])
+    _set(pieces, _HOST, lines[HOST, _BEGIN], lines[HOST, _END])
+    _set(pieces, _AUTHORIZATION, lines[AUTHORIZATION, _BEGIN], lines[AUTHORIZATION, _END])
+    return body if length >= 0 and body + length == stop else int64(_FAILED)
+
+
+@helper
+def _recognise(data: U8Vector, borders: I64Matrix, number: int, lines: I64Matrix, templates: Templates) -> int:
+    """Return the number of a request's template, or UNRECOGNISED. Writes where its numbers are to `borders`.
+
+    The numbers may be in any of the first arrays, and any of the last ones may follow them.
+    """
+    stop, pieces = borders[number, _END], templates.pieces
+    start = body = _read_head(data, borders[number, _BEGIN], stop, lines, pieces)
+    for _ in range(MOST_ARRAYS if body >= 0 else 0):
+        start = _after_next(data, start, min(stop, body + MAX_TEMPLATE_BYTES), _OPEN)
+        end, least = stop, max(start, stop - MAX_TEMPLATE_BYTES)
+        for _ in range(MOST_ARRAYS):
+            end = _previous(data, least, end, _CLOSE)
+            if end < least:
+                break
+            near = max(start, end - _SHORT_ARRAY_BYTES)
+            if _previous(data, near, end, _OPEN) >= near:
+                continue  # not the numbers, but a short array after them
+            _set(pieces, _BEFORE, body, start)
+            _set(pieces, _AFTER, end, stop)
+            borders[number, _NUMBERS], borders[number, _NUMBERS_END] = start, end
+            template = _template_of(data, templates)
+            if template >= 0:
+                return template
+    return int64(UNRECOGNISED)
+
+
+@kernel
+def read_requests(sockets: SocketBuffers, templates: Templates, count: int) -> None:
+    """Read a request from each connection, all of which have something to read, and recognise it.
+
+    Writes `sockets.templates`, and `sockets.borders` of what was read.
+    """
+    data, at = sockets.data, int64(0)
+    for number in range(count):
+        sockets.templates[number] = UNREAD
+        if at + MAX_REQUEST_BYTES > data.shape[0]:
+            continue
+        connection = uint64(sockets.connections[number])
+        size = int64(call_native(sockets.functions[READ], connection, address_of(data, at), uint64(MAX_REQUEST_BYTES)))
+        stop = at + max(int64(0), size)
+        sockets.borders[number, _BEGIN], sockets.borders[number, _END] = at, stop
+        sockets.templates[number] = _recognise(data, sockets.borders, number, sockets.lines, templates)
+        at = stop
 
 
 @inline_helper
@@ -139,23 +270,22 @@ def _write(sockets: SocketBuffers, connection: I32, body: U8Vector, num_bytes: i
 def _keep_rest(
     sockets: SocketBuffers, number: int, at: int, body: U8Vector, num_bytes: int, head_bytes: int, sent: int
 ) -> int:
-    """Copy the part of an answer that was not sent to `data`, from index `at` on. Returns its end."""
+    """Copy the part of an answer that was not sent to `rests`, from index `at` on. Returns its end."""
     stop = at
     for i in range(sent, head_bytes):
-        sockets.data[stop] = sockets.head[i]
+        sockets.rests[stop] = sockets.head[i]
         stop += 1
     for i in range(max(int64(0), sent - head_bytes), num_bytes):
-        sockets.data[stop] = body[i]
+        sockets.rests[stop] = body[i]
         stop += 1
-    sockets.borders[number, _BEGIN], sockets.borders[number, _END] = at, stop
+    sockets.rest_borders[number, _BEGIN], sockets.rest_borders[number, _END] = at, stop
     sockets.outcomes[number] = CUT
     return stop
 
 
 @kernel
-def serve_ready(
+def answer_requests(
     sockets: SocketBuffers,
-    template: Texts,
     sizes: tuple[int, int, int],
     numbers: tuple[int, int, int, int],
     seeds: Seeds,
@@ -165,42 +295,28 @@ def serve_ready(
     layout: Layout,
     times: Times,
 ) -> int:
-    """Serve one request of each connection, all of which have something to read.
+    """Answer requests with the same template.
 
-    template: six pieces, see `RequestTemplate.pieces`. sizes: number of connections, bytes of the fixed part of
-    `sockets.head`, bound on the bytes of an answer. numbers: block size, 1 for pages of token pairs or 0, 1 if
-    `buffers.weights` counts or 0, bytes at the beginning of `buffers.out` that the caller has written. The others: as
-    for `answer`. Returns the number of connections that were answered completely. The others have an outcome of their
-    own. WAITING: the memory is full, and the connection has to be served in the next pass.
+    sizes: number of `sockets.members`, bytes of the fixed part of `sockets.head`, bound on the bytes of an answer.
+    numbers: block size, 1 for pages of token pairs or 0, 1 if `buffers.weights` counts or 0, bytes at the beginning of
+    `buffers.out` that the caller has written. The others: as for `answer`. Returns the number of requests that were
+    answered completely. All have an outcome.
     """
     count, head_size, answer_bytes = sizes
     block_size, is_bigram, has_weights, begin = numbers
     question = (int64(TEXT), block_size, is_bigram, int64(UNKNOWN), has_weights, int64(0), begin)
     others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, table, layout, times)
-    data, at, answered = sockets.data, int64(0), 0
-    after = _size(template, _AFTER)
-    most = MAX_REQUEST_BYTES + sockets.head.shape[0] + answer_bytes
-    for number in range(count):
-        connection = sockets.connections[number]
-        sockets.outcomes[number] = WAITING
-        if at + most > data.shape[0]:
-            continue
-        size = int64(
-            call_native(sockets.functions[READ], uint64(connection), address_of(data, at), uint64(MAX_REQUEST_BYTES))
-        )
-        stop = at + max(int64(0), size)
+    at, answered = int64(0), 0
+    for i in range(count):
+        number = int64(sockets.members[i])
         sockets.outcomes[number] = RETURNED
-        sockets.borders[number, _BEGIN], sockets.borders[number, _END] = at, stop
-        start = _start_of_numbers(template, data, at, stop, sockets.lines)
-        length = int64(_FAILED)
-        if start >= 0 and start + after <= stop and _is_at(data, stop - after, stop, template, _AFTER):
-            length, end, _ = answer_query(data[:stop], start, *others)
-            if end + after != stop:
-                length = int64(_FAILED)
-        if length < 0:
-            at = stop
+        if at + sockets.head.shape[0] + answer_bytes > sockets.rests.shape[0]:
             continue
-        sent, head_bytes = _write(sockets, connection, buffers.out, length, head_size)
+        borders = sockets.borders[number]
+        length, end, _ = answer_query(sockets.data[: borders[_END]], borders[_NUMBERS], *others)
+        if length < 0 or end != borders[_NUMBERS_END]:
+            continue
+        sent, head_bytes = _write(sockets, sockets.connections[number], buffers.out, length, head_size)
         if sent < head_bytes + length:
             at = _keep_rest(sockets, number, at, buffers.out, length, head_bytes, sent)
         else:

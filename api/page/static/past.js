@@ -13,7 +13,7 @@ const GROWING_MS = 10000;
 const PLACES = 1000; // where marks are drawn
 const MAX_LISTED = 100;
 const LANES = [
-  { name: "fault", plural: "faults", symbol: "▲", kinds: ["gap", "digest", "rejected"] },
+  { name: "fault", plural: "faults", symbol: "▲", kinds: ["gap", "digest", "degraded", "rejected"] },
   { name: "restart", plural: "restarts", symbol: "◆", kinds: ["restart"] },
   { name: "resync", plural: "resyncs", symbol: "●", kinds: ["resync"] },
 ];

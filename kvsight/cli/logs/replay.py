@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from kv_events.http.log import MovedPage, StreamDiff
+from kv_events.http.log import BatchInLog, MovedPage, StreamDiff
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.runtime.words import count, local_time, natural_order
-from kv_events.streams import split_group
+from kv_events.streams import StreamId, split_group
 from kvsight.cli.logs.reading import LogInput, TopicInput, exit_if_any_damaged, extent_text, moment_fault, open_source
 from kvsight.cli.shared.answers import Asked, answer_lines
 from kvsight.cli.shared.console import (
@@ -234,8 +234,26 @@ def _show_diff(folder: Path, at: str | None, other: str, to: str | None, api_tok
     before = _of_log(sources[0], moments[0], "--at")
     after = _of_service(other, api_token) if is_service else _of_log(sources[1], moments[1], "--to")
     found = diff(before, after)
+    if not is_service and folder.resolve() != Path(other).resolve():
+        found = _with_partings(found, (folder, Path(other)), moments)
     print_result(found, _diff_lines(found, out.width), as_json=as_json)
     exit_if_any_damaged(sources)
+
+
+def _with_partings(
+    found: list[StreamDiff], folders: tuple[Path, Path], moments: tuple[LogMoment, LogMoment]
+) -> list[StreamDiff]:
+    """Add the first batch of each stream that differs between two logs."""
+    from analysis.parting import partings, records_before
+
+    parted = partings(*(records_before(folder, moment) for folder, moment in zip(folders, moments, strict=True)))
+    both = [
+        parted.get(StreamId(each.model, each.tenant, each.worker, each.dp_rank).key, (None, None)) for each in found
+    ]
+    return [
+        msgspec.structs.replace(each, first_before=first[0], first_after=first[1])
+        for each, first in zip(found, both, strict=True)
+    ]
 
 
 def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
@@ -271,7 +289,14 @@ def _diff_lines(found: Sequence[StreamDiff], width: int) -> Iterator[str]:
     if different:
         yield from table_lines(_columns(different), width)
     num_equal = len(found) - len(different)
-    yield f"{count(num_equal, 'worker stream')} without a difference" if different else "no difference"
+    parted = [each for each in found if each.first_before or each.first_after]
+    if different or not parted:
+        yield f"{count(num_equal, 'worker stream')} without a difference" if different else "no difference"
+    else:
+        yield "the same pages at the end, after different batches"
+    for each in parted:
+        rank = f" rank {each.dp_rank}" if each.dp_rank else ""
+        yield f"{each.worker}{rank} parts at {_batch(each.first_before)} before, {_batch(each.first_after)} after"
     for each in different:
         yield from _examples(each)
 
@@ -299,6 +324,12 @@ def _examples(each: StreamDiff) -> Iterator[str]:
     for verb, pages in parts:
         if pages:
             yield f"{each.worker} {verb}, for example: {', '.join(pages)}"
+
+
+def _batch(batch: BatchInLog | None) -> str:
+    if batch is None:
+        return "the end"
+    return f"{local_time(batch.time)} (record {batch.index}, batch {batch.seq})"
 
 
 def _moved(page: MovedPage) -> str:

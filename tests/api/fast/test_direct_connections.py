@@ -1,4 +1,4 @@
-"""Connections whose requests are alike are served by kernels, and answer as before."""
+"""Connections that send queries are served by kernels, and answer as before."""
 
 import asyncio
 import errno
@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from api.app import create_app
-from api.fast import connection
+from api.fast import connection, request_templates
 from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.server import running_server
@@ -19,9 +19,9 @@ from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 
 
-async def test_requests_that_are_alike_do_not_reach_the_protocol(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Head]:
+    """The heads of requests that no kernel answers."""
     taken: list[Head] = []
     answer = FastPath.answer
 
@@ -30,7 +30,10 @@ async def test_requests_that_are_alike_do_not_reach_the_protocol(
         return answer(fast_path, head, data, start)
 
     monkeypatch.setattr(FastPath, "answer", noted)
+    return taken
 
+
+async def test_requests_that_are_alike_do_not_reach_the_protocol(connect: Connect, taken: list[Head]) -> None:
     lines = [await connect() for _ in range(40)]
     single, large = await connect(), request(body_of(token_ids=list(range(10_000))))
     for data in prompts():
@@ -45,6 +48,31 @@ async def test_requests_that_are_alike_do_not_reach_the_protocol(
     scrape = await single.ask(b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n")
     count = 41 * (len(prompts()) + 2)
     assert b'kvsight_queries_total{route="/query"} %d.0' % count in scrape[2]
+
+
+async def test_requests_that_vary_are_answered_by_kernels_once_each_was_seen(
+    connect: Connect, taken: list[Head]
+) -> None:
+    bodies = [body_of(token_ids=TOKENS, cache_salt=f"user-{i}") for i in range(20)]
+    bodies += [body_of(token_ids=TOKENS, lora_name=f"adapter-{i}") for i in range(20)]
+    bodies += [body_of(token_ids=TOKENS, tier_weights=[1, 0.5, 0.2, 0.1]), b'{"token_ids": [1, 2] , "model_name": "m"}']
+    line, single = await connect(), await connect()
+    for _ in range(3):
+        await line.ask(prompts()[0])
+    expected = [await single.ask(request(body, "/query?")) for body in bodies]
+    del taken[:]
+    for _ in range(3):
+        assert [await line.ask(request(body)) for body in bodies] == expected
+    assert len(taken) == len(bodies)
+
+
+async def test_more_templates_than_are_kept(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_templates, "_MAX_KEPT", 4)
+
+    line, single = await connect(), await connect()
+    bodies = [body_of(token_ids=TOKENS[: i + 1], cache_salt=f"user-{i % 6}") for i in range(40)]
+    for body in bodies:
+        assert await line.ask(request(body)) == await single.ask(request(body, "/query?"))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ async def test_live_workers_are_counted_with_the_age_of_their_digests(client: ht
     fleet = await fleet_of(client)
     assert fleet.level == "ok"
     assert re.fullmatch(
-        r"2 of 2 workers live. Views equal the engines' caches as of [\d.]+ s ago \(digests\).", sentence(fleet)
+        r"2 of 2 workers live. Views equal what the engines reported as of [\d.]+ s ago \(digests\).", sentence(fleet)
     )
     assert [worker.worker for worker in fleet.workers] == ["one", "two"]
     assert fleet.workers[0].pages == {"GPU": 4, "CPU_PINNED": 0, "DISK": 0, "EXTERNAL": 0}
@@ -102,6 +102,14 @@ async def test_a_worker_that_lost_batches_comes_first_and_is_named(client: httpx
     first = fleet.workers[0]
     assert (first.worker, first.state, first.reason, first.missing_batches) == ("b", "stale", "gap", 2)
     assert first.changes[0].event == "is stale"
+
+
+async def test_batches_that_a_bridge_missed_count_as_lost(client: httpx.AsyncClient, fed: HandFed) -> None:
+    engine = Stream("a")
+    await fed.hold(engine, TOKENS)
+    await fed.feed(engine.batch(degraded_reason="batches lost: 17"))
+    (worker,) = (await fleet_of(client)).workers
+    assert (worker.state, worker.reason, worker.gaps, worker.missing_batches) == ("stale", "batches lost: 17", 0, 17)
 
 
 async def test_pages_of_a_stream_that_is_new_are_no_rate(serving: Any) -> None:

@@ -178,7 +178,7 @@ async def test_marks_are_what_the_views_counted(client: httpx.AsyncClient, log: 
     marks = span["marks"]
     assert span["num_marks"] == {kind: sum(mark["kind"] == kind for mark in marks) for kind in span["num_marks"]}
     assert span["num_marks"]["rejected"] == views.applier.dead_letters.counts.total()
-    assert span["num_marks"].keys() == {"gap", "rejected", "restart", "resync"}
+    assert span["num_marks"].keys() == {"gap", "degraded", "rejected", "restart", "resync"}
     for kind, counter in (("gap", "gaps"), ("restart", "restarts"), ("resync", "resyncs")):
         for view in views.namespaces.views:
             found = sum(mark["kind"] == kind and mark["stream"] == view.stream.key for mark in marks)

@@ -1,0 +1,92 @@
+"""Templates of whole requests, by which the kernels of direct connections recognise them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from api.fast.heads import Head, request_line
+from api.fast.kernels.answer import MARGIN, Texts
+from api.fast.kernels.connections import (
+    MAX_REQUEST_BYTES,
+    MOST_ARRAYS,
+    NUM_PIECES,
+    UNRECOGNISED,
+    Templates,
+    add_template,
+)
+from api.fast.templates import BodyTemplate
+from kv_events.http.parsed_query import ParsedQuery
+from kv_events.kernels.bundles import pin
+
+_MAX_KEPT, _TEXT_BYTES = 2**12, 2**20
+"""Bounds on the templates of a table and on their text. A full table is cleared."""
+_AUTHORIZATION = 3
+
+
+class RequestTemplate(NamedTuple):
+    """What requests have in common that ask the same about different prompts."""
+
+    path: str
+    question: ParsedQuery
+    pieces: tuple[bytes, ...]
+    """Request line; values of Content-Type, Host and Authorization, the last one empty if any is accepted; the body
+    before the numbers, and after them."""
+    generation: int
+    """`HeadReader.generation` when the head was accepted."""
+
+    @classmethod
+    def of(cls, head: Head, template: BodyTemplate, generation: int) -> RequestTemplate | None:
+        """Return the template of a request, or None if a kernel cannot read such requests."""
+        if head.content_length > MAX_REQUEST_BYTES or template.question.field != "token_ids":
+            return None
+        if max(template.before.count(b"["), template.after.count(b"]")) > MOST_ARRAYS:
+            return None
+        pieces = (request_line(head.path), *head.caller.lines, template.before, template.after)
+        return cls(head.path, template.question, pieces, generation)
+
+
+class TemplateTable:
+    """The templates that a kernel recognises."""
+
+    def __init__(self) -> None:
+        self._table = Templates(
+            Texts(np.zeros(_TEXT_BYTES, np.uint8), np.zeros(NUM_PIECES * _MAX_KEPT + 1, np.int64)),
+            np.full(2 * _MAX_KEPT, UNRECOGNISED, np.int32),
+            np.zeros(1, np.bool_),
+            np.zeros((NUM_PIECES, 2), np.int64),
+        )
+        self.pinned = pin(self._table)
+        """`Templates` for the kernels."""
+        self._numbers: dict[tuple[bytes, ...], int] = {}
+        self._kept: list[RequestTemplate] = []
+
+    def __getitem__(self, number: int) -> RequestTemplate:
+        """Return a template by its number."""
+        return self._kept[number]
+
+    def add(self, template: RequestTemplate) -> None:
+        """Add a template, or replace the one with the same pieces."""
+        number = self._numbers.get(template.pieces)
+        if number is not None:
+            self._kept[number] = template
+            return
+        texts, text, has_token = self._table.texts, b"".join(template.pieces), bool(template.pieces[_AUTHORIZATION])
+        number = len(self._kept)
+        begin = int(texts.ends[NUM_PIECES * number])
+        if number == _MAX_KEPT or begin + len(text) + MARGIN > _TEXT_BYTES or has_token != self._table.has_token[0]:
+            self._clear()
+            number = begin = 0
+        self._table.has_token[0] = has_token
+        texts.data[begin : begin + len(text)] = np.frombuffer(text, np.uint8)
+        ends = np.cumsum([begin, *map(len, template.pieces)])
+        texts.ends[NUM_PIECES * number : NUM_PIECES * (number + 1) + 1] = ends
+        add_template(self.pinned, number)
+        self._numbers[template.pieces] = number
+        self._kept.append(template)
+
+    def _clear(self) -> None:
+        self._table.slots[:] = UNRECOGNISED
+        self._numbers.clear()
+        self._kept.clear()
