@@ -37,6 +37,7 @@ from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
 from indexer.recording.recorder import RecordingThread
 from kv_events.http.service import Status
+from kv_events.remedies import NO_ENGINE, NO_PUBLISHER
 from kv_events.runtime.tracing import open_spans
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class LiveService(Service):
             None if group is None else group.fast_answers(has_tenants=self._tenants is not None),
         )
         for routes in (
-            RegisterRoutes(registrations),
+            RegisterRoutes(registrations, consumer),
             DecisionRoute(consumer, self._decisions, self.decision_window.take),
             TokenizeRoute(settings.tokenize_url),
             ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
@@ -209,6 +210,7 @@ class LiveService(Service):
             is_past=False,
             views=self._consumer,
             is_resync_requested=self._consumer.resyncs.is_requested,
+            next_step=NO_PUBLISHER if self._registrations is None else NO_ENGINE,
             engines={} if self._registrations is None else self._registrations.status(),
             watch=self.history,
             funnel=self.decision_window.report,

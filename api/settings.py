@@ -139,6 +139,10 @@ class RegistrationSettings(KvsightSettings):
     """
     max_registrations: int = Field(1024, ge=0, le=65_536)
     """Bound on registered engine ranks."""
+    forget_engine_s: float | None = Field(None, gt=0)
+    """Seconds without a connection after which a registered rank is unregistered. None: never. Engines of the command
+    line stay.
+    """
 
     @field_validator("register_allow")
     @classmethod

@@ -10,7 +10,7 @@ Start at `fleet.Fleet`, then `engine` and `stream.engine_stream`. `registry` kno
 
 from bridge.engine import EngineStatus
 from bridge.fleet import EngineConflictError, Fleet
-from bridge.settings import BridgeSettings, EngineSettings, parse_engine, read_engines
+from bridge.settings import BridgeSettings, EngineSettings, engines_of, parse_engine, read_engines
 from bridge.stream.subscriber import ConnectionState
 from bridge.worker_stream import StreamStatus
 
@@ -22,6 +22,7 @@ __all__ = [
     "EngineStatus",
     "Fleet",
     "StreamStatus",
+    "engines_of",
     "parse_engine",
     "read_engines",
 ]

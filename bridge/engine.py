@@ -13,6 +13,7 @@ from bridge.context import BridgeCounters
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
+from bridge.stream.rank_streams import Missed
 from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
 from bridge.worker_stream import StreamStatus
@@ -38,6 +39,10 @@ class EngineStatus(NamedTuple):
     """What a failed replay costs, while the engine is read all the same; None if no replay failed."""
     silent_s: float
     """Time since the last message."""
+    down_s: float | None
+    """Time without a connection; None while there is one."""
+    missed: dict[str, Missed]
+    """Worker -> batches that cannot be recovered."""
     streams: list[StreamStatus]
     counters: BridgeCounters
 
@@ -87,6 +92,8 @@ class EngineConnection:
             next(filter(None, failures), None),
             next((each.replay_failure for each in engine_streams if each.replay_failure), None),
             time.monotonic() - self._subscriber.last_message_at,
+            None if self._subscriber.state is ConnectionState.CONNECTED else self._subscriber.down_s,
+            {each.ranks.worker: each.ranks.missed for each in engine_streams if each.ranks.missed is not None},
             streams,
             self.counters.copy(),
         )

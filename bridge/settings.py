@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,6 +22,8 @@ MAX_RANKS = 1024
 
 _MAX_CONFIG_BYTES = 4 * 2**20
 _SCHEMES = ("tcp", "ipc", "inproc")
+_SHORT = {"replay": "replay_endpoint", "ranks": "num_ranks"}  # names in a flag -> fields
+TIERS = ("gpu", "cpu", "disk", "external")
 
 
 class BridgeSettings(KvsightSettings):
@@ -79,6 +83,8 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
     """Prefix of the topics to read."""
     bind: bool | None = None
     """Whether we bind the address. None: only if its host is a wildcard."""
+    capacity: dict[str, int] = {}
+    """Tier (gpu, cpu, disk, external) -> pages that one rank has room for. Tiers that are not named are unknown."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -133,6 +139,9 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
             raise InvalidValueError("dp_rank", self.dp_rank, f"0 .. {MAX_DP_RANK - self.num_ranks + 1}")
         if self.block_size is not None and not 1 <= self.block_size <= MAX_BLOCK_SIZE:
             raise InvalidValueError("block_size", self.block_size, f"1 .. {MAX_BLOCK_SIZE}")
+        for tier, pages in self.capacity.items():
+            if tier not in TIERS or pages < 1:
+                raise InvalidValueError("capacity", f"{tier}: {pages}", f"pages of {', '.join(TIERS)}, 1 or more")
         if self.attention_chunk_size is not None and not 1 <= self.attention_chunk_size <= MAX_GROUP_SIZE:
             raise InvalidValueError("attention_chunk_size", self.attention_chunk_size, f"1 .. {MAX_GROUP_SIZE}")
 
@@ -166,21 +175,42 @@ def read_engines(path: Path) -> list[EngineSettings]:
         raise InvalidValueError(str(path), str(error), "TOML, or JSON in a file named .json") from None
 
 
-def parse_engine(text: str) -> EngineSettings:
-    """Parse an engine from a flag: `field=value,field=value`. Raises InvalidValueError."""
-    fields: dict[str, str] = {}
+def parse_engine(text: str, model: str | None = None) -> EngineSettings:
+    """Parse an engine from a flag: `NAME=tcp://HOST:PORT,field=value,...`, or fields alone. Raises InvalidValueError.
+
+    `ranks` and `replay` are short for num_ranks and replay_endpoint. A replay endpoint may be a port of the same host,
+    and a capacity is one of the device unless it names a tier: `capacity.cpu=4096`. model: that of an engine which
+    names none.
+    """
+    fields: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
+        name = _SHORT.get(name, name)
+        if not fields and "://" in value and name not in EngineSettings.__struct_fields__:
+            fields["worker"], name = name, "endpoint"
         if not equals or name in fields:
             shown = name if equals else f"{len(part)} characters without ="  # the text may be part of a salt
-            raise InvalidValueError("engine", ", ".join([*fields, shown]), "field=value,... with every field once")
-        fields[name] = value
+            expected = "NAME=tcp://HOST:PORT,field=value,... with every field once"
+            raise InvalidValueError("engine", ", ".join([*fields, shown]), expected)
+        if name.partition(".")[0] == "capacity":
+            fields.setdefault("capacity", {})[name.partition(".")[2] or "gpu"] = value
+        else:
+            fields[name] = value
+    if (port := fields.get("replay_endpoint", "")).isdecimal() and "endpoint" in fields:
+        fields["replay_endpoint"] = f"{fields['endpoint'].rpartition(':')[0]}:{port}"
+    if "worker" in fields and fields.setdefault("model", model) is None:
+        raise InvalidValueError("engine", fields["worker"], "also model=MODEL, or --model MODEL for all engines")
     try:
         return msgspec.convert(fields, EngineSettings, strict=False)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, InvalidValueError):
             raise error.__cause__ from None
         raise InvalidValueError("engine", ", ".join(fields), str(error)) from None
+
+
+def engines_of(config: Path | None, flags: Sequence[str], model: str | None) -> list[EngineSettings]:
+    """Return the engines of a file and of flags. model: of flags that name none. Raises as both readers do."""
+    return [*(read_engines(config) if config else []), *(parse_engine(text, model) for text in flags)]
 
 
 def _check_address(field: str, address: str) -> None:

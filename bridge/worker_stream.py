@@ -50,7 +50,8 @@ class WorkerStream:
         self.is_replaced = False
         """Whether another engine was registered under this name. The stream must then be closed and not be used."""
         self._state = state
-        self._is_incomplete = False  # the engine may hold pages that its events since then did not name
+        self.is_incomplete = False
+        """Whether the engine may hold pages that its events since then did not name."""
         self._num_lost = 0  # batches that are known to be missing
         self._num_left_out = 0  # pages, as the degraded reason says
         self.translator = EventTranslator(stream, context)
@@ -60,7 +61,7 @@ class WorkerStream:
         """Apply one run of events, at once or in `end_batch`."""
         self.translator.apply(run)
         if isinstance(run, ClearedRun):
-            self._is_incomplete, self._num_lost = False, 0
+            self.is_incomplete, self._num_lost = False, 0
         elif isinstance(run, InvalidEvent) and run.may_remove:
             self.mark_incomplete()
 
@@ -75,7 +76,7 @@ class WorkerStream:
 
     def mark_incomplete(self) -> None:
         """Note that batches before the next one are missing. The engine may hold unknown pages until it clears all."""
-        self._is_incomplete = True
+        self.is_incomplete = True
         self._update_degraded_reason()
 
     def clear(self) -> None:
@@ -90,7 +91,7 @@ class WorkerStream:
 
     def restart(self, *, is_certain: bool) -> None:
         """Drop all pages and begin a new epoch. is_certain: see `EventTranslator.restart`."""
-        self._is_incomplete, self._num_lost = False, 0
+        self.is_incomplete, self._num_lost = False, 0
         self.translator.restart(is_certain=is_certain)
         self._update_degraded_reason()
 
@@ -135,7 +136,7 @@ class WorkerStream:
     def _degraded_reason(self) -> str:
         if not self._state.is_receiving:
             return ENGINE_UNHEARD
-        if self._is_incomplete:
+        if self.is_incomplete:
             return f"{BATCHES_LOST}: {self._num_lost}" if self._num_lost else BATCHES_LOST
         if self._state.is_replaying:
             return REPLAYING

@@ -252,17 +252,19 @@ def register(
     instance_id: str | int,
     endpoint: str,
     model: str,
-    block_size: int,
+    block_size: int | None = None,
     *,
     dp_rank: int = 0,
     replay_endpoint: str | None = None,
     tenant: str | None = None,
     lora_name: str | None = None,
     cache_salt: str | None = None,
+    more: Mapping[str, object] | None = None,
 ) -> Call[None]:
     """Let the service read an engine's ZMQ events. endpoint: such as tcp://HOST:5557.
 
-    lora_name, cache_salt: defaults for pages whose events contain none. A service that reads a log refuses with 404.
+    block_size: None to learn it from the events. lora_name, cache_salt: defaults for pages whose events contain none.
+    more: further fields of POST /register, such as `eagle`. A service that reads a log refuses with 404.
     """
     fields = {
         "instance_id": instance_id,
@@ -270,6 +272,7 @@ def register(
         "block_size": block_size,
         "dp_rank": dp_rank,
         "replay_endpoint": replay_endpoint,
+        **(more or {}),
     }
     if lora_name or cache_salt:  # only the RFC's dialect has these
         names = {"modelname": model, "tenant_id": tenant, "lora_name": lora_name, "additionalsalt": cache_salt}

@@ -11,11 +11,12 @@ import numpy as np
 from api.page.health import FleetHealth, severity, verdict
 from api.page.state import PageState
 from api.page.worker_history import INTERVAL_S, WorkerHistory
-from api.workers.description import WorkerStreams, worker_streams
+from api.workers.description import Cause, Engines, WorkerStreams, readers_of, worker_streams
 from indexer.namespaces import NamespaceKey
 from indexer.views import View, ViewState, least_trusted
 from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
 from kv_events.http.workers import Listener
+from kv_events.remedies import remedy
 from kv_events.schema import BATCHES_LOST, MEDIA, counted_reason
 from kv_events.streams import StreamId
 
@@ -53,16 +54,17 @@ class FleetAnswer(NamedTuple):
 def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
     """Describe all workers, one in each step."""
     now = scene.views.now()
+    readers = readers_of(scene.engines)
     workers = []
     for streams in worker_streams(scene.views, scene.engines):
-        workers.append(_worker(scene, streams))
+        workers.append(_worker(scene, streams, readers))
         yield
     workers.sort(key=_order)
     encoded = []
     for worker in workers:
         encoded.append(msgspec.Raw(_encoder.encode(worker)))
         yield
-    found: FleetHealth = verdict(workers, now, scene.views.why_not_ready())
+    found: FleetHealth = verdict(workers, now, scene.views.why_not_ready(), scene.next_step)
     fleet = Fleet(
         time=now,
         is_past=scene.is_past,
@@ -83,9 +85,9 @@ def _order(worker: FleetWorker) -> tuple[object, ...]:
     return severity(worker), -worker.missing_batches, name, worker.model, worker.tenant, worker.block_size
 
 
-def _worker(scene: PageState, streams: WorkerStreams) -> FleetWorker:
+def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> FleetWorker:
     views, key, watch = streams.views, streams.key, scene.watch
-    ranks = [_rank(scene, view, _MAIN) for view in views]
+    ranks = [_rank(scene, view, _MAIN, readers) for view in views]
     ranks += [_silent_rank(key, streams.name, rank, each) for rank, each in streams.unheard.items()]
     state = least_trusted(ViewState(each.state) for each in ranks).value
     worst = next(each for each in ranks if each.state == state)
@@ -98,6 +100,12 @@ def _worker(scene: PageState, streams: WorkerStreams) -> FleetWorker:
         block_size=key.block_size,
         state=state,
         reason=worst.reason,
+        endpoint=worst.endpoint,
+        cause=worst.cause,
+        remedy=worst.remedy,
+        can_resync=not scene.is_past and any(_can_resync(scene, view) for view in views),
+        can_forget=not scene.is_past
+        and (any(each.endpoint for each in ranks) or all(each.state == ViewState.EXPIRED.value for each in ranks)),
         since=worst.since,
         age_s=worst.age_s,
         agreed_at=None if None in agreed else min(each for each in agreed if each is not None),
@@ -111,7 +119,7 @@ def _worker(scene: PageState, streams: WorkerStreams) -> FleetWorker:
         resyncs=sum(view.counters.resyncs for view in views),
         gaps=sum(view.counters.gaps for view in views),
         restarts=sum(view.counters.restarts for view in views),
-        ranks=[*ranks, *(_rank(scene, view, group) for group, view in streams.groups)],
+        ranks=[*ranks, *(_rank(scene, view, group, {}) for group, view in streams.groups)],
         changes=_changes(watch, views),
     )
 
@@ -134,15 +142,25 @@ def _changes(watch: WorkerHistory, views: list[View]) -> list[StateChange]:
     return sorted(changes, key=lambda each: -each.time)[:_MAX_CHANGES]
 
 
-def _rank(scene: PageState, view: View, group: str) -> FleetRank:
-    changes = scene.watch.changes(view.stream)
+def _can_resync(scene: PageState, view: View) -> bool:
+    """Return whether a publisher listens, and would send other pages than the view has."""
+    return scene.views.freshness.state(view) is not ViewState.EXPIRED and not view.degraded_reason
+
+
+def _rank(scene: PageState, view: View, group: str, readers: Engines) -> FleetRank:
+    changes, engine = scene.watch.changes(view.stream), readers.get(view.stream)
+    is_live = scene.views.freshness.state(view) is ViewState.LIVE
+    cause = Cause("", None) if is_live else Cause.of(scene.views.reason(view), view.stream, engine)
     return FleetRank(
         dp_rank=view.stream.dp_rank,
         group=group,
         stream=view.stream.key,
         state=scene.views.freshness.state(view).value,
         reason=scene.views.reason(view),
-        since=changes[0].time if changes else None,
+        endpoint="" if engine is None else engine.engine.endpoint,
+        cause=cause.text,
+        remedy=remedy(cause.text),
+        since=cause.since or (changes[0].time if changes else None),
         age_s=round(max(0.0, scene.views.now() - view.last_batch_at), 3),
         agreed_at=view.agreed_at or None,
         missing_batches=view.missing_batches + _lost_by_engine(view),
@@ -159,6 +177,10 @@ def _silent_rank(key: NamespaceKey, worker: str, dp_rank: int, listener: Listene
         stream=StreamId(key.model, key.tenant, worker, dp_rank).key,
         state=listener.state,
         reason=listener.failure or ("not heard yet" if listener.stale_reason == "new" else listener.stale_reason),
+        endpoint=listener.endpoint if "://" in listener.endpoint else "",
+        cause=listener.cause,
+        remedy=listener.remedy,
+        since=listener.cause_since,
         age_s=listener.age_ms / 1000,
         epoch=listener.epoch,
         seq=listener.seq,

@@ -17,10 +17,10 @@ _REASONS = {
     "gap": "batches were lost",
     "digest": "its digest differs from the engine's",
     "restart": "its engine or publisher restarted",
-    LEDGER_FULL: "its publisher's ledger was full, and left pages out (raise KVSIGHT_LEDGER_PAGES)",
-    INDEX_FULL: "the index is full (raise KVSIGHT_MAX_PAGES)",
-    TENANT_PAGES: "its tenant holds as many pages as it may (raise pages in --tenant-limits-file)",
-    TENANT_STREAMS: "its tenant has as many worker streams as it may (raise worker_streams in --tenant-limits-file)",
+    LEDGER_FULL: "its publisher's ledger was full, and left pages out",
+    INDEX_FULL: "the index is full",
+    TENANT_PAGES: "its tenant holds as many pages as it may",
+    TENANT_STREAMS: "its tenant has as many worker streams as it may",
 }
 
 
@@ -36,17 +36,19 @@ def severity(worker: FleetWorker) -> int:
     return _LEFT if worker.reason == CLOSED else _TROUBLE[ViewState(worker.state)]
 
 
-def verdict(workers: list[FleetWorker], now: float, why_not_ready: str) -> FleetHealth:
-    """Judge a fleet. workers: those in trouble first. why_not_ready: why views may lack what is in the log, or ""."""
+def verdict(workers: list[FleetWorker], now: float, why_not_ready: str, next_step: str) -> FleetHealth:
+    """Judge a fleet. workers: those in trouble first. why_not_ready: or "". next_step: what to do without a worker."""
     if why_not_ready:
         known = f"{len(workers):,} workers are known so far." if workers else "No worker is known yet."
         return FleetHealth(STARTING, [f"Not ready: {why_not_ready}. {known}"])
     if not workers:
-        return FleetHealth(EMPTY, ["No worker yet."])
+        return FleetHealth(EMPTY, [f"No worker is known: {next_step}."])
     live = [worker for worker in workers if worker.state == ViewState.LIVE.value]
     if len(live) < len(workers):
         level = TROUBLE if severity(workers[0]) < _TROUBLE[ViewState.SYNCING] else WARNING
-        return FleetHealth(level, [*_about(workers[0]), _about_others(len(workers), len(live))])
+        worst = workers[0]
+        remedy = f" {worst.remedy}" if worst.remedy and not worst.is_resync_requested and level == TROUBLE else ""
+        return FleetHealth(level, [*_about(worst), remedy, _about_others(len(workers), len(live))])
     agreed = min(worker.agreed_at or 0.0 for worker in live)
     text = f"{len(live):,} of {len(live):,} workers live. Views equal what the engines reported as of "
     text += f"{_duration(now - agreed)} ago (digests)."
@@ -65,6 +67,8 @@ def _about(worker: FleetWorker) -> list[str | float]:
         return [f"{name} expired", *_since(" at ", worker), silent]
     if worker.state == ViewState.SYNCING.value:
         return [f"{name} is being resynchronised; answers use its {pages:,} pages until the resync ends."]
+    if worker.endpoint and worker.endpoint not in worker.cause:
+        name += f" ({worker.endpoint})"
     used = f". Answers still use {pages:,} of its pages." if pages else ". Answers have none of its pages."
     return [f"{name} stale", *_since(" since ", worker), f": {_why(worker)}{used}"]
 
@@ -74,7 +78,7 @@ def _since(word: str, worker: FleetWorker) -> list[str | float]:
 
 
 def _why(worker: FleetWorker) -> str:
-    why = _REASONS.get(worker.reason, worker.reason)
+    why = worker.cause if worker.cause != worker.reason else _REASONS.get(worker.reason, worker.reason)
     if worker.reason == NO_HEARTBEAT:
         why = f"no heartbeat for {_duration(worker.age_s)}"
     elif worker.missing_batches and worker.reason == "gap":

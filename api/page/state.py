@@ -20,6 +20,8 @@ class PageState:
     is_past: bool
     views: ViewSource
     is_resync_requested: Callable[[View], bool]
+    next_step: str
+    """What to do if there is no worker, as the end of a sentence."""
     engines: Engines
     """Registered engines, which have no view until they are heard."""
     watch: WorkerHistory

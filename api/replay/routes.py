@@ -16,14 +16,14 @@ from indexer.replay import Timeline
 from kv_events.codec import decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.http.log import BatchOfMoment, LogOverview, MomentOfLog, StreamDiff
-from kv_events.log.moments import LogMoment
+from kv_events.log.moments import MOMENT_FORMS, LogMoment
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA
 
 _OUTSIDE = problem(422, "The moment is outside the log, or a parameter is invalid")
 
 
-AT_TEXT: Final = "The moment: a time (ISO 8601, or @SECONDS since 1970), an index in the log, or PARTITION:OFFSET,..."
+AT_TEXT: Final = f"The moment: {MOMENT_FORMS}"
 
 At = Annotated[str | None, Query(description=AT_TEXT)]
 

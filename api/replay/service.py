@@ -191,6 +191,7 @@ class ReplayService(Service):
             is_past=True,
             views=self.views,
             is_resync_requested=lambda _view: False,
+            next_step="the log has none at this moment",
             engines={},
             watch=WorkerHistory.of_past(found.rates, self._marks.changes_before(index)),
             funnel=lambda _now: found.funnel,

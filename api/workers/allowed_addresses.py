@@ -7,6 +7,7 @@ elsewhere a moment later (DNS rebinding) gains nothing.
 import asyncio
 import re
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
@@ -72,8 +73,10 @@ class _Entry(NamedTuple):
 class AllowedAddresses:
     """The addresses that a service may connect to. Raises InvalidValueError for entries that cannot be read."""
 
-    def __init__(self, entries: str, own_port: int | None = None) -> None:
-        """entries: separated by commas. own_port: on which this service listens itself."""
+    def __init__(self, entries: str, own_port: int | None = None, trusted: Collection[str] = ()) -> None:
+        """entries: separated by commas. own_port: on which this service listens itself. trusted: endpoints that the
+        operator has named, which need no entry."""
+        self._trusted = trusted
         texts = [text.strip() for text in entries.split(",") if text.strip()]
         self._paths = [text for text in texts if text.startswith("ipc://")]
         self._entries = [_entry(text) for text in texts if text not in self._paths]
@@ -83,16 +86,18 @@ class AllowedAddresses:
 
     async def locate(self, endpoint: str) -> str:
         """Return a valid endpoint with a permitted address of its host. See `Locate`. Raises AddressRefusedError."""
-        if endpoint.startswith("ipc://"):
-            if ".." in endpoint or not any(fnmatchcase(endpoint, path) for path in self._paths):
+        is_trusted = endpoint in self._trusted
+        if not endpoint.startswith("tcp://"):
+            if not is_trusted and (".." in endpoint or not any(fnmatchcase(endpoint, path) for path in self._paths)):
                 raise _refusal(endpoint, "the path")
             return endpoint
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        addresses = await self._look_up(host.strip("[]")) if self._permits(host, int(port), None) else []
+        may_ask = is_trusted or self._permits(host, int(port), None)
+        addresses = await self._look_up(host.strip("[]")) if may_ask else []
         for text in addresses:
             address = ip_address(text)
             address = getattr(address, "ipv4_mapped", None) or address
-            if self._permits(host, int(port), address):
+            if is_trusted or self._permits(host, int(port), address):
                 return f"tcp://{address}:{port}" if address.version == 4 else f"tcp://[{address}]:{port}"
         raise _refusal(endpoint, ", ".join(addresses) or host)
 

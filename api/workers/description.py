@@ -16,7 +16,8 @@ from indexer.namespaces import Namespace, NamespaceKey, Namespaces
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.digest import digest_bytes, empty_digest
 from kv_events.http.workers import Listener, Worker
-from kv_events.schema import MEDIA
+from kv_events.remedies import remedy
+from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, MEDIA
 from kv_events.streams import StreamId, split_group
 
 if TYPE_CHECKING:
@@ -31,6 +32,34 @@ _encoder = msgspec.json.Encoder()
 
 Engines = Mapping[StreamId, "EngineStatus"]
 """Rank -> the status of the engine's reader."""
+
+
+class Cause(NamedTuple):
+    """Why a view is not live."""
+
+    text: str
+    since: float | None
+
+    @classmethod
+    def of(cls, reason: str, stream: StreamId, engine: EngineStatus | None) -> Cause:
+        """Return what is known best. reason: why the view is not live; "new": it has no batch. engine: its reader."""
+        if engine is None:
+            return cls(reason, None)
+        if engine.down_s is not None and reason in (ENGINE_UNHEARD, "new"):
+            return cls(engine.failure or f"{engine.engine.endpoint}: not connected yet", time.time() - engine.down_s)
+        if engine.failure is not None or reason == "new" or reason == ENGINE_UNHEARD:
+            return cls(engine.failure or "connected, but nothing has arrived since", None)
+        missed = engine.missed.get(stream.worker)
+        return (
+            cls(reason, None)
+            if missed is None or not reason.startswith(BATCHES_LOST)
+            else cls(str(missed), missed.since)
+        )
+
+
+def readers_of(engines: Engines) -> dict[StreamId, EngineStatus]:
+    """Return the reader of each stream: of registered ranks, and of those that only batches name."""
+    return {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
 
 
 class WorkerStreams(NamedTuple):
@@ -66,7 +95,7 @@ async def list_workers(
     served: ViewSource, engines: Engines, model: str | None, tenant: str | None
 ) -> AsyncIterator[bytes]:
     """Yield each `Worker` as JSON. Other tasks run about once a millisecond. model, tenant: None selects all."""
-    readers = {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
+    readers = readers_of(engines)
     slice_began = time.perf_counter()
     for worker in worker_streams(served, engines):
         if model in (None, worker.key.model) and tenant in (None, worker.key.tenant):
@@ -83,7 +112,11 @@ def _unheard_ranks(
 
     def add(stream: StreamId, block_size: int, **fields: Any) -> None:
         key = NamespaceKey(stream.model, stream.tenant, block_size), stream.worker
+        cause = Cause.of(fields["stale_reason"], stream, engines.get(stream))
         by_worker.setdefault(key, {})[stream.dp_rank] = Listener(
+            cause=cause.text,
+            cause_since=cause.since,
+            remedy=remedy(cause.text),
             state=ViewState.STALE.value,
             pages={medium.value: 0 for medium in MEDIA},
             digest=digest_bytes(empty_digest()).hex(),
@@ -104,7 +137,8 @@ def _unheard_ranks(
                 seq=refused.seq,
             )
     for stream, status in engines.items():
-        if namespaces.view(stream) is None and stream not in namespaces.refused:
+        is_worker = status.engine.worker is not None or status.failure is not None
+        if is_worker and namespaces.view(stream) is None and stream not in namespaces.refused:
             add(
                 stream,
                 status.engine.block_size or 0,
@@ -161,6 +195,8 @@ def _worker(served: ViewSource, worker: WorkerStreams, readers: Engines) -> Work
 
 def _listener(served: ViewSource, view: View, readers: Engines, now: float) -> Listener:
     state, engine = served.freshness.state(view), readers.get(view.stream)
+    is_live = state is ViewState.LIVE
+    cause = Cause("", None) if is_live else Cause.of(served.reason(view), view.stream, engine)
     return Listener(
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,
         status=_status(engine, state),
@@ -174,6 +210,9 @@ def _listener(served: ViewSource, view: View, readers: Engines, now: float) -> L
         counters=to_builtins(view.counters),
         failure=None if engine is None else engine.failure,
         warning=None if engine is None else engine.warning,
+        cause=cause.text,
+        cause_since=cause.since,
+        remedy=remedy(cause.text),
     )
 
 

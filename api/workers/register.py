@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as
 from api.queries.large_bodies import Body, BodyFormat
 from api.queries.routes import RawEndpoint, json_response
+from api.workers.routes import selected_views
+from indexer.views import ViewState
 from kv_events.errors import InvalidValueError
 from kv_events.http.queries import DialectFields
 from kv_events.http.registrations import (
@@ -24,11 +27,12 @@ from kv_events.http.registrations import (
     RfcUnregistered,
     RfcUnregistration,
 )
-from kv_events.streams import DEFAULT_TENANT
+from kv_events.streams import DEFAULT_TENANT, StreamId
 
 if TYPE_CHECKING:
     from api.workers.registrations import Registrations
     from bridge import EngineSettings
+    from indexer.consumer import Consumer
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +44,11 @@ _DEVICES = ("npu", "gpu", "xpu")
 
 
 class RegisterRoutes:
-    """The shared part of the two routes. registrations: None if this process reads a log."""
+    """The shared part of the two routes. registrations: None if this process reads a log, with `consumer`."""
 
-    def __init__(self, registrations: Registrations | None) -> None:
+    def __init__(self, registrations: Registrations | None, consumer: Consumer) -> None:
         self._given = registrations
+        self._consumer = consumer
 
     def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
@@ -53,11 +58,9 @@ class RegisterRoutes:
     @property
     def _registrations(self) -> Registrations:
         if self._given is None:
-            detail = (
-                "this service reads a log that others write: engines that publish to it need no registration, and "
-                "`kvsight bridge` publishes for those that do not"
+            raise _not_embedded(
+                "engines that publish to it need no registration, and `kvsight bridge` publishes for those that do not"
             )
-            raise ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.NOT_EMBEDDED, detail)
         return self._given
 
     async def _register(self, body: Body, body_format: BodyFormat) -> Response:
@@ -71,16 +74,32 @@ class RegisterRoutes:
         return json_response(RfcRegistered(instance_id=rfc.instance_id))
 
     async def _unregister(self, body: Body, body_format: BodyFormat) -> Response:
-        registrations = self._registrations
         if _is_peer(body, body_format):
             peer = decode_as(PeerUnregistration, body, body_format)
             tenant = peer.routing_group or None
-            await registrations.remove(str(peer.instance_id), peer.model_name, tenant, peer.dp_rank)
+            await self._remove(str(peer.instance_id), peer.model_name, tenant, peer.dp_rank)
             return json_response(PeerRegistered())
         rfc = decode_as(RfcUnregistration, body, body_format)
         model = _model(rfc.model, rfc.modelname)
-        removed = await registrations.remove(str(rfc.instance_id), model, rfc.tenant_id or DEFAULT_TENANT, rfc.dp_rank)
+        removed = await self._remove(str(rfc.instance_id), model, rfc.tenant_id or DEFAULT_TENANT, rfc.dp_rank)
         return json_response(RfcUnregistered(removed_instances=[f"{e.worker}|{e.tenant}|{e.dp_rank}" for e in removed]))
+
+    async def _remove(
+        self, worker: str, model: str, tenant: str | None, dp_rank: int | None
+    ) -> Sequence[EngineSettings | StreamId]:
+        """Stop reading a worker, or forget an expired one of a log. Raises ProblemError."""
+        if self._given is not None:
+            return await self._given.remove(worker, model, tenant, dp_rank)
+        views = selected_views(self._consumer, worker, dp_rank, model, tenant)
+        if any(self._consumer.freshness.state(view) is not ViewState.EXPIRED for view in views):
+            raise _not_embedded("a worker can be forgotten once it is expired; stop its publisher")
+        await self._consumer.forget([view.stream for view in views])
+        return [view.stream for view in views]
+
+
+def _not_embedded(advice: str) -> ProblemError:
+    detail = f"this service reads a log that others write: {advice}"
+    return ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.NOT_EMBEDDED, detail)
 
 
 def _is_peer(body: Body, body_format: BodyFormat) -> bool:
@@ -111,6 +130,7 @@ def engine_of(request: PeerRegistration | RfcRegistration) -> EngineSettings:
             eagle=request.eagle,
             count_copies=request.count_copies,
             attention_chunk_size=request.attention_chunk_size,
+            capacity=request.capacity,
         )
     except InvalidValueError as error:
         raise _problem(error) from None

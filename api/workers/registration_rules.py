@@ -94,7 +94,8 @@ def check_conflicts(engines: Engines, engine: EngineSettings, *, is_peer: bool) 
         if is_same_worker and (held.model, held.tenant) != (stream.model, stream.tenant):
             raise _conflict(f"instance {engine.worker} is already registered for {served}", engine)
         is_same_namespace = (held.model, held.tenant) == (stream.model, stream.tenant)
-        if is_peer and is_same_namespace and settings.block_size != engine.block_size:
+        is_known = None not in (settings.block_size, engine.block_size)
+        if is_peer and is_same_namespace and is_known and settings.block_size != engine.block_size:
             sizes = f"existing={settings.block_size}, requested={engine.block_size}"
             raise _conflict(f"block_size mismatch for {served}: {sizes}", engine)
 
@@ -122,8 +123,8 @@ def no_room(detail: str, engine: EngineSettings, status: int = 409) -> ProblemEr
 
 
 def stream_of(engine: EngineSettings) -> StreamId:
-    """Return the identity of a rank. Registered engines have names."""
-    return StreamId(engine.model or "", engine.tenant, engine.worker or "", engine.dp_rank)
+    """Return the identity of a rank. An address with self-named workers is known by its endpoint."""
+    return StreamId(engine.model or "", engine.tenant, engine.worker or engine.endpoint, engine.dp_rank)
 
 
 def _conflict(detail: str, engine: EngineSettings) -> ProblemError:

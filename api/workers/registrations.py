@@ -28,6 +28,7 @@ from api.workers.registration_rules import (
     stream_of,
 )
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
+from bridge.fleet import EngineConflictError
 from bridge.metrics import BridgeMetrics
 from indexer.consumer import Consumer
 from indexer.index import IndexFullError
@@ -63,17 +64,25 @@ class Registrations:
         store: SnapshotStore | None,
         own_port: int | None = None,
         max_files: int = sys.maxsize,
+        configured: Iterable[EngineSettings] = (),
     ) -> None:
         """memory_log: the log that the consumer reads. store: where registrations are saved; None: nowhere.
 
         own_port: that of this service, which it must not read itself. max_files: file descriptors that engines may use.
+        configured: engines that the operator has named. They need no permission, replace saved registrations of their
+        names, and are not saved. Raises EngineConflictError if two of them have one name.
         """
+        self._configured: dict[StreamId, EngineSettings] = {}
+        for rank in (engine.of_rank(offset) for engine in configured for offset in range(engine.num_ranks)):
+            if (held := self._configured.setdefault(stream_of(rank), rank)) is not rank:
+                raise EngineConflictError(held, rank)
         self.save_failures = 0
         self._consumer = consumer
         self._settings = settings
         self._saved = None if store is None else SavedRegistrations(store)
         self._max_files = max_files
-        self._allowed = AllowedAddresses(settings.register_allow, own_port)
+        named = {e for each in self._configured.values() for e in (each.endpoint, each.replay_endpoint) if e}
+        self._allowed = AllowedAddresses(settings.register_allow, own_port, named)
         self._fleet = Fleet.embedded(bridge, memory_log, self._allowed.locate)
         self._engines: dict[StreamId, EngineSettings] = {}
         self._added_at: dict[StreamId, float] = {}
@@ -86,12 +95,15 @@ class Registrations:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Read the saved and the new registrations inside the block."""
-        task = asyncio.create_task(self._maintain(), name="registrations")
+        tasks = [asyncio.create_task(self._maintain(), name="registrations")]
+        if self._settings.forget_engine_s is not None:
+            tasks.append(asyncio.create_task(self._forget_gone(self._settings.forget_engine_s), name="forget-engines"))
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._fleet.close()
             if self._saved is not None:
                 await self._saved.close()
@@ -141,7 +153,8 @@ class Registrations:
             self._check_room(engine)
             await self._add(engine)
             await self._save()
-        await self._wait_until_indexed(stream_of(engine))
+        if engine.block_size is not None:  # otherwise it is sent with the first store
+            await self._wait_until_indexed(stream_of(engine))
         return True
 
     async def remove(self, worker: str, model: str, tenant: str | None, dp_rank: int | None) -> list[EngineSettings]:
@@ -192,7 +205,8 @@ class Registrations:
 
     def _with_failure(self, stream: StreamId, status: EngineStatus) -> EngineStatus:
         is_new = time.monotonic() <= self._added_at.get(stream, 0.0) + _INDEX_TIMEOUT_S
-        if status.failure is not None or is_new or self._consumer.namespaces.view(stream) is not None:
+        has_sent = any(each.publisher is not None for each in status.streams if each.stream == stream)
+        if status.failure or is_new or not has_sent or self._consumer.namespaces.view(stream) is not None:
             return status
         return status._replace(failure=_NOT_INDEXED)
 
@@ -253,14 +267,32 @@ class Registrations:
                 logger.exception("registrations cannot be read or saved; trying again")
             await asyncio.sleep(_RETRY_S)
 
+    async def _forget_gone(self, after_s: float) -> None:
+        """Unregister ranks that have no connection for `after_s`, unless the operator has named them."""
+        while True:
+            await asyncio.sleep(min(_RETRY_S, after_s))
+            for stream, status in self.status().items():
+                if stream in self._configured or status.down_s is None or status.down_s < after_s:
+                    continue
+                logger.warning("%s is unregistered: no connection for %.0f s", stream.key, status.down_s)
+                try:
+                    await self.remove(stream.worker, stream.model, stream.tenant, stream.dp_rank)
+                except KvsightError as error:
+                    logger.warning("%s is still registered: %s", stream.key, error)
+
     async def _load(self) -> None:
+        async with self._lock:
+            for stream, engine in self._configured.items():
+                if stream not in self._engines:  # from an attempt before
+                    await self._restore(engine, None)
         engines = [] if self._saved is None else await self._saved.load()
         checks = (check_addresses(engine, self._allowed) for engine in engines)
         refusals = await asyncio.gather(*checks, return_exceptions=True)
         async with self._lock:
             for engine, refusal in zip(engines, refusals, strict=True):
-                await self._restore(engine, refusal)
-            self._waiting_for = set(self._engines)
+                if stream_of(engine) not in self._configured:
+                    await self._restore(engine, refusal)
+            self._waiting_for = {stream for stream, engine in self._engines.items() if engine.worker is not None}
             self._loaded.set()
 
     async def _await_first_reads(self) -> None:
@@ -293,7 +325,9 @@ class Registrations:
             return
         self._unsaved.set()
         try:
-            await self._saved.save(list(self._engines.values()))
+            await self._saved.save(
+                [each for stream, each in self._engines.items() if self._configured.get(stream) != each]
+            )
         except SnapshotStoreError as error:
             self.save_failures += 1
             logger.warning("registrations are not saved: %s", error)

@@ -81,7 +81,7 @@ def worker_routes(
 
         Each page of a worker with group streams names those that hold it. `model` may name a group stream: `m#mamba`.
         """
-        views = _streams(served, worker, dp_rank, model, tenant)
+        views = selected_views(served, worker, dp_rank, model, tenant)
         selected = [view for view in views if view.stream.model in (model, _base_model(view))]
         found = _single(selected or views, worker)
         return json_response(await _radix_view(served, found, limit, cursor))
@@ -103,7 +103,7 @@ def worker_routes(
         worker: str, dp_rank: RankFilter = None, model: str | None = None, tenant: str | None = None
     ) -> Response:
         """Ask a worker's publishers to resend everything they hold as soon as possible, including group streams."""
-        views = _streams(served, worker, dp_rank, model, tenant)
+        views = selected_views(served, worker, dp_rank, model, tenant)
         for each in views:
             demand_resync(each)
         accepted = ResyncAccepted(streams=[each.stream.key for each in views])
@@ -112,7 +112,9 @@ def worker_routes(
     return router
 
 
-def _streams(served: ViewSource, worker: str, dp_rank: int | None, model: str | None, tenant: str | None) -> list[View]:
+def selected_views(
+    served: ViewSource, worker: str, dp_rank: int | None, model: str | None, tenant: str | None
+) -> list[View]:
     """Return the views that a caller selects, including group streams. Raises ProblemError (404) if there is none."""
     found = [
         view

@@ -209,7 +209,7 @@ class EngineStream:
         if order is BatchOrder.RESTART:
             self._restart("its sequence numbers went back")
         elif self._sequence.has_begun:
-            self.ranks.drop_all_pages(seq - self._sequence.expected)
+            self._drop_missing(seq)
         return True
 
     async def _recover(self, *, may_be_new: bool, attempts: int | None = None, live: Backlog | None = None) -> bool:
@@ -295,7 +295,7 @@ class EngineStream:
             self._restart("its replay begins after the last batch")
             return False
         if seq > sequence.expected:
-            self.ranks.drop_all_pages(seq - sequence.expected)
+            self._drop_missing(seq)
         return True
 
     async def _is_known_hole(self, seq: int) -> bool:
@@ -304,8 +304,13 @@ class EngineStream:
             self._hole_at = self._sequence.expected
             return False
         await self._apply_waiting()
-        self.ranks.drop_all_pages(seq - self._sequence.expected)
+        self._drop_missing(seq)
         return True
+
+    def _drop_missing(self, seq: int) -> None:
+        """Note that the batches from the expected one up to `seq` are lost."""
+        expected = self._sequence.expected
+        self.ranks.drop_all_pages(seq - expected, expected, seq - 1)
 
     def _restart(self, why: str, *, is_certain: bool = True) -> None:
         self._counters.restarts += 1
@@ -323,7 +328,7 @@ class EngineStream:
 
     def _apply(self, seq: int, payload: Payload) -> None:
         if not self._sequence.has_begun and seq > _HIGHEST_FIRST:
-            self.ranks.mark_incomplete()
+            self.ranks.mark_incomplete(0, seq - 1)
         self._sequence.applied(seq, payload)
         self.ranks.take(seq, payload)
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Generator, Iterator
+from typing import NamedTuple
 
 from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages, UnreadableBatch
@@ -22,6 +24,22 @@ _MAX_EXTRA_RANKS = 128
 _REPLACED_DEADLINE_S = 0.2
 
 
+class Missed(NamedTuple):
+    """Batches that cannot be recovered, since the pages of the engine were last known completely."""
+
+    first: int
+    last: int
+    num_batches: int
+    since: float
+    """Seconds since 1970."""
+
+    def __str__(self) -> str:
+        if self.num_batches == 1:
+            return f"missed batch {self.first}"
+        is_range = self.num_batches == self.last - self.first + 1
+        return f"missed {'' if is_range else f'{self.num_batches} '}batches {self.first} to {self.last}"
+
+
 class RankStreams:
     """Decodes batches together, because that costs less, and applies them in order.
 
@@ -33,7 +51,7 @@ class RankStreams:
         self, registered: StreamId, defaults: EngineDefaults, registry: StreamRegistry, counters: BridgeCounters
     ) -> None:
         """registered: the stream of batches that name no rank. Nothing is published while it has another owner."""
-        self._registered = registered
+        self._registered, self.worker = registered, registered.worker
         self._registry = registry
         self._decoder = registry.decoder
         self._counters = counters
@@ -44,6 +62,8 @@ class RankStreams:
         """Total size of the batches that wait."""
         self._state = EngineState()
         self._is_incomplete = False  # batches of this incarnation are missing
+        self.missed: Missed | None = None
+        """None: nothing was missed since the last restart."""
         self._streams: dict[int, WorkerStream] = {}
         self._open(registered.dp_rank)
 
@@ -73,7 +93,7 @@ class RankStreams:
         except Exception as error:  # noqa: BLE001  (logged; other engines of the address go on)
             between = int(messages.seqs[0]), int(messages.seqs[-1])
             self._limited_logger.warning("batches %d to %d cannot be applied", *between, error=error)
-            self.drop_all_pages(len(messages))
+            self.drop_all_pages(len(messages), *between)
         self._counters.batches += len(messages)  # those that are applied: a step may be followed by anything
 
     def set_state(self, **changes: bool) -> None:
@@ -84,14 +104,16 @@ class RankStreams:
             for stream in self._streams.values():
                 stream.set_state(state)
 
-    def mark_incomplete(self) -> None:
+    def mark_incomplete(self, first: int, last: int) -> None:
         """Note that the first batches of this incarnation are missing."""
+        self._note_missed(last - first + 1, first, last)
         self._is_incomplete = True
         for stream in self._streams.values():
             stream.mark_incomplete()
 
-    def drop_all_pages(self, num_batches: int) -> None:
+    def drop_all_pages(self, num_batches: int, first: int, last: int) -> None:
         """Note batches that are permanently lost. They may have removed pages, so all pages are dropped."""
+        self._note_missed(num_batches, first, last)
         self._counters.lost_batches += num_batches
         self._counters.losses += 1
         self._limited_logger.warning("%d batches are lost, all its pages are dropped", num_batches)
@@ -101,7 +123,7 @@ class RankStreams:
 
     def restart(self, *, is_certain: bool) -> None:
         """Begin another incarnation. is_certain: False if it may be the same one."""
-        self._is_incomplete = False
+        self._is_incomplete, self.missed = False, None
         for stream in self._streams.values():
             stream.restart(is_certain=is_certain)
 
@@ -123,6 +145,14 @@ class RankStreams:
     def status(self) -> list[StreamStatus]:
         return [status for stream in list(self._streams.values()) for status in stream.status()]
 
+    def _note_missed(self, num_batches: int, first: int, last: int) -> None:
+        if self.missed is None or not any(stream.is_incomplete for stream in self._streams.values()):
+            self.missed = Missed(first, last, num_batches, time.time())
+        else:
+            held = self.missed
+            ends = min(held.first, first), max(held.last, last)
+            self.missed = Missed(*ends, held.num_batches + num_batches, held.since)
+
     def warn(self, template: str, *facts: object) -> None:
         self._limited_logger.warning(template, *facts)
 
@@ -139,7 +169,7 @@ class RankStreams:
                 self._counters.undecodable += 1
                 self._limited_logger.warning("batch %d: %s", seq, batch.reason)
                 if payload:
-                    self.drop_all_pages(1)  # it may have removed pages
+                    self.drop_all_pages(1, seq, seq)  # it may have removed pages
                 continue
             self._counters.bad_ranks += batch.num_bad_ranks
             stream = self._stream(batch.rank)
@@ -151,7 +181,7 @@ class RankStreams:
                     between = int(messages.seqs[0]), int(messages.seqs[-1])
                     self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
-                        self.drop_all_pages(1)
+                        self.drop_all_pages(1, *between)
             for each in touched:
                 if each is None or not (batch.is_complete or each.translator.must_end_batch):
                     continue

@@ -21,6 +21,7 @@ from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import MAX_MESSAGES, Backlog, Inbox, SenderMessages, receiving
 from bridge.stream.replay import MAX_MESSAGE_BYTES
 from kv_events.engine_wire import LocateError, is_ipv6
+from kv_events.remedies import remedy
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,9 @@ class Subscriber:
         self._num_connected = 0  # connections ever made
         self._num_handled = 0  # of these, those that the engine streams know
         self._away_since: float | None = None
+        self._began_at = time.monotonic()
+        self._why_unlocated: str | None = None
+        self._explaining: asyncio.Task[None] | None = None
         self._why_unreachable: str | None = None
         self._retry_replays_at = 0.0
 
@@ -89,6 +93,11 @@ class Subscriber:
         if self._away_since is not None and self._why_unreachable is None:
             return f"{self._engine.endpoint}: the connection is lost"
         return self._why_unreachable
+
+    @property
+    def down_s(self) -> float:
+        """Seconds without a connection, if there is none."""
+        return time.monotonic() - (self._away_since or self._began_at)
 
     async def run(self) -> None:
         """Read until cancelled. Raises zmq.ZMQError if the address cannot be used."""
@@ -100,7 +109,7 @@ class Subscriber:
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
-        explaining = asyncio.create_task(self._explain(), name=f"bridge-reach:{self._engine.endpoint}")
+        self._begin_to_explain()
         try:
             if self._engine.binds:
                 socket.bind(self._engine.endpoint)
@@ -128,7 +137,8 @@ class Subscriber:
                     await self._tidy_up()
         finally:
             backlog.clear()
-            explaining.cancel()
+            if self._explaining is not None:
+                self._explaining.cancel()
             self._monitor = None
             socket.disable_monitor()
             monitor.close(linger=0)
@@ -226,21 +236,27 @@ class Subscriber:
                         engine_stream.lost_at = time.monotonic()
                         engine_stream.set_receiving(False)
 
+    def _begin_to_explain(self) -> None:
+        if self._explaining is None or self._explaining.done():
+            self._explaining = asyncio.create_task(self._explain(), name=f"bridge-reach:{self._engine.endpoint}")
+
     async def _explain(self) -> None:
         """Find out why there is no connection, until there is one. Logs it at once, and again every ten minutes."""
         logged: tuple[str | None, float] = None, -math.inf
         await asyncio.sleep(_PATIENCE_S)
-        while not self._engine.binds and not self._num_connected:
-            if self._address is not None:
+        while not self._engine.binds and not self._connections:
+            if self._why_unlocated is None and self._address is not None:
                 reason = await why_unreachable(self._engine.endpoint, self._address)
             else:
-                reason = self._why_unreachable or f"{self._engine.endpoint}: the name is still being looked up"
-            if reason is None or self._num_connected:
+                reason = self._why_unlocated or f"{self._engine.endpoint}: the name is still being looked up"
+            if reason is None or self._connections:
                 return
-            self.state, self._why_unreachable = ConnectionState.UNREACHABLE, reason
+            self._why_unreachable = reason
+            if self._away_since is None:
+                self.state = ConnectionState.UNREACHABLE
             if reason != logged[0] or time.monotonic() - logged[1] > _LOG_PERIOD_S:
                 logged = reason, time.monotonic()
-                logger.warning("bridge: %s; trying again", reason)
+                logger.warning("bridge: %s; trying again. %s", reason, remedy(reason))
             await asyncio.sleep(_PROBE_S)
 
     def _update_state(self) -> None:
@@ -253,6 +269,7 @@ class Subscriber:
             logger.warning("bridge: %s", self.failure)
             for engine_stream in self._engine_streams():
                 engine_stream.set_receiving(False)
+            self._begin_to_explain()
 
     async def _follow_name(self, live: zmq.asyncio.Socket) -> None:
         """Connect to where the endpoint leads now. An engine that comes back may have another address."""
@@ -260,10 +277,9 @@ class Subscriber:
         try:
             address = await self._locate(self._engine.endpoint)
         except LocateError as error:
-            self._why_unreachable = str(error)
+            self._why_unreachable = self._why_unlocated = str(error)
             return
-        if self._num_connected:
-            self._why_unreachable = None
+        self._why_unlocated = None
         if address != self._address:
             if self._address is not None:
                 live.disconnect(self._address)
@@ -338,8 +354,6 @@ class Connections:
 
 
 _TIMEOUT_S = 2.0
-_ENGINE_BINDS = "an engine listens only if its `endpoint` is tcp://*:PORT: with an address in place of * it connects"
-"""Why nothing may listen although the engine runs."""
 
 
 async def why_unreachable(endpoint: str, located: str | None = None) -> str | None:
@@ -375,7 +389,7 @@ def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, socket.gaierror):
         return "the host name is unknown"
     if isinstance(error, ConnectionRefusedError):
-        return f"connection refused; {_ENGINE_BINDS}"
+        return "connection refused"
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno).lower()
     return str(error)

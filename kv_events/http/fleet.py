@@ -34,8 +34,14 @@ class FleetRank(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     reason: str = ""
     """Why the view cannot be fully trusted; empty if it can."""
+    endpoint: str = ""
+    """The address of a registered engine; empty otherwise."""
+    cause: str = ""
+    """See `Listener.cause`."""
+    remedy: str = ""
+    """What to do about it, in one sentence; empty if nothing is known."""
     since: float | None = None
-    """Time of the newest change of state. None: before the service started."""
+    """When the cause began; otherwise the time of the newest change of state. None: before the service started."""
     age_s: float
     """Seconds since the worker was last heard."""
     agreed_at: float | None = None
@@ -58,9 +64,16 @@ class FleetWorker(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens per page."""
     state: State
-    """The least trustworthy state among the ranks, without group streams. `reason`, `since` and `age_s` are those of a
-    rank with this state."""
+    """The least trustworthy state among the ranks, without group streams. `reason`, `endpoint`, `cause`, `remedy`,
+    `since` and `age_s` are those of a rank with this state."""
     reason: str = ""
+    endpoint: str = ""
+    cause: str = ""
+    remedy: str = ""
+    can_resync: bool = False
+    """Whether a publisher listens whose answer would mend the view."""
+    can_forget: bool = False
+    """Whether POST /unregister takes it: an engine that this service reads, or a worker that is expired."""
     since: float | None = None
     age_s: float
     agreed_at: float | None = None

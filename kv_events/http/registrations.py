@@ -32,8 +32,8 @@ class _Registration(msgspec.Struct, frozen=True, kw_only=True):
 
     instance_id: InstanceId
     """The worker's name in answers."""
-    block_size: BlockSize
-    """Tokens a page."""
+    block_size: BlockSize | None = None
+    """Tokens a page. None: it is learned from the first store."""
     dp_rank: DpRank | None = None
     """None means 0."""
     replay_endpoint: MaybeEndpoint = None
@@ -43,6 +43,8 @@ class _Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each store of a block adds a copy. False where vLLM's requests ask for `kv_cache_report_mode: full`."""
     attention_chunk_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUP_SIZE)] | None = None
     """Tokens of a chunk of chunked local attention, if the model has any."""
+    capacity: Annotated[dict[Name, Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(max_length=4)] = {}
+    """Tier (gpu, cpu, disk, external) -> pages that the rank has room for. Others are unknown."""
 
 
 class PeerRegistration(_Registration, frozen=True, kw_only=True):

@@ -37,6 +37,13 @@ class Listener(msgspec.Struct, frozen=True, kw_only=True):
     """Why a registered engine is not being read."""
     warning: str | None = None
     """What is wrong with a registered engine that is read all the same, and what that costs."""
+    cause: str = ""
+    """Why the view is not live, as precisely as this process knows: `failure`, the batches that were missed, or
+    `stale_reason`; empty if it is live."""
+    cause_since: float | None = None
+    """When the cause began, in seconds since 1970. None: unknown."""
+    remedy: str = ""
+    """What to do about the cause, in one sentence; empty if nothing is known."""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):

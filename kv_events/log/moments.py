@@ -4,15 +4,20 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, time, timedelta
 from typing import Final, Self
 
 from kv_events.errors import InvalidValueError
 from kv_events.records import Channel, LogRecord
+from kv_events.runtime.variables import SECONDS, parse_quantity
 
-MOMENT_FORMS: Final = "a time (ISO 8601, or @SECONDS since 1970), an index in the log, or PARTITION:OFFSET,..."
+MOMENT_FORMS: Final = (
+    "a time (ISO 8601, 15:27, -5m or @SECONDS since 1970), an index in the log, or PARTITION:OFFSET,..."
+)
 
 _OFFSETS = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*", re.ASCII)
+_CLOCK = re.compile(r"([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d{1,6})?)?", re.ASCII)
+"""Taken as a time, although it may be an offset of a partition: that is written as 015:27."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +36,23 @@ class LogMoment:
     """Whether a time without a zone was typed, which is taken as local time."""
 
     @classmethod
-    def parse(cls, text: str | None, name: str = "at") -> Self:
-        """Read a moment. name: of the field, for errors. Raises InvalidValueError."""
+    def parse(cls, text: str | None, name: str = "at", *, may_come: bool = False) -> Self:
+        """Read a moment. name: of the field, for errors. Raises InvalidValueError.
+
+        `15:27` is the last such time of the day here, today's or yesterday's, and `-5m` is five minutes ago. may_come:
+        a time that is still to come is today's.
+        """
         if text is None:
             return cls()
         try:
+            if _CLOCK.fullmatch(text):
+                now = datetime.now()
+                of_today = datetime.combine(now, time.fromisoformat(text))
+                last = of_today if may_come or of_today <= now else of_today - timedelta(days=1)
+                return cls(time_s=last.timestamp(), typed=text, is_naive=True)
+            if text.startswith("-"):
+                ago_s = parse_quantity(name, text[1:], {unit: s for unit, s in SECONDS.items() if unit})
+                return cls(time_s=datetime.now().timestamp() - ago_s, typed=text)
             if text.isdecimal():
                 return cls(index=int(text), typed=text)
             if _OFFSETS.fullmatch(text):
@@ -43,8 +60,8 @@ class LogMoment:
                 return cls(offsets={int(partition): int(offset) for partition, offset in pairs}, typed=text)
             if text.startswith("@"):
                 return cls(time_s=_seconds(text[1:]), typed=text)
-            time = datetime.fromisoformat(text)
-            return cls(time_s=time.timestamp(), typed=text, is_naive=time.tzinfo is None)
+            then = datetime.fromisoformat(text)
+            return cls(time_s=then.timestamp(), typed=text, is_naive=then.tzinfo is None)
         except (ValueError, OverflowError):
             raise InvalidValueError(name, text, MOMENT_FORMS) from None
 
@@ -54,7 +71,8 @@ class LogMoment:
         if self.index is not None:
             return str(self.index)
         if self.offsets is not None:
-            return ",".join(f"{partition}:{offset}" for partition, offset in self.offsets.items())
+            text = ",".join(f"{partition}:{offset}" for partition, offset in self.offsets.items())
+            return f"0{text}" if _CLOCK.fullmatch(text) else text
         return "" if self.time_s is None else f"@{self.time_s}"
 
     def takes(self, record: LogRecord) -> bool:

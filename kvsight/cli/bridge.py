@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvsight.cli.shared.console import UsageError, at_most_one, err
+from kvsight.cli.shared.console import EngineFile, Engines, Model, UsageError, at_most_one, err
 from kvsight.cli.shared.flags import AWAY, BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
 from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels, stop_signals
 
@@ -25,32 +23,28 @@ _FLAGS = {
 
 
 @with_flags(_FLAGS, KAFKA, LOG_LINES)
-def bridge(
-    engine: Annotated[list[str] | None, typer.Option(help="An engine: KEY=VALUE,... Repeatable.")] = None,
-    config: Annotated[Path | None, typer.Option(help="File with engines: TOML, or .json.")] = None,
-    *,
-    flags: dict[str, Any],
-) -> None:
+def bridge(engine: Engines = None, config: EngineFile = None, model: Model = None, *, flags: dict[str, Any]) -> None:
     """Read the KV events of running engines, and publish them.
 
     The engines are vLLM, SGLang or Mooncake. Message formats are detected. Missed messages are fetched from an engine's
     replay socket as long as it keeps them.
 
-    Keys of --engine: worker, model, endpoint; optional: replay_endpoint, num_ranks, dp_rank, block_size, tenant, topic,
-    bind. All other settings are KVSIGHT_ variables; see docs/settings.md.
+    After the name and the address of --engine, NAME=tcp://HOST:PORT, follow fields of a file: model, replay (a port or
+    an address), ranks, dp_rank, block_size, tenant, topic, bind and others. A file has one table [[engines]] for each
+    engine. All other settings are KVSIGHT_ variables; see docs/settings.md.
 
-    Example: kvsight bridge --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
+    Example: kvsight bridge --kafka localhost:9092 --model m --engine e0=tcp://gpu-0:5557
     """
     at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"]})
     metrics_port = flags.pop("metrics_port")
     keep_freed_memory()
     import uvloop
 
-    from bridge import BridgeSettings, parse_engine, read_engines
+    from bridge import BridgeSettings, engines_of
     from kv_events.runtime.event_loops import new_event_loop
     from publisher import PublisherSettings
 
-    engines = [*(read_engines(config) if config else []), *map(parse_engine, engine or [])]
+    engines = engines_of(config, engine or [], model)
     if not engines:
         raise UsageError("no engine to read: give --engine or --config")
     allow_open_files(0, sum(each.num_files for each in engines))

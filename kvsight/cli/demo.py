@@ -52,7 +52,9 @@ _FLAGS = {
 
 @with_flags(_FLAGS, KAFKA, LOG_LINES)
 def demo(
-    port: Annotated[int, typer.Option(help="Port of the API, if 8000 is taken.", envvar="KVSIGHT_PORT")] = 8000,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the API. Default: 8000, or a free one.", envvar="KVSIGHT_PORT")
+    ] = None,
     requests: Annotated[
         int, typer.Option(help="Requests that the policies serve.", min=_WARM_REQUESTS + 1)
     ] = _NUM_REQUESTS,
@@ -91,11 +93,18 @@ def demo(
         _run_engine(worker, capacity_tokens, rate, seed, flags)
         return
     require("serve", "kvsight demo")
-    from api.server import listen
+    from api.server import CannotListenError, listen
     from api.settings import ApiSettings
 
-    settings = ApiSettings.ignoring_environment(port=port)
-    with listen(settings) as bound:
+    settings = ApiSettings.ignoring_environment(**({} if port is None else {"port": port}))
+    try:
+        listening = listen(settings)
+    except CannotListenError as error:
+        if port is not None:
+            raise
+        listening = listen(ApiSettings.ignoring_environment(port=0))
+        err.print(f"{error}: the demo takes port {listening.getsockname()[1]}")
+    with listening as bound:
         from simulation import POLICIES, WorkloadSettings, generate, simulate
 
         load_kernels()

@@ -11,13 +11,14 @@ import typer
 
 from kv_events.errors import KvsightError
 from kv_events.runtime.variables import check_variables
-from kvsight.cli import bridge, demo, query, serve, simulate, top
+from kvsight.cli import bridge, demo, query, register, serve, simulate, top
 from kvsight.cli.app import App, print_versions
 from kvsight.cli.doctor.command import doctor
 from kvsight.cli.logs import audit, explain, files, record, replay, tail
-from kvsight.cli.shared.console import EXIT_USAGE, UsageError
+from kvsight.cli.shared.console import EXIT_USAGE, UsageError, next_step
 from kvsight.cli.shared.flags import Level, configure_logs
 from kvsight.cli.shared.process import load_kernels
+from kvsight.errors import KvsightConnectionError
 from kvsight.extras import MissingExtraError
 
 app = App(
@@ -29,7 +30,8 @@ app = App(
     help=(
         "Tells an LLM router how much of a prompt's KV cache each worker holds, and on which tier.\n\n"
         "Start here: `kvsight demo` runs simulated engines, the index and the API.\n\n"
-        "In production, engines publish to Kafka and `kvsight serve --kafka HOST:PORT` answers routers. "
+        "With your own engines: `kvsight serve --model MODEL --engine NAME=tcp://HOST:PORT` reads them and answers "
+        "routers. At scale, engines publish to Kafka, and `kvsight serve --kafka HOST:PORT` reads it. "
         "`kvsight doctor` finds the part that does not work. "
         "`kvsight record` and `kvsight replay` show what the router saw at any moment, and `kvsight explain` tells why."
     ),
@@ -37,6 +39,8 @@ app = App(
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("bridge")(bridge.bridge)
+app.command("register")(register.register)
+app.command("unregister")(register.unregister)
 app.command("doctor")(doctor)
 app.command("query")(query.query)
 app.command("top")(top.top)
@@ -93,6 +97,8 @@ def run() -> None:
         sys.exit(130)
     except MissingExtraError as error:
         _fail(str(error))
+    except KvsightConnectionError as error:
+        _fail(f"kvsight: {error}{next_step(error)}")
     except KvsightError as error:
         _fail(f"kvsight: {error}")
     except BrokenPipeError:

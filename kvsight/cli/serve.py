@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kv_events.errors import InvalidValueError
 from kv_events.limits import SOCKET_FILES
+from kv_events.remedies import REGISTER
 from kv_events.runtime.variables import variable
-from kvsight.cli.shared.console import at_most_one, err
+from kv_events.runtime.words import count, names
+from kvsight.cli.shared.console import EngineFile, Engines, Model, at_most_one, err
 from kvsight.cli.shared.flags import AWAY, BROKER, HTTP, KAFKA, LOG_LINES, REDIS, Flag, with_flags
 from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels
 from kvsight.extras import require
@@ -17,7 +19,7 @@ from kvsight.extras import require
 if TYPE_CHECKING:
     from api.service import LiveService
     from api.settings import ApiSettings, RegistrationSettings
-    from bridge.settings import BridgeSettings
+    from bridge.settings import BridgeSettings, EngineSettings
     from indexer.recording.recorder import RecordingThread
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
@@ -39,6 +41,7 @@ _FLAGS = {
     "tenant_limits_file": Flag(Path, "TOML file of limits, if tenants share the service."),
     "register_allow": Flag(str, "Where engines may be, if callers are not trusted: 10.0.0.0/16:5557,..."),
     "max_registrations": Flag(int, "Bound on registered engine ranks, for more than 1024."),
+    "forget_engine_s": Flag(float, "Seconds until an unreachable engine is unregistered, if it may not come back."),
     **AWAY,
     "reuse_port": Flag(bool, "Share the port, if several services of this machine listen on it."),
     "answer_before_ready": Flag(bool, "Answer queries before the log is applied; not, if routers need complete views."),
@@ -51,25 +54,31 @@ _FLAGS = {
 
 
 @with_flags(_FLAGS, KAFKA, REDIS, HTTP, LOG_LINES)
-def serve(*, flags: dict[str, Any]) -> None:
+def serve(engine: Engines = None, config: EngineFile = None, model: Model = None, *, flags: dict[str, Any]) -> None:
     """Run the indexer and its HTTP API.
 
-    Reads the workers' events from Kafka, from an event log, or from engines registered with POST /register. Maintains
-    a radix view of each worker and answers POST /query and /query_by_hash. Snapshots and registrations survive a
-    restart if they are saved in Redis or in a folder. With --record, everything that routers and engines report is
-    also written to an event log, for kvsight replay and explain. With --group, several services share the partitions
-    of the topic, and any of them answers for all. Settings without a flag are KVSIGHT_ variables; see docs/settings.md.
+    Reads the workers' events from engines, which --engine, --config or `kvsight register` name, from Kafka, or from an
+    event log. Maintains a radix view of each worker and answers POST /query and /query_by_hash. Snapshots and
+    registrations survive a restart if they are saved in Redis or in a folder. With --record, everything that routers
+    and engines report is also written to an event log, for kvsight replay and explain; with Kafka, `kvsight record`
+    does the same in a process of its own. With --group, several services share the partitions of the topic, and any of
+    them answers for all. Settings without a flag are KVSIGHT_ variables; see docs/settings.md.
 
-    Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
+    After the name and the address of --engine follow fields of the file, which is that of `kvsight bridge`: model,
+    replay (a port or an address), ranks, block_size, tenant and others.
+
+    Example: kvsight serve --model my-model --engine engine-0=tcp://gpu-0:5557,replay=5558
     """
-    at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"]})
+    for name, value in {"--engine": engine or None, "--config": config}.items():
+        at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"], name: value})
     at_most_one({"--redis": flags["redis"], "--snapshot-dir": flags["snapshot_dir"]})
     require("serve", "kvsight serve")
     from api.settings import ApiSettings, RegistrationSettings
-    from bridge.settings import BridgeSettings
+    from bridge.settings import BridgeSettings, engines_of
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 
+    configured = engines_of(config, engine or [], model)
     indexer = IndexerSettings.from_flags(**flags)
     settings = ApiSettings.from_flags(**flags)
     shards = GroupSettings.from_flags(**flags)
@@ -95,13 +104,20 @@ def serve(*, flags: dict[str, Any]) -> None:
         url = url_of(bound, settings)
         load_kernels(lambda: load_and_answer(settings, bound))
         if indexer.is_embedded:
-            service = _embedded(indexer, settings, registration, bridge, recording, bound.getsockname()[1], max_files)
+            own = bound.getsockname()[1], max_files, configured
+            service = _embedded(indexer, settings, registration, bridge, recording, *own)
         else:
             service = _follower(indexer, settings, shards, recording, url)
         err.print(f"kvsight listens on {url} (docs at /docs)")
         if indexer.is_embedded:
-            err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
+            err.print(_reading(configured))
         run_server(create_app(service), settings, bound)
+
+
+def _reading(engines: list[EngineSettings]) -> str:
+    if not engines:
+        return f"no engine is known: name one with --engine, or `{REGISTER}`; or read a log with --kafka"
+    return f"reads {count(len(engines), 'engine')}: {names([each.worker or each.endpoint for each in engines])}"
 
 
 def _follower(
@@ -142,9 +158,10 @@ def _embedded(
     recording: RecordingThread | None,
     port: int,
     max_files: int,
+    engines: list[EngineSettings],
 ) -> LiveService:
     """The service that reads engines itself: their events pass through a log in memory. port: of its socket.
-    max_files: file descriptors that engines may use.
+    max_files: file descriptors that engines may use. engines: those of the command line.
     """
     from api.service import LiveService
     from api.workers.registrations import Registrations
@@ -155,5 +172,5 @@ def _embedded(
     consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations", "registrations.json")
     parts = consumer, log, registration, bridge, store
-    registrations = Registrations(*parts, own_port=port, max_files=max_files)
+    registrations = Registrations(*parts, own_port=port, max_files=max_files, configured=engines)
     return LiveService(consumer, settings, registrations, create_decision_log(indexer, recording), recording)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import datetime
 from functools import partial
 from http import HTTPStatus
 from itertools import islice
@@ -21,10 +20,11 @@ import typer
 from kv_events.http.fleet import Fleet, FleetWorker
 from kv_events.http.service import DEFAULT_URL
 from kv_events.http.workers import Worker
+from kv_events.remedies import NO_ENGINE, NO_PUBLISHER
 from kv_events.runtime.words import count, duration, names, printable
-from kvsight.cli.shared.console import UsageError, at_most_one, err, out, print_lines, print_result
+from kvsight.cli.shared.console import UsageError, at_most_one, err, next_step, out, print_lines, print_result
 from kvsight.cli.shared.flags import ApiToken, AsJson, Url
-from kvsight.cli.shared.streams import MEDIA, media_held, namespace_text, rows_of, streams_lines
+from kvsight.cli.shared.streams import MEDIA, clock, media_held, namespace_text, rows_of, streams_lines, trouble_text
 from kvsight.cli.shared.tables import Column, table_lines
 from kvsight.errors import KvsightConnectionError, KvsightHttpError
 
@@ -41,6 +41,7 @@ _LEVELS = {"ok": "green", "warning": "yellow", "trouble": "bold red"}
 """Level of the verdict -> its colour."""
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 12
+_NO_WORKER = f"no worker is known: {NO_ENGINE}; or {NO_PUBLISHER}"
 
 
 class Line(NamedTuple):
@@ -114,7 +115,7 @@ def _fleet_table(client: Client, contains: str) -> _Table:
 def _ranks_table(client: Client, contains: str, model: str | None, tenant: str | None) -> _Table:
     def lines(found: list[Worker], width: int, height: int | None) -> Iterator[Line]:
         rows = rows_of(found)
-        texts = streams_lines(rows, width) if rows else [_unknown(client, model, tenant)]
+        texts = streams_lines(rows, width) if rows else wrap(_unknown(client, model, tenant), width)
         return (Line(text) for text in islice(texts, height))
 
     return _Table(lambda: [each for each in client.workers(model, tenant) if contains in each.instance_id], lines)
@@ -123,7 +124,7 @@ def _ranks_table(client: Client, contains: str, model: str | None, tenant: str |
 def _unknown(client: Client, model: str | None, tenant: str | None) -> str:
     """Say that no worker is known, and which ones are."""
     if (model, tenant) == (None, None):
-        return "no worker is known"
+        return _NO_WORKER
     asked = namespace_text(model, tenant or "default", 0) if model else f"tenant {printable(tenant or '')}"
     known = sorted({namespace_text(each.model_name, each.routing_group, 0) for each in client.workers()})
     return f"no worker is known for {asked}; known: {names(known) or 'none'}"
@@ -139,7 +140,7 @@ def _watch(table: _Table, show: _Show, pauses_and_ends: Callable[[], bool]) -> N
             if isinstance(error, KvsightHttpError) and error.status not in _PASSING:
                 raise
             since = since or time.time()
-            outage = f"no answer since {_clock(since)}: {error}; trying again"
+            outage = f"no answer since {clock(since)}: {error}{next_step(error)}; trying again"
         show(found, outage)
         if pauses_and_ends():
             return
@@ -218,16 +219,22 @@ def _fleet_lines(fleet: Fleet, width: int, height: int | None) -> Iterator[Line]
     yield from (Line(row, _STYLES.get(worker.state, "")) for row, worker in zip(rows, shown, strict=True))
     if len(shown) < fleet.num_selected:
         yield Line(f"and {count(fleet.num_selected - len(shown), 'more worker')}")
+    left = None if height is None else height - len(head) - 2 - len(shown)
+    yield from islice(_trouble_lines(shown, fleet, width), left if left is None else max(0, left))
+
+
+def _trouble_lines(workers: Sequence[FleetWorker], fleet: Fleet, width: int) -> Iterator[Line]:
+    """Yield what is wrong with workers that the verdict does not describe, and what to do about it."""
+    described = _verdict(fleet.verdict)
+    for worker in workers:
+        if worker.cause and not (worker.cause in described and described.startswith(f"{worker.worker} ")):
+            yield Line("")
+            text = trouble_text(worker.worker, worker.endpoint, worker.cause, worker.since, worker.remedy)
+            yield from (Line(part) for part in wrap(text, width))
 
 
 def _verdict(parts: Sequence[str | float]) -> str:
-    return printable("".join(part if isinstance(part, str) else _clock(part) for part in parts))
-
-
-def _clock(seconds: float) -> str:
-    """A time of today, or with its date. In the local zone."""
-    then, now = datetime.fromtimestamp(seconds), datetime.now()
-    return then.strftime("%H:%M:%S" if then.date() == now.date() else "%Y-%m-%d %H:%M:%S")
+    return printable("".join(part if isinstance(part, str) else clock(part) for part in parts))
 
 
 def _sums(fleet: Fleet) -> str:
@@ -238,7 +245,7 @@ def _sums(fleet: Fleet) -> str:
     rates = [sum(map(_now, (getattr(each, name) for each in fleet.workers))) for name in ("stored", "removed")]
     events = f"stored {rates[0]:,.0f}/s, removed {rates[1]:,.0f}/s"
     part = "" if fleet.num_selected <= len(fleet.workers) else f" of {len(fleet.workers):,} workers"
-    return f"{_clock(fleet.time)}; workers: {states or 'none'}; pages{part}: {held}; {events}"
+    return f"{clock(fleet.time)}; workers: {states or 'none'}; pages{part}: {held}; {events}"
 
 
 def _columns(workers: Sequence[FleetWorker], fleet: Fleet) -> Iterator[Column]:
@@ -246,7 +253,7 @@ def _columns(workers: Sequence[FleetWorker], fleet: Fleet) -> Iterator[Column]:
     if len({(each.model, each.tenant) for each in fleet.workers}) > 1:
         yield Column("model", [each.model for each in workers], rank=5)
     yield Column("state", [each.state for each in workers])
-    yield Column("last heard", [f"{duration(round(each.age_s * 1000))} ago" for each in workers], True, rank=3)
+    yield Column("last heard", [_heard(each) for each in workers], True, rank=3)
     for medium in media_held(each.pages for each in fleet.workers) or ["GPU"]:
         cells = [f"{each.pages.get(medium, 0):,}" for each in workers]
         yield Column(f"{MEDIA[medium]} pages", cells, is_number=True, rank=2)
@@ -258,6 +265,11 @@ def _columns(workers: Sequence[FleetWorker], fleet: Fleet) -> Iterator[Column]:
         yield Column(title, [_curve(each.stored) for each in workers], rank=8)
     if any(each.reason for each in workers):
         yield Column("reason", [each.reason for each in workers], rank=4)
+
+
+def _heard(worker: FleetWorker) -> str:
+    is_heard = any(rank.epoch >= 0 for rank in worker.ranks)
+    return f"{duration(round(worker.age_s * 1000))} ago" if is_heard else "not yet"
 
 
 def _now(rates: Sequence[float]) -> float:

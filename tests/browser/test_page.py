@@ -9,6 +9,7 @@ import pytest
 from playwright.async_api import Browser, Locator
 
 from api.settings import ApiSettings
+from kv_events.schema import CLOSED
 from tests.support.browser.chromium import DEADLINE_S, asked, shows, text_of, visiting
 from tests.support.browser.shown_fleet import hand_fed, shown_fleet
 from tests.support.log.records import Stream, removed, stored
@@ -191,8 +192,22 @@ async def test_pages_without_a_prefix_that_is_shown_are_not_denied(browser: Brow
 async def test_an_empty_fleet_says_what_to_do_next(browser: Browser) -> None:
     async with hand_fed(browser) as (page, _):
         await page.goto("/")
-        await shows(page, "#verdict", "No worker yet.")
-        await shows(page, "#workers", "kvsight demo --engine NAME --kafka HOST:PORT")
+        await shows(page, "#verdict", "No worker is known")
+        await shows(page, "#workers", "let an engine or kvsight bridge publish to the log")
         await page.locator("#decisions").scroll_into_view_if_needed()
         await shows(page, "#decisions", "POST /decisions")
     await shows(page, "#verdict", "The service does not answer. Figures below are")
+
+
+async def test_a_dead_worker_has_a_cause_and_a_remedy_and_is_forgotten_by_a_button(browser: Browser) -> None:
+    stream = Stream("dead")
+    async with hand_fed(browser) as (page, fed):
+        await fed.hold(stream, TOKENS)
+        fed.alive.clear()
+        await fed.feed(stream.batch(degraded_reason=CLOSED))
+        await page.goto(f"/?{urlencode({'worker': 'dead', 'model': 'm'})}")
+        await shows(page, "#worker", "Nothing, if its publisher was stopped on purpose.")
+        assert not await page.get_by_role("button", name="Ask for a resync").is_visible()
+        page.on("dialog", lambda dialog: dialog.accept())
+        await page.get_by_role("button", name="Forget").click()
+        await shows(page, "#verdict", "No worker is known")

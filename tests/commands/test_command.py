@@ -52,7 +52,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 def test_a_server_that_no_engine_can_reach_reports_it() -> None:
     port = free_port()
     with RunningCommand("serve", "--port", port) as command:
-        command.wait_for("/register")
+        command.wait_for("kvsight register")
         socket.create_connection(("127.0.0.1", port)).close()  # the line comes after the server listens
         command.end(signal.SIGTERM)
     assert f"http://127.0.0.1:{port}" in command.err

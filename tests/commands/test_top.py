@@ -50,7 +50,7 @@ def test_one_table_shows_the_verdict_the_sums_and_each_worker(
     titles = next(line for line in lines if line.startswith("worker "))
     assert titles.split("  ")[0] == "worker"
     assert {"gpu pages", "cpu pages"} <= set(re.split(r"\s{2,}", titles))
-    rows = {line.split()[0]: line for line in lines[lines.index(titles) + 1 :]}
+    rows = {line.split()[0]: line for line in lines[lines.index(titles) + 1 :][:3]}
     assert rows.keys() == {*WORKERS, "\\x1b[31mevil\\r\\n"}
     assert re.search(r"\b1,234\b", rows["engine-2"])
 

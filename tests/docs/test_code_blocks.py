@@ -84,9 +84,10 @@ def test_lists_of_engines_are_what_the_bridge_reads(tmp_path: Path) -> None:
         file = tmp_path / "engines.toml"
         file.write_text(block.text)
         assert len(read_engines(file)) == 1
-    bridged = (words for _, words in commands() if words[:2] == ["kvsight", "bridge"] and "--engine" in words)
-    flags = [words[words.index("--engine") + 1] for words in bridged]
-    assert [parse_engine(flag).worker for flag in flags] == ["engine-0"]
+    named = {("kvsight", "bridge"), ("kvsight", "serve")}
+    found = [words for _, words in commands() if tuple(words[:2]) in named and "--engine" in words]
+    engines = [parse_engine(words[words.index("--engine") + 1], words[words.index("--model") + 1]) for words in found]
+    assert {engine.worker for engine in engines} == {"engine-0", "pool-a"}
 
 
 def test_files_of_tokens_and_limits_are_what_the_service_reads(tmp_path: Path) -> None:

@@ -24,11 +24,16 @@ from typer.testing import CliRunner
 
 from api.settings import ApiSettings
 from benchmarks import paper
+from indexer.freshness import NO_HEARTBEAT
 from indexer.index import OverlapIndex
+from indexer.resync import OPERATOR, RESYNC_REASONS
+from indexer.tenants import TENANT_STREAMS
+from indexer.views import INDEX_FULL, RESYNC_CUT_OFF, TENANT_PAGES
 from kv_events.codec import decode_batch
 from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel
-from kv_events.schema import NUM_MEDIA
+from kv_events.remedies import OF_CONNECTIONS, OF_VIEWS, remedy
+from kv_events.schema import BATCHES_LOST, CLOSED, ENGINE_UNHEARD, LEDGER_FULL, NUM_MEDIA, REPLAYING
 from kvsight.cli.main import app
 from tests.support.commands import invoke
 from tests.support.compose import ROOT, SERVICES
@@ -43,6 +48,19 @@ _SHOWN = re.compile(r"^\| (?P<name>[^|]+?) \| (?P<figure>[\d.,]+) (?P<unit>[A-Za
 
 def page(path: str) -> str:
     return (ROOT / path).read_text()
+
+
+def test_the_tables_of_causes_have_the_remedies_that_are_shown() -> None:
+    rows = re.findall(
+        r"^\| (`.+?) \| (.+) \|$", page("docs/operations.md") + page("docs/troubleshooting.md"), re.MULTILINE
+    )
+    of_causes = {cause: text for causes, text in rows for cause in re.findall("`(.+?)`", causes)}
+    shown = {cause: text for cause, text in of_causes.items() if remedy(cause)}
+    assert all(text.startswith(remedy(cause)) for cause, text in shown.items()), shown
+    missing = {part for part in (*OF_CONNECTIONS, *OF_VIEWS) if not any(part in cause for cause in shown)}
+    assert not missing
+    reasons = {ENGINE_UNHEARD, BATCHES_LOST, REPLAYING, LEDGER_FULL, CLOSED, NO_HEARTBEAT, INDEX_FULL, TENANT_PAGES}
+    assert all(map(remedy, {*reasons, TENANT_STREAMS, RESYNC_CUT_OFF, *RESYNC_REASONS} - {OPERATOR}))
 
 
 def test_figures_of_the_readme_are_those_of_the_benchmarks_rounded_to_two_digits() -> None:

@@ -5,7 +5,7 @@ import { h, named, place, setText } from "./dom.js";
 import { alone, Curve, drawState, drawTiers, legend, tierBar, tierWords, TIERS } from "./figures.js";
 import { count, counted, duration, localTime, rate, timeElement } from "./format.js";
 import { get, set } from "./state.js";
-import { drawWhy } from "./workers.js";
+import { drawWhy, troubleWords } from "./workers.js";
 
 const MAX_BATCHES = 50;
 
@@ -20,6 +20,7 @@ export class WorkerView {
   #shown = "";
   #parts = null;
   #abort = null;
+  #newest = null;
 
   constructor(section) {
     this.#section = section;
@@ -46,18 +47,20 @@ export class WorkerView {
 
   #build(chosen) {
     const parts = this.#parts = {
-      state: h("span"), why: h("span", { class: "quiet" }), facts: h("dl", { class: "facts" }), bar: tierBar("large"), pages: h("p", { class: "why" }),
+      state: h("span"), why: h("span", { class: "quiet" }), trouble: h("p", { class: "why" }), facts: h("dl", { class: "facts" }), bar: tierBar("large"), pages: h("p", { class: "why" }),
       stored: new Curve("stored", "Pages stored", "large"), storedWords: h("p", { class: "why" }),
       removed: new Curve("removed", "Pages removed", "large"), removedWords: h("p", { class: "why" }),
       ranks: h("tbody"), timeline: h("ol", { class: "timeline" }), prefixes: h("tbody"), batches: h("tbody"), said: h("span", { class: "quiet", role: "status" }),
     };
     parts.resync = h("button", { type: "button", onclick: () => this.#resync(chosen) }, "Ask for a resync");
+    parts.forget = h("button", { type: "button", onclick: () => this.#forget() }, "Forget");
     const back = h("a", { href: "?", onclick: (event) => { event.preventDefault(); set({ worker: null, model: null, tenant: null, block_size: null }); } }, "← All workers");
     const table = (columns, body) => h("div", { class: "card scroll", tabindex: 0, role: "region", "aria-label": columns[0] },
       h("table", { class: "cards" }, h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name)))), body));
     this.#section.append(
       h("header", {}, back, h("h2", { id: "worker-title", class: "name" }, named(chosen.worker)), parts.state, parts.why,
-        h("span", { class: "push" }, parts.said, " ", parts.resync)),
+        h("span", { class: "push" }, parts.said, " ", parts.resync, " ", parts.forget)),
+      parts.trouble,
       h("div", { class: "card pad" }, parts.facts),
       h("header", {}, h("h3", {}, "Pages by tier"), h("span", { class: "push" }, legend())),
       h("div", { class: "card pad" }, parts.bar, parts.pages),
@@ -80,7 +83,10 @@ export class WorkerView {
     const fleet = await getJson("fleet", { worker: chosen.worker, limit: 100 });
     if (parts !== this.#parts) return;
     const worker = fleet.workers.find((each) => ["model", "tenant", "block_size"].every((name) => chosen[name] === null || String(each[name]) === chosen[name]));
-    parts.resync.hidden = fleet.is_past || worker === undefined;
+    parts.resync.hidden = !worker?.can_resync;
+    parts.forget.hidden = !worker?.can_forget;
+    this.#newest = worker;
+    setText(parts.trouble, worker?.cause ? troubleWords(worker) : "");
     if (worker === undefined) {
       setText(parts.why, "is not known now. It may have been forgotten, or not have joined yet.");
       parts.state.replaceChildren();
@@ -122,7 +128,7 @@ export class WorkerView {
       drawState(state, rank.state, rank.reason);
       const pages = TIERS.map((tier) => rank.pages[tier.medium] ?? 0);
       return h("tr", {}, h("td", { "data-label": "Rank" }, `${rank.dp_rank}${rank.group ? ` (${rank.group})` : ""}`),
-        h("td", { "data-label": "State" }, state, h("span", { class: "sub" }, rank.reason)), h("td", { "data-label": "Heard" }, `${duration(rank.age_s)} ago`),
+        h("td", { "data-label": "State" }, state, h("span", { class: "sub" }, rank.cause || rank.reason)), h("td", { "data-label": "Heard" }, `${duration(rank.age_s)} ago`),
         h("td", { "data-label": "Epoch and batch" }, `${rank.epoch} / ${count(rank.seq)}`), h("td", { "data-label": "Pages" }, tierWords(pages)));
     }));
   }
@@ -167,6 +173,17 @@ export class WorkerView {
         if (!batches.children.length) batches.append(waiting);
       }
       await new Promise((resolve) => setTimeout(resolve, 2000));
+    }
+  }
+
+  async #forget() {
+    const { worker, model, tenant } = this.#newest;
+    if (!confirm(`Forget ${worker} of ${model}? Its pages leave all answers.`)) return;
+    try {
+      await postJson("unregister", { instance_id: worker, model_name: model, routing_group: tenant });
+      set({ worker: null, model: null, tenant: null, block_size: null });
+    } catch (error) {
+      setText(this.#parts.said, error.message);
     }
   }
 

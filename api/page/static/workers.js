@@ -1,6 +1,6 @@
 // The table of workers, those in trouble first.
 
-import { h, named, setText } from "./dom.js";
+import { h, named, setText, visible } from "./dom.js";
 import { Curve, drawState, drawTiers, legend, stateName, tierBar, tierWords, TIERS } from "./figures.js";
 import { count, counted, duration, rate, timeElement } from "./format.js";
 import { Rows } from "./rows.js";
@@ -70,18 +70,25 @@ function row() {
 
 /** Why a worker is in its state, and since when. */
 export function drawWhy(element, worker) {
-  const text = JSON.stringify([worker.state, worker.reason, worker.since, worker.missing_batches, worker.is_resync_requested]);
+  const text = JSON.stringify([worker.state, worker.reason, worker.cause, worker.since, worker.missing_batches, worker.is_resync_requested]);
   if (element.dataset.text === text) return;
   element.dataset.text = text;
   const name = stateName(worker.state, worker.reason);
   const words = [];
   if (name !== "live") {
-    if (worker.reason && name !== "left") words.push(worker.reason);
+    if (worker.reason && name !== "left") words.push(worker.cause || worker.reason);
     if (worker.missing_batches) words.push(`${counted(worker.missing_batches, "batch", "batches")} lost`);
     if (worker.is_resync_requested && name === "stale") words.push("resync asked for");
   }
   const since = worker.since === null || name === "live" ? [] : [words.length ? ", since " : "since ", timeElement(worker.since)];
+  element.title = worker.cause ? visible(troubleWords(worker)) : "";
   element.replaceChildren(h("span", {}, words.join(", ")), ...since);
+}
+
+/** The address of a worker that is not live, the cause, and what to do. */
+export function troubleWords({ endpoint, cause, remedy }) {
+  const where = endpoint && !cause.includes(endpoint) ? `${endpoint}: ` : "";
+  return `${where}${cause}. ${remedy}`.trim();
 }
 
 export class Workers {
@@ -126,9 +133,7 @@ export class Workers {
     if (!shown) {
       this.#empty.replaceChildren(...(fleet.num_workers
         ? ["No worker's name contains this text."]
-        : ["No worker yet. Start one next to Kafka: ", h("code", {}, "kvsight demo --engine NAME --kafka HOST:PORT"),
-          " , or let this service read a running engine: ", h("code", {}, "POST /register"), " (see ",
-          h("a", { href: "docs" }, "API"), "). ", h("code", {}, "kvsight doctor"), " checks each link."]));
+        : fleet.verdict.join("").split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part))));
     }
     this.rows.show(fleet.workers);
   }

@@ -1,7 +1,7 @@
 """Checks, and what they find."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 
@@ -15,9 +15,11 @@ _STATE_WIDTH, _NAME_WIDTH = 9, 12
 class BrokenError(KvsightError):
     """A link of the chain is broken. remedy: what to do about it."""
 
-    def __init__(self, detail: str, remedy: str) -> None:
+    def __init__(self, detail: str, remedy: str, *others: Self) -> None:
+        """others: further ones that the same check has found."""
         super().__init__(detail)
         self.remedy = remedy
+        self.others = others
 
 
 class SkippedError(KvsightError):
@@ -51,22 +53,23 @@ class Check(NamedTuple):
 
 
 def examine(checks: Iterable[Check]) -> Iterator[CheckResult]:
-    """Run checks in order, and yield the finding of each one up to the first that fails. Raises UsageError."""
+    """Run checks in order, and yield the findings of each one up to the first that fails. Raises UsageError."""
     for check in checks:
-        finding = _finding(check)
-        yield finding
-        if finding.state == "FAILED":
+        findings = _findings(check)
+        yield from findings
+        if findings[-1].state == "FAILED":
             return
 
 
-def _finding(check: Check) -> CheckResult:
+def _findings(check: Check) -> list[CheckResult]:
     try:
-        return CheckResult(check=check.name, state="ok", detail=check.run())
+        return [CheckResult(check=check.name, state="ok", detail=check.run())]
     except UsageError:
         raise
     except SkippedError as reason:
-        return CheckResult(check=check.name, state="skipped", detail=str(reason))
+        return [CheckResult(check=check.name, state="skipped", detail=str(reason))]
     except BrokenError as error:
-        return CheckResult(check=check.name, state="FAILED", detail=str(error), remedy=error.remedy)
+        found = (error, *error.others)
+        return [CheckResult(check=check.name, state="FAILED", detail=str(e), remedy=e.remedy) for e in found]
     except KvsightError as error:
-        return CheckResult(check=check.name, state="FAILED", detail=str(error), remedy=check.remedy)
+        return [CheckResult(check=check.name, state="FAILED", detail=str(error), remedy=check.remedy)]

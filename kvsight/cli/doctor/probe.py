@@ -20,6 +20,7 @@ from kvsight.cli.doctor.servers import Servers
 from kvsight.cli.shared.console import UsageError
 from kvsight.cli.shared.engine_client import ClockReading, EngineClient
 from kvsight.cli.shared.process import run_until_interrupted
+from kvsight.cli.shared.streams import StreamRow, rows_of, trouble_text
 from kvsight.errors import KvsightHttpError
 
 if TYPE_CHECKING:
@@ -258,11 +259,11 @@ class PromptTrace:
             return BrokenError(text, f"{self._reading()}, or give the names as the publisher has them")
         if any(_WRONG_PAGES in fault for fault in self._faults()):
             return None  # events arrive; the next check names what is wrong with them
-        failures = [f"{name}: {listener.failure}" for name, listener in _listeners(workers) if listener.failure]
-        if failures:
-            remedy = f"{_ENGINE_BINDS}; then compare the ports, and " if "connection refused" in failures[0] else ""
-            return BrokenError(failures[0], f"{remedy}see `A registered engine is failed` in docs/troubleshooting.md")
-        if not any(worker.state == "live" for worker in workers):
+        rows = [row for row in rows_of(workers) if row.cause and not row.group]
+        is_one_live = any(worker.state == "live" for worker in workers)
+        if rows and (self.engine is None or not is_one_live or any(row.endpoint for row in rows)):
+            return BrokenError(*_broken(rows[0]), *(BrokenError(*_broken(row)) for row in rows[1:]))
+        if not is_one_live:
             texts = [_state(name, listener) for name, listener in _listeners(workers)]
             return BrokenError(names(texts), "see `States of a view` in docs/operations.md")
         if self.tokens and not self._is_known and self._stored() <= before:
@@ -380,6 +381,13 @@ def _state(name: str, listener: Listener) -> str:
     why = f" ({listener.stale_reason})" if listener.stale_reason else ""
     warned = f"; {listener.warning}" if listener.warning else ""
     return f"{name} is {listener.state}{why}, last heard {duration(listener.age_ms)} ago{warned}"
+
+
+def _broken(row: StreamRow) -> tuple[str, str]:
+    """What is wrong with a stream, and what to do about it."""
+    text = f"{row.worker} rank {row.dp_rank} is {row.state}, last heard {duration(row.age_ms)} ago"
+    said = trouble_text(text if row.is_heard else row.worker, row.endpoint, row.cause, row.since, "")
+    return said.rstrip("."), row.remedy or "see `States of a view` in docs/operations.md"
 
 
 def _either(sizes: Sequence[int]) -> str:

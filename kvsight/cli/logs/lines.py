@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _TIERS = tuple(MEDIA.values())
 _OTHER_EVENTS = {"AllBlocksCleared": "cleared", "SnapshotBegin": "resync_begin", "SnapshotEnd": "resync_end"}
 KINDS = ("stored", "removed", "cleared", "heartbeat", "resync", "state", "dropped", "rejected")
+OF_API, OF_RECORDS = frozenset({"state", "dropped"}), frozenset({"resync", "rejected"})
+"""Kinds that only the API, or only records have."""
 
 
 class RecordLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kv_events.kafka.settings import KafkaSettings
 
 _SHOW_S = 0.5
-_FLAGS = {"kafka": BROKER._replace(default=...), **METRICS_PORT}
+_FLAGS = {"kafka": BROKER, **METRICS_PORT}
 
 
 @with_flags(_FLAGS, KAFKA)
@@ -48,10 +48,11 @@ def record(
 
     These are events, control messages, decisions and dead letters. `kvsight replay` and `kvsight explain` read the log.
     Runs until Ctrl-C, or until the moment of --to. Records keep their partition, offset and timestamp. A bound is kept
-    by deleting whole files of the log, oldest first.
+    by deleting whole files of the log, oldest first. Without Kafka, `kvsight serve --record FOLDER` records what the
+    service reads.
 
-    Moments are times (ISO 8601, or @SECONDS since 1970), or offsets of the events' topic: PARTITION:OFFSET,... Records
-    from --from up to --to are copied; the offset of --to is not.
+    Moments are times (ISO 8601, 15:27, -5m or @SECONDS since 1970), or offsets of the events' topic:
+    PARTITION:OFFSET,... Records from --from up to --to are copied; the offset of --to is not.
 
     Example: kvsight record incident --kafka localhost:9092 --from 2026-01-31T12:00:00Z --to 2026-01-31T12:10:00Z
     """
@@ -59,6 +60,8 @@ def record(
     from indexer.recording.recorder import Recorder, segment_bytes_within
     from kv_events.kafka.settings import KafkaSettings
 
+    if flags["kafka"] is None:
+        raise UsageError("give --kafka HOST:PORT; without Kafka, `kvsight serve --record FOLDER` records what it reads")
     metrics_port = flags.pop("metrics_port")
     settings = KafkaSettings.from_flags(**flags)
     first, last = _moment("--from", since), _moment("--to", until)
@@ -164,7 +167,7 @@ def _feeds(
 
 def _moment(flag: str, text: str | None) -> LogMoment:
     """A moment of a topic. Raises UsageError."""
-    moment = LogMoment.parse(text, flag)
+    moment = LogMoment.parse(text, flag, may_come=flag == "--to")
     if moment.index is not None:
         raise UsageError(f"{flag}: got {text}; a topic has no index: give a time or PARTITION:OFFSET,...")
     return moment

@@ -11,7 +11,7 @@ import typer
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
-from kvsight.cli.logs.lines import KINDS, RecordLine, of_batch
+from kvsight.cli.logs.lines import KINDS, OF_API, OF_RECORDS, RecordLine, of_batch
 from kvsight.cli.shared.console import UsageError
 from kvsight.cli.shared.streams import MEDIA
 
@@ -49,8 +49,12 @@ class LogRange:
 
     @classmethod
     def of(cls, first: str | None, last: str | None) -> LogRange:
-        """Read the options. Raises UsageError."""
-        return cls(LogMoment.parse(first, "--from"), LogMoment.parse(last, "--to"))
+        """Read the options. Raises InvalidValueError, and UsageError for a range that no record can be in."""
+        found = cls(LogMoment.parse(first, "--from"), LogMoment.parse(last, "--to"))
+        for begin, end in ((found.first.time_s, found.last.time_s), (found.first.index, found.last.index)):
+            if begin is not None and end is not None and begin > end:
+                raise UsageError(f"--from {first} is after --to {last}")
+        return found
 
     def __str__(self) -> str:
         parts = (("--from", self.first.typed), ("--to", self.last.typed))
@@ -132,6 +136,21 @@ class RecordFilter:
         """Whether a record must be decoded to see whether it is taken. Then it must be a batch of events."""
         given = [getattr(self, name) for name in self.__dataclass_fields__ if name != "channels"]
         return any(each not in (None, frozenset()) for each in given)
+
+    def check(self, *, of_records: bool, full: bool = True) -> None:
+        """Raise UsageError if a part of the filter can never fit. of_records: of a log; otherwise events of the API.
+
+        full: whether control messages and decisions are shown, too.
+        """
+        if others := sorted(self.kinds & (OF_API if of_records else OF_RECORDS)):
+            source = "the API, without --kafka and --log" if of_records else "records: give --kafka or --log"
+            raise UsageError(f"--kind {others[0]} never fits here: only for {source}")
+        if self.media and self.kinds and self.kinds <= {"heartbeat", "state"}:
+            raise UsageError(f"--kind {min(self.kinds)} never fits --medium: it changes no pages")
+        if self.channels and Channel.EVENTS not in self.channels and self.is_of_batches:
+            raise UsageError("--channel without events never fits the other filters, which are of events")
+        if self.channels and not self.channels & OF_EVENTS and not full:
+            raise UsageError("--channel without events and dead_letters needs --full, which prints other records, too")
 
     def takes(self, line: RecordLine) -> bool:
         """Whether a line is to be shown. Dropped events and rejected records belong to no worker."""
@@ -250,4 +269,6 @@ def _seqs(text: str | None) -> tuple[int, int] | None:
     first, dash, last = text.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()):
         raise InvalidValueError("--seq", text, "NUMBER or FIRST-LAST")
+    if int(last or first) < int(first):
+        raise InvalidValueError("--seq", text, "FIRST before LAST")
     return int(first), int(last or first)

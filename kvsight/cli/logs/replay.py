@@ -58,9 +58,10 @@ def replay(
 ) -> None:
     """Rebuild the router's views as of some moment, and query them.
 
-    --at is a time (ISO 8601, or @SECONDS since 1970), a record's index in an event log, or PARTITION:OFFSET,... of a
-    Kafka topic. A time without a zone is local. Records before an index or an offset are applied. A moment outside the
-    log is reported, and the exit code is 2.
+    --at is a time (ISO 8601, 15:27, -5m or @SECONDS since 1970), a record's index in an event log, or
+    PARTITION:OFFSET,... of a Kafka topic. A time without a zone is local; 15:27 is today's, or yesterday's if that is
+    still to come. Records before an index or an offset are applied. A moment outside the log is reported, and the exit
+    code is 2.
 
     The query may be any body that the API accepts; the answer is the API's. Without a query, the views are listed. With
     --kafka, the topic is read from its oldest record to its present end.

@@ -72,6 +72,7 @@ def tail(
         raise UsageError("--from-beginning needs --kafka or --log: the API shows new events only")
     hashes = {"sequence_hash": sequence_hash, "block_hash": block_hash}
     wanted = RecordFilter.parse(worker, model, tenant, medium, kind, channel, seq, **hashes)
+    wanted.check(of_records=records_from is not None, full=full or of_past is None)
     try:
         if log is not None and of_past is not None:
             _print_past(LogInput(log), Selection(LogRange.of(first, last), wanted), limit, full, as_json)

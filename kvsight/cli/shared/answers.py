@@ -157,7 +157,8 @@ def _why_absent(asked: Asked, ranks: Sequence[StreamRow]) -> str:
     if all(row.state == "expired" for row in ranks):
         return f"expired, last heard {duration(last.age_ms)} ago"
     if not any(sum(row.pages.values()) for row in ranks):
-        return f"holds no pages ({last.reason})" if last.reason else "holds no pages"
+        why = last.cause or last.reason
+        return f"holds no pages ({why})" if why else "holds no pages"
     if not asked.fills_a_page(last.block_size):
         return f"the prompt is shorter than its pages of {last.block_size} tokens"
     return "does not hold the first page"

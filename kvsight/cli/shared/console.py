@@ -21,6 +21,11 @@ err = Console(stderr=True, markup=False, highlight=False, emoji=False, soft_wrap
 """Standard error: progress and messages, never data. Lines are never wrapped."""
 
 HtmlReport: TypeAlias = Annotated[Path | None, typer.Option("--html", help="Write a report with plots to one file.")]
+Engines: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--engine", help="An engine: NAME=tcp://HOST:PORT,... Repeatable.")
+]
+EngineFile: TypeAlias = Annotated[Path | None, typer.Option("--config", help="File with engines: TOML, or .json.")]
+Model: TypeAlias = Annotated[str | None, typer.Option("--model", help="Model of engines that name none.")]
 
 EXIT_USAGE = 2
 """Exit code for a mistake of the user, and for a service or a broker that does not answer."""
@@ -28,6 +33,17 @@ EXIT_USAGE = 2
 
 class UsageError(KvsightError):
     """A command cannot do what the user asked. The message is shown without a traceback."""
+
+
+def next_step(error: KvsightError) -> str:
+    """What to do about a service that cannot be reached, as the end of the message; empty for other errors."""
+    import httpx
+
+    return (
+        ": start `kvsight serve`, or set --url to its address"
+        if isinstance(error.__cause__, httpx.ConnectError)
+        else ""
+    )
 
 
 def at_most_one(flags: Mapping[str, object]) -> str | None:
@@ -95,7 +111,8 @@ def check_html(path: Path | None, needed_by: str) -> None:
 def write_html(path: Path, write: Callable[[Path], int]) -> None:
     """Write a report and print its size. Raises UsageError."""
     try:
-        num_bytes = write(path)
+        with waiting("plotting"):
+            num_bytes = write(path)
     except OSError as error:
         raise UsageError(f"--html: {path}: {error.strerror}") from error
     from analysis.words import size

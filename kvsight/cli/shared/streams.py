@@ -1,7 +1,9 @@
 """Worker streams as tables: what `kvsight top --ranks` and `kvsight replay` show."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import groupby
+from textwrap import wrap
 from typing import NamedTuple
 
 from kv_events.http.workers import Worker
@@ -28,6 +30,13 @@ class StreamRow(NamedTuple):
     age_ms: int
     pages: dict[str, int]
     """Medium -> pages held."""
+    endpoint: str = ""
+    """Address of a registered engine, otherwise empty."""
+    cause: str = ""
+    since: float | None = None
+    """When the cause began, in seconds since 1970."""
+    remedy: str = ""
+    is_heard: bool = True
 
     @property
     def namespace(self) -> tuple[str, str, int]:
@@ -46,9 +55,14 @@ def rows_of(workers: Iterable[Worker]) -> list[StreamRow]:
             rank,
             group,
             listener.state,
-            listener.failure or listener.stale_reason,
+            listener.stale_reason,
             listener.age_ms,
             listener.pages,
+            listener.endpoint if "://" in listener.endpoint else "",
+            listener.cause or listener.failure or "",
+            listener.cause_since,
+            listener.remedy,
+            listener.epoch >= 0,
         )
         for worker in workers
         for group, listeners in {"": worker.listeners, **worker.groups}.items()
@@ -65,6 +79,25 @@ def streams_lines(rows: Iterable[StreamRow], width: int) -> Iterator[str]:
             yield ""
         yield f"{namespace_text(*namespace)}: {count(len({row.worker for row in streams}), 'worker')}"
         yield from table_lines(_columns(streams), width)
+    troubled = [row for row in ordered if row.cause]
+    if troubled:
+        yield ""
+    for row in troubled:
+        name = f"{row.worker} rank {row.dp_rank}" if row.dp_rank else row.worker
+        yield from wrap(trouble_text(name, row.endpoint, row.cause, row.since, row.remedy), width)
+
+
+def trouble_text(name: str, endpoint: str, cause: str, since: float | None, remedy: str) -> str:
+    """What is wrong with a worker, since when, and what to do about it. since: seconds since 1970."""
+    where = f" ({endpoint})" if endpoint and endpoint not in cause else ""
+    when = "" if since is None else f", since {clock(since)}"
+    return printable(f"{name}{where}: {cause}{when}. {remedy}".rstrip())
+
+
+def clock(seconds: float) -> str:
+    """A time of today, or with its date. In the local zone."""
+    then, now = datetime.fromtimestamp(seconds), datetime.now()
+    return then.strftime("%H:%M:%S" if then.date() == now.date() else "%Y-%m-%d %H:%M:%S")
 
 
 def namespace_text(model: str, tenant: str, block_size: int) -> str:
@@ -85,7 +118,12 @@ def _columns(rows: Sequence[StreamRow]) -> Iterator[Column]:
     if any(row.group for row in rows):
         yield Column("group", [row.group for row in rows], rank=2)
     yield Column("state", [row.state for row in rows])
-    yield Column("last heard", [f"{duration(row.age_ms)} ago" for row in rows], is_number=True, rank=4)
+    yield Column(
+        "last heard",
+        [f"{duration(row.age_ms)} ago" if row.is_heard else "not yet" for row in rows],
+        is_number=True,
+        rank=4,
+    )
     for medium in media_held(row.pages for row in rows) or ["GPU"]:
         title = f"{MEDIA[medium]} pages"
         yield Column(title, [row.pages.get(medium, 0) for row in rows], rank=3)

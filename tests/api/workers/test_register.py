@@ -8,15 +8,20 @@ import httpx
 import msgspec
 import pytest
 
-from api.settings import RegistrationSettings
+from api.app import create_app
+from api.service import LiveService
+from api.settings import ApiSettings, RegistrationSettings
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
+from kv_events.schema import CLOSED
 from tests.rigs.api import asking, embedding
 from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.waiting import async_wait_until
 
@@ -125,7 +130,6 @@ async def test_workers_of_several_block_sizes_may_be_registered_in_the_rfcs_dial
         ({"eagle": 1}, 422, "eagle"),
         ({"attention_chunk_size": 0}, 422, "attention_chunk_size"),
         ({"block_size": 0}, 422, "block_size"),
-        ({"block_size": None}, 422, "block_size"),
         ({"instance_id": True}, 422, "instance_id"),
         ({"instance_id": 1.5}, 422, "instance_id"),
         ({"instance_id": -1}, 422, "instance_id"),
@@ -166,7 +170,7 @@ async def test_an_address_without_a_scheme_gets_the_peers_words(client: httpx.As
     assert problem["error"] == "invalid ZMQ endpoint `bad`: missing scheme"
 
 
-@pytest.mark.parametrize("field", ["instance_id", "endpoint", "model_name", "block_size"])
+@pytest.mark.parametrize("field", ["instance_id", "endpoint", "model_name"])
 async def test_a_missing_field_is_named(client: httpx.AsyncClient, field: str) -> None:
     body = {name: value for name, value in PEER.items() if name != field}
     check_problem(await client.post("/register", json=body), 422, field=field)
@@ -278,7 +282,7 @@ async def test_a_service_that_reads_a_log_reports_it(serving: Any) -> None:
     async with serving() as (client, _):
         for path in ("/register", "/unregister"):
             problem = check_problem(await client.post(path, json=PEER), 404)
-            assert "kvsight bridge" in problem["detail"]
+            assert ("kvsight bridge" if path == "/register" else "no stream of worker") in problem["detail"]
 
 
 async def test_engines_have_metrics(client: httpx.AsyncClient) -> None:
@@ -302,3 +306,16 @@ async def test_an_http_port_is_refused_at_once(client: httpx.AsyncClient) -> Non
         assert problem["field"] == "endpoint"
         assert "an HTTP server answers here" in problem["detail"]
     assert (await client.get("/workers")).json() == []
+
+
+async def test_an_expired_worker_of_a_log_is_forgotten_and_one_that_is_heard_is_not() -> None:
+    fed, body = HandFed(), {"instance_id": "a", "model_name": "m"}
+    async with asking(create_app(LiveService(fed.consumer, ApiSettings()))) as client:
+        stream = Stream("a")
+        await fed.feed(stream.batch(stored((0, [1, 2]))))
+        check_problem(await client.post("/unregister", json=body), 404)
+        await fed.feed(stream.batch(degraded_reason=CLOSED))
+        (worker,) = (await client.get("/fleet")).json()["workers"]
+        assert (worker["can_forget"], worker["can_resync"]) == (True, False)
+        assert (await client.post("/unregister", json=body)).is_success
+        assert (await client.get("/workers")).json() == []

@@ -19,6 +19,8 @@ _FOLDER = Path(__file__).resolve().parents[3] / "docs" / "images"
 _RECORDING = _FOLDER.parents[1] / "examples" / "routing_anomaly"
 _SERVE_S = 60.0
 _RATE = 6.0
+_HOUR_S = 3600.0
+_FLEET = 200
 
 
 class _Picture(NamedTuple):
@@ -48,6 +50,15 @@ async def main(folder: Path) -> None:
             await _settle(page)
             await page.screenshot(path=folder / f"{picture.name}.png")
         await _show_past(browser, folder / "page-past.png")
+    async with (
+        shown_fleet(ApiSettings(port=0), num_requests=300, workers=_FLEET) as shown,
+        running_browser() as browser,
+    ):
+        page = await new_page(browser, 1440, 1000)
+        await page.goto(shown.url)
+        await _serve(shown, 10.0)
+        await _settle(page)
+        await page.screenshot(path=folder / "page-fleet.png")
 
 
 async def _show_past(browser: Browser, picture: Path) -> None:
@@ -62,11 +73,11 @@ async def _show_past(browser: Browser, picture: Path) -> None:
         await page.screenshot(path=picture)
 
 
-async def _serve(shown: ShownFleet) -> None:
-    """Serve requests again for some time, so that there are curves."""
-    requests = iter(shown.requests * 100)
-    for _ in range(int(_SERVE_S * _RATE)):
-        shown.serve(next(requests))
+async def _serve(shown: ShownFleet, seconds: float = _SERVE_S) -> None:
+    """Serve requests again for some time, so that there are curves. Their decisions are of the last hour."""
+    requests, number = iter(shown.requests * 100), int(seconds * _RATE)
+    for left in range(number, 0, -1):
+        shown.serve(next(requests), _HOUR_S * (left - 1) / number)
         await asyncio.sleep(1 / _RATE)
 
 

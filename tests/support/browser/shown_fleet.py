@@ -37,10 +37,10 @@ class ShownFleet(NamedTuple):
     funnel: DecisionWindow
     numbers: Iterator[int]
 
-    def serve(self, request: Request) -> None:
-        """Serve a request, and report what was chosen and reused."""
+    def serve(self, request: Request, age_s: float = 0.0) -> None:
+        """Serve a request, and report what was chosen and reused, as if it were so old."""
         run = self.fleet.run
-        chosen, now, request_id = run.step(request), time.time(), f"request-{next(self.numbers)}"
+        chosen, now, request_id = run.step(request), time.time() - age_s, f"request-{next(self.numbers)}"
         self.funnel.take(run.router.decision(request, chosen, request_id, now))
         self.funnel.take(Outcome(VERSION, request_id, now, run.found_tokens))
 

@@ -56,13 +56,13 @@ class Service:
 
 
 @asynccontextmanager
-async def service(**settings: Any) -> AsyncIterator[Service]:
+async def service(*, registration: Any = None, **settings: Any) -> AsyncIterator[Service]:
     indexer = IndexerSettings(max_pages=2**16, **settings)
     log = MemoryLog()
     consumer = create_consumer(indexer, log)
     store = create_store(indexer, "registrations", "registrations.json")
     bridge = BridgeSettings(bridge_name_pages=10_000, bridge_idle_check_s=0.2)
-    registrations = Registrations(consumer, log, RegistrationSettings(), bridge, store)
+    registrations = Registrations(consumer, log, registration or RegistrationSettings(), bridge, store)
     async with served(consumer, registrations=registrations) as client:
         yield Service(client)
 
