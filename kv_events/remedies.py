@@ -3,8 +3,6 @@
 The tables in docs/operations.md and docs/troubleshooting.md begin with the same sentences, which tests compare.
 """
 
-from __future__ import annotations
-
 _WAIT = "Wait: the indexer requests a resync by itself."
 _PASSES = "Wait: it passes by itself."
 _ROOM = "Raise `pages` or `worker_streams` in --tenant-limits-file."

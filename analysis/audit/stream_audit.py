@@ -276,7 +276,8 @@ class StreamAudit:
             stream.report.not_live_s += max(0.0, at - stream.not_live_since)
         is_live = stream.view.state is ViewState.LIVE
         stream.is_partial = stream.is_partial and not is_live and stream.resync is None
-        is_degraded = self._note_reason(stream, at)
+        has_reason = stream.degraded is not None or stream.view.degraded_reason != ""
+        is_degraded = has_reason and self._note_reason(stream, at)
         stream.not_live_since = None if (is_live and not is_degraded) or stream.is_partial else at
 
     def _note_reason(self, stream: _Stream, at: float) -> bool:

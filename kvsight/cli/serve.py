@@ -69,8 +69,7 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
 
     Example: kvsight serve --model my-model --engine engine-0=tcp://gpu-0:5557,replay=5558
     """
-    named = {"--engine": engine or None, "--config": config}
-    for name, value in named.items():
+    for name, value in {"--engine": engine or None, "--config": config}.items():
         at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"], name: value})
     at_most_one({"--redis": flags["redis"], "--snapshot-dir": flags["snapshot_dir"]})
     require("serve", "kvsight serve")
