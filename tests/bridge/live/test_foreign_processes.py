@@ -32,8 +32,8 @@ ROUTER = """
 import asyncio, sys
 import numpy as np
 from kvsight import (
-    AsyncClient, BatchApplied, BatchPosition, Client, ClientDropped, Decision, DecisionsAccepted, Evidence,
-    Explanation, FeedEvent, Finding, Fleet, FleetRank, FleetWorker, InvalidValueError, KvsightConnectionError,
+    AsyncClient, BatchApplied, BatchPosition, Client, ClientClosedError, ClientDropped, Decision, DecisionsAccepted,
+    Evidence, Explanation, FeedEvent, Finding, Fleet, FleetRank, FleetWorker, InvalidValueError, KvsightConnectionError,
     KvsightError, KvsightHttpError, Listener, Missing, Outcome, PeerAnswer, PeerInstance, Prompt, RadixView,
     RetryPolicy, StateChange, StateChanged, StorageMedium, UnexpectedAnswerError, ViewPage, Worker, WorkerChoice,
     WorkerExplanation, best_worker, rank_workers, sequence_hashes,
@@ -77,6 +77,11 @@ with Client(url, retry=RetryPolicy(attempts=2)) as client:
     except InvalidValueError as error:
         assert error.field == "token_ids[0]" and not isinstance(error, UnexpectedAnswerError), error
     assert client.resync("one") == [worker.endpoints[0]]
+try:
+    client.health()
+    raise AssertionError("a closed client answers")
+except ClientClosedError:
+    pass
 
 async def main():
     async with AsyncClient(url) as client:
