@@ -22,7 +22,9 @@ MAX_RANKS = 1024
 """Bound on the ranks of one entry."""
 
 _MAX_CONFIG_BYTES = 4 * 2**20
-_METRICS_URL = re.compile(r"http://(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:/[!-~]*)?")
+_METRICS_URL = re.compile(
+    r"http://(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:/[A-Za-z0-9_.~-]+)*/metrics"
+)
 _SCHEMES = ("tcp", "ipc", "inproc")
 _SHORT = {"replay": "replay_endpoint", "ranks": "num_ranks"}  # names in a flag -> fields
 TIERS = ("gpu", "cpu", "disk", "external")

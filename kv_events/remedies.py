@@ -26,7 +26,7 @@ OF_CONNECTIONS = {
 }
 """Part of the reason why an engine is not read -> what to do."""
 OF_VIEWS = {
-    "missed batch": "Set the engine's `replay_endpoint`, from which missed batches are fetched, and clear its cache or "
+    "missed ": "Set the engine's `replay_endpoint`, from which missed batches are fetched, and clear its cache or "
     "restart it.",
     "batches lost": "Clear the engine's cache or restart it, or wait until its pages are replaced.",
     "pages left out": "Clear the engine's cache or restart it, or wait until its pages are replaced.",

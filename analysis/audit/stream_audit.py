@@ -41,6 +41,8 @@ class _Stream:
     degraded: Degraded | None = None
     """The publisher's reason after the last batch."""
     degraded_at: float = 0.0
+    num_lost: int = 0
+    """Batches that its publisher has reported as lost since it had no reason."""
     is_partial: bool = False
     """Whether the view is incomplete only because of what precedes the log."""
 
@@ -287,13 +289,14 @@ class StreamAudit:
             before.seconds += max(0.0, at - stream.degraded_at)
         stream.degraded, stream.degraded_at = None, at
         if not text or text == CLOSED:
+            stream.num_lost = 0
             return False
         kind, number = counted_reason(text)
         now = stream.report.degraded.setdefault(kind, Degraded(text=text, since=at))
         now.times += now is not before
         if kind == BATCHES_LOST:
-            known = 0 if now is not before else counted_reason(now.text)[1]
-            stream.report.engine_losses += max(0, number - known)
+            stream.report.engine_losses += number - (stream.num_lost if number >= stream.num_lost else 0)
+            stream.num_lost = number
         now.text, stream.degraded = text, now
         return True
 

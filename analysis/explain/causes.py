@@ -204,7 +204,7 @@ class Causes:
         decision = None
         if replacement is not None:
             worker = self._history.stream.worker
-            decision = self._tracer.decisions.with_page(replacement.first_hash, worker)
+            decision = self._tracer.decisions.with_page(replacement.first_hash, worker, replacement.batch.time)
             text += messages.replaced(replacement, left, decision, has_decisions=bool(self._tracer.decisions))
         evidence += _evidence(what, left, medium)
         request_id = None if decision is None else decision.request_id
@@ -341,7 +341,8 @@ def _places(tracer: PromptTracer, history: StreamTrace, asked: StreamTrace | Non
 
 def found_at_best(tracer: PromptTracer, causes: Causes, best: WorkerExplanation, hashes: U64Array) -> Finding:
     """Return the finding that another worker holds more of a prompt. hashes: of the pages that it holds."""
-    decision = tracer.decisions.with_page(int(hashes[best.held["external"] - 1]), best.instance_id)
+    last = int(hashes[best.held["external"] - 1])
+    decision = tracer.decisions.with_page(last, best.instance_id, tracer.replay.now)
     text = messages.held_by(best.instance_id, best.held["external"], best.num_pages, decision)
     return Finding(
         cause="held_elsewhere",

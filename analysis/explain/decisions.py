@@ -20,6 +20,7 @@ class RecentDecisions:
     def __init__(self) -> None:
         self._payloads: deque[bytes] = deque()
         self._num_bytes = 0
+        self._found: dict[tuple[int, str, float], Decision | None] = {}
 
     def __len__(self) -> int:
         return len(self._payloads)
@@ -37,13 +38,21 @@ class RecentDecisions:
         for row in np.flatnonzero(is_decision if wanted is None else is_decision & wanted).tolist():
             self.take(chunk.record(row).payload)
 
-    def with_page(self, page: int, worker: str) -> Decision | None:
-        """Return the newest decision for a worker whose prompt has a page with this sequence hash."""
+    def with_page(self, page: int, worker: str, until: float) -> Decision | None:
+        """Return the newest decision for a worker, up to a time, whose prompt has a page with this sequence hash.
+
+        Call it after the last record has been taken: answers are kept, as each one takes 30 ms.
+        """
+        if (page, worker, until) not in self._found:
+            self._found[page, worker, until] = self._search(page, worker, until)
+        return self._found[page, worker, until]
+
+    def _search(self, page: int, worker: str, until: float) -> Decision | None:
         needle = page.to_bytes(8, "little")
         for payload in reversed(self._payloads):
             if needle in payload:
                 with suppress(RecordRejectedError):
                     found = decode_decision(payload)
-                    if isinstance(found, Decision) and found.worker == worker:
+                    if isinstance(found, Decision) and found.worker == worker and found.timestamp <= until:
                         return found
         return None

@@ -37,9 +37,9 @@ def explain(
     Raises NothingToExplainError, and what `records` raises.
     """
     tracer = PromptTracer(prompt, views)
-    for chunk in decisions:
-        tracer.decisions.take_chunk(chunk)
     tracer.follow(records, until)
+    for chunk in decisions:
+        tracer.decisions.take_chunk(chunk, chunk.timestamps_ms <= 1000 * tracer.replay.now)
     workers = [*_asked_workers(tracer), *_later_workers(tracer)]
     names = {worker.instance_id for worker in workers}
     workers += _workers_elsewhere(tracer, names)

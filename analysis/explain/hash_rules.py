@@ -129,7 +129,7 @@ class PromptHashes:
             self._add(Column.BLOCK, rule, hash_strs_to_int64(chain).view(np.uint64))
 
     def add_names(self, names: Iterable[str], block_size: int) -> None:
-        """Look for the prompt under these adapters and salts, too, at most 16."""
+        """Look for the prompt under these adapters and salts, too, by at most 32 rules."""
         tokens, asked = self.prompt.tokens, self.asked_rule(block_size)
         for name in names:
             for rule in (asked._replace(lora_name=name), asked._replace(cache_salt=name)):
@@ -142,11 +142,14 @@ class PromptHashes:
                     self._add(Column.SEQUENCE, rule, self.compute(tokens[: _MOST_OTHER_PAGES * block_size + 1], rule))
 
     def first_pages(self) -> list[bytes]:
-        """Return the tokens of the prompt's first page as records contain them, for each block size."""
+        """Return the tokens of the prompt's first page as records contain them, for each block size.
+
+        Of shorter pages than eight tokens, there are as many as have eight: single tokens are in nearly every record.
+        """
         tokens = self.prompt.tokens
         if tokens is None:
             return []
-        return [tokens[:size].astype("<u4").tobytes() for size in self._block_sizes if len(tokens) >= size]
+        return [tokens[: max(size, 8)].astype("<u4").tobytes() for size in self._block_sizes if len(tokens) >= size]
 
     def is_known(self, hashes: U64Array) -> bool:
         """Return whether any of these sequence hashes is looked for."""

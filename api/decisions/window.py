@@ -3,7 +3,7 @@
 The figures are those of the routers. `kvsight audit` compares them with the log and finds out where tokens were lost.
 """
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -80,8 +80,10 @@ class DecisionWindow:
         known = {key: lost for key, lost in sums.items() if key in self._examples}
         largest = sorted(known.items(), key=lambda item: -item[1][1])[:_MAX_LOSSES]
         losses = [_loss(*key, requests, tokens, *self._examples[key]) for key, (requests, tokens) in largest]
-        causes = {cause: sum(lost[1] for key, lost in sums.items() if key[0] == cause) for cause, _ in sums}
-        return {"lost": causes, "losses": losses}
+        causes: Counter[str] = Counter()
+        for (cause, _), (_, tokens) in sums.items():
+            causes[cause] += tokens
+        return {"lost": dict(causes), "losses": losses}
 
     def _lose(self, cause: str, tokens: int, seen: RecentDecision, pages: bytes) -> None:
         if tokens <= 0:

@@ -24,10 +24,11 @@ _RETRY_S = 5.0
 _TIMEOUT_S = 2.0
 _MAX_BYTES = 8 * 2**20
 _AT_ONCE = 16
+_MAX_TOKENS = 2**48
 _TIERS = ("gpu", "cpu", "disk", "external")
 """In the order of `MEDIA`."""
 _VLLM = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_SGLANG = re.compile(rb"^sglang:max_total_num_tokens(?:\{([^}]*)\})? ([0-9.e+]+)", re.MULTILINE)
+_SGLANG = re.compile(rb"^sglang:max_total_num_tokens(?:\{([^}]*)\})? ([0-9.e+]{1,24})", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 Pages = Mapping[str, int]
@@ -95,10 +96,13 @@ def tokens_of(text: bytes, dp_rank: int) -> int:
         if (blocks := labels.get(b"num_gpu_blocks", b"")).isdigit() and labels.get(b"block_size", b"").isdigit():
             found.setdefault(labels.get(b"engine", b""), int(blocks) * int(labels[b"block_size"]))
     for given, number in _SGLANG.findall(text):
-        found.setdefault(dict(_LABEL.findall(given)).get(b"dp_rank", b""), int(float(number)))
+        found.setdefault(dict(_LABEL.findall(given)).get(b"dp_rank", b""), int(min(float(number), _MAX_TOKENS)))
     if not found:
         raise ValueError("neither vllm:cache_config_info with num_gpu_blocks nor sglang:max_total_num_tokens is there")
-    return found.get(b"%d" % dp_rank, next(iter(found.values())))
+    tokens = found.get(b"%d" % dp_rank, next(iter(found.values())))
+    if not 0 < tokens < _MAX_TOKENS:
+        raise ValueError(f"{tokens} tokens")
+    return tokens
 
 
 async def _read(url: str, allowed: AllowedAddresses) -> bytes:
@@ -108,10 +112,10 @@ async def _read(url: str, allowed: AllowedAddresses) -> bytes:
     address = parts._replace(netloc=place.removeprefix("tcp://")).geturl()
     async with (
         httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client,
-        client.stream("GET", address, headers={"Host": parts.netloc}) as response,
+        client.stream("GET", address, headers={"Host": parts.netloc, "Accept-Encoding": "identity"}) as response,
     ):
         response.raise_for_status()
-        async for part in response.aiter_bytes():
+        async for part in response.aiter_raw():
             text += part
             if len(text) > _MAX_BYTES:
                 raise ValueError(f"more than {_MAX_BYTES} bytes")

@@ -126,7 +126,16 @@ def test_the_streams_that_restarted_are_named(tmp_path: Path) -> None:
 def test_a_reason_that_comes_and_goes_counts_its_batches_again(tmp_path: Path) -> None:
     engine = Stream("w")
     with EventLogWriter(tmp_path) as writer:
-        for second, reason in enumerate(("", "batches lost: 3", "batches lost: 5", "", "batches lost: 2")):
+        reasons = (
+            "",
+            "batches lost: 3",
+            "engine not heard",
+            "batches lost: 3",
+            "batches lost: 5",
+            "",
+            "batches lost: 2",
+        )
+        for second, reason in enumerate(reasons):
             writer.append(engine.batch(now=START + second, degraded_reason=reason))
     (stream,) = audit_log(tmp_path).streams
-    assert (stream.engine_losses, stream.degraded["batches lost"].times, stream.not_live_s) == (7, 2, 2.0)
+    assert (stream.engine_losses, stream.degraded["batches lost"].times, stream.not_live_s) == (7, 3, 4.0)

@@ -151,7 +151,7 @@ def test_an_eviction_names_what_took_its_place_a_moment_later(log: Log, is_plain
     log.send().send(stored((0, HASHES))).decide("r-9", taker, "engine-0").send(removed(HASHES[5:]))
     if not is_plain:
         log.send(degraded_reason="replaying")
-    log.send(stored((0, taker))).send(stored((0, [99])))
+    log.send(stored((0, taker))).send(stored((0, [99]))).decide("r-10", taker, "engine-0")
     found = log.explained()["findings"][0]
     assert (found["cause"], found["page"], found["request_id"]) == ("evicted", 6, "r-9")
     assert f"3 pages took the place at 2023-11-14T22:13:20.{625 if is_plain else 750}Z" in found["text"]

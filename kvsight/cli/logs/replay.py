@@ -235,18 +235,20 @@ def _show_diff(folder: Path, at: str | None, other: str, to: str | None, api_tok
     after = _of_service(other, api_token) if is_service else _of_log(sources[1], moments[1], "--to")
     found = diff(before, after)
     if not is_service and folder.resolve() != Path(other).resolve():
-        found = _with_partings(found, (folder, Path(other)), moments)
+        found = _with_first_differences(found, (folder, Path(other)), moments)
     print_result(found, _diff_lines(found, out.width), as_json=as_json)
     exit_if_any_damaged(sources)
 
 
-def _with_partings(
+def _with_first_differences(
     found: list[StreamDiff], folders: tuple[Path, Path], moments: tuple[LogMoment, LogMoment]
 ) -> list[StreamDiff]:
     """Add the first batch of each stream that differs between two logs."""
-    from analysis.parting import partings, records_before
+    from analysis.first_differences import first_differences, records_before
 
-    parted = partings(*(records_before(folder, moment) for folder, moment in zip(folders, moments, strict=True)))
+    parted = first_differences(
+        *(records_before(folder, moment) for folder, moment in zip(folders, moments, strict=True))
+    )
     both = [
         parted.get(StreamId(each.model, each.tenant, each.worker, each.dp_rank).key, (None, None)) for each in found
     ]

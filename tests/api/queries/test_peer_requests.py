@@ -54,7 +54,7 @@ EQUAL: list[tuple[str, str, Any]] = [
     ("POST", "/register", {**ENGINE, "dp_rank": 1, "model_name": "other"}),
     ("POST", "/register", {**ENGINE, "instance_id": 3, "endpoint": "bad"}),
     ("POST", "/register", {**ENGINE, "instance_id": 4, "unknown": [1], "tenant_id": "t", "additional_salt": "s"}),
-    *(("POST", "/register", without(field)) for field in ("instance_id", "endpoint", "model_name", "block_size")),
+    *(("POST", "/register", without(field)) for field in ("instance_id", "endpoint", "model_name")),
     ("POST", "/register", {**ENGINE, "instance_id": 5, "block_size": "4"}),
     ("POST", "/register", {**ENGINE, "instance_id": 5, "dp_rank": -1}),
     ("POST", "/register", {**ENGINE, "instance_id": True}),
@@ -119,6 +119,8 @@ async def test_where_we_differ_is_what_the_documentation_states(peer: PeerIndexe
         assert re.match("block_size", said)
         text = {**engine, "instance_id": "7"}
         assert [status for status, _ in await both_say(peer, client, "POST", "/register", text)] == [422, 201]
+        learned = {**without("block_size"), "instance_id": 8, "model_name": "other"}
+        assert [status for status, _ in await both_say(peer, client, "POST", "/register", learned)] == [422, 201]
         unknown = {"model_name": "nope", "token_ids": []}
         (status, words), (ours_status, said) = await both_say(peer, client, "POST", "/query", unknown)
         assert (status, ours_status) == (404, 404)

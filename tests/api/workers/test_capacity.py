@@ -8,6 +8,7 @@ import pytest
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
+from api.workers.capacity import tokens_of
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings
 from indexer.assembly import create_consumer
@@ -62,9 +63,21 @@ async def test_an_engines_own_metrics_say_how_much_fits(text: str) -> None:
         assert http.requests[-1].headers["host"] == http.url.removeprefix("http://")
 
 
+@pytest.mark.parametrize("number", ["1e999", "1e300", "0", "5" * 30])
+def test_room_of_absurd_size_is_not_believed(number: str) -> None:
+    with pytest.raises(ValueError, match="tokens"):
+        tokens_of(b"sglang:max_total_num_tokens %s\n" % number.encode(), 0)
+
+
 @pytest.mark.parametrize(
     ("url", "status"),
-    [("http://169.254.169.254/latest", 403), ("file:///etc/passwd", 422), ("http://u:p@127.0.0.1/metrics", 422)],
+    [
+        ("http://169.254.169.254/metrics", 403),
+        ("file:///etc/passwd", 422),
+        ("http://u:p@127.0.0.1/metrics", 422),
+        ("http://127.0.0.1/metrics?token=t", 422),
+        ("http://127.0.0.1/admin", 422),
+    ],
 )
 async def test_metrics_are_asked_for_only_where_engines_may_be(url: str, status: int) -> None:
     with ZmqEngine() as engine:

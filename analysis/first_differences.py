@@ -14,7 +14,9 @@ from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
 from kv_events.records import Channel, LogRecord
 
-_MOST_WAITING = 2**16
+_MOST_WAITING = 2**18
+"""Bound on the batches of all streams that wait for their partners. A stream whose logs have begun alike may have four
+times its share."""
 
 
 class _Batch(NamedTuple):
@@ -33,14 +35,17 @@ class _Stream:
         self.has_common = False
         self.parted: tuple[BatchInLog | None, BatchInLog | None] | None = None
 
-    def take(self, side: int, batch: _Batch) -> None:
-        """Take the next batch of a log. The log that begins later decides where the comparison begins."""
+    def take(self, side: int, batch: _Batch, most: int) -> None:
+        """Take the next batch of a log. The log that begins later decides where the comparison begins.
+
+        most: its share of the batches that may wait.
+        """
         self.firsts[side] = self.firsts[side] or batch
         queue = self.waiting[side]
         queue.append(batch)
-        if len(queue) > _MOST_WAITING and not self.has_common:
+        if len(queue) > most and not self.has_common:
             queue.popleft()
-        elif len(queue) > 4 * _MOST_WAITING:  # the other log has no more of the stream
+        elif len(queue) > 4 * most:  # the other log has no more of the stream
             self.parted = (None, queue[0].place) if side else (queue[0].place, None)
         while self.parted is None and all(self.waiting):
             before, after = self.waiting[0][0], self.waiting[1][0]
@@ -67,7 +72,7 @@ def records_before(folder: Path, moment: LogMoment) -> Iterator[tuple[int, LogRe
             yield chunk.first_index + row, chunk.record(row)
 
 
-def partings(
+def first_differences(
     before: Iterable[tuple[int, LogRecord]], after: Iterable[tuple[int, LogRecord]]
 ) -> dict[str, tuple[BatchInLog | None, BatchInLog | None]]:
     """Return the key of each stream whose batches differ -> its first differing batch in either log.
@@ -85,6 +90,6 @@ def partings(
             stream = streams.setdefault(record.key, _Stream())
             if number is not None and stream.parted is None:
                 place = BatchInLog(index=index, time=record.timestamp_ms / 1000, epoch=number[0], seq=number[1])
-                stream.take(side, _Batch(number, hash(record.payload), place))
+                stream.take(side, _Batch(number, hash(record.payload), place), _MOST_WAITING // len(streams))
     found = {key.decode(errors="replace"): stream.end() for key, stream in streams.items()}
     return {key: ends for key, ends in found.items() if ends is not None}
