@@ -216,6 +216,7 @@ class LiveService(Service):
         return PageState(
             key="",
             is_past=False,
+            can_forget_expired=self._registrations is None,
             views=self._consumer,
             is_resync_requested=self._consumer.resyncs.is_requested,
             next_step=NO_PUBLISHER if self._registrations is None else NO_ENGINE,

@@ -29,6 +29,7 @@ AttemptResult: TypeAlias = httpx.Response | httpx.HTTPError
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "gzip, deflate", "User-Agent": "kvsight"}
 _MAX_WARNINGS = 20
 _MAX_CHECKED_NAMES = 10_000
+_CHECK_TIMEOUT_S = 0.5
 _KEEPALIVE_S = 4.0  # the server closes idle connections after 5
 _CREDENTIALS = re.compile(r"^(\w*:?//)?.*@", re.DOTALL)
 _TOKEN = re.compile(r"[!-~]+")  # what a header can carry unchanged
@@ -121,7 +122,9 @@ class BaseClient:
         result = self._result(call, outcome)
         if not call.candidates <= self._checked_names:
             unchecked = call.candidates - self._checked_names
-            self._warn_of_unknown(unchecked, (yield Attempt(0.0, self._request(calls.workers()))))
+            request = self._request(calls.workers())
+            request.extensions = {"timeout": httpx.Timeout(min(_CHECK_TIMEOUT_S, self._timeout_s)).as_dict()}
+            self._warn_of_unknown(unchecked, (yield Attempt(0.0, request)))
         return result
 
     def _warn_of_unknown(self, names: Set[str], outcome: AttemptResult) -> None:

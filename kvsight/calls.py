@@ -131,7 +131,8 @@ def best_worker(
 ) -> Call[WorkerChoice | None]:
     """Query, and choose a worker by the rule of `kvsight.best_worker`. No worker holds pages of an unknown model.
 
-    tier_weights: default to 1, 0.75, 0.5 and 0.25.
+    load: names that are new to the client are looked up in the list of workers after the query, for at most 0.5 s, and
+    unknown ones are logged. That changes no answer. tier_weights: default to 1, 0.75, 0.5 and 0.25.
     """
     prompt = Prompt(model, token_ids, None, None, lora_name, cache_salt, is_eagle, tenant, tier_weights)
     return _choosing(prompt, load, lambda ranked: next(iter(ranked), None))

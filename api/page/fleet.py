@@ -16,7 +16,6 @@ from indexer.namespaces import NamespaceKey
 from indexer.views import View, ViewState, least_trusted
 from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
 from kv_events.http.workers import Listener
-from kv_events.remedies import remedy
 from kv_events.schema import BATCHES_LOST, MEDIA, counted_reason
 from kv_events.streams import StreamId
 
@@ -95,6 +94,7 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
     agreed = [each.agreed_at for each in ranks]
     stored, removed = _rates(watch, views)
     held = sum(sum(view.num_pages) for view in views)
+    engines = [scene.engines.get(StreamId(key.model, key.tenant, streams.name, each.dp_rank)) for each in ranks]
     return FleetWorker(
         worker=streams.name,
         model=key.model,
@@ -106,8 +106,8 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
         cause=worst.cause,
         remedy=worst.remedy,
         can_resync=not scene.is_past and any(_can_resync(scene, view) for view in views),
-        can_forget=not scene.is_past
-        and (any(each.endpoint for each in ranks) or all(each.state == ViewState.EXPIRED.value for each in ranks)),
+        can_forget=any(each is not None and each.engine.worker is not None for each in engines)
+        or (scene.can_forget_expired and all(each.state == ViewState.EXPIRED.value for each in ranks)),
         since=worst.since,
         age_s=worst.age_s,
         agreed_at=None if None in agreed else min(each for each in agreed if each is not None),
@@ -168,8 +168,7 @@ def _can_resync(scene: PageState, view: View) -> bool:
 
 def _rank(scene: PageState, view: View, group: str, readers: Engines) -> FleetRank:
     changes, engine = scene.watch.changes(view.stream), readers.get(view.stream)
-    is_live = scene.views.freshness.state(view) is ViewState.LIVE
-    cause = Cause("", None) if is_live else Cause.of(scene.views.reason(view), view.stream, engine)
+    cause = Cause.of_view(scene.views, view, engine)
     return FleetRank(
         dp_rank=view.stream.dp_rank,
         group=group,
@@ -178,7 +177,7 @@ def _rank(scene: PageState, view: View, group: str, readers: Engines) -> FleetRa
         reason=scene.views.reason(view),
         endpoint="" if engine is None else engine.engine.endpoint,
         cause=cause.text,
-        remedy=remedy(cause.text),
+        remedy=cause.remedy,
         since=cause.since or (changes[0].time if changes else None),
         age_s=round(max(0.0, scene.views.now() - view.last_batch_at), 3),
         agreed_at=view.agreed_at or None,

@@ -19,6 +19,8 @@ class PageState:
     key: str
     """Answers about scenes with equal keys are shared. The live scene has the key ""."""
     is_past: bool
+    can_forget_expired: bool
+    """Whether POST /unregister takes expired workers: those of a log that others write."""
     views: ViewSource
     is_resync_requested: Callable[[View], bool]
     next_step: str

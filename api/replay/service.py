@@ -189,6 +189,7 @@ class ReplayService(Service):
         return PageState(
             key=f"{opened.moment.text} {self._moments.extent.next_index} {self._marks.next_index}",
             is_past=True,
+            can_forget_expired=False,
             views=self.views,
             is_resync_requested=lambda _view: False,
             next_step="the log has none at this moment",

@@ -40,6 +40,16 @@ class Cause(NamedTuple):
     text: str
     since: float | None
 
+    @property
+    def remedy(self) -> str:
+        return remedy(self.text)
+
+    @classmethod
+    def of_view(cls, served: ViewSource, view: View, engine: EngineStatus | None) -> Cause:
+        """engine: the reader of the view's engine."""
+        is_live = served.freshness.state(view) is ViewState.LIVE
+        return cls("", None) if is_live else cls.of(served.reason(view), view.stream, engine)
+
     @classmethod
     def of(cls, reason: str, stream: StreamId, engine: EngineStatus | None) -> Cause:
         """Return what is known best. reason: why the view is not live; "new": it has no batch. engine: its reader."""
@@ -116,7 +126,7 @@ def _unheard_ranks(
         by_worker.setdefault(key, {})[stream.dp_rank] = Listener(
             cause=cause.text,
             cause_since=cause.since,
-            remedy=remedy(cause.text),
+            remedy=cause.remedy,
             state=ViewState.STALE.value,
             pages={medium.value: 0 for medium in MEDIA},
             digest=digest_bytes(empty_digest()).hex(),
@@ -195,8 +205,7 @@ def _worker(served: ViewSource, worker: WorkerStreams, readers: Engines) -> Work
 
 def _listener(served: ViewSource, view: View, readers: Engines, now: float) -> Listener:
     state, engine = served.freshness.state(view), readers.get(view.stream)
-    is_live = state is ViewState.LIVE
-    cause = Cause("", None) if is_live else Cause.of(served.reason(view), view.stream, engine)
+    cause = Cause.of_view(served, view, engine)
     return Listener(
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,
         status=_status(engine, state),
@@ -212,7 +221,7 @@ def _listener(served: ViewSource, view: View, readers: Engines, now: float) -> L
         warning=None if engine is None else engine.warning,
         cause=cause.text,
         cause_since=cause.since,
-        remedy=remedy(cause.text),
+        remedy=cause.remedy,
     )
 
 

@@ -19,7 +19,7 @@ from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge, without_workers
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.capacity import Capacities
+from api.workers.capacity import Capacities, place_of
 from api.workers.registration_rules import (
     check_addresses,
     check_conflicts,
@@ -83,6 +83,7 @@ class Registrations:
         self._saved = None if store is None else SavedRegistrations(store)
         self._max_files = max_files
         named = {e for each in self._configured.values() for e in (each.endpoint, each.replay_endpoint) if e}
+        named |= {f"tcp://{place_of(each.metrics_url)}" for each in self._configured.values() if each.metrics_url}
         self._allowed = AllowedAddresses(settings.register_allow, own_port, named)
         self._fleet = Fleet.embedded(bridge, memory_log, self._allowed.locate)
         self._engines: dict[StreamId, EngineSettings] = {}
@@ -170,14 +171,15 @@ class Registrations:
         await self._wait_until_loaded()
         async with self._lock:
             selected = select_ranks(self._engines, worker, model, tenant, dp_rank)
-            for stream in selected:
-                await self._fleet.remove(
-                    stream.worker, model=stream.model, tenant=stream.tenant, dp_rank=stream.dp_rank
-                )
-                del self._engines[stream], self._added_at[stream]
-            await self._save()
-            await self._forget(self._unread({stream._replace(dp_rank=0) for stream in selected}))
+            await self._remove(selected)
         return list(selected.values())
+
+    async def _remove(self, streams: Collection[StreamId]) -> None:
+        for stream in streams:
+            await self._fleet.remove(stream.worker, model=stream.model, tenant=stream.tenant, dp_rank=stream.dp_rank)
+            del self._engines[stream], self._added_at[stream]
+        await self._save()
+        await self._forget(self._unread({stream._replace(dp_rank=0) for stream in streams}))
 
     def _check_room(self, engine: EngineSettings) -> None:
         if len(self._engines) >= self._settings.max_registrations:
@@ -274,16 +276,19 @@ class Registrations:
 
     async def _forget_gone(self, after_s: float) -> None:
         """Unregister ranks that have no connection for `after_s`, unless the operator has named them."""
+        await self._loaded.wait()
         while True:
             await asyncio.sleep(min(_RETRY_S, after_s))
-            for stream, status in self.status().items():
-                if stream in self._configured or status.down_s is None or status.down_s < after_s:
-                    continue
-                logger.warning("%s is unregistered: no connection for %.0f s", stream.key, status.down_s)
-                try:
-                    await self.remove(stream.worker, stream.model, stream.tenant, stream.dp_rank)
-                except KvsightError as error:
-                    logger.warning("%s is still registered: %s", stream.key, error)
+            for stream in self._gone(after_s):
+                async with self._lock:
+                    if stream in self._gone(after_s):  # it may be back, or gone for good
+                        logger.warning("%s is unregistered: no connection for %.0f s", stream.key, after_s)
+                        await self._remove([stream])
+
+    def _gone(self, after_s: float) -> list[StreamId]:
+        found = self.status().items()
+        down = [stream for stream, status in found if status.down_s is not None and status.down_s >= after_s]
+        return [stream for stream in down if stream not in self._configured]
 
     async def _load(self) -> None:
         async with self._lock:

@@ -73,7 +73,7 @@ class FleetWorker(msgspec.Struct, frozen=True, kw_only=True):
     can_resync: bool = False
     """Whether a publisher listens whose answer would mend the view."""
     can_forget: bool = False
-    """Whether POST /unregister takes it: an engine that this service reads, or a worker that is expired."""
+    """Whether POST /unregister takes it: a registered engine, or an expired worker of a log that others write."""
     since: float | None = None
     age_s: float
     agreed_at: float | None = None

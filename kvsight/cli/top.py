@@ -113,12 +113,20 @@ def _fleet_table(client: Client, contains: str) -> _Table:
 
 
 def _ranks_table(client: Client, contains: str, model: str | None, tenant: str | None) -> _Table:
+    unknown = ""
+
+    def read() -> list[Worker]:
+        nonlocal unknown
+        found = [each for each in client.workers(model, tenant) if contains in each.instance_id]
+        unknown = "" if found else _unknown(client, model, tenant)
+        return found
+
     def lines(found: list[Worker], width: int, height: int | None) -> Iterator[Line]:
         rows = rows_of(found)
-        texts = streams_lines(rows, width) if rows else wrap(_unknown(client, model, tenant), width)
+        texts = streams_lines(rows, width) if rows else wrap(unknown, width)
         return (Line(text) for text in islice(texts, height))
 
-    return _Table(lambda: [each for each in client.workers(model, tenant) if contains in each.instance_id], lines)
+    return _Table(read, lines)
 
 
 def _unknown(client: Client, model: str | None, tenant: str | None) -> str:

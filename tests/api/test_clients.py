@@ -256,6 +256,15 @@ async def test_a_mistyped_candidate_is_warned_of_once(rig: Rig, caplog: pytest.L
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_list_of_workers_that_does_not_come_delays_the_choice_no_longer_than_half_a_second(kind: str) -> None:
+    reply, unfinished = Reply(body=b'{"scores": {}, "instances": {}}'), Reply(100, b"")
+    async with scripted(reply, unfinished, reply) as server, asking(kind, server.url, timeout_s=60.0) as ask:
+        for _ in range(2):
+            assert (await asyncio.wait_for(ask("best_worker", "m", TOKENS, load={"new": 0}), 30)).worker == "new"
+    assert [request.line.split()[1] for request in server.requests] == ["/query", "/workers", "/query"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_closed_client_says_so(kind: str) -> None:
     async with asking(kind, "http://127.0.0.1:1") as ask:
         pass

@@ -192,6 +192,9 @@ async def test_a_filter_without_a_match_leaves_the_models_of_the_ask_box(browser
         await shows(page, "#workers", "No worker's name contains")
         await ask(page, " ".join(map(str, TOKENS)))
         await shows(page, "#ask", "1 worker holds a part of 64 tokens.")
+        await fed.hold(Stream("late", model="n"), TOKENS)  # the page does not know its page size
+        await ask(page, json.dumps({"model_name": "n", "token_ids": [8, 9]}))
+        await shows(page, "#ask", "No worker holds the first page of these 2 tokens.")
 
 
 async def test_the_documentation_shows_every_route_and_asks_for_the_token(browser: Browser) -> None:

@@ -72,14 +72,17 @@ def test_piped_tables_follow_each_other_until_ctrl_c(ranks: list[str], service: 
     assert [len(each if ranks else each["workers"]) for each in shown] == [3, 3]
 
 
-def test_a_screen_outlives_the_service_and_ends_with_q(service: ServiceProcess) -> None:
-    with Screen("top", "--interval", 0.2, "--url", service.url) as screen:
-        screen.wait_for("engine-10")
+@pytest.mark.parametrize(("words", "text"), [((), "engine-10"), (("--ranks", "--model", "other"), "known: model m")])
+def test_a_screen_outlives_the_service_and_ends_with_q(
+    words: tuple[str, ...], text: str, service: ServiceProcess
+) -> None:
+    with Screen("top", *words, "--interval", 0.2, "--url", service.url) as screen:
+        screen.wait_for(text)
         service.kill()
         screen.wait_for("no answer since")
-        assert "engine-10" in screen.last_frame()  # what was known stays
+        assert text in screen.last_frame()  # what was known stays
         service.start()
-        screen.wait_for("engine-10", absent="no answer since")
+        screen.wait_for(text, absent="no answer since")
         screen.type("q")
         assert screen.end() == 0, screen.text
     assert "Traceback" not in screen.text

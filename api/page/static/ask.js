@@ -102,12 +102,6 @@ export class Ask {
     }
   }
 
-  /** The page sizes of a query's model. */
-  #pageSizesOf(body) {
-    const model = body.model_name ?? body.model ?? body.modelname;
-    return this.#workers.filter((worker) => worker.model === model).map((worker) => worker.block_size);
-  }
-
   #showAnswer(body, answer, signal) {
     const asked = body.token_ids?.length ?? 0;
     const found = instancesOf(answer).map(([worker, held]) => [worker, held, TIER_FIELDS.map((names) => held[names[0]] ?? held[names[1]] ?? 0)])
@@ -126,10 +120,12 @@ export class Ask {
           h("span", { class: "sub" }, endOf(held.longest_matched, asked, this.#pageSizes.get(worker)))),
         h("td", { "data-label": "By tier", class: "wide share" }, bar, why));
     });
+    const sizes = this.#workers.filter((worker) => worker.model === (body.model_name ?? body.model ?? body.modelname)).map((worker) => worker.block_size);
+    const smallest = sizes.length ? Math.min(...sizes) : 0;
     const summary = h("p", {}, rows.length
       ? `${counted(rows.length, "worker")} ${rows.length === 1 ? "holds" : "hold"} a part of ${counted(asked, "token")}.`
-      : asked < Math.min(...this.#pageSizesOf(body))
-        ? `These ${counted(asked, "token")} are less than one page of ${Math.min(...this.#pageSizesOf(body))}, so that no worker can hold any.`
+      : asked < smallest
+        ? `These ${counted(asked, "token")} are less than one page of ${smallest}, so that no worker can hold any.`
         : `No worker holds the first page of these ${counted(asked, "token")}.`);
     const note = h("p", { class: "quiet", "aria-live": "polite" }, "Looking for the reasons …");
     this.#answer.replaceChildren(summary, rows.length ? legend() : "",

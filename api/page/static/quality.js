@@ -8,7 +8,7 @@ import { get, set } from "./state.js";
 
 const RANGES = [[3600, "Last hour"], [21600, "Last 6 hours"], [86400, "Last 24 hours"], [172800, "Last 2 days"]];
 const HOUR_S = 3600;
-const RECENT = 5; // steps that count as "now"
+const NOW_S = 300; // at least one step
 const CAUSES = {
   choice: "another candidate held more",
   engine: "the engine delivered less than predicted",
@@ -44,16 +44,18 @@ export class Quality {
     const range = RANGES.some(([seconds]) => String(seconds) === get("range")) ? get("range") : "3600";
     this.#range.value = range;
     this.#range.hidden = get("at") !== null; // a moment of the past has the hour before it
-    const { time, finished, curve, step_s, lost, losses } = await getJson("funnel", { range_s: range });
+    const { time, finished, curve, step_s, lost, losses, decisions } = await getJson("funnel", { range_s: range });
     const field = finished.requests ? "cached_tokens" : "predicted_tokens";
     const word = finished.requests ? "of prompt tokens were in the engines' caches" : "of prompt tokens were predicted to be cached; outcomes are not reported";
     const isEmpty = !total(curve, "requests");
     this.#section.dataset.empty = isEmpty;
     if (isEmpty) return;
     setText(this.#count, `${counted(total(curve, "requests"), "request")}: how many ${word}`);
-    const now = rateOf(curve.slice(-RECENT), field);
-    const back = curve.length - Math.round(HOUR_S / step_s);
-    const before = rateOf(curve.slice(Math.max(0, back), Math.max(0, back) + RECENT), field);
+    const recent = Math.max(1, Math.round(NOW_S / step_s));
+    const now = rateOf(curve.slice(-recent), field);
+    const back = Math.max(0, curve.length - Math.ceil(HOUR_S / step_s));
+    const before = rateOf(curve.slice(back, back + recent), field);
+    const hasCandidates = decisions.some((each) => each.best_tokens !== null) || total(curve, "best_tokens") > total(curve, "predicted_tokens");
     const facts = {
       "Hit rate now": now === null ? "no request" : percent(now),
       "An hour ago": before === null ? "no request" : percent(before),
@@ -61,7 +63,7 @@ export class Quality {
       "Tokens saved": count(total(curve, field)),
       "Lost by choice (1h)": count(lost.choice ?? 0),
       "Lost in engines (1h)": finished.requests ? count(lost.engine ?? 0) : "not reported",
-      "Held by nobody": count(Math.max(0, total(curve, "prompt_tokens") - total(curve, "best_tokens"))),
+      ...(hasCandidates ? { "Held by nobody": count(Math.max(0, total(curve, "prompt_tokens") - total(curve, "best_tokens"))) } : {}),
     };
     this.#facts.replaceChildren(...Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     this.#plot.draw(curve.map((step) => rateOf([step], field)), time, step_s, 1);

@@ -10,7 +10,7 @@ from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
 from api.workers.capacity import tokens_of
 from api.workers.registrations import Registrations
-from bridge import BridgeSettings
+from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
@@ -22,7 +22,7 @@ from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 from tests.support.log.records import removed as removed_record
 from tests.support.log.records import stored as stored_record
-from tests.support.servers.embedded_service import TOKENS, reading
+from tests.support.servers.embedded_service import TOKENS, reading, service
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.waiting import async_wait_until
 
@@ -33,6 +33,13 @@ SGLANG = 'sglang:token_usage{model_name="m"} 0.2\nsglang:max_total_num_tokens{mo
 async def worker(client: httpx.AsyncClient) -> Any:
     (found,) = (await client.get("/fleet")).json()["workers"]
     return found
+
+
+async def has_room(client: httpx.AsyncClient, pages: int) -> None:
+    async def so() -> bool:
+        return [each["capacity"] for each in (await client.get("/fleet")).json()["workers"]] == [{"GPU": pages}]
+
+    await async_wait_until(so, 60, "the capacity")
 
 
 async def test_a_registration_names_the_room_of_each_tier() -> None:
@@ -55,10 +62,7 @@ async def test_an_engines_own_metrics_say_how_much_fits(text: str) -> None:
             engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
             await served.holds(16)
 
-            async def is_known() -> bool:
-                return bool((await worker(served.client))["capacity"] == {"GPU": 1600})  # pages of 4 tokens
-
-            await async_wait_until(is_known, 60, "the capacity")  # the first answer was too long
+            await has_room(served.client, 1600)  # pages of 4 tokens; the first answer was too long
         assert http.requests[-1].line == "GET /metrics HTTP/1.1"
         assert http.requests[-1].headers["host"] == http.url.removeprefix("http://")
 
@@ -67,6 +71,18 @@ async def test_an_engines_own_metrics_say_how_much_fits(text: str) -> None:
 def test_room_of_absurd_size_is_not_believed(number: str) -> None:
     with pytest.raises(ValueError, match="tokens"):
         tokens_of(b"sglang:max_total_num_tokens %s\n" % number.encode(), 0)
+
+
+async def test_the_metrics_of_a_configured_engine_need_no_permission() -> None:
+    async with scripted(*[Reply(body=VLLM.encode())] * 100) as http:
+        with ZmqEngine() as engine:
+            given: dict[str, Any] = {"worker": "1", "model": "m", "block_size": 4, "metrics_url": f"{http.url}/metrics"}
+            configured = [EngineSettings(endpoint=engine.endpoint, **given)]
+            allowed = RegistrationSettings(register_allow="10.0.0.0/8")
+            async with service(registration=allowed, configured=configured) as served:
+                await async_wait_until(served.is_ready, 60)
+                engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
+                await has_room(served.client, 1600)
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,24 @@ import asyncio
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from api.settings import RegistrationSettings
+from api.workers.registrations import Registrations
+from bridge import BridgeSettings, EngineSettings
 from bridge.stream.subscriber import why_unreachable
+from indexer.assembly import create_consumer
+from indexer.settings import IndexerSettings
+from kv_events.log.memory import MemoryLog
 from tests.support.commands import RunningCommand
+from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
-from tests.support.servers.embedded_service import service
+from tests.support.servers.embedded_service import TOKENS, service
 from tests.support.waiting import async_wait_until
 
 pytestmark = pytest.mark.timing("an engine must be given up within its deadline")
@@ -63,6 +71,21 @@ async def test_an_engine_that_died_says_why_it_is_not_reached_and_since_when() -
         assert (worker["can_resync"], worker["can_forget"]) == (False, True)
 
 
+async def test_only_what_can_be_unregistered_is_offered_to_be_forgotten() -> None:
+    named = EngineSettings(endpoint=f"tcp://127.0.0.1:{free_port()}", bind=True, topic="kv@")
+    gone = EngineSettings(endpoint=f"tcp://127.0.0.1:{free_port()}", worker="gone", model="m", block_size=4)
+    async with service(configured=[named, gone]) as served:
+        with ZmqEngine(replay=False, topic="kv@pod@m", connect_to=named.endpoint) as pod:
+            await asyncio.to_thread(pod.wait_for_readers)
+            pod.send(payload(stored([1, 2, 3, 4], TOKENS)))
+            await served.holds(16, instance="pod")
+            workers = (await served.client.get("/fleet")).json()["workers"]
+        assert {each["worker"]: each["can_forget"] for each in workers} == {"pod": False, "gone": True}
+        for worker, status in {"pod": 404, "gone": 200}.items():
+            answer = await served.client.post("/unregister", json={"instance_id": worker, "model_name": "m"})
+            assert answer.status_code == status
+
+
 async def test_an_engine_without_a_connection_is_unregistered_after_the_set_time() -> None:
     async with service(registration=RegistrationSettings(forget_engine_s=0.5)) as served:
         body = {"instance_id": 1, "endpoint": f"tcp://127.0.0.1:{free_port()}", "model_name": "m"}
@@ -72,6 +95,42 @@ async def test_an_engine_without_a_connection_is_unregistered_after_the_set_time
             return not (await served.client.get("/workers")).json()
 
         await async_wait_until(is_forgotten, 60, "the engine to be forgotten")
+
+
+class HeldStore:
+    """Saves nothing, and nothing is saved until the test permits it."""
+
+    def __init__(self) -> None:
+        self.permitted = asyncio.Event()
+
+    async def load(self) -> None:
+        return None
+
+    async def save(self, _pieces: Any) -> None:
+        await self.permitted.wait()
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_an_engine_that_is_back_before_its_turn_is_not_unregistered() -> None:
+    port, log, store = free_port(), MemoryLog(), HeldStore()
+    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
+    back = EngineSettings(endpoint=f"tcp://127.0.0.1:{port}", worker="back", model="m")
+    given = RegistrationSettings(forget_engine_s=0.5)
+    registrations = Registrations(consumer, log, given, BridgeSettings(), store)
+    known = lambda: {stream.worker: status.down_s for stream, status in registrations.status().items()}  # noqa: E731
+    async with registrations.running():
+        adding = asyncio.create_task(registrations.add(back, is_peer=True))  # keeps others waiting, as it is saved
+        await async_wait_until(lambda: (known().get("back") or 0) > 2, 60, "an engine that is long gone")
+        with ZmqEngine(port=port):
+            await async_wait_until(lambda: known()["back"] is None, 60, "the connection")
+            store.permitted.set()
+            await adding
+            other = msgspec.structs.replace(back, endpoint=f"tcp://127.0.0.1:{free_port()}", worker="other")
+            await registrations.add(other, is_peer=True)
+            await async_wait_until(lambda: "other" not in known(), 60, "another one to be forgotten")
+            assert known() == {"back": None}
 
 
 def test_a_bridge_with_a_wrong_address_logs_one_line(tmp_path: Path) -> None:

@@ -56,13 +56,14 @@ class Service:
 
 
 @asynccontextmanager
-async def service(*, registration: Any = None, **settings: Any) -> AsyncIterator[Service]:
+async def service(*, registration: Any = None, configured: Any = (), **settings: Any) -> AsyncIterator[Service]:
     indexer = IndexerSettings(max_pages=2**16, **settings)
     log = MemoryLog()
     consumer = create_consumer(indexer, log)
     store = create_store(indexer, "registrations", "registrations.json")
     bridge = BridgeSettings(bridge_name_pages=10_000, bridge_idle_check_s=0.2)
-    registrations = Registrations(consumer, log, registration or RegistrationSettings(), bridge, store)
+    given = registration or RegistrationSettings()
+    registrations = Registrations(consumer, log, given, bridge, store, configured=configured)
     async with served(consumer, registrations=registrations) as client:
         yield Service(client)
 
