@@ -14,6 +14,7 @@ from kv_events.http.queries import PeerAnswer
 from kv_events.http.workers import Listener, Worker
 from kv_events.records import LogRecord
 from kv_events.runtime.words import count, duration, names
+from kv_events.schema import CLOSED
 from kv_events.streams import split_group
 from kvsight.cli.doctor.checks import BrokenError, SkippedError
 from kvsight.cli.doctor.servers import Servers
@@ -259,7 +260,7 @@ class PromptTrace:
             return BrokenError(text, f"{self._reading()}, or give the names as the publisher has them")
         if any(_WRONG_PAGES in fault for fault in self._faults()):
             return None  # events arrive; the next check names what is wrong with them
-        rows = [row for row in rows_of(workers) if row.cause and not row.group]
+        rows = [row for row in rows_of(workers) if row.cause not in ("", CLOSED) and not row.group]
         is_one_live = any(worker.state == "live" for worker in workers)
         if rows and (self.engine is None or not is_one_live or any(row.endpoint for row in rows)):
             return BrokenError(*_broken(rows[0]), *(BrokenError(*_broken(row)) for row in rows[1:]))
