@@ -28,6 +28,7 @@ _METRICS_URL = re.compile(
 _SCHEMES = ("tcp", "ipc", "inproc")
 _SHORT = {"replay": "replay_endpoint", "ranks": "num_ranks"}  # names in a flag -> fields
 TIERS = ("gpu", "cpu", "disk", "external")
+"""Names of the media in a `capacity`, in the order of `kv_events.schema.MEDIA`."""
 
 
 class BridgeSettings(KvsightSettings):

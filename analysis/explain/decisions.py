@@ -32,10 +32,9 @@ class RecentDecisions:
         while self._num_bytes > _MOST_BYTES:
             self._num_bytes -= len(self._payloads.popleft())
 
-    def take_chunk(self, chunk: RecordChunk, wanted: npt.NDArray[np.bool_] | None = None) -> None:
-        """Remember the decisions of a chunk. wanted: bool[n]; None: all."""
-        is_decision = chunk.channels == Channel.DECISIONS
-        for row in np.flatnonzero(is_decision if wanted is None else is_decision & wanted).tolist():
+    def take_chunk(self, chunk: RecordChunk, wanted: npt.NDArray[np.bool_]) -> None:
+        """Remember those decisions of a chunk that are wanted. wanted: bool[n]."""
+        for row in np.flatnonzero((chunk.channels == Channel.DECISIONS) & wanted).tolist():
             self.take(chunk.record(row).payload)
 
     def with_page(self, page: int, worker: str, until: float) -> Decision | None:

@@ -11,6 +11,7 @@ import httpx
 
 from api.workers.allowed_addresses import AllowedAddresses
 from bridge import EngineSettings
+from bridge.settings import TIERS
 from kv_events.errors import KvsightError
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import MEDIA
@@ -25,8 +26,6 @@ _TIMEOUT_S = 2.0
 _MAX_BYTES = 8 * 2**20
 _AT_ONCE = 16
 _MAX_TOKENS = 2**48
-_TIERS = ("gpu", "cpu", "disk", "external")
-"""In the order of `MEDIA`."""
 _VLLM = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _SGLANG = re.compile(rb"^sglang:max_total_num_tokens(?:\{([^}]*)\})? ([0-9.e+]{1,24})", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
@@ -52,7 +51,7 @@ class Capacities:
     def pages(self, stream: StreamId, block_size: int) -> Pages:
         """Return what is known of a rank."""
         engine = self._engines.get(stream)
-        found = {} if engine is None else dict(zip(MEDIA, map(engine.capacity.get, _TIERS), strict=True))
+        found = {} if engine is None else dict(zip(MEDIA, map(engine.capacity.get, TIERS), strict=True))
         if engine is not None and found[MEDIA[0]] is None and block_size and stream in self._tokens:
             found[MEDIA[0]] = self._tokens[stream] // block_size
         return {medium.value: pages for medium, pages in found.items() if pages}

@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,9 @@ def test_every_broken_engine_is_shown_with_its_cause_and_what_to_do(service: Ser
 def test_the_demo_takes_a_free_port_if_the_usual_one_is_taken() -> None:
     with socket.socket() as usual:
         usual.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with suppress(OSError):  # another program of this machine may have the port
             usual.bind(("127.0.0.1", 8000))
             usual.listen()
-        except OSError:
-            pass  # something else has it
         demo = kvsight("demo", "--exit", "--requests", "301")
         assert demo.returncode == 0
         assert "port 8000: the port is in use: the demo takes port" in demo.stderr
