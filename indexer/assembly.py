@@ -94,7 +94,7 @@ def create_recording(
 
     if settings.event_log_dir is not None:
         expected = f"none with {variable('event_log_dir')}: that folder is a recording already"
-        raise InvalidValueError(variable("record"), str(folder), expected)
+        raise InvalidValueError(variable("record"), folder, expected)
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(
         folder,

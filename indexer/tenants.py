@@ -142,17 +142,17 @@ def _parsed(text: str, file: Path) -> dict[str, TenantLimit]:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InvalidValueError(variable(FIELD), str(file), f"TOML: {error}") from None
+        raise InvalidValueError(variable(FIELD), file, f"TOML: {error}") from None
     found = {}
     for name, table in tables.items():
         where = f"table {shorten(name)}"
         if not 1 <= len(name.encode(errors="surrogatepass")) <= MAX_NAME_BYTES:
             expected = f"names of tenants of 1 .. {MAX_NAME_BYTES} bytes, not {where}"
-            raise InvalidValueError(variable(FIELD), str(file), expected)
+            raise InvalidValueError(variable(FIELD), file, expected)
         try:
             found[name] = msgspec.convert(table, TenantLimit)
         except msgspec.ValidationError as error:
             fault = re.sub(r" - at `\$\.?(.*)`$", r" (\1)", str(error)).replace(" ()", "")
             expected = f"{where} with {', '.join(TenantLimit.__struct_fields__)}: {fault}"
-            raise InvalidValueError(variable(FIELD), str(file), expected) from None
+            raise InvalidValueError(variable(FIELD), file, expected) from None
     return found

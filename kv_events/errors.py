@@ -1,11 +1,14 @@
 """Root of the error tree. Facts that a caller may act on are attributes, not only part of the message."""
 
 from collections.abc import Collection, Iterable
+from pathlib import PurePath
 from types import UnionType
 from typing import ClassVar
 
 _MAX_ELEMENTS = 16
 """Largest container, in elements, and longest element, in characters, that a message shows."""
+
+_MAX_PATH_CHARACTERS = 4096
 
 
 class KvsightError(Exception):
@@ -55,8 +58,10 @@ def check_type(field: str, value: object, kind: type | UnionType) -> None:
 def shorten(value: object, limit: int = 80) -> str:
     """Return a short text for a value in a message, at a bounded cost.
 
-    Text is cut at `limit` characters. A large or nested container is described by type and length only.
+    Text is cut at `limit` characters; a path is shown whole. A large or nested container is shown as type and length.
     """
+    if isinstance(value, PurePath):
+        return shorten(str(value), _MAX_PATH_CHARACTERS)
     if isinstance(value, str | bytes | bytearray) and len(value) > limit:
         return f"{value[:limit]!r}... (length {len(value)})"
     if isinstance(value, list | tuple | dict | set | frozenset) and not _is_small(value):

@@ -44,7 +44,7 @@ class MooncakeTrace:
     def __init__(self, path: Path) -> None:
         rows = [_row(line, f"{path}, line {number}") for number, line in _lines(path)]
         if not rows:
-            raise InvalidValueError("trace", str(path), "at least one request")
+            raise InvalidValueError("trace", path, "at least one request")
         self._rows = sorted(rows, key=lambda row: row.arrival_s)
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 if line.strip():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:
-        raise InvalidValueError("trace", str(path), f"a readable .jsonl or .jsonl.gz file ({error})") from error
+        raise InvalidValueError("trace", path, f"a readable .jsonl or .jsonl.gz file ({error})") from error
 
 
 def _row(line: bytes, where: str) -> _Row:

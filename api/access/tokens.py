@@ -145,7 +145,7 @@ def _entry(name: str, table: object, file: Path | None) -> _Entry:
 
 
 def _wrong(file: Path | None, expected: str) -> InvalidValueError:
-    return InvalidValueError(variable(_FIELD), str(file), expected)
+    return InvalidValueError(variable(_FIELD), file, expected)
 
 
 def _digest(token: str) -> bytes:

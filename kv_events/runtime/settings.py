@@ -84,11 +84,11 @@ def read_secret(field: str, path: Path) -> str:
             content = file.read(_MAX_SECRET_BYTES + 1)
         secret = content.decode().rstrip("\r\n")
     except OSError as error:
-        raise InvalidValueError(variable(field), str(path), f"a file that can be read ({error.strerror})") from None
+        raise InvalidValueError(variable(field), path, f"a file that can be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise InvalidValueError(variable(field), str(path), "a text file in UTF-8") from None
+        raise InvalidValueError(variable(field), path, "a text file in UTF-8") from None
     if not secret or len(content) > _MAX_SECRET_BYTES:
-        raise InvalidValueError(variable(field), str(path), f"a file with 1 .. {_MAX_SECRET_BYTES} bytes")
+        raise InvalidValueError(variable(field), path, f"a file with 1 .. {_MAX_SECRET_BYTES} bytes")
     return secret
 
 

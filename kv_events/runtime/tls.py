@@ -100,8 +100,7 @@ class TlsFiles(NamedTuple):
         return str(path)
 
     def _wrong(self, field: str, path: Path | None, expected: str) -> InvalidValueError:
-        shown = None if path is None else str(path)
-        return InvalidValueError(variable(f"{self.server}_{field}"), shown, expected)
+        return InvalidValueError(variable(f"{self.server}_{field}"), path, expected)
 
 
 def connection_reason(error: BaseException | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,8 +156,9 @@ def test_a_small_value_is_shown_as_it_is(value: object) -> None:
         (["x" * 999], "list of length 1"),
         ("x" * 999, "'" + "x" * 80 + "'... (length 999)"),
         (10**5000, "int"),
+        (Path("/" + "x" * 999), "'/" + "x" * 999 + "'"),
     ],
-    ids=["nested", "list", "dict", "list of text", "text", "integer"],
+    ids=["nested", "list", "dict", "list of text", "text", "integer", "path"],
 )
 def test_a_large_value_is_named_or_cut(value: object, shown: str) -> None:
     assert shorten(value) == shown
