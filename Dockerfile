@@ -7,6 +7,7 @@ COPY engine_cache engine_cache
 COPY publisher publisher
 COPY bridge bridge
 COPY indexer indexer
+COPY selection selection
 COPY analysis analysis
 COPY api api
 COPY simulation simulation

@@ -18,7 +18,18 @@ from kvsight.extras import SERVE
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES = ("kv_events", "engine_cache", "publisher", "bridge", "indexer", "analysis", "api", "simulation", "kvsight")
+PACKAGES = (
+    "kv_events",
+    "engine_cache",
+    "publisher",
+    "bridge",
+    "indexer",
+    "selection",
+    "analysis",
+    "api",
+    "simulation",
+    "kvsight",
+)
 EXTRAS_OF = {
     "engine_cache": ("engine", "mooncake"),
     "kv_events": ("otel",),

@@ -35,7 +35,7 @@ NEEDS_AN_EXTRA = (
 
 LOADS_WITHOUT = {
     ("kv_events", "engine_cache"): ["torch", "fastapi", "aiokafka", "redis"],
-    ("publisher", "bridge", "indexer", "analysis", "simulation"): ["torch", "fastapi"],
+    ("publisher", "bridge", "indexer", "selection", "analysis", "simulation"): ["torch", "fastapi"],
     ("api", "kvsight"): ["torch"],
 }
 

@@ -34,7 +34,7 @@ _config: Any = config
 if _config.CPU_NAME == "x86-64-v3" and not binding.get_host_cpu_features().get("avx2"):
     _config.CPU_NAME = _config.CPU_FEATURES = None  # of an image whose kernels an older processor cannot run
 _ROOT: Final = Path(__file__).parents[2]
-_PACKAGES: Final = ("api", "bridge", "publisher", "indexer", "analysis", "kv_events")
+_PACKAGES: Final = ("api", "bridge", "publisher", "indexer", "selection", "analysis", "kv_events")
 """Those with the largest kernels come first, so that no process compiles one while all others are done."""
 _MOST_PROCESSES: Final = 4
 _COMPLETE: Final = "complete"

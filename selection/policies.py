@@ -1,0 +1,233 @@
+"""Policies: which candidate gets a request.
+
+Names can be joined with commas. `session`, `session-hard`, `warm-up` and `prefill-decode` come before the policy that
+decides in all other cases: `session,warm-up,overlap-load`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_events.errors import InvalidValueError
+from selection.candidates import Asked, Candidates, Choice, Policy
+
+ENTRY_POINTS = "kvsight.policies"
+DEFAULT_POLICY = "overlap-load"
+
+_MAX_SESSIONS = 2**17
+_SESSION_S = 3600.0
+_ENOUGH_HELD = 0.9
+_COLD = 0.5
+
+Costs = npt.NDArray[np.float64]
+
+_random = np.random.default_rng()
+
+
+class OverlapLoadPolicy:
+    """Adds pages to compute, of this prompt and of those booked before, and pages that are held for booked requests.
+
+    The cost of Dynamo 1.6.1: prefill_load_scale * prefill tokens / block size + decode blocks. Tokens on the host count
+    0.75 and tokens on disks 0.25 of those on the device. router_temperature: above 0, higher costs are chosen, too,
+    with the probability of a softmax over the costs, which are divided by their range first.
+    """
+
+    def choose(self, asked: Asked, candidates: Candidates) -> Choice:
+        options = asked.options
+        prefill = candidates.prefill_tokens + effective_prefill_tokens(candidates, asked)
+        costs = prefill * (options.get("prefill_load_scale", 1.0) / candidates.block_size) + candidates.decode_blocks
+        return Choice(
+            lowest(costs, options.get("router_temperature", 0.0)), costs, "the least work for prefill and decode"
+        )
+
+
+class LmetricPolicy:
+    """Multiplies tokens that wait to be computed, those of this prompt included, by the size of the batch.
+
+    The product needs no weight between cache and load. Source: "LMetric: Simple is Better - Multiplication May Be All
+    You Need for LLM Request Scheduling" (2026).
+    """
+
+    def choose(self, asked: Asked, candidates: Candidates) -> Choice:
+        waiting = candidates.prefill_tokens + effective_prefill_tokens(candidates, asked)
+        costs: Costs = np.maximum(waiting, 1.0) * (candidates.requests + 1)
+        return Choice(lowest(costs), costs, "the lowest product of tokens to compute and requests")
+
+
+class PriorityPolicy:
+    """Weighs booked work by 2 ** priority: an urgent request would rather compute more than wait.
+
+    A request of priority 0 is placed as by `overlap-load`. Priorities count from -4 to 4.
+    """
+
+    def choose(self, asked: Asked, candidates: Candidates) -> Choice:
+        own = effective_prefill_tokens(candidates, asked) / candidates.block_size
+        booked = candidates.prefill_tokens / candidates.block_size + candidates.decode_blocks
+        costs = own + booked * 2.0 ** min(4.0, max(-4.0, asked.priority))
+        return Choice(lowest(costs), costs, f"the least work, booked work weighed for priority {asked.priority:g}")
+
+
+class SessionPolicy:
+    """Keeps a conversation on the worker that served it last.
+
+    is_hard: always. Otherwise, until another worker costs less than half as much.
+    """
+
+    def __init__(self, inner: Policy, *, is_hard: bool = False) -> None:
+        self._inner = inner
+        self._is_hard = is_hard
+        self._seen: OrderedDict[str, tuple[tuple[str, int], float]] = OrderedDict()  # place, time
+
+    def choose(self, asked: Asked, candidates: Candidates) -> Choice:
+        choice = self._inner.choose(asked, candidates)
+        if not asked.session:
+            return choice
+        place, seen_at = self._seen.get(asked.session, (None, 0.0))
+        places = list(zip(candidates.workers, candidates.dp_ranks, strict=True))
+        if place in places and asked.now - seen_at <= _SESSION_S:
+            index, costs = places.index(place), choice.costs
+            if self._is_hard or costs[index] <= 2 * costs[choice.row]:
+                choice = choice._replace(row=index, reason="the worker of this session")
+        self._seen[asked.session] = places[choice.row], asked.now
+        self._seen.move_to_end(asked.session)
+        if len(self._seen) > _MAX_SESSIONS:
+            self._seen.popitem(last=False)
+        return choice
+
+
+class WarmUpPolicy:
+    """Gives a cold worker, one with fewer than half the pages of the median, its share of the requests.
+
+    Otherwise, a worker that is new or was emptied gets no request whose prompt another one holds.
+    """
+
+    def __init__(self, inner: Policy) -> None:
+        self._inner = inner
+        self._credit: defaultdict[tuple[str, int], float] = defaultdict(float)
+
+    def choose(self, asked: Asked, candidates: Candidates) -> Choice:
+        choice = self._inner.choose(asked, candidates)
+        cold = np.flatnonzero(candidates.pages < _COLD * np.median(candidates.pages)).tolist()
+        if not cold:
+            self._credit.clear()
+            return choice
+        for index in cold:
+            self._credit[_place(candidates, index)] += 1 / len(candidates.workers)
+        if choice.row not in cold:
+            poorest = max(cold, key=lambda index: self._credit[_place(candidates, index)])
+            if self._credit[_place(candidates, poorest)] < 1:
+                return choice
+            choice = choice._replace(row=poorest, reason="its share, while it holds few pages")
+        self._credit[_place(candidates, choice.row)] -= 1
+        return choice
+
+
+class PrefillDecodePolicy:
+    """Chooses a worker for decode, and another one for prefill unless the first holds nine tenths of the prompt.
+
+    Workers whose role is "" can do both, and are used for both.
+    """
+
+    def __init__(self, inner: Policy) -> None:
+        self._inner = inner
+
+    def choose(self, asked: Asked, candidates: Candidates) -> Choice:
+        decoders = [index for index, role in enumerate(candidates.roles) if role != "prefill"]
+        choice = self._inner.choose(asked, candidates)
+        if decoders and len(decoders) < len(candidates.roles):
+            choice = self._among(asked, candidates, decoders)
+        prefillers = [index for index, role in enumerate(candidates.roles) if role == "prefill"]
+        held = int(candidates.predicted[choice.row])
+        if not prefillers or held >= _ENOUGH_HELD * asked.prompt_tokens or choice.row in prefillers:
+            return choice
+        prefill = self._among(asked, candidates, prefillers).row
+        return choice._replace(prefill=prefill, reason=f"{choice.reason}; {candidates.workers[prefill]} for prefill")
+
+    def _among(self, asked: Asked, candidates: Candidates, rows: list[int]) -> Choice:
+        choice = self._inner.choose(asked, selected(candidates, rows))
+        costs = np.full(len(candidates.workers), np.inf)
+        costs[rows] = choice.costs
+        return choice._replace(row=rows[choice.row], costs=costs)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    DEFAULT_POLICY: OverlapLoadPolicy,
+    "lmetric": LmetricPolicy,
+    "priority": PriorityPolicy,
+}
+"""Name -> function that returns a policy which decides every case."""
+
+WRAPPERS: dict[str, Callable[[Policy], Policy]] = {
+    "session": SessionPolicy,
+    "session-hard": lambda inner: SessionPolicy(inner, is_hard=True),
+    "warm-up": WarmUpPolicy,
+    "prefill-decode": PrefillDecodePolicy,
+}
+"""Name -> function that returns a policy which leaves some cases to another one."""
+
+
+def create_policy(names: str) -> Policy:
+    """Return a policy. names: joined with commas. Raises InvalidValueError."""
+    *wrappers, last = [name.strip() for name in names.split(",")]
+    create = POLICIES.get(last) or _offered().get(last)
+    if create is None:
+        known = ", ".join([*POLICIES, *_offered()])
+        raise InvalidValueError("policy", last, f"one of {known}, perhaps after {', '.join(WRAPPERS)}")
+    policy = create()
+    for name in reversed(wrappers):
+        if name not in WRAPPERS:
+            raise InvalidValueError("policy", name, f"one of {', '.join(WRAPPERS)} before the last one")
+        policy = WRAPPERS[name](policy)
+    return policy
+
+
+def _offered() -> dict[str, Callable[[], Policy]]:
+    """Policies of other packages."""
+    return {each.name: each.load() for each in entry_points(group=ENTRY_POINTS)}
+
+
+def effective_prefill_tokens(candidates: Candidates, asked: Asked) -> Costs:
+    """Return float64[n]: tokens of the prompt that each candidate must compute, those on slower tiers in part."""
+    options = asked.options
+    _, cpu, _, external = candidates.held.T
+    device = candidates.predicted
+    host = np.maximum(cpu, device)
+    saved = device + (host - device) * options.get("host_credit", 0.75)
+    saved = saved + (np.maximum(external, host) - host) * options.get("disk_credit", 0.25)
+    computed: Costs = np.maximum(asked.prompt_tokens - saved, 0.0)
+    return computed
+
+
+def lowest(costs: Costs, temperature: float = 0.0) -> int:
+    """Return the index of the lowest cost, a random one of several. temperature: see `OverlapLoadPolicy`."""
+    least = costs.min()
+    if temperature > 0:
+        weights = np.exp((least - costs) / (temperature * max(float(np.ptp(costs)), 1e-9)))
+        return int(_random.choice(len(costs), p=weights / weights.sum()))
+    (best,) = np.nonzero(costs == least)
+    return int(best[0] if len(best) == 1 else _random.choice(best))
+
+
+def selected(candidates: Candidates, rows: list[int]) -> Candidates:
+    """Return some of the candidates."""
+    return Candidates(
+        [candidates.workers[row] for row in rows],
+        [candidates.dp_ranks[row] for row in rows],
+        candidates.held[rows],
+        candidates.predicted[rows],
+        candidates.prefill_tokens[rows],
+        candidates.decode_blocks[rows],
+        candidates.requests[rows],
+        candidates.pages[rows],
+        [candidates.roles[row] for row in rows],
+        candidates.block_size,
+    )
+
+
+def _place(candidates: Candidates, index: int) -> tuple[str, int]:
+    return candidates.workers[index], candidates.dp_ranks[index]
