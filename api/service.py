@@ -23,6 +23,7 @@ from api.page.state import PageState
 from api.page.tokenize import TokenizeRoute
 from api.page.worker_history import WorkerHistory
 from api.problems import ProblemError, ProblemKind
+from api.prompts.renderer import PromptRenderer
 from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes
 from api.settings import ApiSettings
@@ -135,6 +136,7 @@ class LiveService(Service):
         self._group = group
         self._tenants = None if consumer.tenant_limits is None else TenantRates(consumer.tenant_limits)
         self._spans = open_spans()
+        self.renderer = PromptRenderer(settings)
         local = LocalAnswers(consumer)
         self.endpoints: dict[str, Endpoint] = {**self._query_routes(local).endpoints()}
         if group is not None:
@@ -155,7 +157,7 @@ class LiveService(Service):
         for routes in (
             RegisterRoutes(registrations, consumer),
             DecisionRoute(consumer, self._decisions, self.decision_window.take),
-            TokenizeRoute(settings.tokenize_url),
+            TokenizeRoute(self.renderer),
             ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
         ):
             self.endpoints |= routes.endpoints()
@@ -170,6 +172,7 @@ class LiveService(Service):
             lambda: settings.answer_before_ready or consumer.ready,
             settings.max_body_bytes,
             self._tenants,
+            self.renderer.tokens,
         )
 
     def _created_metrics(self, timed_paths: Sequence[str]) -> HttpMetrics:
@@ -194,7 +197,8 @@ class LiveService(Service):
             await stack.enter_async_context(self.tokens.following(self._forget_callers))
             if self._tenants is not None:
                 await stack.enter_async_context(self._tenants.following())
-            for part in (self._recording, self._group, self._consumer, self._registrations, self._decisions):
+            owned = self._recording, self._group, self._consumer, self._registrations, self._decisions, self.renderer
+            for part in owned:
                 if part is not None:
                     await stack.enter_async_context(part.running())
             await stack.enter_async_context(self.history.running(self._consumer))

@@ -29,7 +29,8 @@ _FLAGS = """
 log_level log_format kafka_client_id decisions_topic
 redis_password_file redis_ca_file redis_cert_file redis_key_file redis_key_password_file
 snapshot_dir record record_keep record_max_bytes explain_timeout_s tenant_limits_file dead_letter_dir
-host reuse_port max_connections allowed_hosts answer_before_ready tokenize_url metrics_max_workers
+host reuse_port max_connections allowed_hosts answer_before_ready metrics_max_workers
+tokenize_url tokenizer_file tokenize_timeout_s tokenize_at_once
 api_tokens_file tls_cert_file tls_key_file tls_key_password_file
 register_allow max_registrations forget_engine_s bridge_away_s
 group_deadline_s group_session_s group_token_file group_ca_file

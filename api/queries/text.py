@@ -1,0 +1,39 @@
+"""Queries whose prompt is text: they become queries by tokens."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from api.problems import ProblemError, ProblemKind
+from api.prompts.bodies import ROUTES
+from api.prompts.rendered import Rendered
+from api.queries.large_bodies import MAX_FIELDS, NUMBERS, Body, BodyFormat
+from kv_events.http.queries import PeerQuery, RfcQuery
+
+MAX_TEXT_BYTES = 8 * 2**20
+"""Largest body with text: images may be in it."""
+TokensOf: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Rendered]]
+"""Returns the tokens of a body. Raises ProblemError if they are not known."""
+
+
+def has_text(body: Body, form: BodyFormat) -> bool:
+    """Return whether a query has text and no numbers. Raises ProblemError (413) if it is too large to be read."""
+    data = memoryview(body)
+    names = {form.name(data[begin:end]) for begin, end, *_ in form.parts(data, MAX_FIELDS, is_object=True) or ()}
+    if names.isdisjoint(ROUTES) or not names.isdisjoint(NUMBERS):
+        return False
+    if len(body) > MAX_TEXT_BYTES:
+        raise ProblemError(413, ProblemKind.BODY_TOO_LARGE, f"body: text in more than {MAX_TEXT_BYTES} bytes", "body")
+    return True
+
+
+def by_tokens(given: dict[str, Any], rendered: Rendered) -> bytes:
+    """Return the same query by tokens, as msgpack. Without `block_size` it is in Dynamo's dialect."""
+    is_peer = "model_name" in given or "block_size" not in given
+    fields = (PeerQuery if is_peer else RfcQuery).__struct_fields__
+    query = {name: given[name] for name in fields if name in given}
+    if is_peer:
+        query["model_name"] = given.get("model_name", given.get("model"))
+    tokens = rendered.token_ids.astype("<u4", copy=False).tobytes()
+    return msgspec.msgpack.encode({**query, "token_ids": tokens, "media": rendered.media})
