@@ -51,7 +51,7 @@ def engine_body(body: Mapping[str, Any]) -> EngineBody:
         tools = _objects(body.get("tools"))
         if _OF_ANTHROPIC & body.keys() or _BLOCKS & kinds or any("input_schema" in tool for tool in tools):
             path, is_plain = "/v1/messages/render", False
-    asked = {"max_tokens": 1, **body, "model": model, "mm_payload": "none"}  # of media, the hashes suffice
+    asked = {**body, "model": model, "mm_payload": "none"}  # of media, the hashes suffice
     try:
         return EngineBody(path, msgspec.json.encode(asked), is_plain and _ONLY_RENDERED.isdisjoint(body))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
