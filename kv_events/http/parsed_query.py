@@ -34,8 +34,6 @@ class ParsedQuery:
     cache_salt: str | None = None
     is_bigram: bool = False
     """Whether pages consist of token pairs."""
-    media: tuple[MediaSpan, ...] = ()
-    """What the tokens of the prompt stand for besides text."""
     weights: Weights | None = None
     """[4], fastest tier first."""
     is_peer: bool = True
@@ -46,6 +44,8 @@ class ParsedQuery:
     """The only worker in the answer, or None for all."""
     is_detailed: bool = False
     """Whether ranks are described by objects, see `RfcQuery.hit_detail`."""
+    media: tuple[MediaSpan, ...] = ()
+    """What the tokens of the prompt stand for besides text."""
 
     @property
     def is_usual(self) -> bool:

@@ -40,7 +40,7 @@ async def test_the_tokens_of_every_request_are_the_engines(asked: list[AskedText
 def test_there_are_all_kinds(asked: list[AskedText]) -> None:
     text = b"\n".join(step.body for step in asked)
     for part in (b'"tool_calls"', b'"tool_use"', b'"uuid"', b'"source"', b'"system"', b'"input"', b'"cache_salt"'):
-        assert text.count(part) >= 5, part
+        assert text.count(part) >= 3, part
     assert sum(step.reused > 0 for step in asked) > 50
 
 

@@ -66,7 +66,8 @@ async def rendering(engine: FakeEngine, **settings: Any) -> AsyncIterator[Prompt
     app.router.add_post("/{path:.*}", engine.answer)
     async with TestServer(app) as server:
         engine.url = str(server.make_url("/"))
-        renderer = PromptRenderer(ApiSettings(**{"tokenize_url": engine.url, "tokenize_timeout_s": 20} | settings))
+        given: dict[str, Any] = {"tokenize_url": engine.url, "tokenize_timeout_s": 20} | settings
+        renderer = PromptRenderer(ApiSettings(**given))
         async with renderer.running():
             yield renderer
 
