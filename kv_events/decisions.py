@@ -5,7 +5,8 @@ have the same request id, which is also the key of both records. The version rul
 """
 
 import math
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -79,6 +80,14 @@ VERSION = SCHEMA_VERSION
 DECISIONS_FOLDER = "decisions"
 """Folder inside that of an event log, with the log of the decisions that belong to it."""
 
+
+class _Versioned(Protocol):
+    @property
+    def schema_version(self) -> int: ...
+
+
+_Record = TypeVar("_Record", bound=_Versioned)
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(DecisionRecord)
 
@@ -91,10 +100,21 @@ def encode_decision(record: DecisionRecord) -> bytes:
 
 def decode_decision(payload: bytes) -> DecisionRecord:
     """Decode and check one record. Raises RecordRejectedError."""
+    record: DecisionRecord = decode_checked(payload, _decoder, check_decision)
+    return record
+
+
+def decode_checked(
+    payload: bytes, decoder: msgspec.msgpack.Decoder[_Record], check: Callable[[_Record], None]
+) -> _Record:
+    """Decode one record that begins with its schema version. check: raises InvalidValueError.
+
+    Raises RecordRejectedError.
+    """
     if not 0 < len(payload) <= MAX_RECORD_BYTES:
         raise RecordRejectedError("record_size", f"{len(payload)} bytes, expected 1 .. {MAX_RECORD_BYTES}")
     try:
-        record: DecisionRecord = _decoder.decode(payload)
+        record = decoder.decode(payload)
     except msgspec.ValidationError as error:
         raise RecordRejectedError("field", str(error)) from None
     except _UNREADABLE as error:
@@ -103,7 +123,7 @@ def decode_decision(payload: bytes) -> DecisionRecord:
         detail = f"major {record.schema_version >> 8}, this decoder reads {SCHEMA_MAJOR}"
         raise RecordRejectedError("schema_version", detail)
     try:
-        check_decision(record)
+        check(record)
     except InvalidValueError as error:
         raise RecordRejectedError("field", str(error)) from None
     return record
@@ -111,16 +131,16 @@ def decode_decision(payload: bytes) -> DecisionRecord:
 
 def check_decision(record: DecisionRecord) -> None:
     """Check every size. Raises InvalidValueError naming the field."""
-    _check_text("request_id", record.request_id, MAX_REQUEST_ID_BYTES)
+    check_text("request_id", record.request_id, MAX_REQUEST_ID_BYTES)
     if not (math.isfinite(record.timestamp) and record.timestamp >= 0):
         raise InvalidValueError("timestamp", record.timestamp, "seconds since 1970")
     if isinstance(record, Outcome):
-        _check_number("cached_tokens", record.cached_tokens, MAX_TOKENS_PER_REQUEST)
+        check_number("cached_tokens", record.cached_tokens, MAX_TOKENS_PER_REQUEST)
         return
     for field in ("model", "tenant", "worker"):
-        _check_text(field, getattr(record, field), MAX_NAME_BYTES)
-    _check_number("block_size", record.block_size, MAX_BLOCK_SIZE)
-    _check_number("prompt_tokens", record.prompt_tokens, MAX_TOKENS_PER_REQUEST)
+        check_text(field, getattr(record, field), MAX_NAME_BYTES)
+    check_number("block_size", record.block_size, MAX_BLOCK_SIZE)
+    check_number("prompt_tokens", record.prompt_tokens, MAX_TOKENS_PER_REQUEST)
     _check_held("", record.dp_rank, record.predicted_tokens)
     if len(record.sequence_hashes) % 8 or len(record.sequence_hashes) > 8 * MAX_PAGES_PER_DECISION:
         expected = f"a multiple of 8, at most 8 x {MAX_PAGES_PER_DECISION}"
@@ -129,7 +149,7 @@ def check_decision(record: DecisionRecord) -> None:
         raise InvalidValueError("len(candidates)", len(record.candidates), f"at most {MAX_CANDIDATES}")
     for number, candidate in enumerate(record.candidates):
         prefix = f"candidates[{number}]."
-        _check_text(f"{prefix}worker", candidate.worker, MAX_NAME_BYTES)
+        check_text(f"{prefix}worker", candidate.worker, MAX_NAME_BYTES)
         _check_held(prefix, candidate.dp_rank, candidate.tokens)
         if math.isnan(candidate.score):
             raise InvalidValueError(f"{prefix}score", candidate.score, "a number")
@@ -137,16 +157,18 @@ def check_decision(record: DecisionRecord) -> None:
 
 def _check_held(prefix: str, dp_rank: int | None, tokens: int | None) -> None:
     if dp_rank is not None:
-        _check_number(f"{prefix}dp_rank", dp_rank, MAX_DP_RANK)
+        check_number(f"{prefix}dp_rank", dp_rank, MAX_DP_RANK)
     if tokens is not None:
-        _check_number(f"{prefix}tokens" if prefix else "predicted_tokens", tokens, MAX_TOKENS_PER_REQUEST)
+        check_number(f"{prefix}tokens" if prefix else "predicted_tokens", tokens, MAX_TOKENS_PER_REQUEST)
 
 
-def _check_text(field: str, text: str, most: int) -> None:
+def check_text(field: str, text: str, most: int) -> None:
+    """Check the size of a text in bytes. Raises InvalidValueError."""
     if not 0 < len(text.encode()) <= most:
         raise InvalidValueError(field, text, f"a text of 1 .. {most} bytes")
 
 
-def _check_number(field: str, number: int, most: int) -> None:
+def check_number(field: str, number: int, most: int) -> None:
+    """Check that a number is in 0 .. most. Raises InvalidValueError."""
     if not 0 <= number <= most:
         raise InvalidValueError(field, number, f"an integer in 0 .. {most}")

@@ -1,0 +1,90 @@
+"""Reservations: requests that a service has placed, until they end.
+
+They are records of the topic `kv-reservations`, or of the channel RESERVATIONS of an event log. All records of a
+reservation have its id as their key, so they keep their order. The version rule is that of `kv_events.codec`.
+"""
+
+import math
+from typing import TypeAlias
+
+import msgspec
+
+from kv_events.decisions import Decision, check_decision, check_number, check_text, decode_checked
+from kv_events.errors import InvalidValueError
+from kv_events.limits import MAX_NAME_BYTES, MAX_REQUEST_ID_BYTES, MAX_TOKENS_PER_REQUEST
+from kv_events.schema import SCHEMA_VERSION
+
+PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED = "prefill_complete", "output_block", "released"
+_STEPS = (PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED)
+
+
+class Reserved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """A request was placed."""
+
+    schema_version: int
+    replica: str
+    """The service that placed it: a new name at each start."""
+    decision: Decision
+    """What was chosen. Its request id is the id of the reservation."""
+    prefill_tokens: int
+    """Tokens that the worker must compute, those on slower tiers in part."""
+    session: str = ""
+    """Key of the conversation. Empty: none."""
+
+
+class Progressed(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """A placed request went on, or ended."""
+
+    schema_version: int
+    replica: str
+    reservation_id: str
+    timestamp: float
+    """Seconds since 1970, by the clock of the replica."""
+    step: str
+    """One of PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED."""
+    decay_fraction: float | None = None
+    """For an OUTPUT_BLOCK: how much the pages count from now on that only this request has. None: as before."""
+
+
+ReservationRecord: TypeAlias = Reserved | Progressed
+"""One record."""
+
+VERSION = SCHEMA_VERSION
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ReservationRecord)
+
+
+def reservation_id(record: ReservationRecord) -> str:
+    """Return the id of the reservation that a record is about."""
+    return record.decision.request_id if isinstance(record, Reserved) else record.reservation_id
+
+
+def encode_reservation(record: ReservationRecord) -> bytes:
+    """Encode one record. Raises InvalidValueError naming the field that breaks a limit."""
+    check_reservation(record)
+    return _encoder.encode(record)
+
+
+def decode_reservation(payload: bytes) -> ReservationRecord:
+    """Decode and check one record. Raises RecordRejectedError."""
+    record: ReservationRecord = decode_checked(payload, _decoder, check_reservation)
+    return record
+
+
+def check_reservation(record: ReservationRecord) -> None:
+    """Check every size. Raises InvalidValueError naming the field."""
+    check_text("replica", record.replica, MAX_NAME_BYTES)
+    if isinstance(record, Reserved):
+        check_decision(record.decision)
+        check_number("prefill_tokens", record.prefill_tokens, MAX_TOKENS_PER_REQUEST)
+        if len(record.session.encode()) > MAX_REQUEST_ID_BYTES:
+            raise InvalidValueError("session", record.session, f"a text of at most {MAX_REQUEST_ID_BYTES} bytes")
+        return
+    check_text("reservation_id", record.reservation_id, MAX_REQUEST_ID_BYTES)
+    if not (math.isfinite(record.timestamp) and record.timestamp >= 0):
+        raise InvalidValueError("timestamp", record.timestamp, "seconds since 1970")
+    if record.step not in _STEPS:
+        raise InvalidValueError("step", record.step, f"one of {', '.join(_STEPS)}")
+    if record.decay_fraction is not None and not 0 <= record.decay_fraction <= 1:
+        raise InvalidValueError("decay_fraction", record.decay_fraction, "a number in 0 .. 1")

@@ -1,0 +1,233 @@
+"""The book: what is reserved on each rank of each worker, from the records of all replicas.
+
+Every replica applies the same records (`kv_events.reservations`), its own ones before it answers. A record that is
+applied twice changes nothing. A reservation of which nothing was heard for the time-to-live expires.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_events.errors import KvsightError
+from kv_events.hashing import U64Array
+from kv_events.kernels.bundles import pin
+from kv_events.kernels.load import load
+from kv_events.kernels.page_table import num_live
+from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, Progressed, ReservationRecord, Reserved
+from selection.kernels.booked import book, booked_lengths, count_own, make_pages, release
+from selection.kernels.weigh import LoadColumns, RosterColumns, weigh
+
+MAX_RESERVATIONS = 2**17
+MAX_PAGES = 2**23
+MAX_PLACES = 2**16
+_NEVER = 0.0
+
+
+class BookFullError(KvsightError):
+    """There is no room for another reservation. Try again later."""
+
+    retriable = True
+
+
+class Place(NamedTuple):
+    """A rank of a worker that serves a model."""
+
+    model: str
+    tenant: str
+    worker: str
+    dp_rank: int
+
+
+@dataclass(slots=True)
+class Reservation:
+    """A request that has been placed and has not ended."""
+
+    record: Reserved
+    place: int
+    hashes: U64Array
+    prefill_tokens: int
+    """Tokens that are still to be computed."""
+    touched_at: float
+    """When a record about it was made last, in seconds since 1970."""
+    output_blocks: int = 0
+    decayed: float = 0.0
+    """Pages by which its own ones count less."""
+
+
+def _loads(size: int) -> LoadColumns:
+    return LoadColumns(np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64))
+
+
+class Book:
+    """Reservations by id, and their sums. One thread calls it."""
+
+    def __init__(
+        self,
+        ttl_s: float,
+        predict_s: float,
+        *,
+        max_reservations: int = MAX_RESERVATIONS,
+        max_pages: int = MAX_PAGES,
+    ) -> None:
+        """ttl_s: seconds without a record after which a reservation expires. predict_s: seconds for which the pages of
+        a new one count as held; 0: they do not.
+        """
+        load()
+        self.ttl_s = ttl_s
+        self.predict_s = predict_s
+        self.num_expired = 0
+        """Reservations that expired so far."""
+        self.loads = _loads(64)
+        """What is booked, by the number of a place. The arrays change with the book."""
+        self._max = max_reservations
+        self._max_pages = max_pages
+        self._places: dict[Place, int] = {}
+        self._reservations: OrderedDict[str, Reservation] = OrderedDict()  # the one that expires first comes first
+        self._pages = make_pages(max_pages)
+        self._pinned = pin(self._pages)
+        self._pin_loads()
+        self._predicted: deque[tuple[float, int, U64Array]] = deque()  # pages of ended ones: until, place, hashes
+
+    def __len__(self) -> int:
+        return len(self._reservations)
+
+    def get(self, reservation_id: str) -> Reservation | None:
+        """Return a reservation, or None if it is unknown or has ended."""
+        return self._reservations.get(reservation_id)
+
+    def __iter__(self) -> Iterator[Reservation]:
+        return iter(self._reservations.values())
+
+    def place(self, place: Place) -> int:
+        """Return the number of a place, -1 if nothing was ever booked there."""
+        return self._places.get(place, -1)
+
+    @property
+    def num_places(self) -> int:
+        """Places that have a number."""
+        return len(self._places)
+
+    def lengths(self, hashes: U64Array, places: npt.NDArray[np.int32], now: float, out: npt.NDArray[np.int64]) -> None:
+        """Write how many leading pages of a prompt are booked at places, and how many are predicted.
+
+        places: int32[n], -1 for ranks without a number. out: int64[n, 2].
+        """
+        booked_lengths(self._pinned, hashes, places, now, out)
+
+    def weigh(
+        self,
+        hashes: U64Array,
+        streams: npt.NDArray[np.int32],
+        pages: npt.NDArray[np.uint32],
+        roster: RosterColumns,
+        numbers: tuple[int, int],
+        times: tuple[float, float],
+    ) -> int:
+        """Call the kernel of this name. roster: pinned."""
+        return weigh(self._pinned, hashes, streams, pages, roster, self._pinned_loads, numbers, times)
+
+    def apply(self, record: ReservationRecord, now: float) -> bool:
+        """Apply a record. Returns False if it changes nothing: a known id is reserved again, or an unknown one goes on.
+
+        Raises BookFullError for a reservation without room.
+        """
+        self.expire(now)
+        if isinstance(record, Reserved):
+            return self._reserve(record, now)
+        reservation = self._reservations.get(record.reservation_id)
+        if reservation is None:
+            return False
+        if record.step in (PREFILL_COMPLETE, OUTPUT_BLOCK):
+            self._progress(reservation, record)
+            self._touch(reservation, min(record.timestamp, now))
+        else:
+            self._end(record.reservation_id, now)
+        return True
+
+    def expire(self, now: float) -> None:
+        """End reservations that have expired, and forget predictions that have."""
+        while self._reservations:
+            first = next(iter(self._reservations))
+            if self._reservations[first].touched_at + self.ttl_s > now:
+                break
+            self._end(first, now)
+            self.num_expired += 1
+        while self._predicted and self._predicted[0][0] <= now:
+            _, place, hashes = self._predicted.popleft()
+            release(self._pinned, hashes, place, 0, now)
+
+    def _reserve(self, record: Reserved, now: float) -> bool:
+        decision = record.decision
+        at = min(decision.timestamp, now)
+        if decision.request_id in self._reservations or at + self.ttl_s <= now:
+            return False
+        if len(self._reservations) >= self._max:
+            raise BookFullError(f"{self._max} requests are reserved")
+        hashes = np.frombuffer(decision.sequence_hashes, "<u8")
+        if num_live(self._pages.table) + len(hashes) > self._max_pages:
+            raise BookFullError(f"{self._max_pages} pages are booked")
+        place = self._number(Place(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0))
+        until = at + self.predict_s if self.predict_s and at + self.predict_s > now else _NEVER
+        num_booked, num_new = book(self._pinned, hashes, place, until)
+        reservation = Reservation(record, place, hashes[:num_booked], record.prefill_tokens, at)
+        self.loads.prefill_tokens[place] += record.prefill_tokens
+        self.loads.decode_blocks[place] += num_new
+        self.loads.requests[place] += 1
+        self._reservations[decision.request_id] = reservation
+        return True
+
+    def _progress(self, reservation: Reservation, record: Progressed) -> None:
+        place = reservation.place
+        if record.step == PREFILL_COMPLETE:
+            self.loads.prefill_tokens[place] -= reservation.prefill_tokens
+            reservation.prefill_tokens = 0
+            return
+        reservation.output_blocks += 1
+        self.loads.decode_blocks[place] += 1
+        if record.decay_fraction is not None:
+            own = count_own(self._pinned, reservation.hashes, place) + reservation.output_blocks
+            decayed = own * (1 - record.decay_fraction)
+            self.loads.decode_blocks[place] += reservation.decayed - decayed
+            reservation.decayed = decayed
+
+    def _end(self, reservation_id: str, now: float) -> None:
+        ended = self._reservations.pop(reservation_id)
+        place, decision = ended.place, ended.record.decision
+        num_gone = release(self._pinned, ended.hashes, place, 1, now)
+        self.loads.prefill_tokens[place] -= ended.prefill_tokens
+        self.loads.decode_blocks[place] -= num_gone + ended.output_blocks - ended.decayed
+        self.loads.requests[place] -= 1
+        if (until := decision.timestamp + self.predict_s) > now:
+            self._predicted.append((until, place, ended.hashes))
+
+    def _touch(self, reservation: Reservation, at: float) -> None:
+        if at > reservation.touched_at:
+            reservation.touched_at = at
+            self._reservations.move_to_end(reservation.record.decision.request_id)
+
+    def _number(self, place: Place) -> int:
+        number = self._places.get(place)
+        if number is None:
+            number = len(self._places)
+            if number == MAX_PLACES:
+                raise BookFullError(f"requests were placed on {MAX_PLACES} ranks of workers")
+            self._places[place] = number
+            if number == len(self.loads.requests):
+                self._grow()
+        return number
+
+    def _grow(self) -> None:
+        grown = _loads(2 * len(self.loads.requests))
+        for new, old in zip(grown, self.loads, strict=True):
+            new[: len(old)] = old
+        self.loads = grown
+        self._pin_loads()
+
+    def _pin_loads(self) -> None:
+        self._pinned_loads = pin(self.loads)

@@ -1,0 +1,1 @@
+"""Kernels of the pages that are booked. Start at `booked`."""
