@@ -28,7 +28,7 @@ from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes
 from api.selection.service import SelectionService
 from api.settings import ApiSettings
-from api.telemetry.families import recording_families
+from api.telemetry.families import counter, recording_families
 from api.telemetry.requests import TraceRequests
 from api.telemetry.service_metrics import HttpMetrics, decision_families, metrics_text, tenant_families
 from api.telemetry.view_metrics import capacity_families
@@ -198,6 +198,8 @@ class LiveService(Service):
             metrics.registry.register(self._registrations.metrics(has_workers=max_workers > 0))
         metrics.add(lambda: capacity_families(self._consumer.namespaces.views, self.capacity, max_workers))
         metrics.add(lambda: decision_families(self._decisions))
+        texts = "Queries with text, by what became of it"
+        metrics.add(lambda: [counter("kvsight_texts", texts, self.renderer.outcomes, "outcome")])
         if recording is not None:
             metrics.add(lambda: recording_families(recording.recorder))
         if self._group is not None:

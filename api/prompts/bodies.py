@@ -13,8 +13,9 @@ ROUTES = {"messages": "chat/completions", "prompt": "completions", "input": "res
 
 _OF_ANTHROPIC = frozenset({"system", "thinking", "output_config", "stop_sequences", "anthropic_version"})
 _BLOCKS = frozenset({"tool_use", "tool_result", "image", "thinking", "redacted_thinking"})
+TRUNCATED = "truncate_prompt_tokens"
 _ONLY_RENDERED = frozenset(
-    {"documents", "kv_transfer_params", "reasoning_effort", "response_format", "tool_choice", "truncate_prompt_tokens"}
+    {"documents", "kv_transfer_params", "reasoning_effort", "response_format", "tool_choice", TRUNCATED}
 )
 """Fields that may change a prompt and that vLLM's /tokenize ignores."""
 

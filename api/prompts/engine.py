@@ -11,17 +11,20 @@ from api.http_pool import HttpAnswer, HttpPool, NoAnswerError
 from api.prompts.bodies import EngineBody
 from api.prompts.rendered import Rendered
 from kv_events.http.queries import MediaSpan
+from kv_events.limits import MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY
 
+NO_ENGINE = "none is known; start the service with --tokenize-url, the address of a vLLM or SGLang engine"
 _MAX_ANSWER_BYTES = 32 * 2**20
 _NO_ROUTE = frozenset({HTTPStatus.FORBIDDEN, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED})
 _LONGEST_TEXT = 200
 _HEADERS = {"Content-Type": "application/json"}
-_Tokens = list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
+_Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+_Tokens = Annotated[list[_Token], msgspec.Meta(max_length=MAX_TOKENS_PER_QUERY)]
 
 
 class _Place(msgspec.Struct, frozen=True):
-    offset: int
-    length: int
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    length: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _Features(msgspec.Struct, frozen=True):
@@ -49,13 +52,15 @@ _tokenize_answer = msgspec.json.Decoder(_TokenizeAnswer)
 class EngineRenderer:
     """A client of one engine. Belongs to one event loop."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str | None) -> None:
+        self._url = url and url.rstrip("/")
         self._http = HttpPool(_MAX_ANSWER_BYTES)
         self.close = self._http.close
 
     async def render(self, asked: EngineBody, deadline_s: float) -> Rendered:
         """Return the tokens of a body. Raises NoAnswerError, also if the engine refuses it."""
+        if self._url is None:
+            raise NoAnswerError(NO_ENGINE)
         send = partial(self._http.send, "POST", deadline_s=deadline_s, headers=_HEADERS, body=asked.data)
         try:
             answer = await send(self._url + asked.path)
@@ -90,5 +95,6 @@ def _of_render(body: bytes) -> Rendered:
         for kind, names in (answer.features.mm_hashes if answer.features else {}).items()
         for name, place in zip(names, answer.features.mm_placeholders[kind], strict=True)
     ]
-    media.sort(key=lambda span: span.offset)
+    if sum(span.length for span in media) > len(answer.token_ids):
+        raise ValueError("its media are longer than the prompt")
     return Rendered(np.array(answer.token_ids, np.uint32), tuple(media))

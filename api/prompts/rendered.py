@@ -19,7 +19,7 @@ class Rendered(NamedTuple):
     token_ids: U32Array = np.empty(0, np.uint32)
     """uint32[n]."""
     media: tuple[MediaSpan, ...] = ()
-    """What they contain besides text, in order."""
+    """What they contain besides text."""
     degraded: str = ""
     """Why there are no tokens. Empty: there are."""
 

@@ -28,12 +28,11 @@ def has_text(body: Body, form: BodyFormat) -> bool:
     return True
 
 
-def by_tokens(given: dict[str, Any], rendered: Rendered) -> bytes:
-    """Return the same query by tokens, as msgpack. Without `block_size` it is in Dynamo's dialect."""
+def without_text(given: Mapping[Any, Any]) -> bytes:
+    """Return the same query about no tokens, as msgpack. Without `block_size` it is in Dynamo's dialect."""
     is_peer = "model_name" in given or "block_size" not in given
     fields = (PeerQuery if is_peer else RfcQuery).__struct_fields__
     query = {name: given[name] for name in fields if name in given}
     if is_peer:
         query["model_name"] = given.get("model_name", given.get("model"))
-    tokens = rendered.token_ids.astype("<u4", copy=False).tobytes()
-    return msgspec.msgpack.encode({**query, "token_ids": tokens, "media": rendered.media})
+    return msgspec.msgpack.encode({**query, "token_ids": b""})

@@ -121,6 +121,7 @@ async def test_an_unknown_model_is_no_missing_route() -> None:
         (rendered(1, mm_hashes={"image": ["a"]}, mm_placeholders={"image": []}), "cannot be read"),
         (rendered(1, mm_hashes={"image": ["a"]}, mm_placeholders={}), "cannot be read"),
         ((200, b"[" * 10_000), "cannot be read"),
+        (rendered(1, mm_hashes={"image": ["a"]}, mm_placeholders={"image": [{"offset": 0, "length": 2}]}), "longer"),
     ],
 )
 async def test_a_failure_is_a_reason_and_is_not_kept(answer: Any, reason: str) -> None:
@@ -238,6 +239,9 @@ async def test_a_query_with_text_is_answered_like_one_with_its_tokens(serving: S
             got = (await client.post("/query", json=asked)).json()
             assert without_ages(got) == without_ages(expected)
         assert (await client.post("/query", json=CHAT)).json()["instances"]["one"]["gpu"] == len(TOKENS)
+        packed = msgspec.msgpack.encode(CHAT)
+        answer = await client.post("/query", content=packed, headers={"content-type": "application/msgpack"})
+        assert answer.json()["instances"]["one"]["gpu"] == len(TOKENS)
         both = await client.post("/query", json={**CHAT, "model_name": "m", "token_ids": TOKENS[:8]})
         assert both.json()["instances"]["one"]["gpu"] == 8
 
@@ -283,6 +287,13 @@ async def test_a_query_says_why_its_text_has_no_tokens(serving: Serving, client:
     async with rendering(engine), serving(tokenize_url=engine.url, tokenize_timeout_s=20) as (other, _):
         assert "status 500" in check_problem(await other.post("/query", json=CHAT), 503)["detail"]
         check_problem(await other.post("/query", json={"model": "m", "messages": 5}), 422)
+        check_problem(await other.post("/query", json={**CHAT, "tier_weights": 5}), 422, field="tier_weights")
+        for text in (
+            b'{"model": "m", "messages": "\xff"}',
+            b'{"model": "m", "messages": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        ):
+            check_problem(await other.post("/query", content=text, headers={"content-type": "application/json"}), 400)
+        assert 'kvsight_texts_total{outcome="failed"} 1.0' in (await other.get("/metrics")).text
         large = {**CHAT, "user": "x" * (8 * 2**20)}
         check_problem(await other.post("/query", json=large), 413)
 
