@@ -28,15 +28,15 @@ from api.queries.routes import QueryRoutes
 from api.settings import ApiSettings
 from api.telemetry.families import recording_families
 from api.telemetry.requests import TraceRequests
-from api.telemetry.service_metrics import HttpMetrics, decision_families, metrics_text, tenant_families
+from api.telemetry.service_metrics import HttpMetrics, metrics_text, queue_families, tenant_families
 from api.telemetry.view_metrics import capacity_families
 from api.view_source import ViewSource
 from api.workers.event_stream import EventStream, feed_routes
 from api.workers.register import RegisterRoutes
 from api.workers.routes import worker_routes
 from indexer.consumer import Consumer
-from indexer.decisions.log import DecisionLog
 from indexer.recording.recorder import RecordingThread
+from indexer.writing.queue import WriteQueue
 from kv_events.http.service import Status
 from kv_events.remedies import NO_ENGINE, NO_PUBLISHER
 from kv_events.runtime.tracing import open_spans
@@ -108,7 +108,7 @@ class LiveService(Service):
         consumer: Consumer,
         settings: ApiSettings,
         registrations: Registrations | None = None,
-        decisions: DecisionLog | None = None,
+        decisions: WriteQueue | None = None,
         recording: RecordingThread | None = None,
         event_log: Path | None = None,
         group: ShardGroup | None = None,
@@ -130,7 +130,7 @@ class LiveService(Service):
         """Returns the room of a rank, see `PageState.capacity`. Who runs the engines may replace it."""
         if registrations is not None:
             self.capacity = registrations.capacities.pages
-        self._decisions = decisions or DecisionLog(None)
+        self._decisions = decisions or WriteQueue(None)
         self._recording = recording
         self._group = group
         self._tenants = None if consumer.tenant_limits is None else TenantRates(consumer.tenant_limits)
@@ -181,7 +181,7 @@ class LiveService(Service):
         if self._registrations is not None:
             metrics.registry.register(self._registrations.metrics(has_workers=max_workers > 0))
         metrics.add(lambda: capacity_families(self._consumer.namespaces.views, self.capacity, max_workers))
-        metrics.add(lambda: decision_families(self._decisions))
+        metrics.add(lambda: queue_families(self._decisions))
         if recording is not None:
             metrics.add(lambda: recording_families(recording.recorder))
         if self._group is not None:
