@@ -133,8 +133,7 @@ class Book:
         return weigh(self._pinned, hashes, streams, pages, roster, self._pinned_loads, numbers, times)
 
     def apply(self, record: ReservationRecord, now: float) -> bool:
-        """Apply a record. Returns False if it changes no load: a known id is reserved again, an unknown one goes on, or
-        it was applied before.
+        """Apply a record. Returns False if it means nothing: a known id is reserved again, or an unknown one goes on.
 
         Raises BookFullError for a reservation without room.
         """
@@ -159,8 +158,9 @@ class Book:
         if record.step == RELEASED:
             self._end(record.reservation_id, now)
             return True
+        self._progress(reservation, record)
         self._touch(reservation, min(record.timestamp, now))
-        return self._progress(reservation, record)
+        return True
 
     def settle(self, now: float) -> None:
         """Expire what records of the past left behind."""
@@ -198,15 +198,14 @@ class Book:
         self._reservations[decision.request_id] = reservation
         return True
 
-    def _progress(self, reservation: Reservation, record: Progressed) -> bool:
+    def _progress(self, reservation: Reservation, record: Progressed) -> None:
         place = reservation.place
         if record.step == PREFILL_COMPLETE:
             self.loads.prefill_tokens[place] -= reservation.prefill_tokens
-            is_new = reservation.prefill_tokens > 0
             reservation.prefill_tokens = 0
-            return is_new
+            return
         if record.output_blocks <= reservation.output_blocks:
-            return False
+            return  # it was applied before
         self.loads.decode_blocks[place] += record.output_blocks - reservation.output_blocks
         reservation.output_blocks = record.output_blocks
         if record.decay_fraction is not None:
@@ -214,7 +213,6 @@ class Book:
             decayed = own * (1 - record.decay_fraction)
             self.loads.decode_blocks[place] += reservation.decayed - decayed
             reservation.decayed = decayed
-        return True
 
     def _expire(self, reservation_id: str, now: float) -> None:
         self._end(reservation_id, now)

@@ -76,14 +76,13 @@ async def test_bookings_of_a_killed_replica_stay_and_expire_and_none_is_lost_or_
             killed.kill()
             left.progress("k9", RELEASED)  # its caller asks another replica from now on
             await async_wait_until(lambda: left.exchange.queue.num_queued == 0, what="the records")
-            applied, now = left.exchange.applied, clock()
+            now = clock()
             repeated = Progressed(VERSION, "k", "k1", now, OUTPUT_BLOCK, None, 1)
             for record in (reserved("k2", "w1", [1, 2, 102], now), repeated):  # a writer was not sure of them
                 await write(producer, own["reservations_topic"], record)
             await producer.send_and_wait(own["reservations_topic"], b"\xc1", key=b"k")
             async with replica(own, clock) as restarted:
                 await async_wait_until(lambda: left.exchange.rejected == {"msgpack": 1}, what="the garbage")
-                assert left.exchange.applied == applied
                 assert restarted.loads("w1") == left.loads("w1") == (18, 18 * 48, 2 + 18 + 1)
                 assert restarted.names() == left.names()
                 clock.ahead_s = TTL_S - 60

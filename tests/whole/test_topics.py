@@ -159,7 +159,7 @@ def test_the_command_creates_and_checks_topics(own: dict[str, Any]) -> None:
         f"created: {own['reservations_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
     ]
     again = kvsight("doctor", "--create-topics", *flags(own))
-    assert (again.returncode, again.stdout.count("exists: ")) == (0, 3)
+    assert (again.returncode, again.stdout.count("exists: ")) == (0, 4)
     assert "it has 2 partitions, and KVSIGHT_TOPIC_PARTITIONS is 8" in again.stderr
     assert "it has 2 partitions, and KVSIGHT_TOPIC_PARTITIONS is 8" in kvsight("doctor", *flags(own)).stdout
     assert "kept for 7200 s" in kvsight("doctor", *flags(own), "--topic-partitions", 2).stdout
