@@ -9,9 +9,19 @@ from typing import TypeAlias
 
 import msgspec
 
-from kv_events.decisions import Decision, check_decision, check_number, check_text, decode_checked
+from kv_events.decisions import (
+    DECISIONS_FOLDER,
+    Decision,
+    DecisionRecord,
+    check_decision,
+    check_number,
+    check_text,
+    decode_checked,
+    decode_decision,
+)
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_NAME_BYTES, MAX_OUTPUT_BLOCKS, MAX_REQUEST_ID_BYTES, MAX_TOKENS_PER_REQUEST
+from kv_events.records import Channel
 from kv_events.schema import SCHEMA_VERSION
 
 PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED = "prefill_complete", "output_block", "released"
@@ -52,6 +62,12 @@ ReservationRecord: TypeAlias = Reserved | Progressed
 """One record."""
 
 VERSION = SCHEMA_VERSION
+RESERVATIONS_FOLDER = "reservations"
+"""Folder inside that of an event log, with the log of the reservations that belong to it."""
+CHOICES = (Channel.DECISIONS, Channel.RESERVATIONS)
+"""Channels whose records contain decisions."""
+FOLDERS_BESIDE = (DECISIONS_FOLDER, RESERVATIONS_FOLDER)
+"""Folders inside that of an event log, with the logs of what services wrote beside it."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ReservationRecord)
@@ -72,6 +88,17 @@ def decode_reservation(payload: bytes) -> ReservationRecord:
     """Decode and check one record. Raises RecordRejectedError."""
     record: ReservationRecord = decode_checked(payload, _decoder, check_reservation)
     return record
+
+
+def decode_choice(channel: int, payload: bytes) -> DecisionRecord | None:
+    """Decode what a record says about a choice: a decision, which may be that of a reservation, or an outcome.
+
+    channel: one of CHOICES. None: it says how a reservation went on. Raises RecordRejectedError.
+    """
+    if channel != Channel.RESERVATIONS:
+        return decode_decision(payload)
+    record = decode_reservation(payload)
+    return record.decision if isinstance(record, Reserved) else None
 
 
 def check_reservation(record: ReservationRecord) -> None:

@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeAlias
 
+from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import KvsightError
 from kv_events.log.event_log import EventLogError, EventLogWriter
 from kv_events.log.retention import LogRetention
 from kv_events.records import Channel, LogRecord
-from kv_events.reservations import STEPS
+from kv_events.reservations import RESERVATIONS_FOLDER, STEPS
 from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import keep_running
@@ -36,17 +37,14 @@ class Contents(NamedTuple):
     """What a queue is for."""
 
     channel: Channel
+    name: str
+    """In log lines and metrics, and of the folder inside that of the event log to which the records belong."""
     kinds: tuple[str, ...]
     """Kinds of its records."""
 
-    @property
-    def name(self) -> str:
-        """In log lines and metrics, and of the folder inside that of the event log to which the records belong."""
-        return self.channel.name.lower()
 
-
-DECISIONS = Contents(Channel.DECISIONS, ("decision", "outcome"))
-RESERVATIONS = Contents(Channel.RESERVATIONS, ("reserved", *STEPS))
+DECISIONS = Contents(Channel.DECISIONS, DECISIONS_FOLDER, ("decision", "outcome"))
+RESERVATIONS = Contents(Channel.RESERVATIONS, RESERVATIONS_FOLDER, ("reserved", *STEPS))
 
 
 Write: TypeAlias = Callable[[Sequence[LogRecord]], Awaitable[None]]
