@@ -126,7 +126,7 @@ class Book:
         streams: npt.NDArray[np.int32],
         pages: npt.NDArray[np.uint32],
         roster: RosterColumns,
-        numbers: tuple[int, int],
+        numbers: tuple[int, int, int],
         times: tuple[float, float],
     ) -> int:
         """Call the kernel of this name. roster: pinned."""
