@@ -44,7 +44,9 @@ class OverlapLoadPolicy:
         scale = options.get("prefill_load_scale", 1.0) / candidates.block_size
         costs = (candidates.prefill_tokens + candidates.computed) * scale + candidates.decode_blocks
         return Choice(
-            lowest(costs, options.get("router_temperature", 0.0)), costs, "the least work for prefill and decode"
+            lowest(costs, candidates, options.get("router_temperature", 0.0)),
+            costs,
+            "the least work for prefill and decode",
         )
 
 
@@ -58,7 +60,7 @@ class LmetricPolicy:
     def choose(self, asked: Asked, candidates: Candidates) -> Choice:
         waiting = candidates.prefill_tokens + candidates.computed
         costs: Costs = np.maximum(waiting, 1.0) * (candidates.requests + 1)
-        return Choice(lowest(costs), costs, "the lowest product of tokens to compute and requests")
+        return Choice(lowest(costs, candidates), costs, "the lowest product of tokens to compute and requests")
 
 
 class PriorityPolicy:
@@ -71,7 +73,9 @@ class PriorityPolicy:
         own = candidates.computed / candidates.block_size
         booked = candidates.prefill_tokens / candidates.block_size + candidates.decode_blocks
         costs = own + booked * 2.0 ** min(4.0, max(-4.0, asked.priority))
-        return Choice(lowest(costs), costs, f"the least work, booked work weighed for priority {asked.priority:g}")
+        return Choice(
+            lowest(costs, candidates), costs, f"the least work, booked work weighed for priority {asked.priority:g}"
+        )
 
 
 class SessionPolicy:
@@ -198,8 +202,11 @@ def preferred(choice: Choice, row: int, reason: str, *, is_always: bool = False)
     return choice
 
 
-def lowest(costs: Costs, temperature: float = 0.0) -> int:
-    """Return the row with the lowest cost; of several, one after the other. temperature: see `OverlapLoadPolicy`."""
+def lowest(costs: Costs, candidates: Candidates, temperature: float = 0.0) -> int:
+    """Return the row with the lowest cost. Of several, those that compute least take turns.
+
+    temperature: see `OverlapLoadPolicy`.
+    """
     values: list[float] = costs.tolist()
     least = min(values)
     if temperature > 0:
@@ -207,7 +214,10 @@ def lowest(costs: Costs, temperature: float = 0.0) -> int:
         return int(_random.choice(len(costs), p=weights / weights.sum()))
     if values.count(least) == 1:
         return values.index(least)
+    computed = candidates.computed.tolist()
     best = [row for row, cost in enumerate(values) if cost == least]
+    fewest = min(computed[row] for row in best)
+    best = [row for row in best if computed[row] == fewest]
     return best[next(_turns) % len(best)]
 
 
