@@ -67,10 +67,11 @@ class QueryRoutes:
 
     async def _query(self, fields: Collection[str], body: Body, body_format: BodyFormat) -> Response:
         self._check_ready()
-        if fields is BY_TOKENS and self._tokens_of is not None and has_text(body, body_format):
+        tokens_of = self._tokens_of if fields is BY_TOKENS else None
+        if tokens_of is not None and await self._in_thread(body, has_text, body, body_format):
             given = await self._in_thread(body, decode_as, dict, body, body_format)
             question, _ = await self._admitted(without_text(given), MSGPACK, fields)  # before an engine is asked
-            rendered = await self._tokens_of(given)
+            rendered = await tokens_of(given)
             asked = replace(question, media=rendered.media), rendered.token_ids
         else:
             asked = await self._admitted(body, body_format, fields)

@@ -5,7 +5,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from api.problems import ProblemError, ProblemKind
 from api.prompts.bodies import ROUTES
 from api.prompts.rendered import Rendered
 from api.queries.large_bodies import MAX_FIELDS, NUMBERS, Body, BodyFormat
@@ -18,14 +17,12 @@ TokensOf: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Rendered]]
 
 
 def has_text(body: Body, form: BodyFormat) -> bool:
-    """Return whether a query has text and no numbers. Raises ProblemError (413) if it is too large to be read."""
+    """Return whether a query has text and no numbers, and is small enough for it."""
+    if len(body) > MAX_TEXT_BYTES:
+        return False
     data = memoryview(body)
     names = {form.name(data[begin:end]) for begin, end, *_ in form.parts(data, MAX_FIELDS, is_object=True) or ()}
-    if names.isdisjoint(ROUTES) or not names.isdisjoint(NUMBERS):
-        return False
-    if len(body) > MAX_TEXT_BYTES:
-        raise ProblemError(413, ProblemKind.BODY_TOO_LARGE, f"body: text in more than {MAX_TEXT_BYTES} bytes", "body")
-    return True
+    return not names.isdisjoint(ROUTES) and names.isdisjoint(NUMBERS)
 
 
 def without_text(given: Mapping[Any, Any]) -> bytes:
