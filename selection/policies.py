@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError
 from selection.candidates import Asked, Candidates, Choice, Policy, selected
+from selection.kernels.choose import lowest_cost
 
 ENTRY_POINTS = "kvsight.policies"
 DEFAULT_POLICY = "overlap-load"
@@ -207,18 +208,10 @@ def lowest(costs: Costs, candidates: Candidates, temperature: float = 0.0) -> in
 
     temperature: see `OverlapLoadPolicy`.
     """
-    values: list[float] = costs.tolist()
-    least = min(values)
     if temperature > 0:
-        weights = np.exp((least - costs) / (temperature * max(float(np.ptp(costs)), 1e-9)))
+        weights = np.exp((costs.min() - costs) / (temperature * max(float(np.ptp(costs)), 1e-9)))
         return int(_random.choice(len(costs), p=weights / weights.sum()))
-    if values.count(least) == 1:
-        return values.index(least)
-    computed = candidates.computed.tolist()
-    best = [row for row, cost in enumerate(values) if cost == least]
-    fewest = min(computed[row] for row in best)
-    best = [row for row in best if computed[row] == fewest]
-    return best[next(_turns) % len(best)]
+    return lowest_cost(costs, candidates.computed, next(_turns))
 
 
 def _place(candidates: Candidates, index: int) -> tuple[str, int]:

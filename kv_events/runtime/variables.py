@@ -32,7 +32,7 @@ snapshot_dir record record_keep record_max_bytes explain_timeout_s tenant_limits
 host reuse_port max_connections allowed_hosts answer_before_ready metrics_max_workers
 tokenize_url tokenizer_file tokenize_timeout_s tokenize_at_once
 api_tokens_file tls_cert_file tls_key_file tls_key_password_file
-register_allow max_registrations forget_engine_s bridge_away_s
+register_allow max_registrations forget_engine_s bridge_away_s policy predict_s reservation_ttl_s
 group_deadline_s group_session_s group_token_file group_ca_file
 """
 SETTINGS = frozenset(_SETTINGS.split())

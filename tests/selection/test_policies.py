@@ -19,11 +19,12 @@ BLOCK = 16
 def candidates(**columns: Any) -> Candidates:
     """Candidates with some columns; the others are zeros."""
     size = len(next(iter(columns.values())))
-    given_columns = {name: np.array(values) if name != "roles" else values for name, values in columns.items()}
+    given_columns = {name: values if name == "roles" else np.array(values) for name, values in columns.items()}
+    given_columns["computed"] = np.array(columns.get("computed", [160.0] * size), float)
     zeros = {
         name: np.zeros(size, np.int64) for name in ("predicted", "prefill_tokens", "decode_blocks", "requests", "pages")
     }
-    defaults = {"held": np.zeros((size, 4), np.int64), "computed": np.full(size, 160.0), "roles": [""] * size}
+    defaults = {"held": np.zeros((size, 4), np.int64), "roles": [""] * size}
     workers = [f"w{number}" for number in range(size)]
     fixed: dict[str, Any] = {"workers": workers, "dp_ranks": [0] * size, "block_size": BLOCK}
     return Candidates(**{**fixed, **zeros, **defaults, **given_columns})
