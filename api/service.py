@@ -160,7 +160,7 @@ class LiveService(Service):
             chosen = selection or SelectionSettings()
             exchange = reservations or ReservationExchange(chosen.book(), WriteQueue(None, contents=RESERVATIONS))
             self.selection = SelectionService(
-                consumer, chosen, NothingKnown(), exchange, self.renderer.render, settings.max_body_bytes
+                consumer, chosen, NothingKnown(), exchange, self.renderer.render, self._tenants, settings.max_body_bytes
             )
             self.endpoints |= self.selection.endpoints()
         self.middleware = [] if group is None else [group.middleware()]

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import UNSET
 from starlette.responses import Response
 
+from api.access.rate_limits import TenantRates
 from api.fast.writer import AnswerWriter, PromptFound
 from api.problems import ProblemError, ProblemKind
 from api.queries.large_bodies import Body, BodyFormat
@@ -46,12 +47,15 @@ class SelectionRoutes:
         selector: Selector,
         reservations: Reservations,
         render: Render,
+        tenants: TenantRates | None,
         max_body_bytes: int,
     ) -> None:
+        """tenants: bounds on their requests, if any."""
         self._served = served
         self._selector = selector
         self._reservations = reservations
         self._render = render
+        self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._writer = AnswerWriter()
 
@@ -129,6 +133,8 @@ class SelectionRoutes:
         else:
             request, prompt = await decoded(SelectRequest, body, body_format)
         namespace, question, numbers = self._namespace(request), prompt.question, prompt.numbers
+        if self._tenants is not None:
+            self._tenants.admit(question)
         if question.media:
             hashes = question.hashes(numbers, namespace.key.block_size)
             question, prompt = replace(question, field="seq_hashes", media=()), prompt._replace(tokens=len(numbers))

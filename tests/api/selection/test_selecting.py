@@ -189,3 +189,11 @@ async def test_text_is_placed_like_its_tokens_and_by_load_if_the_engine_is_away(
             assert "status 500" in degraded["degraded"]
             assert (degraded["worker_id"], degraded["isl_tokens"]) == ("w1", 0)  # the worker of its first messages
             assert (await client.post("/select", json={"model": "m", "messages": 5})).status_code == 422
+
+
+async def test_a_long_name_is_refused_before_anything_is_booked() -> None:
+    async with fleet({0: range(3)}) as (client, _):
+        for field in ("selection_id", "session_id"):
+            answer = await client.post("/select_and_reserve", json={**BODY, field: "é" * 200})
+            assert (answer.status_code, answer.json()["field"]) == (422, field)
+        assert (await loads(client))["w0"] == (0, 0, 0)
