@@ -7,11 +7,9 @@ import asyncio
 import logging
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 
-import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -19,7 +17,7 @@ from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge, without_workers
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.capacity import Capacities, place_of
+from api.workers.engine_metrics import place_of
 from api.workers.registration_rules import (
     check_addresses,
     check_conflicts,
@@ -28,15 +26,17 @@ from api.workers.registration_rules import (
     select_ranks,
     stream_of,
 )
+from api.workers.saved_list import SavedList
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.fleet import EngineConflictError
 from bridge.metrics import BridgeMetrics
+from bridge.settings import TIERS
 from indexer.consumer import Consumer
 from indexer.index import IndexFullError
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from kv_events.errors import KvsightError
 from kv_events.log.memory import MemoryLog
-from kv_events.schema import ENGINE_UNHEARD
+from kv_events.schema import ENGINE_UNHEARD, MEDIA
 from kv_events.streams import StreamId, split_group
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ _CHECK_INTERVAL_S = 0.1
 _INDEX_TIMEOUT_S = 1.0
 _DROP_TIMEOUT_S = 5.0
 _POLL_S = 0.001
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _NOT_INDEXED = "the index has accepted none of its batches: see kvsight_records_rejected_total"
 
 
@@ -73,21 +72,25 @@ class Registrations:
         configured: engines that the operator has named. They need no permission, replace saved registrations of their
         names, and are not saved. Raises EngineConflictError if two of them have one name.
         """
-        self._configured: dict[StreamId, EngineSettings] = {}
+        self.configured: dict[StreamId, EngineSettings] = {}
+        """The ranks that the operator has named."""
         for rank in (engine.of_rank(offset) for engine in configured for offset in range(engine.num_ranks)):
-            if (held := self._configured.setdefault(stream_of(rank), rank)) is not rank:
+            if (held := self.configured.setdefault(stream_of(rank), rank)) is not rank:
                 raise EngineConflictError(held, rank)
         self.save_failures = 0
         self._consumer = consumer
         self._settings = settings
-        self._saved = None if store is None else SavedRegistrations(store)
+        self._saved = None if store is None else SavedList(store, EngineSettings)
         self._max_files = max_files
-        named = {e for each in self._configured.values() for e in (each.endpoint, each.replay_endpoint) if e}
-        named |= {f"tcp://{place_of(each.metrics_url)}" for each in self._configured.values() if each.metrics_url}
-        self._allowed = AllowedAddresses(settings.register_allow, own_port, named)
-        self._fleet = Fleet.embedded(bridge, memory_log, self._allowed.locate)
-        self._engines: dict[StreamId, EngineSettings] = {}
-        self.capacities = Capacities(self._engines, self._allowed)
+        named = {e for each in self.configured.values() for e in (each.endpoint, each.replay_endpoint) if e}
+        urls = [url for each in self.configured.values() for url in (each.metrics_url, each.url) if url]
+        named |= {f"tcp://{place_of(url)}" for url in urls}
+        self.allowed = AllowedAddresses(settings.register_allow, own_port, named)
+        self._fleet = Fleet.embedded(bridge, memory_log, self.allowed.locate)
+        self.engines: dict[StreamId, EngineSettings] = {}
+        """The registered ranks."""
+        self.num_changes = 0
+        """Ranks registered and unregistered so far."""
         self._added_at: dict[StreamId, float] = {}
         self._lock = asyncio.Lock()  # one change at a time, saved before the next
         self._loaded = asyncio.Event()
@@ -98,10 +101,7 @@ class Registrations:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Read the saved and the new registrations inside the block."""
-        tasks = [
-            asyncio.create_task(self._maintain(), name="registrations"),
-            asyncio.create_task(self.capacities.follow(), name="capacities"),
-        ]
+        tasks = [asyncio.create_task(self._maintain(), name="registrations")]
         if self._settings.forget_engine_s is not None:
             tasks.append(asyncio.create_task(self._forget_gone(self._settings.forget_engine_s), name="forget-engines"))
         try:
@@ -130,6 +130,11 @@ class Registrations:
         found = {stream_of(status.engine): status for status in self._fleet.status()}
         return {stream: self._with_failure(stream, status) for stream, status in found.items()}
 
+    def room(self, stream: StreamId) -> dict[str, int]:
+        """Return for how many pages a rank has room, by medium, as far as its registration says it."""
+        capacity = self.engines[stream].capacity if stream in self.engines else {}
+        return {medium.value: capacity[tier] for medium, tier in zip(MEDIA, TIERS, strict=True) if tier in capacity}
+
     def why_not_ready(self) -> str | None:
         """Return what must still be loaded or read after a start, or None if the service is ready."""
         if not self._loaded.is_set():
@@ -146,16 +151,16 @@ class Registrations:
             raise ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1)
         self._num_checked += 1
         try:
-            await check_addresses(engine, self._allowed)
-            if self._engines.get(stream_of(engine)) != engine:
-                await check_speaks_zmq(engine, self._allowed)
+            await check_addresses(engine, self.allowed)
+            if self.engines.get(stream_of(engine)) != engine:
+                await check_speaks_zmq(engine, self.allowed)
         finally:
             self._num_checked -= 1
         await self._wait_until_loaded()
         async with self._lock:
-            if self._engines.get(stream_of(engine)) == engine:
+            if self.engines.get(stream_of(engine)) == engine:
                 return False
-            check_conflicts(self._engines, engine, is_peer=is_peer)
+            check_conflicts(self.engines, engine, is_peer=is_peer)
             self._check_room(engine)
             await self._add(engine)
             await self._save()
@@ -170,21 +175,22 @@ class Registrations:
         """
         await self._wait_until_loaded()
         async with self._lock:
-            selected = select_ranks(self._engines, worker, model, tenant, dp_rank)
+            selected = select_ranks(self.engines, worker, model, tenant, dp_rank)
             await self._remove(selected)
         return list(selected.values())
 
     async def _remove(self, streams: Collection[StreamId]) -> None:
         for stream in streams:
             await self._fleet.remove(stream.worker, model=stream.model, tenant=stream.tenant, dp_rank=stream.dp_rank)
-            del self._engines[stream], self._added_at[stream]
+            del self.engines[stream], self._added_at[stream]
+            self.num_changes += 1
         await self._save()
         await self._forget(self._unread({stream._replace(dp_rank=0) for stream in streams}))
 
     def _check_room(self, engine: EngineSettings) -> None:
-        if len(self._engines) >= self._settings.max_registrations:
-            raise no_room(f"{len(self._engines)} ranks are registered already (--max-registrations)", engine)
-        engines = [*self._engines.values(), engine]
+        if len(self.engines) >= self._settings.max_registrations:
+            raise no_room(f"{len(self.engines)} ranks are registered already (--max-registrations)", engine)
+        engines = [*self.engines.values(), engine]
         if (num_files := sum(each.num_files for each in engines)) > self._max_files:
             limit = f"engines may use {self._max_files} file descriptors, and {num_files} would be needed"
             raise no_room(f"{limit}: raise the limit on open files (LimitNOFILE=, ulimit -n)", engine, 503)
@@ -198,13 +204,14 @@ class Registrations:
 
     async def _add(self, engine: EngineSettings) -> None:
         await self._fleet.add(engine)
-        self._engines[stream_of(engine)] = engine
+        self.engines[stream_of(engine)] = engine
         self._added_at[stream_of(engine)] = time.monotonic()
+        self.num_changes += 1
 
     async def _wait_until_indexed(self, stream: StreamId) -> None:
         """Wait until the first record of the stream, which was sent already, has been applied."""
         deadline = time.monotonic() + _INDEX_TIMEOUT_S
-        while stream in self._engines and self._consumer.namespaces.view(stream) is None:
+        while stream in self.engines and self._consumer.namespaces.view(stream) is None:
             if time.monotonic() > deadline:
                 logger.warning("%s was registered, but %s", stream.key, _NOT_INDEXED)
                 return
@@ -237,7 +244,7 @@ class Registrations:
 
     def _unread(self, workers: Collection[StreamId]) -> list[StreamId]:
         """Return the known streams of these workers that are no longer read. Batches may have named further ranks."""
-        read = {stream.stream for status in self._fleet.status() for stream in status.streams} | self._engines.keys()
+        read = {stream.stream for status in self._fleet.status() for stream in status.streams} | self.engines.keys()
         known = [view.stream for view in self._consumer.namespaces.views]
         return [s for s in known if s not in read and s._replace(model=split_group(s.model)[0], dp_rank=0) in workers]
 
@@ -288,21 +295,21 @@ class Registrations:
     def _gone(self, after_s: float) -> list[StreamId]:
         found = self.status().items()
         down = [stream for stream, status in found if status.down_s is not None and status.down_s >= after_s]
-        return [stream for stream in down if stream not in self._configured]
+        return [stream for stream in down if stream not in self.configured]
 
     async def _load(self) -> None:
         async with self._lock:
-            for stream, engine in self._configured.items():
-                if stream not in self._engines:  # from an attempt before
+            for stream, engine in self.configured.items():
+                if stream not in self.engines:  # from an attempt before
                     await self._restore(engine, None)
         engines = [] if self._saved is None else await self._saved.load()
-        checks = (check_addresses(engine, self._allowed) for engine in engines)
+        checks = (check_addresses(engine, self.allowed) for engine in engines)
         refusals = await asyncio.gather(*checks, return_exceptions=True)
         async with self._lock:
             for engine, refusal in zip(engines, refusals, strict=True):
-                if stream_of(engine) not in self._configured:
+                if stream_of(engine) not in self.configured:
                     await self._restore(engine, refusal)
-            self._waiting_for = {stream for stream, engine in self._engines.items() if engine.worker is not None}
+            self._waiting_for = {stream for stream, engine in self.engines.items() if engine.worker is not None}
             self._loaded.set()
 
     async def _await_first_reads(self) -> None:
@@ -323,7 +330,7 @@ class Registrations:
         try:
             if refusal is not None:
                 raise refusal
-            check_conflicts(self._engines, engine, is_peer=False)
+            check_conflicts(self.engines, engine, is_peer=False)
             self._check_room(engine)
             await self._add(engine)
         except KvsightError as error:
@@ -336,70 +343,10 @@ class Registrations:
         self._unsaved.set()
         try:
             await self._saved.save(
-                [each for stream, each in self._engines.items() if self._configured.get(stream) != each]
+                [each for stream, each in self.engines.items() if self.configured.get(stream) != each]
             )
         except SnapshotStoreError as error:
             self.save_failures += 1
             logger.warning("registrations are not saved: %s", error)
         else:
             self._unsaved.clear()
-
-
-class OtherWriterError(SnapshotStoreError):
-    """Another process has saved its own registrations since this one read them."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "another service saves its registrations in the same place: each needs a folder (--snapshot-dir) or "
-            "a Redis database (KVSIGHT_REDIS, redis://HOST:PORT/DB) of its own"
-        )
-
-
-class _SavedList(msgspec.Struct):
-    engines: list[msgspec.Raw]
-    writer: str = ""
-    """Process that saved the list. "" if there is none, or if it cannot be decoded."""
-
-
-class SavedRegistrations:
-    """The saved list. Belongs to one event loop."""
-
-    def __init__(self, store: SnapshotStore) -> None:
-        self._store = store
-        self._own_name = uuid.uuid4().hex
-        self._writer_before = ""  # the process whose list this one took over
-
-    async def load(self) -> list[EngineSettings]:
-        """Return the saved registrations. Raises SnapshotStoreError."""
-        saved = _decoded(await self._store.load())
-        self._writer_before = saved.writer
-        return _readable(saved.engines)
-
-    async def save(self, engines: Iterable[EngineSettings]) -> None:
-        """Replace the list. Raises SnapshotStoreError; if it is OtherWriterError, nothing was overwritten."""
-        writer = _decoded(await self._store.load()).writer
-        if writer not in ("", self._own_name, self._writer_before):
-            raise OtherWriterError
-        await self._store.save([msgspec.json.encode({"engines": list(engines), "writer": self._own_name})])
-
-    async def close(self) -> None:
-        """Close connections."""
-        await self._store.close()
-
-
-def _decoded(data: bytes | None) -> _SavedList:
-    try:
-        return msgspec.json.decode(data, type=_SavedList) if data else _SavedList([])
-    except _UNREADABLE as error:
-        logger.warning("the saved registrations cannot be decoded: %s", error)
-        return _SavedList([])
-
-
-def _readable(entries: Iterable[msgspec.Raw]) -> list[EngineSettings]:
-    engines = []
-    for entry in entries:
-        try:
-            engines.append(msgspec.json.decode(entry, type=EngineSettings))
-        except _UNREADABLE as error:
-            logger.warning("a saved registration cannot be decoded: %s", error)
-    return engines
