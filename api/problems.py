@@ -48,6 +48,8 @@ class ProblemKind(StrEnum):
     REGISTRATIONS_AWAY = "registrations-away", "Registrations cannot be changed at the moment"
     INVALID_ENDPOINT = "invalid-endpoint", "Events cannot be read from the address"
     ENDPOINT_NOT_ALLOWED = "endpoint-not-allowed", "This service may not connect to the address"
+    ALREADY_RESERVED = "already-reserved", "The id of a reservation is in use"
+    UNKNOWN_RESERVATION = "unknown-reservation", "No such reservation, selection or worker"
     NOT_EMBEDDED = "not-embedded", "This service reads no engines itself"
     CONTENT_TYPE = "content-type", "The content type is not supported"
     CONTENT_ENCODING = "content-encoding", "The content coding is not supported"

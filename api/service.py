@@ -25,6 +25,7 @@ from api.page.worker_history import WorkerHistory
 from api.problems import ProblemError, ProblemKind
 from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes
+from api.selection.service import SelectionService
 from api.settings import ApiSettings
 from api.telemetry.families import recording_families
 from api.telemetry.requests import TraceRequests
@@ -41,6 +42,8 @@ from kv_events.http.service import Status
 from kv_events.remedies import NO_ENGINE, NO_PUBLISHER
 from kv_events.runtime.tracing import open_spans
 from kv_events.streams import StreamId
+from selection.roster import NothingKnown
+from selection.settings import SelectionSettings
 
 if TYPE_CHECKING:
     from api.shards.group import ShardGroup
@@ -112,6 +115,7 @@ class LiveService(Service):
         recording: RecordingThread | None = None,
         event_log: Path | None = None,
         group: ShardGroup | None = None,
+        selection: SelectionSettings | None = None,
     ) -> None:
         """consumer: one that is not running yet; the service runs it.
 
@@ -119,6 +123,7 @@ class LiveService(Service):
         decisions: what keeps the decisions of routers. None: they are dropped. recording: what records the log, or
         None. event_log: folder of the event log that the consumer reads, for explanations. None: they come from the
         recording. group: the group that this process is a member of. None: it answers from its own views alone.
+        selection: how workers are chosen. Members of groups choose none, because each has a part of the views only.
         """
         super().__init__(consumer, settings)
         self._consumer = consumer
@@ -137,8 +142,13 @@ class LiveService(Service):
         self._spans = open_spans()
         local = LocalAnswers(consumer)
         self.endpoints: dict[str, Endpoint] = {**self._query_routes(local).endpoints()}
+        self.selection = None
         if group is not None:
             self.endpoints |= group.endpoints(settings.max_body_bytes)
+        else:
+            chosen = selection or SelectionSettings()
+            self.selection = SelectionService(consumer, chosen, NothingKnown(), lambda _: None, settings.max_body_bytes)
+            self.endpoints |= self.selection.endpoints()
         self.middleware = [] if group is None else [group.middleware()]
         if self._spans is not None:
             self.middleware.insert(0, Middleware(TraceRequests, spans=self._spans, paths=[*self.endpoints]))
@@ -151,6 +161,7 @@ class LiveService(Service):
             local,
             self._tenants,
             None if group is None else group.fast_answers(has_tenants=self._tenants is not None),
+            None if self.selection is None else self.selection.answer,
         )
         for routes in (
             RegisterRoutes(registrations, consumer),
@@ -162,6 +173,8 @@ class LiveService(Service):
         self.routers = [worker_routes(consumer, registrations, consumer.resyncs.demand), feed_routes(self.feed)]
         if group is not None:
             self.routers.append(group.routes())
+        if self.selection is not None:
+            self.routers.append(self.selection.router())
 
     def _query_routes(self, local: LocalAnswers) -> QueryRoutes:
         consumer, settings = self._consumer, self.settings

@@ -21,6 +21,7 @@ from kv_events.kernels.load import load
 from kv_events.kernels.page_table import num_live
 from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, Progressed, ReservationRecord, Reserved
 from selection.kernels.booked import book, booked_lengths, count_own, make_pages, release
+from selection.kernels.weigh import LoadColumns, RosterColumns, weigh
 
 MAX_RESERVATIONS = 2**17
 MAX_PAGES = 2**23
@@ -59,24 +60,8 @@ class Reservation:
     """Pages by which its own ones count less."""
 
 
-class Loads(NamedTuple):
-    """What is booked, by the number of a place. The arrays change with the book."""
-
-    prefill_tokens: npt.NDArray[np.int64]
-    decode_blocks: npt.NDArray[np.float64]
-    requests: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, size: int) -> Loads:
-        """Return zeros."""
-        return cls(np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64))
-
-    def doubled(self) -> Loads:
-        """Return the same with room for twice as many places."""
-        grown = Loads.of(2 * len(self.requests))
-        for new, old in zip(grown, self, strict=True):
-            new[: len(old)] = old
-        return grown
+def _loads(size: int) -> LoadColumns:
+    return LoadColumns(np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64))
 
 
 class Book:
@@ -98,13 +83,15 @@ class Book:
         self.predict_s = predict_s
         self.num_expired = 0
         """Reservations that expired so far."""
-        self.loads = Loads.of(64)
+        self.loads = _loads(64)
+        """What is booked, by the number of a place. The arrays change with the book."""
         self._max = max_reservations
         self._max_pages = max_pages
         self._places: dict[Place, int] = {}
         self._reservations: OrderedDict[str, Reservation] = OrderedDict()  # the one that expires first comes first
         self._pages = make_pages(max_pages)
         self._pinned = pin(self._pages)
+        self._pin_loads()
         self._predicted: deque[tuple[float, int, U64Array]] = deque()  # pages of ended ones: until, place, hashes
 
     def __len__(self) -> int:
@@ -132,6 +119,18 @@ class Book:
         places: int32[n], -1 for ranks without a number. out: int64[n, 2].
         """
         booked_lengths(self._pinned, hashes, places, now, out)
+
+    def weigh(
+        self,
+        hashes: U64Array,
+        streams: npt.NDArray[np.int32],
+        pages: npt.NDArray[np.uint32],
+        roster: RosterColumns,
+        numbers: tuple[int, int],
+        times: tuple[float, float],
+    ) -> int:
+        """Call the kernel of this name. roster: pinned."""
+        return weigh(self._pinned, hashes, streams, pages, roster, self._pinned_loads, numbers, times)
 
     def apply(self, record: ReservationRecord, now: float) -> bool:
         """Apply a record. Returns False if it changes nothing: a known id is reserved again, or an unknown one goes on.
@@ -220,5 +219,15 @@ class Book:
                 raise BookFullError(f"requests were placed on {MAX_PLACES} ranks of workers")
             self._places[place] = number
             if number == len(self.loads.requests):
-                self.loads = self.loads.doubled()
+                self._grow()
         return number
+
+    def _grow(self) -> None:
+        grown = _loads(2 * len(self.loads.requests))
+        for new, old in zip(grown, self.loads, strict=True):
+            new[: len(old)] = old
+        self.loads = grown
+        self._pin_loads()
+
+    def _pin_loads(self) -> None:
+        self._pinned_loads = pin(self.loads)

@@ -75,3 +75,19 @@ class Policy(Protocol):
 
     def choose(self, asked: Asked, candidates: Candidates) -> Choice:
         """Return the choice among at least one candidate."""
+
+
+def selected(candidates: Candidates, rows: list[int]) -> Candidates:
+    """Return some of the candidates."""
+    return Candidates(
+        [candidates.workers[row] for row in rows],
+        [candidates.dp_ranks[row] for row in rows],
+        candidates.held[rows],
+        candidates.predicted[rows],
+        candidates.prefill_tokens[rows],
+        candidates.decode_blocks[rows],
+        candidates.requests[rows],
+        candidates.pages[rows],
+        [candidates.roles[row] for row in rows],
+        candidates.block_size,
+    )

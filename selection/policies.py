@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError
-from selection.candidates import Asked, Candidates, Choice, Policy
+from selection.candidates import Asked, Candidates, Choice, Policy, selected
 
 ENTRY_POINTS = "kvsight.policies"
 DEFAULT_POLICY = "overlap-load"
@@ -90,9 +90,7 @@ class SessionPolicy:
         place, seen_at = self._seen.get(asked.session, (None, 0.0))
         places = list(zip(candidates.workers, candidates.dp_ranks, strict=True))
         if place in places and asked.now - seen_at <= _SESSION_S:
-            index, costs = places.index(place), choice.costs
-            if self._is_hard or costs[index] <= 2 * costs[choice.row]:
-                choice = choice._replace(row=index, reason="the worker of this session")
+            choice = preferred(choice, places.index(place), "the worker of this session", is_always=self._is_hard)
         self._seen[asked.session] = places[choice.row], asked.now
         self._seen.move_to_end(asked.session)
         if len(self._seen) > _MAX_SESSIONS:
@@ -203,6 +201,13 @@ def effective_prefill_tokens(candidates: Candidates, asked: Asked) -> Costs:
     return computed
 
 
+def preferred(choice: Choice, row: int, reason: str, *, is_always: bool = False) -> Choice:
+    """Return the choice of a candidate if it costs at most twice as much as the best one, or `is_always`."""
+    if is_always or choice.costs[row] <= 2 * choice.costs[choice.row]:
+        return choice._replace(row=row, reason=reason)
+    return choice
+
+
 def lowest(costs: Costs, temperature: float = 0.0) -> int:
     """Return the index of the lowest cost, a random one of several. temperature: see `OverlapLoadPolicy`."""
     least = costs.min()
@@ -211,22 +216,6 @@ def lowest(costs: Costs, temperature: float = 0.0) -> int:
         return int(_random.choice(len(costs), p=weights / weights.sum()))
     (best,) = np.nonzero(costs == least)
     return int(best[0] if len(best) == 1 else _random.choice(best))
-
-
-def selected(candidates: Candidates, rows: list[int]) -> Candidates:
-    """Return some of the candidates."""
-    return Candidates(
-        [candidates.workers[row] for row in rows],
-        [candidates.dp_ranks[row] for row in rows],
-        candidates.held[rows],
-        candidates.predicted[rows],
-        candidates.prefill_tokens[rows],
-        candidates.decode_blocks[rows],
-        candidates.requests[rows],
-        candidates.pages[rows],
-        [candidates.roles[row] for row in rows],
-        candidates.block_size,
-    )
 
 
 def _place(candidates: Candidates, index: int) -> tuple[str, int]:

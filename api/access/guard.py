@@ -17,8 +17,15 @@ from kv_events.errors import InvalidValueError
 OPEN_PATHS = STATIC_PATHS | {"/health", "/ready", "/metrics"}
 """Paths of probes, scrapers and files. Their answers contain no secrets."""
 
-_READING_POSTS = frozenset({"/query", "/query_by_hash", "/query/batch", "/explain", "/tokenize", "/shards/query"})
-_SCOPES = {"/decisions": "decisions", "/register": "register", "/unregister": "register", "/dump": "dump"}
+_READING_POSTS = frozenset(
+    {"/query", "/query_by_hash", "/query/batch", "/explain", "/tokenize", "/shards/query"}
+    | {"/select", "/potential_loads", "/overlap_scores"}
+)
+_SCOPES = {"/decisions": "decisions", "/select_and_reserve": "decisions", "/reservations": "decisions"} | {
+    "/register": "register",
+    "/unregister": "register",
+    "/dump": "dump",
+}
 
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")  # characters of RFC 3986
 _WITHOUT_HOST = ("0.9", "1.0")
@@ -39,6 +46,8 @@ def scope_of(method: str, path: str) -> str:
     """Return the scope that a request needs. What is not known to read needs `admin`."""
     if path in _SCOPES:
         return _SCOPES[path]
+    if path.startswith("/reservations/"):
+        return "decisions"
     if method in ("GET", "HEAD", "OPTIONS") or path in _READING_POSTS:
         return "read"
     return "resync" if path.startswith("/workers/") and path.endswith("/resync") else "admin"

@@ -35,6 +35,7 @@ from kv_events.runtime.tracing import open_spans
 
 logger = logging.getLogger(__name__)
 
+_SELECTING = ("/select", "/select_and_reserve")
 _PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
 _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
 
@@ -60,15 +61,22 @@ class FastPath:
         answers: LocalAnswers,
         tenants: TenantRates | None = None,
         group: GroupAnswers | None = None,
+        select: Callable[[str, bytes, int], bytes | None] | None = None,
     ) -> None:
-        """tenants: bounds on their queries, if any. group: how a member of a group answers. None: `answers` does."""
+        """tenants: bounds on their queries, if any. group: how a member of a group answers. None: `answers` does.
+
+        select: see `SelectionRoutes.answer`. None: all its requests are passed to FastAPI.
+        """
+        self._select = select
         self._tenants = tenants
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if group is None else {}
         self._group = group
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
         self.heads = HeadReader(
-            fields if group is None else [*group.members, *group.queries],
+            [*fields, *(_SELECTING if select is not None else ())]
+            if group is None
+            else [*group.members, *group.queries],
             tokens,
             max_body_bytes,
             with_traces=with_traces,
@@ -141,6 +149,11 @@ class FastPath:
         if self._group is not None:
             reply = self._group.members.get(head.path)
             return None if reply is None or head.caller.content_type not in _PACKED else reply(data[start:])
+        if head.path in _SELECTING:
+            is_fast = (
+                self._select is not None and self._tenants is None and head.caller.content_type == "application/json"
+            )
+            return self._select(head.path, data, start) if is_fast and self._select is not None else None
         if head.caller.content_type == "application/json":
             return self._answer_json(self._templates[head.path], data, start)
         return self._answer_packed(head, data[start:]) if head.caller.content_type in _PACKED else None
@@ -187,7 +200,8 @@ class FastPath:
 
     def request_template(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
         """Return the template of a request that was answered here. None: its connection cannot be direct."""
-        if head.caller.content_type != "application/json" or head.caller.limit is not None:
+        is_plain = head.caller.content_type == "application/json" and head.caller.limit is None
+        if not is_plain or head.path not in self._templates:
             return None
         template = self._templates[head.path].read(data, start)
         if template is None or self._rate(template.question) is not None:

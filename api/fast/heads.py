@@ -1,11 +1,11 @@
 """Heads of query requests. A kernel finds the lines that matter; what they say about the caller is looked up here."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from typing import NamedTuple
 
 import numpy as np
 
-from api.access.guard import refusal_of
+from api.access.guard import refusal_of, scope_of
 from api.access.rate_limits import RateLimit
 from api.access.tokens import TokenRegistry
 from api.fast.kernels.head import NUM_FOUND, PASS_ON, TRACE_PARENT, TRACE_STATE, read_head
@@ -28,6 +28,8 @@ class Caller(NamedTuple):
     """Without parameters, in lower case."""
     limit: RateLimit | None = None
     """Bound on the requests with this token."""
+    scopes: Set[str] = frozenset({"read"})
+    """What the token permits."""
 
 
 class Head(NamedTuple):
@@ -52,12 +54,13 @@ class HeadReader:
         with_traces: bool = False,
         is_allowed_host: Callable[[str], bool] = lambda _host: True,
     ) -> None:
-        """tokens: those whose scope `read` is required. max_body_bytes: largest accepted Content-Length.
+        """tokens: those whose scope for the path is required. max_body_bytes: largest accepted Content-Length.
 
         is_allowed_host: of the header `Host`.
         """
         self._is_allowed_host = is_allowed_host
         self._paths = {request_line(path): path for path in paths}
+        self._scopes = {path: scope_of("POST", path) for path in paths}
         self._longest = max(map(len, self._paths), default=0)
         self._tokens = tokens
         self._max_body_bytes = max_body_bytes
@@ -80,7 +83,7 @@ class HeadReader:
         if not length.isdigit() or len(length) > _MOST_DIGITS or int(length) > self._max_body_bytes:
             return None
         caller = self._caller((content_type, host, token if self._tokens.are_required else b""))
-        if caller is None:
+        if caller is None or self._scopes[path] not in caller.scopes:
             return None
         trace = _trace(values) if self._with_traces else ()
         return Head(path, caller, int(length), trace), end
@@ -107,11 +110,11 @@ class HeadReader:
         if not self._is_allowed_host(host.decode("latin-1")):
             return None
         principal = self._tokens.caller(token)
-        if principal is None or "read" not in principal.scopes:
+        if principal is None:
             return None
         known = content_type.partition(b";")[0].strip().lower().decode("latin-1")
         # others are refused before the body arrives
-        return Caller(lines, known, principal.limit) if known in CONTENT_TYPES else None
+        return Caller(lines, known, principal.limit, principal.scopes) if known in CONTENT_TYPES else None
 
 
 def request_line(path: str) -> bytes:

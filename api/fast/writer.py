@@ -9,6 +9,7 @@ from weakref import finalize, ref
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from api.fast.kernels.answer import (
     AGE,
@@ -44,7 +45,7 @@ from indexer.kernels.find import PageLookup
 from indexer.namespaces import Namespace
 from indexer.scores import reusable
 from indexer.views import STATES
-from kv_events.hashing import process_base
+from kv_events.hashing import U64Array, process_base
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import PeerInstance, RfcInstance
 from kv_events.kernels.bundles import pin
@@ -98,6 +99,23 @@ PEER = layout_of(PeerInstance(**_SHARED, dp={_RANK: _RANK_TOKENS}, state=_STATE)
 RFC = layout_of(RfcInstance(**_SHARED, dp={_RANK: _RANK_TOKENS}, state=_STATE))  # type: ignore[arg-type]
 
 
+class PromptFound(NamedTuple):
+    """A prompt, and how much of it each stream can reuse."""
+
+    hashes: U64Array
+    """Sequence hashes of its complete pages."""
+    num_positions: int
+    """Tokens or token pairs of the prompt, or its hashes."""
+    streams: npt.NDArray[np.int32]
+    pages: npt.NDArray[np.uint32]
+    """[streams, 4] leading pages by tier; rows of streams that were not found have no meaning."""
+
+    @property
+    def num_streams(self) -> int:
+        """Number of streams that hold a part."""
+        return len(self.streams)
+
+
 class AnswerWriter:
     """Answers queries about one namespace, all its workers included. One thread calls it."""
 
@@ -147,19 +165,50 @@ class AnswerWriter:
         if not namespace.groups:
             length, end, _ = plan.answer(prompt, UNKNOWN, 0, times)
             return length, end
-        found, end, num_positions = plan.answer(prompt, UNKNOWN, 1, times)
+        found, end = self._find(plan, prompt, namespace, freshness, times)
+        return (-1 if found is None else plan.answer(prompt, found.num_streams, 1, times)[0]), end
+
+    def _find(
+        self, plan: Plan, prompt: _Prompt, namespace: Namespace, freshness: Freshness, times: Times
+    ) -> tuple[PromptFound | None, int]:
+        """Return what each stream can reuse, and the index of the "]" of a text; None if it cannot be read."""
+        num_found, end, num_positions = plan.answer(prompt, UNKNOWN, 1, times)
         if end < 0:
-            return -1, end
+            return None, end
         buffers, kind = self._buffers, prompt[0]
         num_pages = num_positions // namespace.key.block_size if kind in (TEXT, TOKENS) else num_positions
         hashes = prompt[-1] if kind == SEQUENCE_HASHES else buffers.hashes[:num_pages]
-        matches = Matches(buffers.streams[:found], buffers.pages[: namespace.index.most_streams])
-        known_positions = num_positions if kind in (TEXT, TOKENS) else None
-        left = reusable(namespace, hashes, matches, freshness, known_positions)
-        found = len(left.matches.streams)
-        buffers.streams[:found] = left.matches.streams
-        buffers.group_states[: len(left.states)] = left.states
-        return plan.answer(prompt, found, 1, times)[0], end
+        if namespace.groups:
+            matches = Matches(buffers.streams[:num_found], buffers.pages[: namespace.index.most_streams])
+            known_positions = num_positions if kind in (TEXT, TOKENS) else None
+            left = reusable(namespace, hashes, matches, freshness, known_positions)
+            num_found = len(left.matches.streams)
+            buffers.streams[:num_found] = left.matches.streams
+            buffers.group_states[: len(left.states)] = left.states
+        return PromptFound(hashes, num_positions, buffers.streams[:num_found], buffers.pages), end
+
+    def find_text(
+        self, question: ParsedQuery, text: bytes, start: int, namespace: Namespace, freshness: Freshness
+    ) -> tuple[PromptFound, int] | None:
+        """Find the tokens that are in a JSON text. start: index after the "[". See `write_text`.
+
+        The arrays are valid until the next call.
+        """
+        prompt: _Prompt = (TEXT, text, start, _NO_TOKENS, _NO_HASHES)
+        plan = self.plan(question, namespace)
+        found, end = self._find(plan, prompt, namespace, freshness, (0.0, *freshness.bounds()))
+        return None if found is None else (found, end)
+
+    def find(
+        self, question: ParsedQuery, numbers: PromptArray, namespace: Namespace, freshness: Freshness
+    ) -> PromptFound:
+        """Find a prompt. numbers: its own. The arrays are valid until the next call."""
+        kind = _GIVEN[question.field]
+        prompt: _Prompt = (kind, b"", 0, *((numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)))
+        plan = self.plan(question, namespace)
+        found, _ = self._find(plan, prompt, namespace, freshness, (0.0, *freshness.bounds()))
+        assert found is not None, "only texts may be unreadable"
+        return found
 
     def plan(self, question: ParsedQuery, namespace: Namespace) -> Plan:
         """Return how this question is answered now. It is kept: questions that follow each other are often the same."""

@@ -53,7 +53,7 @@ def decode_question(data: Data, body_format: BodyFormat, fields: Collection[str]
     question, numbers = question_of(decode_query(rest, body_format), fields)
     if question.field in lists:
         try:
-            numbers = _long_numbers(question.field, lists[question.field], body_format)
+            numbers = long_numbers(question.field, lists[question.field], body_format)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
     return question, numbers
@@ -87,7 +87,7 @@ def question_of(query: Query, fields: Collection[str]) -> tuple[ParsedQuery, Pro
         detail = "cache_salt: not accepted with block_hashes, which already contain it; leave it out"
         raise ProblemError(400, ProblemKind.SALT_WITH_LOCAL_HASHES, detail, "cache_salt")
     try:
-        numbers = _numbers(field, getattr(query, field))
+        numbers = numbers_of(field, getattr(query, field))
         weights = None if query.tier_weights is None else _weights(query.tier_weights)
     except InvalidValueError as error:
         raise ProblemError.of_value(error) from None
@@ -116,7 +116,7 @@ def _prompt_field(query: Query, fields: Collection[str]) -> str:
     return given[0]
 
 
-def _numbers(field: str, value: list[int] | bytes) -> PromptArray:
+def numbers_of(field: str, value: list[int] | bytes) -> PromptArray:
     """Pack a list of numbers. Raises InvalidValueError naming the first element out of range."""
     kind = _KINDS[field]
     dtype = np.dtype(kind.dtype)
@@ -144,15 +144,18 @@ def _packed(field: str, numbers: list[int], first: int = 0) -> array[int]:
         raise InvalidValueError(f"{field}[{first + position}]", numbers[position], ITEMS[field]) from None
 
 
-def _long_numbers(field: str, value: memoryview, form: BodyFormat) -> PromptArray:
-    """Decode a long list, which is not decoded at all yet. Most tokens are read without the interpreter."""
+def long_numbers(field: str, value: memoryview, form: BodyFormat) -> PromptArray:
+    """Decode a long list, which is not decoded at all yet. Raises InvalidValueError.
+
+    Most tokens are read without the interpreter.
+    """
     if field == "token_ids" and form is JSON and value[0] == ord("["):
         tokens = np.empty(MAX_TOKENS_PER_QUERY, np.uint32)
         count, end = read_tokens(np.frombuffer(value, np.uint8), 1, tokens)
         if end == len(value) - 1:
             return tokens[:count]
     if form is not JSON and value[0] in _PACKED:
-        return _numbers(field, form.decode(value))
+        return numbers_of(field, form.decode(value))
     packed = array(_KINDS[field].typecode)
     for numbers in number_slices(field, value, form, ITEMS[field]):
         packed += _packed(field, numbers, len(packed))

@@ -1,0 +1,203 @@
+"""Routes of reservations, from booking to release, and of loads."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from http import HTTPStatus
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.openapi import answers, problem
+from api.problems import ProblemError, ProblemKind
+from api.queries.body_formats import decode_as, format_of
+from api.queries.large_bodies import Body, BodyFormat
+from api.queries.routes import RawEndpoint, json_response
+from api.selection.answers import loads_of, worker_name
+from api.selection.requests import Prompt, decoded
+from api.view_source import ViewSource
+from indexer.namespaces import Namespace
+from kv_events.decisions import VERSION, Decision
+from kv_events.errors import InvalidValueError
+from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
+from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, ReservationRecord, Reserved
+from selection.book import Book, BookFullError
+from selection.roster import Rosters
+
+_PENDING_S, _MAX_PENDING = 120.0, 4096
+
+
+class Reservations:
+    """What is reserved, and what callers of `POST /select` may still reserve."""
+
+    def __init__(
+        self,
+        served: ViewSource,
+        book: Book,
+        rosters: Rosters,
+        put: Callable[[ReservationRecord], object],
+        replica: str,
+        max_body_bytes: int,
+    ) -> None:
+        """put: receives each record after it was applied. replica: name of this process in records."""
+        self._served = served
+        self._book = book
+        self._rosters = rosters
+        self._put = put
+        self._replica = replica
+        self._max_body_bytes = max_body_bytes
+        self._pending: OrderedDict[tuple[str, str, str], tuple[float, Reserved]] = OrderedDict()
+
+    def namespace(self, model: str, tenant: str) -> Namespace:
+        """Return the namespace of a model. Raises ProblemError (503, 409)."""
+        found = self._served.namespaces.find(model, tenant)
+        if not found:
+            detail = f"no schedulable workers for model={model} routing_group={tenant}"
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, detail, "model_name", model, retry_after_s=1)
+        if len(found) > 1:
+            sizes = " and ".join(str(each.key.block_size) for each in found)
+            detail = f"workers of model={model} routing_group={tenant} use block sizes {sizes}, expected one"
+            raise ProblemError(HTTPStatus.CONFLICT, ProblemKind.BLOCK_SIZE, detail)
+        return found[0]
+
+    def check_new(self, reservation_id: str) -> None:
+        """Check that an id is not in use. Raises ProblemError (409)."""
+        if self._book.get(reservation_id) is not None:
+            detail = f"selection {reservation_id} is already reserved or being reserved"
+            raise ProblemError(409, ProblemKind.ALREADY_RESERVED, detail, "selection_id", reservation_id)
+
+    def add(self, record: Reserved, now: float) -> None:
+        """Book a reservation and send it to other replicas. Raises ProblemError (409, 503)."""
+        self.check_new(record.decision.request_id)
+        try:
+            self._book.apply(record, now)
+        except BookFullError as error:
+            raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
+        self._put(record)
+
+    def keep_pending(self, record: Reserved, now: float) -> None:
+        """Keep a choice for the caller, who may reserve it within two minutes."""
+        key = record.decision.model, record.decision.tenant, record.decision.request_id
+        self._pending[key] = now + _PENDING_S, record
+        self._pending.move_to_end(key)
+        if len(self._pending) > _MAX_PENDING:
+            self._pending.popitem(last=False)
+
+    def endpoints(self) -> dict[str, RawEndpoint]:
+        """Path -> ASGI application for POST."""
+        return {"/reservations": RawEndpoint(self._reserve, self._max_body_bytes)}
+
+    async def _reserve(self, body: Body, body_format: BodyFormat) -> Response:
+        request = decode_as(ReserveRequest, body, body_format)
+        now = self._served.now()
+        if request.worker_id is None:
+            record = self._taken(request, now)
+        else:
+            request, prompt = await decoded(ReserveRequest, body, body_format)
+            record = self._explicit(request, prompt, now)
+        self.add(record, now)
+        decision = record.decision
+        roster = self._rosters.of(self.namespace(decision.model, decision.tenant), now)
+        rows = roster.rows.get(decision.worker)
+        answer = Reservation(
+            selection_id=decision.request_id,
+            model_name=decision.model,
+            routing_group=decision.tenant,
+            worker_id=worker_name(decision.worker),
+            dp_rank=decision.dp_rank or 0,
+            endpoint=roster.endpoints[rows[0]] if rows else None,
+        )
+        return json_response(answer, HTTPStatus.CREATED)
+
+    def _taken(self, request: ReserveRequest, now: float) -> Reserved:
+        """Return the reservation of an earlier selection. Raises ProblemError (404)."""
+        key = request.model_name, request.routing_group, request.selection_id
+        expires, record = self._pending.pop(key, (0.0, None))
+        if record is None or expires <= now:
+            scope = f"model={request.model_name} routing_group={request.routing_group}"
+            why = "expired, already used, or never selected"
+            raise _unknown(f"no pending selection {request.selection_id} for {scope} ({why})", request.selection_id)
+        return msgspec.structs.replace(record, decision=msgspec.structs.replace(record.decision, timestamp=now))
+
+    def _explicit(self, request: ReserveRequest, prompt: Prompt, now: float) -> Reserved:
+        """Return a reservation of what the caller chose. Raises ProblemError."""
+        worker, namespace = str(request.worker_id), self.namespace(request.model_name, request.routing_group)
+        roster, key = self._rosters.of(namespace, now), namespace.key
+        ranks = [roster.dp_ranks[row] for row in roster.rows.get(worker, ())]
+        scope = f"model={key.model} routing_group={key.tenant}"
+        if not ranks:
+            raise _unknown(f"schedulable worker {worker} not found for {scope}", worker)
+        rank = min(ranks) if request.dp_rank is None else request.dp_rank
+        if rank not in ranks:
+            raise _unknown(f"worker {worker} has no dp_rank {rank} for {scope}; it has {ranks}", rank)
+        hashes = prompt.booked
+        if hashes is None:
+            hashes = prompt.question.hashes(prompt.numbers, key.block_size)
+        tokens = len(hashes) * key.block_size if prompt.tokens is None else prompt.tokens
+        pages = hashes.astype("<u8", copy=False).tobytes()
+        decision = Decision(VERSION, request.selection_id, now, *key, tokens, pages, worker, rank, None, [])
+        return Reserved(VERSION, self._replica, decision, request.effective_prefill_tokens, request.session_id or "")
+
+    def router(self) -> APIRouter:
+        """Return the routes whose paths have parameters."""
+        router = APIRouter(tags=["selection"])
+        done = {**answers(Done, "Noted"), **problem(404, "No such reservation")}
+
+        @router.post("/reservations/{reservation_id:path}/prefill_complete", response_class=Response, responses=done)
+        async def prefill_complete(reservation_id: str) -> Response:
+            """Note that the prefill of a request is complete, because its first token has come."""
+            return self._progress(reservation_id, PREFILL_COMPLETE)
+
+        @router.post("/reservations/{reservation_id:path}/output_block", response_class=Response, responses=done)
+        async def output_block(reservation_id: str, request: Request) -> Response:
+            """Note that a request has filled another page. The body may be `{"decay_fraction": 0.5}`."""
+            body, given = await request.body(), OutputBlock()
+            if body:
+                given = decode_as(OutputBlock, body, format_of(request.headers.get("content-type")))
+            if given.decay_fraction is not None and not 0 <= given.decay_fraction <= 1:
+                fault = InvalidValueError("decay_fraction", given.decay_fraction, "a number in 0.0 .. 1.0")
+                raise ProblemError.of_value(fault, HTTPStatus.BAD_REQUEST)
+            return self._progress(reservation_id, OUTPUT_BLOCK, given.decay_fraction)
+
+        @router.delete("/reservations/{reservation_id:path}", response_class=Response, responses=done)
+        async def release(reservation_id: str) -> Response:
+            """Release the reservation of a request that has ended."""
+            return self._progress(reservation_id, RELEASED)
+
+        @router.get("/loads", response_class=Response, responses=answers(list[ModelLoads], "By model"))
+        async def loads(model_name: str | None = None, routing_group: str | None = None) -> Response:
+            """Return what is booked on each rank, and what its engine reports, if it does."""
+            found = [
+                self._loads(namespace)
+                for namespace in self._served.namespaces
+                if model_name in (None, namespace.key.model)
+                and routing_group in (None, namespace.key.tenant)
+                and not self._served.namespaces.is_group(namespace)
+            ]
+            return json_response(found)
+
+        return router
+
+    def _loads(self, namespace: Namespace) -> ModelLoads:
+        now, (model, tenant, _) = self._served.now(), namespace.key
+        self._book.expire(now)
+        roster = self._rosters.of(namespace, now)
+        places = roster.columns.places
+        columns = [np.where(places >= 0, each[places], 0) for each in self._book.loads]
+        loads = loads_of(roster, range(len(places)), *columns)
+        return ModelLoads(model_name=model, routing_group=tenant, loads=loads)
+
+    def _progress(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> Response:
+        now = self._served.now()
+        record = Progressed(VERSION, self._replica, reservation_id, now, step, decay_fraction)
+        if not self._book.apply(record, now):
+            raise _unknown(f"reservation {reservation_id} not found", reservation_id)
+        self._put(record)
+        return json_response(Done())
+
+
+def _unknown(detail: str, value: str | int) -> ProblemError:
+    return ProblemError(404, ProblemKind.UNKNOWN_RESERVATION, detail, None, value)

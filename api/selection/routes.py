@@ -1,0 +1,142 @@
+"""Routes that choose a worker, in the dialect of Dynamo 1.6.1."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from functools import partial
+
+import msgspec
+import numpy as np
+from msgspec import UNSET
+from starlette.responses import Response
+
+from api.fast.writer import AnswerWriter, PromptFound
+from api.problems import ProblemError, ProblemKind
+from api.queries.large_bodies import Body, BodyFormat
+from api.queries.routes import Handler, RawEndpoint, json_response
+from api.selection.answers import loads_of, overlaps_of, selection_of
+from api.selection.requests import Prompt, decoded, question_of
+from api.selection.reservations import Reservations
+from api.view_source import ViewSource
+from indexer.namespaces import Namespace
+from kv_events.http.selection import Selection, SelectRequest
+from selection.policies import effective_prefill_tokens
+from selection.roster import Found, Weighed
+from selection.selector import NoCandidateError, Selector, asked_of
+
+_SENTINELS = [secrets.randbits(32) for _ in range(3)]
+"""Numbers that no client can know, see `api.fast.templates`."""
+_SENTINEL_TEXT = b",".join(b"%d" % each for each in _SENTINELS)
+_ARRAY = re.compile(rb'"token_ids" ?: ?\[')
+_MAX_TEMPLATE_BYTES = 2**16
+_NO_NUMBERS = np.zeros(0, np.uint32)
+_RESERVE = "/select_and_reserve"
+
+_decoder = msgspec.json.Decoder(SelectRequest)
+
+
+class SelectionRoutes:
+    """The routes. All run in the event loop of the consumer, so a choice and its booking are one step."""
+
+    def __init__(self, served: ViewSource, selector: Selector, reservations: Reservations, max_body_bytes: int) -> None:
+        self._served = served
+        self._selector = selector
+        self._reservations = reservations
+        self._max_body_bytes = max_body_bytes
+        self._writer = AnswerWriter()
+
+    def endpoints(self) -> dict[str, RawEndpoint]:
+        """Path -> ASGI application for POST."""
+        handlers: dict[str, Handler] = {
+            "/select": partial(self._select, is_reserving=False),
+            _RESERVE: partial(self._select, is_reserving=True),
+            "/potential_loads": self._potential_loads,
+            "/overlap_scores": self._overlap_scores,
+        }
+        return {path: RawEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
+
+    def answer(self, path: str, data: bytes, start: int) -> bytes | None:
+        """Return the answer to a JSON body data[start:] with tokens. None: FastAPI's route must answer.
+
+        path: /select or /select_and_reserve. Raises ProblemError, and nothing is booked then.
+        """
+        array = _ARRAY.search(data, start)
+        if array is None:
+            return None
+        first, end = array.end(), data.find(b"]", array.end())
+        if end < 0 or first - start + len(data) - end > _MAX_TEMPLATE_BYTES:
+            return None
+        try:
+            request = _decoder.decode(data[start:first] + _SENTINEL_TEXT + data[end:])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        if request.token_ids != _SENTINELS or request.sequence_hashes is not UNSET:
+            return None
+        namespace, question = self._namespace(request), question_of(request, "token_ids")
+        read = self._writer.find_text(question, data, first, namespace, self._served.freshness)
+        if read is None or read[1] != end:
+            return None
+        found = _found(read[0], Prompt(question, _NO_NUMBERS, None, request.isl_tokens), namespace)
+        return msgspec.json.encode(self._placed(request, found, namespace, is_reserving=path == _RESERVE))
+
+    async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
+        request, namespace, found = await self._asked(body, body_format)
+        return json_response(self._placed(request, found, namespace, is_reserving=is_reserving))
+
+    def _placed(self, request: SelectRequest, found: Found, namespace: Namespace, *, is_reserving: bool) -> Selection:
+        now, name = self._served.now(), request.selection_id
+        if is_reserving and name is not None:
+            self._reservations.check_new(name)
+        try:
+            chosen = self._selector.choose(request, namespace, self._served.freshness, found, now)
+        except NoCandidateError as error:
+            raise _unavailable(str(error)) from None
+        if not is_reserving and name is None:
+            return selection_of(request, chosen, namespace, None)
+        record = self._selector.record(request, chosen, namespace, now)
+        answer = selection_of(request, chosen, namespace, record if is_reserving else None)
+        if is_reserving:
+            self._reservations.add(record, now)
+        else:
+            self._reservations.keep_pending(record, now)
+        return answer
+
+    async def _potential_loads(self, body: Body, body_format: BodyFormat) -> Response:
+        request, namespace, found = await self._asked(body, body_format)
+        roster, rows, candidates = self._weighed(namespace, found)
+        tokens = effective_prefill_tokens(candidates, asked_of(request, found, self._served.now()))
+        columns = tokens + candidates.prefill_tokens, candidates.decode_blocks, candidates.requests
+        return json_response(loads_of(roster, rows, *columns))
+
+    async def _overlap_scores(self, body: Body, body_format: BodyFormat) -> Response:
+        _, namespace, found = await self._asked(body, body_format)
+        return json_response(overlaps_of(self._weighed(namespace, found), len(found.hashes), namespace.key.block_size))
+
+    async def _asked(self, body: Body, body_format: BodyFormat) -> tuple[SelectRequest, Namespace, Found]:
+        request, prompt = await decoded(SelectRequest, body, body_format)
+        namespace = self._namespace(request)
+        held = self._writer.find(prompt.question, prompt.numbers, namespace, self._served.freshness)
+        return request, namespace, _found(held, prompt, namespace)
+
+    def _weighed(self, namespace: Namespace, found: Found) -> Weighed:
+        try:
+            return self._selector.weigh(namespace, self._served.freshness, found, self._served.now())
+        except NoCandidateError as error:
+            raise _unavailable(str(error)) from None
+
+    def _namespace(self, request: SelectRequest) -> Namespace:
+        return self._reservations.namespace(request.model_name, request.routing_group)
+
+
+def _unavailable(detail: str) -> ProblemError:
+    return ProblemError(503, ProblemKind.UNAVAILABLE, detail, retry_after_s=1)
+
+
+def _found(held: PromptFound, prompt: Prompt, namespace: Namespace) -> Found:
+    tokens = prompt.tokens
+    if tokens is None and prompt.question.field == "token_ids":
+        tokens = held.num_positions + prompt.question.is_bigram
+    if tokens is None:
+        tokens = held.num_positions * namespace.key.block_size
+    return Found(held.hashes if prompt.booked is None else prompt.booked, tokens, held.streams, held.pages)

@@ -1,0 +1,49 @@
+"""The selection service of one process: its parts, put together."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+from fastapi import APIRouter
+
+from api.queries.routes import RawEndpoint
+from api.selection.reservations import Reservations
+from api.selection.routes import SelectionRoutes
+from api.view_source import ViewSource
+from kv_events.reservations import ReservationRecord
+from selection.book import Book
+from selection.policies import create_policy
+from selection.roster import Directory, Rosters
+from selection.selector import Selector
+from selection.settings import SelectionSettings
+
+
+class SelectionService:
+    """Chooses workers, and keeps the book of what they were given."""
+
+    def __init__(
+        self,
+        served: ViewSource,
+        settings: SelectionSettings,
+        directory: Directory,
+        put: Callable[[ReservationRecord], object],
+        max_body_bytes: int,
+    ) -> None:
+        """put: receives each record after it was applied."""
+        self.book = Book(settings.reservation_ttl_s, settings.predict_s)
+        replica = str(uuid.uuid4())
+        rosters = Rosters(self.book, directory)
+        selector = Selector(rosters, create_policy(settings.policy), replica)
+        self._reservations = Reservations(served, self.book, rosters, put, replica, max_body_bytes)
+        self._routes = SelectionRoutes(served, selector, self._reservations, max_body_bytes)
+        self.answer = self._routes.answer
+        """See `SelectionRoutes`."""
+
+    def endpoints(self) -> dict[str, RawEndpoint]:
+        """Path -> ASGI application for POST."""
+        return {**self._routes.endpoints(), **self._reservations.endpoints()}
+
+    def router(self) -> APIRouter:
+        """Return the other routes."""
+        return self._reservations.router()

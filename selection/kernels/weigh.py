@@ -1,0 +1,88 @@
+"""The kernel that makes the columns of candidates: what each rank holds of a prompt, and what is booked there."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from indexer.kernels.views import FAULT_CLOSED
+from kv_events.kernels.bundles import F64Vector, I32Vector, I64Matrix, I64Vector, U8Vector, U32Matrix, U64Input
+from kv_events.kernels.declare import kernel
+from kv_events.kernels.numbers import int32, int64
+from kv_events.schema import NUM_MEDIA
+from selection.kernels.booked import BookedPages, booked_lengths
+
+
+class RosterColumns(NamedTuple):
+    """The ranks that may be chosen, and room for what is found about them. All have n rows."""
+
+    streams: I32Vector
+    """Number of the rank's view in its index."""
+    places: I32Vector
+    """Number of its place in the book, -1: none."""
+    faults: U8Vector
+    """[streams] `ViewColumns.faults`."""
+    last_batch_tick: F64Vector
+    """[streams] `ViewColumns.last_batch_tick`."""
+    found: I32Vector
+    """[streams] scratch: 1 for those that hold a part of the prompt, else 0."""
+    lengths: I64Matrix
+    """[n, 2] scratch: see `booked_lengths`."""
+    rows: I32Vector
+    """Output: rows of the roster."""
+    held: I64Matrix
+    """[n, 4] output, as the next four: see `Candidates`."""
+    predicted: I64Vector
+    prefill_tokens: I64Vector
+    decode_blocks: I64Vector
+    requests: I64Vector
+
+
+class LoadColumns(NamedTuple):
+    """What is booked, by the number of a place."""
+
+    prefill_tokens: I64Vector
+    """Tokens that are still to be computed."""
+    decode_blocks: F64Vector
+    """Distinct pages, with those of the output, some of which count in part."""
+    requests: I64Vector
+
+
+@kernel
+def weigh(
+    booked: BookedPages,
+    hashes: U64Input,
+    streams: I32Vector,
+    pages: U32Matrix,
+    roster: RosterColumns,
+    loads: LoadColumns,
+    numbers: tuple[int, int],
+    times: tuple[float, float],
+) -> int:
+    """Write the columns of the candidates, and return how many there are: all but expired ranks.
+
+    hashes: uint64[pages of the prompt]. streams, pages: what `find` found. numbers: tokens of a page, and pages of the
+    prompt with the last, incomplete one. times: now in seconds since 1970, and see `Freshness.expired_before`.
+    """
+    block_size, prompt_blocks = numbers
+    booked_lengths(booked, hashes, roster.places, times[0], roster.lengths)
+    for i in range(streams.shape[0]):
+        roster.found[streams[i]] = int32(1)
+    count = int64(0)
+    for row in range(roster.streams.shape[0]):
+        stream, place = int64(roster.streams[row]), int64(roster.places[row])
+        if roster.faults[stream] == FAULT_CLOSED or roster.last_batch_tick[stream] < times[1]:
+            continue
+        roster.rows[count] = int32(row)
+        for tier in range(NUM_MEDIA):
+            roster.held[count, tier] = int64(pages[stream, tier]) * block_size if roster.found[stream] else int64(0)
+        roster.predicted[count] = max(roster.held[count, 0], roster.lengths[row, 1] * block_size)
+        roster.decode_blocks[count] = prompt_blocks - roster.lengths[row, 0]
+        roster.prefill_tokens[count] = roster.requests[count] = int64(0)
+        if place >= 0:
+            roster.prefill_tokens[count] = loads.prefill_tokens[place]
+            roster.decode_blocks[count] += int64(np.floor(loads.decode_blocks[place] + 0.5))
+            roster.requests[count] = loads.requests[place]
+        count += 1
+    for i in range(streams.shape[0]):
+        roster.found[streams[i]] = int32(0)
+    return count

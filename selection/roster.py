@@ -1,0 +1,232 @@
+"""The ranks of a namespace that may be chosen, and the candidates for a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+from weakref import finalize
+
+import numpy as np
+import numpy.typing as npt
+
+from indexer.freshness import Freshness
+from indexer.namespaces import Namespace
+from kv_events.hashing import U64Array
+from kv_events.kernels.bundles import pin
+from kv_events.schema import NUM_MEDIA
+from selection.book import Book, Place
+from selection.candidates import Candidates, Tokens, selected
+from selection.kernels.weigh import RosterColumns
+
+_REFRESH_S = 0.1
+
+
+class Found(NamedTuple):
+    """A prompt, and which ranks hold how much of it."""
+
+    hashes: U64Array
+    """[n] sequence hashes of its complete pages."""
+    tokens: int
+    """Of the prompt."""
+    streams: npt.NDArray[np.int32]
+    """Numbers of the ranks' views."""
+    pages: npt.NDArray[np.uint32]
+    """[streams, 4] leading pages by tier, see `indexer.kernels.find`. Rows of other streams have no meaning."""
+
+
+class Report(NamedTuple):
+    """What an engine says about a rank."""
+
+    at: float
+    """When it was read, in seconds since 1970."""
+    requests: int
+    """Running and waiting."""
+    used_pages: int
+
+
+class WorkerInfo(Protocol):
+    """What is known about a worker besides its cache."""
+
+    @property
+    def endpoint(self) -> str | None:
+        """Where it answers requests."""
+
+    @property
+    def role(self) -> str:
+        """`prefill`, `decode`, or "" for both."""
+
+    @property
+    def is_schedulable(self) -> bool:
+        """Whether it gets new requests."""
+
+
+class Directory(Protocol):
+    """What is known about workers."""
+
+    @property
+    def generation(self) -> int:
+        """A number that changes whenever an answer of `get` does."""
+
+    def get(self, worker: str, model: str, tenant: str) -> WorkerInfo | None:
+        """Return what is known about a worker, or None if nothing is."""
+
+    def report(self, place: Place) -> Report | None:
+        """Return the newest report of a rank, or None if it is older than a few seconds."""
+
+
+class Weighed(NamedTuple):
+    """The candidates for a prompt. Their columns are valid until the next prompt."""
+
+    roster: Roster
+    rows: Sequence[int]
+    """[n] rows of the roster."""
+    candidates: Candidates
+
+    def among(self, chosen: list[int]) -> Weighed:
+        """Return some of them."""
+        return Weighed(self.roster, [self.rows[row] for row in chosen], selected(self.candidates, chosen))
+
+
+class NothingKnown:
+    """A directory without entries: all workers get requests."""
+
+    generation = 0
+
+    def get(self, worker: str, model: str, tenant: str) -> WorkerInfo | None:
+        """See `Directory`."""
+        return None
+
+    def report(self, place: Place) -> Report | None:
+        """See `Directory`."""
+        return None
+
+
+@dataclass(slots=True)
+class Roster:
+    """The ranks that may be chosen, in the order of their views' numbers."""
+
+    state: tuple[int, int, int]
+    """`Namespace.num_changes`, `Directory.generation` and `Book.num_places` when this was made."""
+    workers: list[str]
+    dp_ranks: list[int]
+    streams: list[int]
+    """Numbers of their views."""
+    roles: list[str]
+    endpoints: list[str | None]
+    rows: dict[str, list[int]]
+    """Worker -> its rows."""
+    columns: RosterColumns
+    pinned: RosterColumns
+    pages: Tokens
+    """[n] pages that a rank holds on its device."""
+    other_requests: Tokens
+    """[n] requests of an engine that are not booked here, as the next."""
+    other_blocks: Tokens
+    reports: list[Report | None]
+    has_others: bool = False
+    refreshed_at: float = -np.inf
+
+
+class Rosters:
+    """Keeps the roster of each namespace until it changes. One thread calls it."""
+
+    def __init__(self, book: Book, directory: Directory) -> None:
+        self._book = book
+        self._directory = directory
+        self._kept: dict[int, Roster] = {}  # by the id of a namespace, while it exists
+
+    def of(self, namespace: Namespace, now: float) -> Roster:
+        """Return the roster of a namespace. now: seconds since 1970."""
+        state = namespace.num_changes, self._directory.generation, self._book.num_places
+        kept = self._kept.get(id(namespace))
+        if kept is None:
+            finalize(namespace, self._kept.pop, id(namespace), None)
+        if kept is None or kept.state != state:
+            kept = self._kept[id(namespace)] = self._made(namespace, state)
+        if not 0 <= now - kept.refreshed_at < _REFRESH_S:
+            self._refresh(kept, namespace, now)
+        return kept
+
+    def candidates(self, namespace: Namespace, freshness: Freshness, found: Found, now: float) -> Weighed:
+        """Return the candidates for a prompt: all ranks of the roster that have not expired."""
+        roster, block_size = self.of(namespace, now), namespace.key.block_size
+        numbers = block_size, -(-found.tokens // block_size)
+        times = now, freshness.expired_before()
+        count = self._book.weigh(found.hashes, found.streams, found.pages, roster.pinned, numbers, times)
+        columns = roster.columns
+        candidates = Candidates(
+            roster.workers,
+            roster.dp_ranks,
+            columns.held[:count],
+            columns.predicted[:count],
+            columns.prefill_tokens[:count],
+            columns.decode_blocks[:count],
+            columns.requests[:count],
+            roster.pages,
+            roster.roles,
+            block_size,
+        )
+        if count == len(roster.streams) and not roster.has_others:
+            return Weighed(roster, range(count), candidates)
+        rows = columns.rows[:count].tolist()
+        return Weighed(
+            roster,
+            rows,
+            candidates._replace(
+                workers=[roster.workers[row] for row in rows],
+                dp_ranks=[roster.dp_ranks[row] for row in rows],
+                decode_blocks=candidates.decode_blocks + roster.other_blocks[rows],
+                requests=candidates.requests + roster.other_requests[rows],
+                pages=roster.pages[rows],
+                roles=[roster.roles[row] for row in rows],
+            ),
+        )
+
+    def _made(self, namespace: Namespace, state: tuple[int, int, int]) -> Roster:
+        model, tenant, _ = namespace.key
+        ranks: list[tuple[str, int, int, str, str | None]] = []
+        rows: dict[str, list[int]] = {}
+        for number, view in sorted(namespace.views.items()):
+            worker = view.stream.worker
+            known = self._directory.get(worker, model, tenant)
+            if known is None or known.is_schedulable:
+                rows.setdefault(worker, []).append(len(ranks))
+                about = ("", None) if known is None else (known.role, known.endpoint)
+                ranks.append((worker, view.stream.dp_rank, number, *about))
+        lists: list[list[Any]] = [list(column) for column in zip(*ranks, strict=True)] or [[] for _ in range(5)]
+        workers, dp_ranks, streams, roles, endpoints = lists
+        size = len(ranks)
+        columns = RosterColumns(
+            np.array(streams, np.int32),
+            np.array(
+                [self._book.place(Place(model, tenant, *each)) for each in zip(workers, dp_ranks, strict=True)],
+                np.int32,
+            ),
+            namespace.columns.faults,
+            namespace.columns.last_batch_tick,
+            np.zeros(namespace.index.most_streams, np.int32),
+            np.zeros((size, 2), np.int64),
+            np.zeros(size, np.int32),
+            np.zeros((size, NUM_MEDIA), np.int64),
+            *(np.zeros(size, np.int64) for _ in range(4)),
+        )
+        pages, requests, blocks = (np.zeros(size, np.int64) for _ in range(3))
+        ranked = workers, dp_ranks, streams, roles, endpoints, rows
+        return Roster(state, *ranked, columns, pin(columns), pages, requests, blocks, [None] * size)
+
+    def _refresh(self, roster: Roster, namespace: Namespace, now: float) -> None:
+        """Read what changes without a change of the roster, and need not be exact."""
+        roster.refreshed_at = now
+        roster.pages[:] = [namespace.views[stream].num_pages[0] for stream in roster.streams]
+        loads = self._book.loads
+        model, tenant, _ = namespace.key
+        for row, rank in enumerate(zip(roster.workers, roster.dp_ranks, strict=True)):
+            report = self._directory.report(Place(model, tenant, *rank))
+            if report is not roster.reports[row]:
+                number = int(roster.columns.places[row])
+                requests, blocks = (loads.requests[number], loads.decode_blocks[number]) if number >= 0 else (0, 0.0)
+                roster.other_requests[row] = max(0, report.requests - int(requests)) if report else 0
+                roster.other_blocks[row] = max(0, report.used_pages - round(float(blocks))) if report else 0
+                roster.reports[row] = report
+                roster.has_others = bool(roster.other_requests.any() or roster.other_blocks.any())

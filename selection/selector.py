@@ -1,0 +1,133 @@
+"""Chooses the worker of a request."""
+
+from __future__ import annotations
+
+import uuid
+from typing import NamedTuple
+
+import numpy as np
+
+from indexer.freshness import Freshness
+from indexer.namespaces import Namespace
+from kv_events.decisions import VERSION, Candidate, Decision
+from kv_events.errors import KvsightError
+from kv_events.http.selection import SelectRequest
+from kv_events.limits import MAX_PAGES_PER_DECISION
+from kv_events.reservations import Reserved
+from selection.candidates import Asked, Candidates, Choice, Policy
+from selection.policies import effective_prefill_tokens, preferred
+from selection.roster import Found, Rosters, Weighed
+
+_MAX_CANDIDATES = 16
+
+
+class NoCandidateError(KvsightError):
+    """No worker may get the request."""
+
+    retriable = True
+
+
+class Chosen(NamedTuple):
+    """A choice with what it was made from."""
+
+    weighed: Weighed
+    choice: Choice
+    prefill_tokens: int
+    """Tokens that the worker must compute, those on slower tiers in part."""
+    found: Found
+
+    @property
+    def row(self) -> int:
+        """The chosen row of the roster."""
+        return self.weighed.rows[self.choice.row]
+
+
+class Selector:
+    """Chooses workers for the prompts of one service. One thread calls it."""
+
+    def __init__(self, rosters: Rosters, policy: Policy, replica: str) -> None:
+        """replica: name of this process in records."""
+        self._rosters = rosters
+        self._policy = policy
+        self._replica = replica
+
+    def weigh(self, namespace: Namespace, freshness: Freshness, found: Found, now: float) -> Weighed:
+        """Return the candidates for a prompt. Raises NoCandidateError."""
+        weighed = self._rosters.candidates(namespace, freshness, found, now)
+        if not weighed.rows:
+            raise NoCandidateError("no schedulable workers are available")
+        return weighed
+
+    def choose(
+        self, request: SelectRequest, namespace: Namespace, freshness: Freshness, found: Found, now: float
+    ) -> Chosen:
+        """Choose a worker for a prompt. now: seconds since 1970. Raises NoCandidateError."""
+        weighed = self.weigh(namespace, freshness, found, now)
+        if request.allowed_worker_ids is not None or request.pinned_worker is not None:
+            weighed = weighed.among(_allowed(request, weighed.candidates))
+            if not weighed.rows:
+                raise NoCandidateError("no endpoints available to route work")
+        asked = asked_of(request, found, now)
+        choice = self._policy.choose(asked, weighed.candidates)
+        if request.affinity_target is not None:
+            worker, rank = str(request.affinity_target.worker_id), request.affinity_target.dp_rank
+            places = zip(weighed.candidates.workers, weighed.candidates.dp_ranks, strict=True)
+            row = next((i for i, each in enumerate(places) if each[0] == worker and rank in (None, each[1])), None)
+            if row is not None:
+                choice = preferred(choice, row, "the target of the request")
+        tokens = effective_prefill_tokens(weighed.candidates, asked)
+        return Chosen(weighed, choice, round(float(tokens[choice.row])), found)
+
+    def record(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> Reserved:
+        """Return the reservation of a choice."""
+        candidates, choice, found = chosen.weighed.candidates, chosen.choice, chosen.found
+        model, tenant, block_size = namespace.key
+        decision = Decision(
+            VERSION,
+            request.selection_id or str(uuid.uuid4()),
+            now,
+            model,
+            tenant,
+            block_size,
+            found.tokens,
+            found.hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes(),
+            candidates.workers[choice.row],
+            candidates.dp_ranks[choice.row],
+            int(candidates.held[choice.row, -1]),
+            _candidates_of(candidates, choice),
+        )
+        return Reserved(VERSION, self._replica, decision, chosen.prefill_tokens, _session(request))
+
+
+def asked_of(request: SelectRequest, found: Found, now: float) -> Asked:
+    """Return what a policy needs to know about a request. now: seconds since 1970."""
+    given = request.router_config_override
+    options: dict[str, float] = {}
+    if given is not None:
+        options = {name: value for name in given.__struct_fields__ if (value := getattr(given, name)) is not None}
+    priority = request.strict_priority + request.priority_jump
+    return Asked(found.tokens, _session(request), priority, options, now)
+
+
+def _session(request: SelectRequest) -> str:
+    return request.session_id or (request.session_context.session_id if request.session_context else "")
+
+
+def _allowed(request: SelectRequest, candidates: Candidates) -> list[int]:
+    rows = list(range(len(candidates.workers)))
+    if request.allowed_worker_ids is not None:
+        names = set(map(str, request.allowed_worker_ids))
+        rows = [row for row in rows if candidates.workers[row] in names]
+    if (pinned := request.pinned_worker) is not None:
+        place = str(pinned.worker_id), pinned.dp_rank
+        rows = [row for row in rows if (candidates.workers[row], candidates.dp_ranks[row]) == place]
+    return rows
+
+
+def _candidates_of(candidates: Candidates, choice: Choice) -> list[Candidate]:
+    """Return the cheapest candidates, as a decision records them."""
+    rows = range(len(candidates.workers))
+    if len(rows) > _MAX_CANDIDATES:
+        rows = np.argpartition(choice.costs, _MAX_CANDIDATES)[:_MAX_CANDIDATES].tolist()
+    held, costs = candidates.held[:, -1].tolist(), choice.costs.tolist()
+    return [Candidate(candidates.workers[row], candidates.dp_ranks[row], held[row], -costs[row]) for row in rows]
