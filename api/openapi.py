@@ -126,6 +126,11 @@ def problem(status: int, description: str) -> Responses:
     return {int(status): _problem(description)}
 
 
+def body_of(kind: Any) -> Json:
+    """Return the `openapi_extra` of a FastAPI route whose body is a struct."""
+    return {"requestBody": {"required": True, "content": {name: {"schema": _schema(kind)} for name in CONTENT_TYPES}}}
+
+
 def complete(document: Json, amend: Callable[[Json], None], *, needs_token: bool) -> None:
     """Add the query routes and, if there is one, the bearer token to the document of FastAPI, then let `amend` change
     it, and add the component schemas to which it refers.

@@ -88,7 +88,7 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
     capacity: dict[str, int] = {}
     """Tier (gpu, cpu, disk, external) -> pages that one rank has room for. Tiers that are not named are unknown."""
     metrics_url: str | None = None
-    """The engine's own metrics, `http://HOST:PORT/metrics`, which say how many pages fit on its device, and its load."""
+    """The engine's own metrics, `http://HOST:PORT/metrics`, which say its load and how many pages fit on its device."""
     url: str | None = None
     """Where the engine takes requests: `http://HOST:PORT`."""
 

@@ -98,11 +98,6 @@ class Namespaces:
         """Return all views."""
         return list(self._views.values())
 
-    @property
-    def num_views(self) -> int:
-        """Number of views."""
-        return len(self._views)
-
     def view(self, stream: StreamId) -> View | None:
         """Return the view of a stream, or None if it is unknown."""
         return self._views.get(stream)

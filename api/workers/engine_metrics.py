@@ -1,7 +1,6 @@
 """What the `/metrics` of vLLM and SGLang say: the room of an engine, and its load."""
 
 import re
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 _MAX_TOKENS = 2**48
@@ -13,16 +12,6 @@ _LOAD = re.compile(
     re.MULTILINE,
 )
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
-
-
-class EngineLoad(NamedTuple):
-    """The load of one rank of an engine."""
-
-    requests: int
-    waiting: int
-    """Those of the requests that are not computed yet."""
-    used_tokens: int | None
-    """Tokens in the pages of the device that these requests use. None: unknown."""
 
 
 def tokens_of(text: bytes, dp_rank: int) -> int:
@@ -44,32 +33,26 @@ def tokens_of(text: bytes, dp_rank: int) -> int:
     return tokens
 
 
-def load_of(text: bytes, dp_rank: int, room: int | None) -> EngineLoad:
-    """Return the load of a rank. room: tokens on its device. Raises ValueError. Samples count as in `tokens_of`."""
-    found: dict[bytes, dict[bytes, float]] = {}
+def load_of(text: bytes, dp_rank: int, room: int) -> tuple[int, int]:
+    """Return the requests of a rank, running and waiting, and the tokens in the pages of its device that they use.
+
+    Samples count as in `tokens_of`. room: tokens on the device, 0 if unknown. Raises ValueError.
+    """
+    samples: dict[bytes, dict[bytes, float]] = {}
     for name, labels, number in _LOAD.findall(text):
-        found.setdefault(name, {}).setdefault(_rank(labels), float(number))
-    load = {name: samples.get(b"%d" % dp_rank, next(iter(samples.values()))) for name, samples in found.items()}
+        samples.setdefault(name, {}).setdefault(_rank(labels), float(number))
+    load = {name: found.get(b"%d" % dp_rank, next(iter(found.values()))) for name, found in samples.items()}
     running = load.get(b"num_requests_running", load.get(b"num_running_reqs", -1))
     waiting = load.get(b"num_requests_waiting", load.get(b"num_queue_reqs", -1))
-    part = load.get(b"kv_cache_usage_perc", load.get(b"token_usage"))
-    tokens = load.get(b"num_used_tokens", None if part is None or room is None else part * room)
-    if not all(0 <= value < _MAX_TOKENS for value in (running, waiting, tokens or 0)):
-        raise ValueError(f"{running} running and {waiting} waiting requests that use {tokens} tokens")
-    return EngineLoad(int(running + waiting), int(waiting), None if tokens is None else round(tokens))
-
-
-def corrected(booked: int, reported: int, booked_then: int) -> int:
-    """Return the load of a rank with the requests of others, which this service did not book.
-
-    booked: what is booked now. reported: what the engine said, in the same unit. booked_then: what was booked then.
-    """
-    return booked + max(0, reported - booked_then)
+    tokens = load.get(b"num_used_tokens", load.get(b"kv_cache_usage_perc", load.get(b"token_usage", 0.0)) * room)
+    if not all(0 <= each < _MAX_TOKENS for each in (running, waiting, tokens)):
+        raise ValueError(f"{running:g} running and {waiting:g} waiting requests with {tokens:g} tokens")
+    return int(running + waiting), round(tokens)
 
 
 def _rank(labels: bytes) -> bytes:
     """Return the DP rank of a sample, or b"" if it names none."""
-    found = dict(_LABEL.findall(labels))
+    found: dict[bytes, bytes] = dict(_LABEL.findall(labels))
     return found.get(b"engine", found.get(b"dp_rank", b""))
 
 

@@ -8,26 +8,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, structs
 
 from api.problems import ProblemError, ProblemKind
+from api.selection.answers import worker_name
 from api.settings import RegistrationSettings
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.engine_metrics import place_of
-from api.workers.registration_rules import check_address, check_addresses, stream_of
-from api.workers.reports import Pages, Reports
-from api.workers.saved_list import SavedList
+from api.workers.reports import Reports
 from indexer.consumer import Consumer
-from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from kv_events.engine_wire import endpoint_of_rank
 from kv_events.errors import InvalidValueError
-from kv_events.http.worker_records import WorkerRecord, worker_number
+from kv_events.http.worker_records import WorkerRecord
 from kv_events.runtime.supervised import keep_running
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
+from selection.book import Place
+from selection.roster import Report
 
 if TYPE_CHECKING:
     from api.workers.registrations import Registrations
@@ -35,82 +34,77 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_IDENTITY = ("worker_id", "model_name", "routing_group")
+
 
 class WorkerRecords:
-    """The records by worker. Belongs to the consumer's event loop."""
+    """The records by worker. Belongs to the consumer's event loop. Implements `selection.roster.Directory`."""
 
     def __init__(
-        self,
-        consumer: Consumer,
-        registrations: Registrations | None = None,
-        settings: RegistrationSettings | None = None,
-        store: SnapshotStore | None = None,
-        own_port: int | None = None,
+        self, consumer: Consumer, settings: RegistrationSettings, registrations: Registrations | None = None
     ) -> None:
-        """registrations: engines that this process reads itself. None: it reads a log. Those that the operator has named
-        with a `url` have records. store: where the others are saved; None: nowhere. own_port: that of this service.
+        """registrations: engines that this process reads itself, with which records are saved. Those that the operator
+        has named with a `url` have records. None: it reads a log, and forgets the records when it ends.
         """
-        settings = settings or RegistrationSettings()
         self._consumer = consumer
-        self._registrations = registrations
-        self._engines = {} if registrations is None else registrations.engines
         self._most = settings.max_registrations
-        self._configured = {} if registrations is None else _configured(registrations.configured)
-        self._records = dict(self._configured)
-        self._failures: dict[str, str] = {}  # by worker: why its engines are not read
-        self._lock = asyncio.Lock()  # one change at a time, saved before the next
+        self._registrations = registrations
+        self._records: dict[str, WorkerRecord] = {} if registrations is None else registrations.records
+        self._engines: Mapping[StreamId, EngineSettings] = {} if registrations is None else registrations.engines
+        self._lock = asyncio.Lock()  # one change at a time
         self._num_changes = 0
-        self._saved = None if store is None else SavedList(store, WorkerRecord)
-        self._is_loaded = False
-        self._unsaved = asyncio.Event()
-        own = AllowedAddresses(settings.register_allow, own_port) if registrations is None else registrations.allowed
-        self._allowed = own
-        self.reports = Reports(self._metrics_urls, self._room, own)
-        """What the engines say of themselves."""
+        self._reports = Reports(
+            consumer,
+            self._metrics_urls,
+            AllowedAddresses(settings.register_allow) if registrations is None else registrations.allowed,
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Load and save records, and read the engines' metrics, inside the block."""
-        parts = {"engine-metrics": self.reports.follow, "worker-records": self._keep_saved}
-        tasks = [asyncio.create_task(keep_running(run, name, logger), name=name) for name, run in parts.items()]
+        """Read the engines' metrics inside the block."""
+        task = asyncio.create_task(keep_running(self._reports.follow, "engine metrics", logger), name="engine-metrics")
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if self._saved is not None:
-                await self._saved.close()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     @property
     def generation(self) -> int:
-        """A number that grows with every change of a record, of the registered ranks and of the known views."""
-        namespaces, registrations = self._consumer.namespaces, self._registrations
-        num_changes = self._num_changes + (0 if registrations is None else registrations.num_changes)
-        return num_changes + namespaces.num_views + 2 * namespaces.num_dropped
+        """A number that grows with every change of a record and of the registered ranks."""
+        return self._num_changes + (0 if self._registrations is None else self._registrations.num_changes)
 
     def get(self, worker: str, model: str, tenant: str) -> WorkerRecord | None:
         """Return the record of a worker as of now. None: it has none for this model and tenant."""
         record = self._records.get(worker)
-        if record is None or (record.model_name, record.routing_group) != (model, tenant):
-            return None
-        return self._judged(record)
+        is_meant = record is not None and (record.model_name, record.routing_group) == (model, tenant)
+        return self._judged(record) if record is not None and is_meant else None
 
-    def is_schedulable(self, worker: str, model: str, tenant: str) -> bool:
-        """Return whether a worker that has a view or a record may get new requests."""
-        record = self.get(worker, model, tenant)
-        return record is None or record.lifecycle == "schedulable"
+    def report(self, place: Place) -> Report | None:
+        """Return the load of a rank. None: its engine has not said it for five seconds."""
+        return self._reports.of(StreamId(*place))
 
     def all(self) -> list[WorkerRecord]:
         """Return all records as of now."""
         return [self._judged(record) for record in self._records.values()]
 
     def num_schedulable(self) -> int:
-        """Return the number of workers that may get new requests."""
+        """Return the number of workers that get new requests."""
         streams = (view.stream for view in self._consumer.namespaces.views)
         known = {(each.worker, each.model, each.tenant) for each in streams if split_group(each.model)[1] is None}
         known |= {(name, each.model_name, each.routing_group) for name, each in self._records.items()}
-        return sum(self.is_schedulable(*each) for each in known)
+        return sum(record is None or record.is_schedulable for record in (self.get(*each) for each in known))
+
+    def pages(self, stream: StreamId, block_size: int) -> Mapping[str, int]:
+        """Return for how many pages a rank has room, by medium: as registered, as in its record, or as it says itself.
+
+        Media that are not named are unknown.
+        """
+        record = self._records.get(stream.worker)
+        named = record.total_kv_blocks if record is not None and stream in _streams_of(record) else None
+        pages = named or (self._reports.tokens(stream) // block_size if block_size else 0)
+        found = {MEDIA[0].value: pages} if pages else {}
+        return found if self._registrations is None else found | self._registrations.room(stream)
 
     async def put(self, record: WorkerRecord) -> WorkerRecord:
         """Add or replace a record, and read the ranks whose addresses it names. Raises ProblemError (403, 409, 503).
@@ -118,75 +112,86 @@ class WorkerRecords:
         A record with other faults is kept, and its `not_schedulable_reasons` name them.
         """
         worker = str(record.worker_id)
-        if record.endpoint is not None:
-            await check_address("endpoint", f"tcp://{place_of(record.endpoint)}", worker, self._allowed)
         async with self._lock:
             if worker not in self._records and len(self._records) >= self._most:
                 detail = f"{self._most} workers have records already (--max-registrations)"
                 raise ProblemError(409, ProblemKind.TOO_MANY_REGISTRATIONS, detail, "worker_id", record.worker_id)
-            record = structs.replace(record, worker_id=worker_number(worker), not_schedulable_reasons=UNSET)
-            self._failures[worker] = await self._read(record)
-            self._records[worker] = record
+            faults = await self._read(record)
+            self._records[worker] = structs.replace(
+                record,
+                worker_id=worker_name(worker),
+                kv_events_endpoints=record.kv_events_endpoints or UNSET,
+                not_schedulable_reasons=faults,
+            )
             await self._changed()
-        return self._judged(record)
+            return self._judged(self._records[worker])
 
     def patched(self, worker: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a record with other fields, not yet checked. None leaves a field. Raises ProblemError (404)."""
         own = structs.asdict(self._known(worker))
-        identity = {name: own[name] for name in ("worker_id", "model_name", "routing_group")}
-        merged = own | {name: value for name, value in given.items() if value is not None} | identity
-        return {name: value for name, value in merged.items() if value is not UNSET}
+        changes = {name: value for name, value in given.items() if value is not None and name not in _IDENTITY}
+        return {name: value for name, value in (own | changes).items() if value is not UNSET}
 
     async def remove(self, worker: str) -> WorkerRecord:
         """Forget a record, and stop reading the worker. Raises ProblemError (404, 503)."""
         async with self._lock:
             record = self._known(worker)
             if self._registrations is not None:
-                try:
-                    await self._registrations.remove(worker, record.model_name, record.routing_group, None)
-                except ProblemError as problem:
-                    if problem.kind is not ProblemKind.UNKNOWN_WORKER:  # none of its ranks is registered
-                        raise
+                named = record.model_name, record.routing_group, worker
+                await self._registrations.replace([each for each in self._engines if each[:3] == named], {})
             del self._records[worker]
-            self._failures.pop(worker, None)
             await self._changed()
-        return structs.replace(record, lifecycle="unschedulable")
+        return structs.replace(record, lifecycle="unschedulable", not_schedulable_reasons=UNSET)
+
+    async def _changed(self) -> None:
+        self._num_changes += 1
+        if self._registrations is not None:
+            await self._registrations.save()
 
     def _known(self, worker: str) -> WorkerRecord:
         if worker not in self._records:
             raise ProblemError(404, ProblemKind.UNKNOWN_WORKER, f"worker {worker[:80]} not found", "worker_id", worker)
         return self._records[worker]
 
-    async def _read(self, record: WorkerRecord) -> str:
-        """Read the ranks of a record, and no longer those of the record before. Returns why not, or ""."""
-        registrations, held = self._registrations, self._engines
-        if registrations is None:
-            return ""
+    async def _read(self, record: WorkerRecord) -> list[str]:
+        """Read the ranks of a record instead of those of the record before. Returns why not."""
+        before = self._records.get(str(record.worker_id))
         try:
-            wanted = {} if self._lacks(record) else {stream_of(each): each for each in _engines_of(record)}
-            for engine in wanted.values():
-                await check_addresses(engine, self._allowed)
-            before = self._records.get(str(record.worker_id))
-            for stream, address in {} if before is None else _sources(before).items():
-                is_own = stream in held and held[stream].endpoint == address
-                if is_own and not _is_same(held[stream], wanted.get(stream)):
-                    await registrations.remove(stream.worker, stream.model, stream.tenant, stream.dp_rank)
-            for stream, engine in wanted.items():
-                if not _is_same(held.get(stream), engine):
-                    await registrations.add(engine, is_peer=True)
+            if self._registrations is not None:
+                wanted = {} if self._lacks(record) else self._engines_of(record)
+                await self._registrations.replace(() if before is None else _sources(before), wanted)
         except (InvalidValueError, ProblemError) as error:
             if isinstance(error, ProblemError) and error.status in (403, 503):
                 raise
-            return f"reconciliation failed: {error}"
-        return ""
+            return [f"reconciliation failed: {error}"]
+        return []
+
+    def _engines_of(self, record: WorkerRecord) -> dict[StreamId, EngineSettings]:
+        """Return the ranks of a record as engines, with what else is registered of them. Raises InvalidValueError."""
+        from bridge import EngineSettings  # only processes that read engines load the bridge
+
+        replay, found = record.replay_endpoint, {}
+        for stream, address in _sources(record).items():
+            offset = stream.dp_rank - (record.data_parallel_start_rank or 0)
+            given = {
+                "endpoint": address,
+                "block_size": record.block_size,
+                "eagle": record.is_eagle,
+                "replay_endpoint": replay and endpoint_of_rank(replay, offset, "replay_endpoint"),
+            }
+            known: dict[str, Any] = structs.asdict(self._engines[stream]) if stream in self._engines else {}
+            known |= stream._asdict() | {name: value for name, value in given.items() if value}
+            found[stream] = EngineSettings(**known)
+        return found
 
     def _judged(self, record: WorkerRecord) -> WorkerRecord:
-        reasons = self._lacks(record)
-        if not reasons and (failure := self._failures.get(str(record.worker_id))):
-            reasons = [failure]
-        if not reasons:
-            without = [each.dp_rank for each in _sources(record) if not self._has_events(each)]
-            reasons = [f"this service does not read the events of dp_rank {rank}" for rank in without]
+        """Return a record with its lifecycle as of now."""
+        unread = [each.dp_rank for each in _sources(record) if not self._has_events(each)]
+        reasons = (
+            self._lacks(record)
+            or record.not_schedulable_reasons
+            or [f"this service does not read the events of dp_rank {rank}" for rank in unread]
+        )
         lifecycle = "incomplete" if reasons else "draining" if record.lifecycle == "draining" else "schedulable"
         return structs.replace(record, lifecycle=lifecycle, not_schedulable_reasons=reasons or UNSET)
 
@@ -214,55 +219,6 @@ class WorkerRecords:
         }
         return urls | {stream: each.metrics_url for stream, each in self._engines.items() if each.metrics_url}
 
-    def _room(self, stream: StreamId) -> Pages:
-        """Return the room of a rank as its registration says it, or else its record."""
-        record = self._records.get(stream.worker)
-        pages = record.total_kv_blocks if record is not None and stream in _streams_of(record) else None
-        found = {MEDIA[0].value: pages} if pages else {}
-        return found if self._registrations is None else found | self._registrations.room(stream)
-
-    async def _keep_saved(self) -> None:
-        """Load what is saved, and save what could not be saved at once. Raises SnapshotStoreError."""
-        if self._saved is not None and not self._is_loaded:
-            for record in await self._saved.load():
-                self._records.setdefault(str(record.worker_id), record)
-            self._is_loaded = True
-            self._num_changes += 1
-        while True:
-            await self._unsaved.wait()
-            async with self._lock:
-                await self._save()
-
-    async def _changed(self) -> None:
-        self._num_changes += 1
-        self._unsaved.set()
-        with suppress(SnapshotStoreError):  # `_keep_saved` tries again, and logs the error
-            await self._save()
-
-    async def _save(self) -> None:
-        if self._saved is not None and self._is_loaded:
-            await self._saved.save(
-                [each for name, each in self._records.items() if self._configured.get(name) != each]
-            )
-        self._unsaved.clear()
-
-
-def _configured(engines: Mapping[StreamId, EngineSettings]) -> dict[str, WorkerRecord]:
-    """Return the records of engines with a `url`, by worker. engines: by rank, each worker's first rank first."""
-    return {
-        stream.worker: WorkerRecord(
-            worker_id=worker_number(stream.worker),
-            model_name=stream.model,
-            routing_group=stream.tenant,
-            endpoint=engine.url,
-            block_size=engine.block_size,
-            data_parallel_start_rank=min(each.dp_rank for each in engines if each[:3] == stream[:3]),
-            data_parallel_size=sum(each[:3] == stream[:3] for each in engines),
-        )
-        for stream, engine in engines.items()
-        if engine.url is not None
-    }
-
 
 def _streams_of(record: WorkerRecord) -> list[StreamId]:
     """Return the ranks of a worker."""
@@ -275,35 +231,7 @@ def _streams_of(record: WorkerRecord) -> list[StreamId]:
 def _sources(record: WorkerRecord) -> dict[StreamId, str]:
     """Return the address of the events of each rank that has one."""
     streams = _streams_of(record)
-    given = {} if isinstance(record.kv_events_endpoints, UnsetType) else dict(record.kv_events_endpoints)
+    given = dict(record.kv_events_endpoints or {})
     if record.kv_events_endpoint and len(streams) == 1:
         given.setdefault(streams[0].dp_rank, record.kv_events_endpoint)
     return {stream: given[stream.dp_rank] for stream in streams if stream.dp_rank in given}
-
-
-def _engines_of(record: WorkerRecord) -> list[EngineSettings]:
-    """Return the ranks of a record as engines. Raises InvalidValueError."""
-    from bridge import EngineSettings  # only processes that read engines load the bridge
-
-    replay, first = record.replay_endpoint, record.data_parallel_start_rank or 0
-    return [
-        EngineSettings(
-            endpoint=address,
-            worker=stream.worker,
-            model=stream.model,
-            tenant=stream.tenant,
-            dp_rank=stream.dp_rank,
-            block_size=record.block_size or None,
-            eagle=bool(record.is_eagle),
-            replay_endpoint=endpoint_of_rank(replay, stream.dp_rank - first, "replay_endpoint") if replay else None,
-        )
-        for stream, address in _sources(record).items()
-    ]
-
-
-def _is_same(held: EngineSettings | None, wanted: EngineSettings | None) -> bool:
-    """Return whether a registered rank is the one that a record names."""
-    if held is None or wanted is None or held.endpoint != wanted.endpoint or wanted.eagle > held.eagle:
-        return False
-    is_replayed = wanted.replay_endpoint in (None, held.replay_endpoint)
-    return is_replayed and (held.block_size is None or wanted.block_size in (None, held.block_size))

@@ -1,28 +1,24 @@
 """Rules for registrations: allowed addresses, conflicts, and the ranks that a caller selects."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from api.problems import ProblemError, ProblemKind
 from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
 from api.workers.engine_metrics import place_of
+from bridge import EngineSettings
 from kv_events.engine_wire import LocateError, has_wildcard
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
 
-if TYPE_CHECKING:
-    from bridge import EngineSettings
-
 _limited_logger = RateLimitedLogger(logging.getLogger(__name__), "registrations")
 
-Engines: TypeAlias = "Mapping[StreamId, EngineSettings]"
+Engines: TypeAlias = Mapping[StreamId, EngineSettings]
 
 _GREETING_S = 1.0
 _SILENCE_S = 0.2
@@ -41,21 +37,17 @@ async def check_addresses(engine: EngineSettings, allowed: AllowedAddresses) -> 
     metrics = None if engine.metrics_url is None else f"tcp://{place_of(engine.metrics_url)}"
     places = {"endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint, "metrics_url": metrics}
     for field, address in places.items():
-        if address is not None:
-            await check_address(field, address, engine.worker, allowed)
-
-
-async def check_address(field: str, address: str, worker: str | None, allowed: AllowedAddresses) -> None:
-    """Check that one address of a worker is valid and allowed. Raises ProblemError (400, 403)."""
-    if not (_TCP.fullmatch(address) or _IPC.fullmatch(address)) or has_wildcard(address):
-        expected = "the engine's own address, tcp://HOST:PORT; this service binds none"
-        raise ProblemError.of_value(InvalidValueError(field, address, expected), 400, ProblemKind.INVALID_ENDPOINT)
-    try:
-        await allowed.locate(address)
-    except AddressRefusedError as error:
-        raise ProblemError(403, ProblemKind.ENDPOINT_NOT_ALLOWED, f"{field}: {error}", field, address) from None
-    except LocateError as error:
-        _limited_logger.warning("worker %s is registered all the same: %s", shorten(worker), error)
+        if address is None:
+            continue
+        if not (_TCP.fullmatch(address) or _IPC.fullmatch(address)) or has_wildcard(address):
+            expected = "the engine's own address, tcp://HOST:PORT; this service binds none"
+            raise ProblemError.of_value(InvalidValueError(field, address, expected), 400, ProblemKind.INVALID_ENDPOINT)
+        try:
+            await allowed.locate(address)
+        except AddressRefusedError as error:
+            raise ProblemError(403, ProblemKind.ENDPOINT_NOT_ALLOWED, f"{field}: {error}", field, address) from None
+        except LocateError as error:
+            _limited_logger.warning("worker %s is registered all the same: %s", shorten(engine.worker), error)
 
 
 async def check_speaks_zmq(engine: EngineSettings, allowed: AllowedAddresses) -> None:

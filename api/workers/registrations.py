@@ -7,13 +7,17 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+import uuid
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
+import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from api.problems import ProblemError, ProblemKind
+from api.selection.answers import worker_name
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge, without_workers
 from api.workers.allowed_addresses import AllowedAddresses
@@ -26,7 +30,6 @@ from api.workers.registration_rules import (
     select_ranks,
     stream_of,
 )
-from api.workers.saved_list import SavedList
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.fleet import EngineConflictError
 from bridge.metrics import BridgeMetrics
@@ -35,6 +38,7 @@ from indexer.consumer import Consumer
 from indexer.index import IndexFullError
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from kv_events.errors import KvsightError
+from kv_events.http.worker_records import WorkerRecord
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD, MEDIA
 from kv_events.streams import StreamId, split_group
@@ -49,6 +53,8 @@ _CHECK_INTERVAL_S = 0.1
 _INDEX_TIMEOUT_S = 1.0
 _DROP_TIMEOUT_S = 5.0
 _POLL_S = 0.001
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_T = TypeVar("_T")
 _NOT_INDEXED = "the index has accepted none of its batches: see kvsight_records_rejected_total"
 
 
@@ -72,18 +78,18 @@ class Registrations:
         configured: engines that the operator has named. They need no permission, replace saved registrations of their
         names, and are not saved. Raises EngineConflictError if two of them have one name.
         """
-        self.configured: dict[StreamId, EngineSettings] = {}
-        """The ranks that the operator has named."""
+        configured = list(configured)
+        self._configured: dict[StreamId, EngineSettings] = {}
         for rank in (engine.of_rank(offset) for engine in configured for offset in range(engine.num_ranks)):
-            if (held := self.configured.setdefault(stream_of(rank), rank)) is not rank:
+            if (held := self._configured.setdefault(stream_of(rank), rank)) is not rank:
                 raise EngineConflictError(held, rank)
         self.save_failures = 0
         self._consumer = consumer
         self._settings = settings
-        self._saved = None if store is None else SavedList(store, EngineSettings)
+        self._saved = None if store is None else SavedRegistrations(store)
         self._max_files = max_files
-        named = {e for each in self.configured.values() for e in (each.endpoint, each.replay_endpoint) if e}
-        urls = [url for each in self.configured.values() for url in (each.metrics_url, each.url) if url]
+        named = {e for each in self._configured.values() for e in (each.endpoint, each.replay_endpoint) if e}
+        urls = [url for each in self._configured.values() for url in (each.metrics_url, each.url) if url]
         named |= {f"tcp://{place_of(url)}" for url in urls}
         self.allowed = AllowedAddresses(settings.register_allow, own_port, named)
         self._fleet = Fleet.embedded(bridge, memory_log, self.allowed.locate)
@@ -91,6 +97,8 @@ class Registrations:
         """The registered ranks."""
         self.num_changes = 0
         """Ranks registered and unregistered so far."""
+        self.records = {each.worker: _record_of(each) for each in reversed(configured) if each.worker and each.url}
+        """Records of workers, see `WorkerRecords`. They are saved with the registrations."""
         self._added_at: dict[StreamId, float] = {}
         self._lock = asyncio.Lock()  # one change at a time, saved before the next
         self._loaded = asyncio.Event()
@@ -129,11 +137,6 @@ class Registrations:
         """Return the status of every registered rank."""
         found = {stream_of(status.engine): status for status in self._fleet.status()}
         return {stream: self._with_failure(stream, status) for stream, status in found.items()}
-
-    def room(self, stream: StreamId) -> dict[str, int]:
-        """Return for how many pages a rank has room, by medium, as far as its registration says it."""
-        capacity = self.engines[stream].capacity if stream in self.engines else {}
-        return {medium.value: capacity[tier] for medium, tier in zip(MEDIA, TIERS, strict=True) if tier in capacity}
 
     def why_not_ready(self) -> str | None:
         """Return what must still be loaded or read after a start, or None if the service is ready."""
@@ -178,6 +181,28 @@ class Registrations:
             selected = select_ranks(self.engines, worker, model, tenant, dp_rank)
             await self._remove(selected)
         return list(selected.values())
+
+    async def replace(self, before: Iterable[StreamId], wanted: Mapping[StreamId, EngineSettings]) -> None:
+        """Read ranks instead of those before. Ranks that stay as they are keep their pages. Raises as `add`."""
+        for engine in wanted.values():
+            await check_addresses(engine, self.allowed)
+        for stream in {*before, *wanted}:
+            if stream in self.engines and self.engines[stream] != wanted.get(stream):
+                await self.remove(stream.worker, stream.model, stream.tenant, stream.dp_rank)
+        for stream, engine in wanted.items():
+            if self.engines.get(stream) != engine:
+                await self.add(engine, is_peer=True)
+
+    async def save(self) -> None:
+        """Save registrations and records. If the store is unavailable, it is tried again later."""
+        await self._wait_until_loaded()
+        async with self._lock:
+            await self._save()
+
+    def room(self, stream: StreamId) -> dict[str, int]:
+        """Return for how many pages a rank has room, by medium, as far as its registration says it."""
+        capacity = self.engines[stream].capacity if stream in self.engines else {}
+        return {medium.value: capacity[tier] for medium, tier in zip(MEDIA, TIERS, strict=True) if tier in capacity}
 
     async def _remove(self, streams: Collection[StreamId]) -> None:
         for stream in streams:
@@ -295,20 +320,23 @@ class Registrations:
     def _gone(self, after_s: float) -> list[StreamId]:
         found = self.status().items()
         down = [stream for stream, status in found if status.down_s is not None and status.down_s >= after_s]
-        return [stream for stream in down if stream not in self.configured]
+        return [stream for stream in down if stream not in self._configured]
 
     async def _load(self) -> None:
         async with self._lock:
-            for stream, engine in self.configured.items():
+            for stream, engine in self._configured.items():
                 if stream not in self.engines:  # from an attempt before
                     await self._restore(engine, None)
-        engines = [] if self._saved is None else await self._saved.load()
+        engines, records = ([], []) if self._saved is None else await self._saved.load()
         checks = (check_addresses(engine, self.allowed) for engine in engines)
         refusals = await asyncio.gather(*checks, return_exceptions=True)
         async with self._lock:
             for engine, refusal in zip(engines, refusals, strict=True):
-                if stream_of(engine) not in self.configured:
+                if stream_of(engine) not in self._configured:
                     await self._restore(engine, refusal)
+            for record in records:
+                self.records.setdefault(str(record.worker_id), record)
+            self.num_changes += 1
             self._waiting_for = {stream for stream, engine in self.engines.items() if engine.worker is not None}
             self._loaded.set()
 
@@ -342,11 +370,86 @@ class Registrations:
             return
         self._unsaved.set()
         try:
-            await self._saved.save(
-                [each for stream, each in self.engines.items() if self.configured.get(stream) != each]
-            )
+            engines = [each for stream, each in self.engines.items() if self._configured.get(stream) != each]
+            named = {stream.worker for stream in self._configured}
+            await self._saved.save(engines, [each for name, each in self.records.items() if name not in named])
         except SnapshotStoreError as error:
             self.save_failures += 1
             logger.warning("registrations are not saved: %s", error)
         else:
             self._unsaved.clear()
+
+
+def _record_of(engine: EngineSettings) -> WorkerRecord:
+    """Return the record of an engine that the operator has named."""
+    return WorkerRecord(
+        worker_id=worker_name(engine.worker or ""),
+        model_name=engine.model or "",
+        routing_group=engine.tenant,
+        endpoint=engine.url,
+        block_size=engine.block_size,
+        data_parallel_start_rank=engine.dp_rank,
+        data_parallel_size=engine.num_ranks,
+    )
+
+
+class OtherWriterError(SnapshotStoreError):
+    """Another process has saved its own registrations since this one read them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another service saves its registrations in the same place: each needs a folder (--snapshot-dir) or "
+            "a Redis database (KVSIGHT_REDIS, redis://HOST:PORT/DB) of its own"
+        )
+
+
+class _SavedList(msgspec.Struct):
+    engines: list[msgspec.Raw]
+    records: list[msgspec.Raw] = []
+    writer: str = ""
+    """Process that saved the list. "" if there is none, or if it cannot be decoded."""
+
+
+class SavedRegistrations:
+    """The saved list. Belongs to one event loop."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self._store = store
+        self._own_name = uuid.uuid4().hex
+        self._writer_before = ""  # the process whose list this one took over
+
+    async def load(self) -> tuple[list[EngineSettings], list[WorkerRecord]]:
+        """Return the saved registrations and records. Raises SnapshotStoreError."""
+        saved = _decoded(await self._store.load())
+        self._writer_before = saved.writer
+        return _readable(saved.engines, EngineSettings), _readable(saved.records, WorkerRecord)
+
+    async def save(self, engines: Iterable[EngineSettings], records: Iterable[WorkerRecord] = ()) -> None:
+        """Replace the list. Raises SnapshotStoreError; if it is OtherWriterError, nothing was overwritten."""
+        writer = _decoded(await self._store.load()).writer
+        if writer not in ("", self._own_name, self._writer_before):
+            raise OtherWriterError
+        image = {"engines": list(engines), "records": list(records), "writer": self._own_name}
+        await self._store.save([msgspec.json.encode(image)])
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._store.close()
+
+
+def _decoded(data: bytes | None) -> _SavedList:
+    try:
+        return msgspec.json.decode(data, type=_SavedList) if data else _SavedList([])
+    except _UNREADABLE as error:
+        logger.warning("the saved registrations cannot be decoded: %s", error)
+        return _SavedList([])
+
+
+def _readable(entries: Iterable[msgspec.Raw], kind: type[_T]) -> list[_T]:
+    found = []
+    for entry in entries:
+        try:
+            found.append(msgspec.json.decode(entry, type=kind))
+        except _UNREADABLE as error:
+            logger.warning("a saved registration cannot be decoded: %s", error)
+    return found

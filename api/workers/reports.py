@@ -4,17 +4,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.engine_metrics import EngineLoad, load_of, place_of, tokens_of
+from api.workers.engine_metrics import load_of, place_of, tokens_of
+from indexer.consumer import Consumer
 from kv_events.errors import KvsightError
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
-from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
+from selection.roster import Report
 
 _limited_logger = RateLimitedLogger(logging.getLogger(__name__), "engine metrics")
 
@@ -26,59 +26,31 @@ _FRESH_S = 5.0
 _TIMEOUT_S = 2.0
 _MAX_BYTES = 8 * 2**20
 _AT_ONCE = 64
-_DEVICE = MEDIA[0].value
-
-Pages = Mapping[str, int]
-"""Medium -> pages that a rank has room for. Media that are not named are unknown."""
-
-
-class Report(NamedTuple):
-    """The load of a rank as its engine says it, with the requests of all callers."""
-
-    requests: int
-    waiting: int
-    """Those of the requests that are not computed yet."""
-    used_pages: int | None
-    """Pages of the device that the requests use. None: unknown."""
-    at: float
-    """When the engine was asked, on the clock of `time.monotonic`."""
 
 
 class Reports:
     """The newest answers of engines. One event loop calls it. Each request goes to an address that `allowed` judged."""
 
     def __init__(
-        self,
-        urls: Callable[[], Mapping[StreamId, str]],
-        registered: Callable[[StreamId], Pages],
-        allowed: AllowedAddresses,
+        self, consumer: Consumer, urls: Callable[[], Mapping[StreamId, str]], allowed: AllowedAddresses
     ) -> None:
-        """urls: returns the address of the metrics of each rank. registered: returns what is known of a rank's room."""
-        self.on_report: Callable[[StreamId], None] = lambda _stream: None
-        """Is called for each new report, to note what is booked at that time."""
+        """urls: returns the address of the metrics of each rank."""
+        self._consumer = consumer
         self._urls = urls
-        self._registered = registered
         self._allowed = allowed
         self._tokens: dict[StreamId, int] = {}
-        self._loads: dict[StreamId, tuple[EngineLoad, float]] = {}
+        self._reports: dict[StreamId, Report] = {}
         self._due: dict[str, float] = {}  # by address; infinite while it is asked
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
-    def pages(self, stream: StreamId, block_size: int) -> Pages:
-        """Return what is known of the room of a rank. Its registration comes first."""
-        found = self._registered(stream)
-        if _DEVICE in found or not block_size or stream not in self._tokens:
-            return found
-        pages = self._tokens[stream] // block_size
-        return {**found, _DEVICE: pages} if pages else found
+    def tokens(self, stream: StreamId) -> int:
+        """Return for how many tokens a rank has room on its device, or 0 if that is not known."""
+        return self._tokens.get(stream, 0)
 
-    def of(self, stream: StreamId, block_size: int) -> Report | None:
-        """Return the load of a rank. None: its engine has not said it for five seconds. block_size: tokens a page."""
-        load, at = self._loads.get(stream, (None, 0.0))
-        if load is None or time.monotonic() - at > _FRESH_S:
-            return None
-        pages = None if load.used_tokens is None else -(-load.used_tokens // block_size)
-        return Report(load.requests, load.waiting, pages, at)
+    def of(self, stream: StreamId) -> Report | None:
+        """Return the load of a rank. None: its engine has not said it for five seconds."""
+        report = self._reports.get(stream)
+        return None if report is None or time.time() - report.at > _FRESH_S else report
 
     async def follow(self) -> None:
         """Ask engines forever."""
@@ -88,7 +60,7 @@ class Reports:
                 for stream, url in urls.items():
                     by_url.setdefault(url, []).append(stream)
                 self._tokens = {stream: tokens for stream, tokens in self._tokens.items() if stream in urls}
-                self._loads = {stream: load for stream, load in self._loads.items() if stream in urls}
+                self._reports = {stream: report for stream, report in self._reports.items() if stream in urls}
                 self._due = {url: due for url, due in self._due.items() if url in by_url}
                 for url, streams in by_url.items():
                     if time.monotonic() >= self._due.get(url, 0.0):
@@ -100,7 +72,7 @@ class Reports:
         pause_s = _RETRY_S
         try:
             async with self._turns, asyncio.timeout(_TIMEOUT_S):
-                at = time.monotonic()
+                at = time.time()
                 text = await _read(client, url, self._allowed)
             pause_s = _ASK_EVERY_S
             for stream in streams:
@@ -112,12 +84,13 @@ class Reports:
             self._due[url] = time.monotonic() + pause_s
 
     def _take(self, stream: StreamId, text: bytes, at: float) -> None:
-        """Keep what an answer says of a rank. Raises ValueError if the answer lacks something."""
+        """Keep what an answer says of a rank. Raises ValueError if the answer lacks the load or the room."""
         try:
             self._tokens[stream] = tokens_of(text, stream.dp_rank)
         finally:
-            self._loads[stream] = load_of(text, stream.dp_rank, self._tokens.get(stream)), at
-            self.on_report(stream)
+            requests, tokens = load_of(text, stream.dp_rank, self.tokens(stream))
+            view = self._consumer.namespaces.view(stream)
+            self._reports[stream] = Report(at, requests, 0 if view is None else -(-tokens // view.block_size))
 
 
 async def _read(client: httpx.AsyncClient, url: str, allowed: AllowedAddresses) -> bytes:

@@ -5,29 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import nsmallest
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
-from api.openapi import answers, problem
+from api.openapi import answers, body_of, problem
 from api.problems import ProblemError, ProblemKind
+from api.queries.body_formats import decode_as, format_of
 from api.queries.encoding import age_ms
-from api.queries.routes import json_response
+from api.queries.large_bodies import JSON, Body, BodyFormat
+from api.queries.routes import json_response, read_body
 from api.view_source import ViewSource, is_known, stream_pages
 from api.workers.description import list_workers
 from indexer.views import View
+from kv_events.http.worker_records import WorkerRecord
 from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker
 from kv_events.limits import MAX_DP_RANK
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
 
 if TYPE_CHECKING:
+    from api.workers.records import WorkerRecords
     from api.workers.registrations import Registrations
 
 MAX_PAGES_PER_ANSWER = 10_000
+MAX_BODY_BYTES = 64 * 1024
 _MAX_NAMES = 20
 
 
@@ -41,10 +47,12 @@ def worker_routes(
     served: ViewSource,
     registrations: Registrations | None = None,
     demand_resync: Callable[[View], None] | None = None,
+    records: WorkerRecords | None = None,
 ) -> APIRouter:
     """Return the routes. They are coroutines, because they read the views in the event loop that changes them.
 
     demand_resync: asks the publisher of a view to resend everything. None: no publisher listens, so there is no route.
+    records: of workers. None: they cannot be changed.
     """
     router = APIRouter(tags=["workers"])
 
@@ -55,7 +63,8 @@ def worker_routes(
         Group streams are shown with their worker, not as models of their own.
         """
         engines = {} if registrations is None else registrations.status()
-        found = [worker async for worker in list_workers(served, engines, model_name, routing_group)]
+        known = [] if records is None else records.all()
+        found = [worker async for worker in list_workers(served, engines, known, model_name, routing_group)]
         return json_response(b"[" + b",".join(found) + b"]")
 
     # worker names may contain slashes
@@ -86,6 +95,8 @@ def worker_routes(
         found = _single(selected or views, worker)
         return json_response(await _radix_view(served, found, limit, cursor))
 
+    if records is not None:
+        _add_record_routes(router, records)
     if demand_resync is None:
         return router
 
@@ -110,6 +121,55 @@ def worker_routes(
         return json_response(accepted, HTTPStatus.ACCEPTED)
 
     return router
+
+
+def _add_record_routes(router: APIRouter, records: WorkerRecords) -> None:
+    faults = {
+        **problem(403, "This service may not connect to an address"),
+        **problem(409, "A limit is reached"),
+        **problem(422, "A field is invalid"),
+    }
+
+    @router.post(
+        "/workers",
+        status_code=HTTPStatus.CREATED,
+        response_class=Response,
+        responses={**answers(WorkerRecord, "The record", HTTPStatus.CREATED), **faults},
+        openapi_extra=body_of(WorkerRecord),
+    )
+    async def put(request: Request) -> Response:
+        """Add or replace the record of a worker, and read the engines whose addresses it names.
+
+        A record that lacks something is kept as `incomplete`, with the reasons.
+        """
+        body, body_format = await _body_of(request)
+        return json_response(await records.put(decode_as(WorkerRecord, body, body_format)), HTTPStatus.CREATED)
+
+    @router.patch(
+        "/workers/{worker:path}",
+        response_class=Response,
+        responses={**answers(WorkerRecord, "The record"), **problem(404, "The worker has no record"), **faults},
+        openapi_extra=body_of(WorkerRecord),
+    )
+    async def patch(worker: str, request: Request) -> Response:
+        """Change fields of a record. null leaves a field. `{"lifecycle": "draining"}` keeps new requests away."""
+        body, body_format = await _body_of(request)
+        merged = msgspec.json.encode(records.patched(worker, decode_as(dict[str, Any], body, body_format)))
+        return json_response(await records.put(decode_as(WorkerRecord, merged, JSON)))
+
+    @router.delete(
+        "/workers/{worker:path}",
+        response_class=Response,
+        responses={**answers(WorkerRecord, "The record as it was"), **problem(404, "The worker has no record")},
+    )
+    async def delete(worker: str) -> Response:
+        """Forget the record of a worker, stop reading its engines, and drop their pages."""
+        return json_response(await records.remove(worker))
+
+
+async def _body_of(request: Request) -> tuple[Body, BodyFormat]:
+    body_format = format_of(request.headers.get("content-type"))
+    return await read_body(request.receive, request.headers.get("content-length"), MAX_BODY_BYTES), body_format
 
 
 def selected_views(

@@ -55,8 +55,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_enforcement: Literal["required", "preferred"] | None = None
     kv_transfer_preferred_weight: float | None = None
 
-
-def worker_number(name: str) -> int | str:
-    """Return the `worker_id` of a worker: its name as a number, if it is the decimal form of one below 2**64."""
-    is_number = name.isascii() and name.isdecimal() and len(name) <= 20 and str(int(name)) == name
-    return int(name) if is_number and int(name) < 2**64 else name
+    @property
+    def is_schedulable(self) -> bool:
+        """Whether the worker gets new requests."""
+        return self.lifecycle == "schedulable"

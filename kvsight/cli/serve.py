@@ -107,7 +107,7 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
             own = bound.getsockname()[1], max_files, configured
             service = _embedded(indexer, settings, registration, bridge, recording, *own)
         else:
-            service = _follower(indexer, settings, shards, recording, url)
+            service = _follower(indexer, settings, shards, registration, recording, url)
         err.print(f"kvsight listens on {url} (docs at /docs)")
         if indexer.is_embedded:
             err.print(_reading(configured))
@@ -121,7 +121,12 @@ def _reading(engines: list[EngineSettings]) -> str:
 
 
 def _follower(
-    indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, recording: RecordingThread | None, url: str
+    indexer: IndexerSettings,
+    settings: ApiSettings,
+    shards: GroupSettings,
+    registration: RegistrationSettings,
+    recording: RecordingThread | None,
+    url: str,
 ) -> LiveService:
     """The service that reads a log. url: of its socket."""
     from api.service import LiveService
@@ -139,7 +144,7 @@ def _follower(
         group = ShardGroup(consumer, membership, shards, settings)
         err.print(f"member of group {shards.group}, which others reach at {membership.url}")
     log, decisions = indexer.event_log_dir, create_decision_log(indexer)
-    return LiveService(consumer, settings, decisions=decisions, recording=recording, event_log=log, group=group)
+    return LiveService(consumer, settings, None, decisions, recording, log, group, limits=registration)
 
 
 def _recording(indexer: IndexerSettings, settings: ApiSettings) -> RecordingThread | None:
@@ -173,4 +178,5 @@ def _embedded(
     store = create_store(indexer, "registrations", "registrations.json")
     parts = consumer, log, registration, bridge, store
     registrations = Registrations(*parts, own_port=port, max_files=max_files, configured=engines)
-    return LiveService(consumer, settings, registrations, create_decision_log(indexer, recording), recording)
+    decisions = create_decision_log(indexer, recording)
+    return LiveService(consumer, settings, registrations, decisions, recording, limits=registration)

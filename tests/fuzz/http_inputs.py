@@ -13,8 +13,7 @@ from api.problems import ProblemError
 from api.queries.body_formats import CONTENT_TYPES, decode_as, format_of
 from api.queries.routes import QueryRoutes
 from api.workers.register import engine_of
-from api.workers.saved_list import SavedList
-from bridge import EngineSettings
+from api.workers.registrations import SavedRegistrations
 from indexer.decisions.log import DecisionLog
 from indexer.snapshots.base import Piece
 from kv_events.decisions import VERSION, Candidate, Decision, Outcome, decode_decision, encode_decision
@@ -125,7 +124,7 @@ def run_decision(data: bytes) -> None:
 
 def run_registration(data: bytes) -> None:
     """Use the bytes as a saved list and as the body of every registration request."""
-    asyncio.run(SavedList(_OneImage(data), EngineSettings).load())
+    asyncio.run(SavedRegistrations(_OneImage(data)).load())
     for content_type in CONTENT_TYPES:
         codec = format_of(content_type)
         for kind in (PeerRegistration, RfcRegistration, PeerUnregistration, RfcUnregistration):

@@ -8,7 +8,7 @@ import pytest
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
-from api.workers.capacity import tokens_of
+from api.workers.engine_metrics import tokens_of
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
