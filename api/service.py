@@ -29,7 +29,13 @@ from api.selection.service import SelectionService
 from api.settings import ApiSettings, RegistrationSettings
 from api.telemetry.families import recording_families
 from api.telemetry.requests import TraceRequests
-from api.telemetry.service_metrics import HttpMetrics, decision_families, metrics_text, tenant_families
+from api.telemetry.service_metrics import (
+    HttpMetrics,
+    metrics_text,
+    queue_families,
+    reservation_families,
+    tenant_families,
+)
 from api.telemetry.view_metrics import capacity_families
 from api.view_source import ViewSource
 from api.workers.event_stream import EventStream, feed_routes
@@ -37,12 +43,13 @@ from api.workers.records import WorkerRecords
 from api.workers.register import RegisterRoutes
 from api.workers.routes import worker_routes
 from indexer.consumer import Consumer
-from indexer.decisions.log import DecisionLog
 from indexer.recording.recorder import RecordingThread
+from indexer.writing.queue import RESERVATIONS, WriteQueue
 from kv_events.http.service import Status
 from kv_events.remedies import NO_ENGINE, NO_PUBLISHER
 from kv_events.runtime.tracing import open_spans
 from kv_events.streams import StreamId
+from selection.exchange import ReservationExchange
 from selection.settings import SelectionSettings
 
 if TYPE_CHECKING:
@@ -115,12 +122,13 @@ class LiveService(Service):
         consumer: Consumer,
         settings: ApiSettings,
         registrations: Registrations | None = None,
-        decisions: DecisionLog | None = None,
+        decisions: WriteQueue | None = None,
         recording: RecordingThread | None = None,
         event_log: Path | None = None,
         group: ShardGroup | None = None,
         selection: SelectionSettings | None = None,
         limits: RegistrationSettings | None = None,
+        reservations: ReservationExchange | None = None,
     ) -> None:
         """consumer: one that is not running yet; the service runs it.
 
@@ -130,6 +138,7 @@ class LiveService(Service):
         recording. group: the group that this process is a member of. None: it answers from its own views alone.
         selection: how workers are chosen. Members of groups choose none, because each has a part of the views only.
         limits: on the records of workers.
+        reservations: the book of what was chosen, and what keeps it. None: a book of this service alone.
         """
         super().__init__(consumer, settings)
         self._consumer = consumer
@@ -140,7 +149,7 @@ class LiveService(Service):
         self._records = WorkerRecords(consumer, limits or RegistrationSettings(), registrations)
         self.capacity: Callable[[StreamId, int], Mapping[str, int]] = self._records.pages
         """Returns the room of a rank, see `PageState.capacity`. Who runs the engines may replace it."""
-        self._decisions = decisions or DecisionLog(None)
+        self._decisions = decisions or WriteQueue(None)
         self._recording = recording
         self._group = group
         self._tenants = None if consumer.tenant_limits is None else TenantRates(consumer.tenant_limits)
@@ -152,7 +161,8 @@ class LiveService(Service):
             self.endpoints |= group.endpoints(settings.max_body_bytes)
         else:
             chosen = selection or SelectionSettings()
-            self.selection = SelectionService(consumer, chosen, self._records, lambda _: None, settings.max_body_bytes)
+            exchange = reservations or ReservationExchange(chosen.book(), WriteQueue(None, contents=RESERVATIONS))
+            self.selection = SelectionService(consumer, chosen, self._records, exchange, settings.max_body_bytes)
             self.endpoints |= self.selection.endpoints()
         self.middleware = [] if group is None else [group.middleware()]
         if self._spans is not None:
@@ -202,7 +212,9 @@ class LiveService(Service):
         if self._registrations is not None:
             metrics.registry.register(self._registrations.metrics(has_workers=max_workers > 0))
         metrics.add(lambda: capacity_families(self._consumer.namespaces.views, self.capacity, max_workers))
-        metrics.add(lambda: decision_families(self._decisions))
+        metrics.add(lambda: queue_families(self._decisions))
+        if (selection := self.selection) is not None:
+            metrics.add(lambda: reservation_families(selection.exchange))
         if recording is not None:
             metrics.add(lambda: recording_families(recording.recorder))
         if self._group is not None:
@@ -215,14 +227,9 @@ class LiveService(Service):
             await stack.enter_async_context(self.tokens.following(self._forget_callers))
             if self._tenants is not None:
                 await stack.enter_async_context(self._tenants.following())
-            for part in (
-                self._recording,
-                self._group,
-                self._consumer,
-                self._registrations,
-                self._records,
-                self._decisions,
-            ):
+            exchange = None if self.selection is None else self.selection.exchange
+            parts = self._recording, self._group, self._consumer, self._registrations, self._decisions, exchange
+            for part in (*parts, self._records):
                 if part is not None:
                     await stack.enter_async_context(part.running())
             await stack.enter_async_context(self.history.running(self._consumer))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from indexer.applier import Applier, DeadLetters
 from indexer.consumer import Consumer
-from indexer.decisions.log import DecisionLog, FileDecisions
 from indexer.namespaces import Namespaces
 from indexer.recording.feed import Feed
 from indexer.recording.recorder import Recorder, RecordingThread, segment_bytes_within
@@ -20,7 +19,7 @@ from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
 from indexer.tenants import TenantGate, TenantLimits
-from kv_events.decisions import DECISIONS_FOLDER
+from indexer.writing.queue import DECISIONS, RESERVATIONS, Contents, FolderWriter, WriteQueue
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
@@ -111,33 +110,49 @@ def create_feeds(settings: KafkaSettings) -> list[Feed]:
     """Create the feeds of all topics of a deployment."""
     from indexer.sources.kafka import KafkaSource
 
-    topics = {Channel.CONTROL: settings.control_topic, Channel.DECISIONS: settings.decisions_topic}
+    topics = {
+        Channel.CONTROL: settings.control_topic,
+        Channel.DECISIONS: settings.decisions_topic,
+        Channel.RESERVATIONS: settings.reservations_topic,
+    }
     others = [Feed(KafkaSource(settings, topic=name), channel, name) for channel, name in topics.items()]
     return [Feed(KafkaSource(settings), Channel.EVENTS, settings.events_topic), *others]
 
 
-def create_decision_log(settings: IndexerSettings, recording: RecordingThread | None = None) -> DecisionLog:
-    """Create the log of decisions beside the log of events: a topic of the same broker, or a folder inside the log's.
+def create_decision_log(settings: IndexerSettings, recording: RecordingThread | None = None) -> WriteQueue:
+    """Create the queue of decisions. See `_create_queue`."""
+    return _create_queue(settings, recording, DECISIONS, settings.decisions_topic)
 
-    An event log has one writer, so the decisions have a log of their own. In embedded mode they go to
-    the recording, or are dropped.
+
+def create_reservation_log(settings: IndexerSettings, recording: RecordingThread | None = None) -> WriteQueue:
+    """Create the queue of reservations. See `_create_queue`."""
+    return _create_queue(settings, recording, RESERVATIONS, settings.reservations_topic)
+
+
+def _create_queue(
+    settings: IndexerSettings, recording: RecordingThread | None, contents: Contents, topic: str
+) -> WriteQueue:
+    """Create what writes beside the log of events: to a topic of the same broker, or to a folder inside the log's.
+
+    An event log has one writer, so others have a log of their own. In embedded mode, records go to the recording, or
+    are dropped.
     """
     if settings.kafka is not None:
-        from indexer.decisions.kafka import KafkaDecisions
+        from indexer.writing.kafka import TopicWriter
 
-        topic = KafkaDecisions(settings)
-        return DecisionLog(topic.write, topic.stop)
+        writer: TopicWriter | FolderWriter = TopicWriter(settings, topic)
+        return WriteQueue(writer.write, writer.stop, contents=contents)
     if settings.event_log_dir is not None:
-        folder = FileDecisions(settings.event_log_dir / DECISIONS_FOLDER)
-        return DecisionLog(folder.write, folder.stop)
+        writer = FolderWriter(settings.event_log_dir / contents.name)
+        return WriteQueue(writer.write, writer.stop, contents=contents)
     if recording is None:
-        return DecisionLog(None)
+        return WriteQueue(None, contents=contents)
 
     async def offer(records: Sequence[LogRecord]) -> None:
         for record in records:
             recording.recorder.offer(record)
 
-    return DecisionLog(offer)
+    return WriteQueue(offer, contents=contents)
 
 
 def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:

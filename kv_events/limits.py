@@ -41,6 +41,9 @@ MAX_PAGES_PER_DECISION = 65_536
 MAX_TOKENS_PER_REQUEST = 2**40
 """Largest number of tokens that a router's decision or its outcome may name."""
 
+MAX_OUTPUT_BLOCKS = 2**24
+"""Largest number of pages that a reservation's output may have."""
+
 MAX_EXTRA_KEY_BYTES = 1024
 """Largest UTF-8 length of an extra key, which separates the pages of a namespace."""
 

@@ -21,6 +21,8 @@ class Channel(IntEnum):
     """What a router chose."""
     DEAD_LETTERS = 3
     """A record of the events that an indexer could not decode."""
+    RESERVATIONS = 4
+    """A request that a service placed, or how it went on."""
 
 
 MAX_CHANNEL: Final = 255

@@ -9,13 +9,23 @@ from typing import TypeAlias
 
 import msgspec
 
-from kv_events.decisions import Decision, check_decision, check_number, check_text, decode_checked
+from kv_events.decisions import (
+    DECISIONS_FOLDER,
+    Decision,
+    DecisionRecord,
+    check_decision,
+    check_number,
+    check_text,
+    decode_checked,
+    decode_decision,
+)
 from kv_events.errors import InvalidValueError
-from kv_events.limits import MAX_NAME_BYTES, MAX_REQUEST_ID_BYTES, MAX_TOKENS_PER_REQUEST
+from kv_events.limits import MAX_NAME_BYTES, MAX_OUTPUT_BLOCKS, MAX_REQUEST_ID_BYTES, MAX_TOKENS_PER_REQUEST
+from kv_events.records import Channel
 from kv_events.schema import SCHEMA_VERSION
 
 PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED = "prefill_complete", "output_block", "released"
-_STEPS = (PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED)
+STEPS = (PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED)
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -44,12 +54,20 @@ class Progressed(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     """One of PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED."""
     decay_fraction: float | None = None
     """For an OUTPUT_BLOCK: how much the pages count from now on that only this request has. None: as before."""
+    output_blocks: int = 0
+    """For an OUTPUT_BLOCK: how many there are, with this one. 0 for the other steps."""
 
 
 ReservationRecord: TypeAlias = Reserved | Progressed
 """One record."""
 
 VERSION = SCHEMA_VERSION
+RESERVATIONS_FOLDER = "reservations"
+"""Folder inside that of an event log, with the log of the reservations that belong to it."""
+CHOICES = (Channel.DECISIONS, Channel.RESERVATIONS)
+"""Channels whose records contain decisions."""
+FOLDERS_BESIDE = (DECISIONS_FOLDER, RESERVATIONS_FOLDER)
+"""Folders inside that of an event log, with the logs of what services wrote beside it."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ReservationRecord)
@@ -72,6 +90,17 @@ def decode_reservation(payload: bytes) -> ReservationRecord:
     return record
 
 
+def decode_choice(channel: int, payload: bytes) -> DecisionRecord | None:
+    """Decode what a record says about a choice: a decision, which may be that of a reservation, or an outcome.
+
+    channel: one of CHOICES. None: it says how a reservation went on. Raises RecordRejectedError.
+    """
+    if channel != Channel.RESERVATIONS:
+        return decode_decision(payload)
+    record = decode_reservation(payload)
+    return record.decision if isinstance(record, Reserved) else None
+
+
 def check_reservation(record: ReservationRecord) -> None:
     """Check every size. Raises InvalidValueError naming the field."""
     check_text("replica", record.replica, MAX_NAME_BYTES)
@@ -84,7 +113,11 @@ def check_reservation(record: ReservationRecord) -> None:
     check_text("reservation_id", record.reservation_id, MAX_REQUEST_ID_BYTES)
     if not (math.isfinite(record.timestamp) and record.timestamp >= 0):
         raise InvalidValueError("timestamp", record.timestamp, "seconds since 1970")
-    if record.step not in _STEPS:
-        raise InvalidValueError("step", record.step, f"one of {', '.join(_STEPS)}")
+    if record.step not in STEPS:
+        raise InvalidValueError("step", record.step, f"one of {', '.join(STEPS)}")
+    least = 1 if record.step == OUTPUT_BLOCK else 0
+    if not least <= record.output_blocks <= MAX_OUTPUT_BLOCKS:
+        expected = f"an integer in {least} .. {MAX_OUTPUT_BLOCKS}"
+        raise InvalidValueError("output_blocks", record.output_blocks, expected)
     if record.decay_fraction is not None and not 0 <= record.decay_fraction <= 1:
         raise InvalidValueError("decay_fraction", record.decay_fraction, "a number in 0 .. 1")

@@ -15,6 +15,7 @@ from kv_events.errors import InvalidValueError
 EVENTS_TOPIC = "kv-events"
 CONTROL_TOPIC = "kv-control"
 DECISIONS_TOPIC = "kv-decisions"
+RESERVATIONS_TOPIC = "kv-reservations"
 
 HEARTBEAT_S = 2.0
 """Interval of records without events, by default."""

@@ -19,7 +19,7 @@ from kv_events.hashing import U64Array
 from kv_events.kernels.bundles import pin
 from kv_events.kernels.load import load
 from kv_events.kernels.page_table import num_live
-from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, Progressed, ReservationRecord, Reserved
+from kv_events.reservations import PREFILL_COMPLETE, RELEASED, Progressed, ReservationRecord, Reserved
 from selection.kernels.booked import book, booked_lengths, count_own, make_pages, release
 from selection.kernels.weigh import LoadColumns, RosterColumns, weigh
 
@@ -126,29 +126,46 @@ class Book:
         streams: npt.NDArray[np.int32],
         pages: npt.NDArray[np.uint32],
         roster: RosterColumns,
-        numbers: tuple[int, int],
+        numbers: tuple[int, int, int],
         times: tuple[float, float],
     ) -> int:
         """Call the kernel of this name. roster: pinned."""
         return weigh(self._pinned, hashes, streams, pages, roster, self._pinned_loads, numbers, times)
 
     def apply(self, record: ReservationRecord, now: float) -> bool:
-        """Apply a record. Returns False if it changes nothing: a known id is reserved again, or an unknown one goes on.
+        """Apply a record. Returns False if it means nothing: a known id is reserved again, or an unknown one goes on.
 
         Raises BookFullError for a reservation without room.
         """
         self.expire(now)
+        if isinstance(record, Reserved) and record.decision.timestamp + self.ttl_s <= now:
+            return False
+        return self.restore(record, now)
+
+    def restore(self, record: ReservationRecord, now: float) -> bool:
+        """Apply a record of the past, for which a reservation may be older than its time-to-live. See `apply`.
+
+        `settle` must follow the last one.
+        """
         if isinstance(record, Reserved):
             return self._reserve(record, now)
         reservation = self._reservations.get(record.reservation_id)
         if reservation is None:
             return False
-        if record.step in (PREFILL_COMPLETE, OUTPUT_BLOCK):
-            self._progress(reservation, record)
-            self._touch(reservation, min(record.timestamp, now))
-        else:
+        if reservation.touched_at + self.ttl_s <= record.timestamp:  # it had expired before
+            self._expire(record.reservation_id, now)
+            return False
+        if record.step == RELEASED:
             self._end(record.reservation_id, now)
+            return True
+        self._progress(reservation, record)
+        self._touch(reservation, min(record.timestamp, now))
         return True
+
+    def settle(self, now: float) -> None:
+        """Expire what records of the past left behind."""
+        self._reservations = OrderedDict(sorted(self._reservations.items(), key=lambda item: item[1].touched_at))
+        self.expire(now)
 
     def expire(self, now: float) -> None:
         """End reservations that have expired, and forget predictions that have."""
@@ -156,8 +173,7 @@ class Book:
             first = next(iter(self._reservations))
             if self._reservations[first].touched_at + self.ttl_s > now:
                 break
-            self._end(first, now)
-            self.num_expired += 1
+            self._expire(first, now)
         while self._predicted and self._predicted[0][0] <= now:
             _, place, hashes = self._predicted.popleft()
             release(self._pinned, hashes, place, 0, now)
@@ -165,7 +181,7 @@ class Book:
     def _reserve(self, record: Reserved, now: float) -> bool:
         decision = record.decision
         at = min(decision.timestamp, now)
-        if decision.request_id in self._reservations or at + self.ttl_s <= now:
+        if decision.request_id in self._reservations:
             return False
         if len(self._reservations) >= self._max:
             raise BookFullError(f"{self._max} requests are reserved")
@@ -188,13 +204,19 @@ class Book:
             self.loads.prefill_tokens[place] -= reservation.prefill_tokens
             reservation.prefill_tokens = 0
             return
-        reservation.output_blocks += 1
-        self.loads.decode_blocks[place] += 1
+        if record.output_blocks <= reservation.output_blocks:
+            return  # it was applied before
+        self.loads.decode_blocks[place] += record.output_blocks - reservation.output_blocks
+        reservation.output_blocks = record.output_blocks
         if record.decay_fraction is not None:
             own = count_own(self._pinned, reservation.hashes, place) + reservation.output_blocks
             decayed = own * (1 - record.decay_fraction)
             self.loads.decode_blocks[place] += reservation.decayed - decayed
             reservation.decayed = decayed
+
+    def _expire(self, reservation_id: str, now: float) -> None:
+        self._end(reservation_id, now)
+        self.num_expired += 1
 
     def _end(self, reservation_id: str, now: float) -> None:
         ended = self._reservations.pop(reservation_id)

@@ -25,6 +25,8 @@ class Candidates(NamedTuple):
     predicted: Tokens
     """[n] tokens of the prompt that the rank holds on its device, or is about to: those of earlier decisions count for
     a short time. At least `held[:, 0]`."""
+    computed: npt.NDArray[np.float64]
+    """[n] tokens of the prompt that the rank must compute: those on its host count 0.25, and those on disks 0.75."""
     prefill_tokens: Tokens
     """[n] prompt tokens of booked requests that the rank still has to compute."""
     decode_blocks: Tokens
@@ -84,6 +86,7 @@ def selected(candidates: Candidates, rows: list[int]) -> Candidates:
         [candidates.dp_ranks[row] for row in rows],
         candidates.held[rows],
         candidates.predicted[rows],
+        candidates.computed[rows],
         candidates.prefill_tokens[rows],
         candidates.decode_blocks[rows],
         candidates.requests[rows],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ _COLD = 0.5
 Costs = npt.NDArray[np.float64]
 
 _random = np.random.default_rng()
+_turns = count(int(_random.integers(2**32)))  # so that replicas do not begin with the same worker
 
 
 class OverlapLoadPolicy:
@@ -39,8 +41,8 @@ class OverlapLoadPolicy:
 
     def choose(self, asked: Asked, candidates: Candidates) -> Choice:
         options = asked.options
-        prefill = candidates.prefill_tokens + effective_prefill_tokens(candidates, asked)
-        costs = prefill * (options.get("prefill_load_scale", 1.0) / candidates.block_size) + candidates.decode_blocks
+        scale = options.get("prefill_load_scale", 1.0) / candidates.block_size
+        costs = (candidates.prefill_tokens + candidates.computed) * scale + candidates.decode_blocks
         return Choice(
             lowest(costs, options.get("router_temperature", 0.0)), costs, "the least work for prefill and decode"
         )
@@ -54,7 +56,7 @@ class LmetricPolicy:
     """
 
     def choose(self, asked: Asked, candidates: Candidates) -> Choice:
-        waiting = candidates.prefill_tokens + effective_prefill_tokens(candidates, asked)
+        waiting = candidates.prefill_tokens + candidates.computed
         costs: Costs = np.maximum(waiting, 1.0) * (candidates.requests + 1)
         return Choice(lowest(costs), costs, "the lowest product of tokens to compute and requests")
 
@@ -66,7 +68,7 @@ class PriorityPolicy:
     """
 
     def choose(self, asked: Asked, candidates: Candidates) -> Choice:
-        own = effective_prefill_tokens(candidates, asked) / candidates.block_size
+        own = candidates.computed / candidates.block_size
         booked = candidates.prefill_tokens / candidates.block_size + candidates.decode_blocks
         costs = own + booked * 2.0 ** min(4.0, max(-4.0, asked.priority))
         return Choice(lowest(costs), costs, f"the least work, booked work weighed for priority {asked.priority:g}")
@@ -189,18 +191,6 @@ def _offered() -> dict[str, Callable[[], Policy]]:
     return {each.name: each.load() for each in entry_points(group=ENTRY_POINTS)}
 
 
-def effective_prefill_tokens(candidates: Candidates, asked: Asked) -> Costs:
-    """Return float64[n]: tokens of the prompt that each candidate must compute, those on slower tiers in part."""
-    options = asked.options
-    _, cpu, _, external = candidates.held.T
-    device = candidates.predicted
-    host = np.maximum(cpu, device)
-    saved = device + (host - device) * options.get("host_credit", 0.75)
-    saved = saved + (np.maximum(external, host) - host) * options.get("disk_credit", 0.25)
-    computed: Costs = np.maximum(asked.prompt_tokens - saved, 0.0)
-    return computed
-
-
 def preferred(choice: Choice, row: int, reason: str, *, is_always: bool = False) -> Choice:
     """Return the choice of a candidate if it costs at most twice as much as the best one, or `is_always`."""
     if is_always or choice.costs[row] <= 2 * choice.costs[choice.row]:
@@ -209,13 +199,16 @@ def preferred(choice: Choice, row: int, reason: str, *, is_always: bool = False)
 
 
 def lowest(costs: Costs, temperature: float = 0.0) -> int:
-    """Return the index of the lowest cost, a random one of several. temperature: see `OverlapLoadPolicy`."""
-    least = costs.min()
+    """Return the row with the lowest cost; of several, one after the other. temperature: see `OverlapLoadPolicy`."""
+    values: list[float] = costs.tolist()
+    least = min(values)
     if temperature > 0:
         weights = np.exp((least - costs) / (temperature * max(float(np.ptp(costs)), 1e-9)))
         return int(_random.choice(len(costs), p=weights / weights.sum()))
-    (best,) = np.nonzero(costs == least)
-    return int(best[0] if len(best) == 1 else _random.choice(best))
+    if values.count(least) == 1:
+        return values.index(least)
+    best = [row for row, cost in enumerate(values) if cost == least]
+    return best[next(_turns) % len(best)]
 
 
 def _place(candidates: Candidates, index: int) -> tuple[str, int]:

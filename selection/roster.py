@@ -120,6 +120,9 @@ class Roster:
     pinned: RosterColumns
     pages: Tokens
     """[n] pages that a rank holds on its device."""
+    candidates: Candidates
+    """All ranks, in the memory of `columns`."""
+    all_rows: range
     other_requests: Tokens
     """[n] requests of an engine that are not booked here, as the next."""
     other_blocks: Tokens
@@ -151,25 +154,13 @@ class Rosters:
     def candidates(self, namespace: Namespace, freshness: Freshness, found: Found, now: float) -> Weighed:
         """Return the candidates for a prompt: all ranks of the roster that have not expired."""
         roster, block_size = self.of(namespace, now), namespace.key.block_size
-        numbers = block_size, -(-found.tokens // block_size)
+        numbers = block_size, -(-found.tokens // block_size), found.tokens
         times = now, freshness.expired_before()
         count = self._book.weigh(found.hashes, found.streams, found.pages, roster.pinned, numbers, times)
-        columns = roster.columns
-        candidates = Candidates(
-            roster.workers,
-            roster.dp_ranks,
-            columns.held[:count],
-            columns.predicted[:count],
-            columns.prefill_tokens[:count],
-            columns.decode_blocks[:count],
-            columns.requests[:count],
-            roster.pages,
-            roster.roles,
-            block_size,
-        )
         if count == len(roster.streams) and not roster.has_others:
-            return Weighed(roster, range(count), candidates)
-        rows = columns.rows[:count].tolist()
+            return Weighed(roster, roster.all_rows, roster.candidates)
+        rows = roster.columns.rows[:count].tolist()
+        candidates = selected(roster.candidates, list(range(count)))
         return Weighed(
             roster,
             rows,
@@ -209,11 +200,41 @@ class Rosters:
             np.zeros((size, 2), np.int64),
             np.zeros(size, np.int32),
             np.zeros((size, NUM_MEDIA), np.int64),
-            *(np.zeros(size, np.int64) for _ in range(4)),
+            np.zeros(size, np.int64),
+            np.zeros(size),
+            *(np.zeros(size, np.int64) for _ in range(3)),
         )
         pages, requests, blocks = (np.zeros(size, np.int64) for _ in range(3))
-        ranked = workers, dp_ranks, streams, roles, endpoints, rows
-        return Roster(state, *ranked, columns, pin(columns), pages, requests, blocks, [None] * size)
+        candidates = Candidates(
+            workers,
+            dp_ranks,
+            columns.held,
+            columns.predicted,
+            columns.computed,
+            columns.prefill_tokens,
+            columns.decode_blocks,
+            columns.requests,
+            pages,
+            roles,
+            namespace.key.block_size,
+        )
+        return Roster(
+            state=state,
+            workers=workers,
+            dp_ranks=dp_ranks,
+            streams=streams,
+            roles=roles,
+            endpoints=endpoints,
+            rows=rows,
+            columns=columns,
+            pinned=pin(columns),
+            pages=pages,
+            candidates=candidates,
+            all_rows=range(size),
+            other_requests=requests,
+            other_blocks=blocks,
+            reports=[None] * size,
+        )
 
     def _refresh(self, roster: Roster, namespace: Namespace, now: float) -> None:
         """Read what changes without a change of the roster, and need not be exact."""

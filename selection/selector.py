@@ -15,7 +15,7 @@ from kv_events.http.selection import SelectRequest
 from kv_events.limits import MAX_PAGES_PER_DECISION
 from kv_events.reservations import Reserved
 from selection.candidates import Asked, Candidates, Choice, Policy
-from selection.policies import effective_prefill_tokens, preferred
+from selection.policies import preferred
 from selection.roster import Found, Rosters, Weighed
 
 _MAX_CANDIDATES = 16
@@ -75,8 +75,7 @@ class Selector:
             row = next((i for i, each in enumerate(places) if each[0] == worker and rank in (None, each[1])), None)
             if row is not None:
                 choice = preferred(choice, row, "the target of the request")
-        tokens = effective_prefill_tokens(weighed.candidates, asked)
-        return Chosen(weighed, choice, round(float(tokens[choice.row])), found)
+        return Chosen(weighed, choice, round(weighed.candidates.computed.item(choice.row)), found)
 
     def record(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> Reserved:
         """Return the reservation of a choice."""

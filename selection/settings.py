@@ -5,6 +5,7 @@ from pydantic import Field, field_validator
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.variables import variable
+from selection.book import Book
 from selection.policies import DEFAULT_POLICY, create_policy
 
 
@@ -19,6 +20,10 @@ class SelectionSettings(KvsightSettings):
     """Seconds after which a reservation expires of which nothing was heard. Longer than the longest request."""
     predict_s: float = Field(2.0, ge=0)
     """Seconds for which the pages of a placed request count as held before its engine says so. 0: not at all."""
+
+    def book(self) -> Book:
+        """Return an empty book."""
+        return Book(self.reservation_ttl_s, self.predict_s)
 
     @field_validator("policy")
     @classmethod

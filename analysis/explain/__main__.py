@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 
 from analysis.explain.asked_prompt import EXIT_REFUSED, ExplainError, ExplainJob
+from analysis.explain.decisions import decisions_beside
 from analysis.explain.explanation import NothingToExplainError, explain
 from indexer.replay import Timeline, open_beginning
 from indexer.settings import IndexerSettings
-from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import KvsightError
 from kv_events.http.explanations import Explanation
 from kv_events.log.moments import LogMoment
-from kv_events.log.reader import RecordChunk, scan_log, torn_tail
+from kv_events.log.reader import RecordChunk, torn_tail
 from kv_events.runtime.helper_process import become_helper, write_result
 
 
@@ -52,8 +52,7 @@ def _explain(job: ExplainJob) -> Explanation | ExplainError:
             last = chunk
             yield chunk
 
-    decisions = scan_log(folder / DECISIONS_FOLDER, lambda _: None)
-    found = explain(job.prompt, chunks(), job.moment, beginning.views, decisions)
+    found = explain(job.prompt, chunks(), job.moment, beginning.views, decisions_beside(folder))
     damage = [*log.damage, *filter(None, [beginning.fault, torn_tail(folder, last, log.damage)])]
     return msgspec.structs.replace(found, damage=list(map(str, damage)))
 

@@ -27,6 +27,7 @@ from kv_events.log.batch_columns import BatchColumns
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.records import Channel, LogRecord
+from kv_events.reservations import CHOICES
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId, split_group
 
@@ -150,8 +151,8 @@ class PromptTracer(ApplyObserver):
         for each in records:
             if isinstance(each, RecordChunk):
                 newest = max(newest, self._follow_chunk(each, until))
-            elif each[1].channel == Channel.DECISIONS:
-                self.decisions.take(each[1].payload)
+            elif each[1].channel in CHOICES:
+                self.decisions.take(each[1].channel, each[1].payload)
             elif each[1].channel == Channel.EVENTS:
                 newest = max(newest, each[1].timestamp_ms / 1000)
                 self._follow_record(*each, until)

@@ -15,7 +15,7 @@ from api.queries.large_bodies import Body, BodyFormat, Data, elements, slimmed
 from api.queries.parsing import BY_ANY, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from indexer.consumer import Consumer
-from indexer.decisions.log import NO_LOG, QUEUE_FULL, DecisionLog
+from indexer.writing.queue import NO_LOG, QUEUE_FULL, WriteQueue
 from kv_events.decisions import VERSION, Candidate, Decision, DecisionRecord, Outcome, encode_decision
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
@@ -51,7 +51,7 @@ class DecisionRoute:
     """The route. A record is checked and queued, never waited for."""
 
     def __init__(
-        self, consumer: Consumer, log: DecisionLog, on_record: Callable[[DecisionRecord], None] = lambda _: None
+        self, consumer: Consumer, log: WriteQueue, on_record: Callable[[DecisionRecord], None] = lambda _: None
     ) -> None:
         """on_record: receives each record, also those that the log drops, in the event loop."""
         self._consumer = consumer

@@ -66,7 +66,7 @@ def selection_of(request: SelectRequest, chosen: Chosen, namespace: Namespace, r
         block_size=block_size,
         overlap=_overlap(chosen.weighed, row),
         effective_prefill_tokens=chosen.prefill_tokens,
-        potential_decode_blocks=int(candidates.decode_blocks[row]),
+        potential_decode_blocks=candidates.decode_blocks.item(row),
         **extra,  # type: ignore[arg-type]
     )
 
@@ -82,8 +82,8 @@ def _overlap(weighed: Weighed, row: int) -> Overlap:
         members = [i for i, each in enumerate(rows) if each in of_worker]
         gpu, cpu, _, external = candidates.held[members].max(axis=0).tolist()
         ranks = {candidates.dp_ranks[i]: int(candidates.held[i, 0]) for i in members}
-    predicted = int(candidates.predicted[row])
-    more = predicted if predicted > candidates.held[row, 0] else UNSET
+    predicted = candidates.predicted.item(row)
+    more = predicted if predicted > candidates.held.item(row, 0) else UNSET
     return Overlap(longest_matched=external, gpu=gpu, dp=ranks, cpu=cpu, disk=external, predicted=more)
 
 

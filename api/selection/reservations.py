@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from http import HTTPStatus
 
 import msgspec
@@ -23,8 +22,9 @@ from indexer.namespaces import Namespace
 from kv_events.decisions import VERSION, Decision
 from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
-from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, ReservationRecord, Reserved
-from selection.book import Book, BookFullError
+from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
+from selection.book import BookFullError
+from selection.exchange import ReservationExchange
 from selection.roster import Rosters
 
 _PENDING_S, _MAX_PENDING = 120.0, 4096
@@ -36,23 +36,24 @@ class Reservations:
     def __init__(
         self,
         served: ViewSource,
-        book: Book,
         rosters: Rosters,
-        put: Callable[[ReservationRecord], object],
-        replica: str,
+        exchange: ReservationExchange,
         max_body_bytes: int,
     ) -> None:
-        """put: receives each record after it was applied. replica: name of this process in records."""
+        """exchange: gets each record after it was applied to its book."""
         self._served = served
-        self._book = book
+        self._exchange = exchange
+        self._book = exchange.book
         self._rosters = rosters
-        self._put = put
-        self._replica = replica
+        self._put = exchange.put
+        self._replica = exchange.replica
         self._max_body_bytes = max_body_bytes
         self._pending: OrderedDict[tuple[str, str, str], tuple[float, Reserved]] = OrderedDict()
 
     def namespace(self, model: str, tenant: str) -> Namespace:
         """Return the namespace of a model. Raises ProblemError (503, 409)."""
+        if why := self._exchange.why_not_ready():
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, why, retry_after_s=1)
         found = self._served.namespaces.find(model, tenant)
         if not found:
             detail = f"no schedulable workers for model={model} routing_group={tenant}"
@@ -192,7 +193,9 @@ class Reservations:
 
     def _progress(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> Response:
         now = self._served.now()
-        record = Progressed(VERSION, self._replica, reservation_id, now, step, decay_fraction)
+        known = self._book.get(reservation_id)
+        blocks = known.output_blocks + 1 if known is not None and step == OUTPUT_BLOCK else 0
+        record = Progressed(VERSION, self._replica, reservation_id, now, step, decay_fraction, blocks)
         if not self._book.apply(record, now):
             raise _unknown(f"reservation {reservation_id} not found", reservation_id)
         self._put(record)

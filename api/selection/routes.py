@@ -21,9 +21,8 @@ from api.selection.reservations import Reservations
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Selection, SelectRequest
-from selection.policies import effective_prefill_tokens
 from selection.roster import Found, Weighed
-from selection.selector import NoCandidateError, Selector, asked_of
+from selection.selector import NoCandidateError, Selector
 
 _SENTINELS = [secrets.randbits(32) for _ in range(3)]
 """Numbers that no client can know, see `api.fast.templates`."""
@@ -103,10 +102,11 @@ class SelectionRoutes:
         return answer
 
     async def _potential_loads(self, body: Body, body_format: BodyFormat) -> Response:
-        request, namespace, found = await self._asked(body, body_format)
+        _, namespace, found = await self._asked(body, body_format)
         roster, rows, candidates = self._weighed(namespace, found)
-        tokens = effective_prefill_tokens(candidates, asked_of(request, found, self._served.now()))
-        columns = tokens + candidates.prefill_tokens, candidates.decode_blocks, candidates.requests
+        is_cut = found.tokens % namespace.key.block_size > 0  # an incomplete page does not count here
+        blocks = candidates.decode_blocks - is_cut
+        columns = candidates.computed + candidates.prefill_tokens, blocks, candidates.requests
         return json_response(loads_of(roster, rows, *columns))
 
     async def _overlap_scores(self, body: Body, body_format: BodyFormat) -> Response:

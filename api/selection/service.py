@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable
-
 from fastapi import APIRouter
 
 from api.queries.routes import RawEndpoint
 from api.selection.reservations import Reservations
 from api.selection.routes import SelectionRoutes
 from api.view_source import ViewSource
-from kv_events.reservations import ReservationRecord
-from selection.book import Book
+from selection.exchange import ReservationExchange
 from selection.policies import create_policy
 from selection.roster import Directory, Rosters
 from selection.selector import Selector
@@ -27,15 +23,14 @@ class SelectionService:
         served: ViewSource,
         settings: SelectionSettings,
         directory: Directory,
-        put: Callable[[ReservationRecord], object],
+        exchange: ReservationExchange,
         max_body_bytes: int,
     ) -> None:
-        """put: receives each record after it was applied."""
-        self.book = Book(settings.reservation_ttl_s, settings.predict_s)
-        replica = str(uuid.uuid4())
-        rosters = Rosters(self.book, directory)
-        selector = Selector(rosters, create_policy(settings.policy), replica)
-        self._reservations = Reservations(served, self.book, rosters, put, replica, max_body_bytes)
+        """exchange: has the book, and gets each record after it was applied."""
+        self.exchange = exchange
+        rosters = Rosters(exchange.book, directory)
+        selector = Selector(rosters, create_policy(settings.policy), exchange.replica)
+        self._reservations = Reservations(served, rosters, exchange, max_body_bytes)
         self._routes = SelectionRoutes(served, selector, self._reservations, max_body_bytes)
         self.answer = self._routes.answer
         """See `SelectionRoutes`."""

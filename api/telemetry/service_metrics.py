@@ -18,9 +18,10 @@ from api.telemetry.families import Collected, counter, gauge
 from api.telemetry.view_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
 from api.view_source import ViewSource
 from indexer.consumer import Consumer
-from indexer.decisions.log import DecisionLog
 from indexer.views import ViewState
+from indexer.writing.queue import WriteQueue
 from kv_events.schema import MEDIA
+from selection.exchange import ReservationExchange
 
 _BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
 _SLICE_SAMPLES = 500
@@ -110,13 +111,23 @@ def consumer_families(consumer: Consumer) -> Iterator[Metric]:
         yield gauge("kvsight_log_lag_records", "Records in the log that are not applied yet", lag)
 
 
-def decision_families(log: DecisionLog) -> Iterator[Metric]:
-    """Yield the families of the records of routers."""
+def queue_families(log: WriteQueue) -> Iterator[Metric]:
+    """Yield the families of a queue of decisions or reservations."""
+    name = log.contents.name
     dropped = {reason.replace(" ", "_"): count for reason, count in log.dropped.items()}
-    yield counter("kvsight_decisions", "Records of routers accepted", log.accepted, "kind")
-    yield counter("kvsight_decisions_dropped", "Records of routers dropped", dropped, "reason")
-    yield counter("kvsight_decisions_written", "Records of routers written", log.written)
-    yield gauge("kvsight_decisions_queued", "Records of routers that wait to be written", log.num_queued)
+    yield counter(f"kvsight_{name}", f"Records of {name} accepted", log.accepted, "kind")
+    yield counter(f"kvsight_{name}_dropped", f"Records of {name} dropped", dropped, "reason")
+    yield counter(f"kvsight_{name}_written", f"Records of {name} written", log.written)
+    yield gauge(f"kvsight_{name}_queued", f"Records of {name} that wait to be written", log.num_queued)
+
+
+def reservation_families(exchange: ReservationExchange) -> Iterator[Metric]:
+    """Yield the families of the book, and of its exchange with other replicas."""
+    yield from queue_families(exchange.queue)
+    yield gauge("kvsight_reservations_booked", "Requests that are reserved now", len(exchange.book))
+    yield counter("kvsight_reservations_expired", "Reservations that expired", exchange.book.num_expired)
+    yield counter("kvsight_reservations_applied", "Records of other replicas applied", exchange.applied)
+    yield counter("kvsight_reservations_rejected", "Records not applied", exchange.rejected, "reason")
 
 
 def tenant_families(served: ViewSource, rates: TenantRates) -> Iterator[Metric]:

@@ -49,13 +49,18 @@ def aiohttp_rate(service: HTTPConnection, bodies: Sequence[bytes], connections: 
 
 
 def paced_us(
-    service: HTTPConnection, bodies: Sequence[bytes], connections: int, seconds: float, rate: float
+    service: HTTPConnection,
+    bodies: Sequence[bytes],
+    connections: int,
+    seconds: float,
+    rate: float,
+    path: str = "/query",
 ) -> list[float]:
     """Send requests at a fixed rate, and return how long each answer took since its request was due, in us.
 
     A request that is due while no connection is free waits for one. Raises RuntimeError for an answer that is not 200.
     """
-    requests = cycle([_request(service, body, number) for number, body in enumerate(bodies)])
+    requests = cycle([_request(service, path, body, number) for number, body in enumerate(bodies)])
     lines = {line.fileno(): line for line in (_line(service) for _ in range(connections))}
     poll, free, late = select.epoll(), deque(lines), deque[float]()
     for line in lines:
@@ -88,10 +93,10 @@ def _line(service: HTTPConnection) -> socket.socket:
     return line
 
 
-def _request(service: HTTPConnection, body: bytes, number: int) -> bytes:
+def _request(service: HTTPConnection, path: str, body: bytes, number: int) -> bytes:
     headers = {"Host": f"{service.host}:{service.port}", "Content-Length": str(len(body))} | _JSON | own_lines(number)
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"POST /query HTTP/1.1\r\n{head}\r\n".encode() + body
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
 def _is_complete(answer: bytes) -> bool:

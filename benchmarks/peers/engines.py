@@ -3,7 +3,7 @@
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from multiprocessing.connection import Connection
@@ -27,8 +27,30 @@ def prompts() -> list[list[int]]:
     return tokens
 
 
+Registering = Callable[[HTTPConnection, int, str], object]
+"""Makes a service read a worker. Parameters: the service, the worker's number, the address of its events."""
+
+
+def register(service: HTTPConnection, worker: int, endpoint: str) -> None:
+    """Make an indexer read a worker."""
+    body = {"instance_id": worker, "endpoint": endpoint, "model_name": "m", "block_size": BLOCK_SIZE}
+    posted(service, "/register", msgspec.json.encode(body))
+
+
+def is_filled(service: HTTPConnection, num_workers: int) -> bool:
+    """Return whether an indexer knows all pages."""
+    body = msgspec.json.encode({"model_name": "m", "token_ids": prompts()[-1]})
+    expected = {str(worker): {"0": PAGES * BLOCK_SIZE} for worker in range(num_workers)}
+    return bool(posted(service, "/query", body).get("scores") == expected)
+
+
 @contextmanager
-def holding(services: Sequence[HTTPConnection], num_workers: int) -> Iterator[None]:
+def holding(
+    services: Sequence[HTTPConnection],
+    num_workers: int,
+    add: Registering = register,
+    is_done: Callable[[HTTPConnection, int], bool] = is_filled,
+) -> Iterator[None]:
     """Fill services with the pages of `num_workers` engines, which run for the duration of the block."""
     ours, theirs = multiprocessing.Pipe()
     arguments = (theirs, num_workers, len(services))
@@ -37,26 +59,18 @@ def holding(services: Sequence[HTTPConnection], num_workers: int) -> Iterator[No
     theirs.close()  # so that the end of the process ends the wait for it
     try:
         for worker, port in enumerate(ours.recv()):
-            endpoint = f"tcp://127.0.0.1:{port}"
-            body = {"instance_id": worker, "endpoint": endpoint, "model_name": "m", "block_size": BLOCK_SIZE}
             for service in services:
-                posted(service, "/register", msgspec.json.encode(body))
+                add(service, worker, f"tcp://127.0.0.1:{port}")
         for service in services:
-            _wait(service, num_workers)
+            give_up = time.monotonic() + GIVE_UP_S
+            while not is_done(service, num_workers):
+                if time.monotonic() > give_up:
+                    raise TimeoutError(f"the service at port {service.port} lacks pages after {GIVE_UP_S} s")
+                time.sleep(_POLL_S)
         yield
     finally:
         process.kill()
         process.join()
-
-
-def _wait(service: HTTPConnection, num_workers: int) -> None:
-    body = msgspec.json.encode({"model_name": "m", "token_ids": prompts()[-1]})
-    expected = {str(worker): {"0": PAGES * BLOCK_SIZE} for worker in range(num_workers)}
-    give_up = time.monotonic() + GIVE_UP_S
-    while posted(service, "/query", body).get("scores") != expected:
-        if time.monotonic() > give_up:
-            raise TimeoutError(f"the service at port {service.port} does not hold all pages after {GIVE_UP_S} s")
-        time.sleep(_POLL_S)
 
 
 def _publish(pipe: Connection, num_workers: int, num_services: int) -> None:

@@ -76,7 +76,9 @@ class Measured(NamedTuple):
     p99_us: float
 
 
-def measured(service: HTTPConnection, bodies: Sequence[bytes], content_type: str, connections: int) -> Measured:
+def measured(
+    service: HTTPConnection, bodies: Sequence[bytes], content_type: str, connections: int, path: str = "/query"
+) -> Measured:
     """Run wrk with one thread for `SECONDS`. Raises RuntimeError if an answer is not 200.
 
     bodies: without line ends. With several, each request also has headers of its own.
@@ -87,7 +89,7 @@ def measured(service: HTTPConnection, bodies: Sequence[bytes], content_type: str
         has_own = str(len(bodies) > 1).lower()
         script.write_text(_SCRIPT.format(bodies=content, content_type=content_type, has_own_headers=has_own))
         command = ["wrk", "-t1", f"-c{connections}", f"-d{SECONDS}s", "-s", str(script)]
-        url = f"http://{service.host}:{service.port}/query"
+        url = f"http://{service.host}:{service.port}{path}"
         done = subprocess.run([*command, url], check=True, capture_output=True, text=True)
     rate, failed, p50, p99 = map(float, done.stdout.splitlines()[-1].split())
     if failed:
@@ -122,11 +124,11 @@ def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figur
     tokens = prompts()[0]
     for pages, goal in zip(PAGES, _GOALS_OWN[num_workers], strict=False):
         asked = tokens[: pages * BLOCK_SIZE]
-        for mode, bodies in (("own headers", _own_bodies(asked)), ("varying", _varying_bodies(asked))):
-            ours, theirs = _rounds([(each, bodies, "application/json") for each in services], CONNECTIONS)
+        for mode, bodies in (("own headers", own_bodies(asked)), ("varying", _varying_bodies(asked))):
+            ours, theirs = rounds([(each, bodies, "application/json") for each in services], CONNECTIONS)
             rates = [each.rate for each in ours], [each.rate for each in theirs]
             row = f"{num_workers} workers, {pages} pages, {mode}"
-            yield from _rates(row, *rates, goal if mode == "own headers" else "")
+            yield from compared_rates(row, *rates, goal if mode == "own headers" else "")
             if mode == "own headers":
                 yield from _python_clients(services, bodies, f"{num_workers} workers, {pages} pages", rates)
     for pages, goal in zip(PAGES, _GOALS[num_workers], strict=True):
@@ -139,7 +141,7 @@ def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figur
             yield from _packed(services, body, msgspec.msgpack.encode(packed), row)
 
 
-def _own_bodies(tokens: list[int]) -> list[bytes]:
+def own_bodies(tokens: list[int]) -> list[bytes]:
     """Return bodies that ask for all pages but the last one, which is different in each."""
     asked = {"model_name": "m", "token_ids": tokens}
     own = np.random.default_rng(1).integers(0, 128_000, (_OWN_REQUESTS, BLOCK_SIZE)).tolist()
@@ -148,7 +150,7 @@ def _own_bodies(tokens: list[int]) -> list[bytes]:
 
 def _varying_bodies(tokens: list[int]) -> list[bytes]:
     bodies = []
-    for number, body in enumerate(_own_bodies(tokens)):
+    for number, body in enumerate(own_bodies(tokens)):
         query = msgspec.json.decode(body)
         kinds = {"cache_salt": f"user-{number}"}, {"lora_name": f"adapter-{number % _MOST_ADAPTERS}"}
         match number % 4:
@@ -169,7 +171,7 @@ def _python_clients(
     for _ in range(ROUNDS):
         for each, service in zip(by_aiohttp, services, strict=True):
             each.append(aiohttp_rate(service, bodies, CONNECTIONS, SECONDS))
-    yield from _rates(f"{row}, aiohttp", *by_aiohttp, "≥ 1")
+    yield from compared_rates(f"{row}, aiohttp", *by_aiohttp, "≥ 1")
     if row.endswith(f" {_HALF_LOAD_PAGES} pages"):
         for name, goal, service, rate in zip(("kvsight", "Dynamo"), ("≤ 1000", ""), services, rates, strict=True):
             runs = [paced_us(service, bodies, CONNECTIONS, SECONDS, median(rate) / 2) for _ in range(ROUNDS)]
@@ -179,7 +181,7 @@ def _python_clients(
 
 def _compared(services: list[HTTPConnection], body: bytes, row: str, goal: str) -> Iterator[Figure]:
     for connections in (CONNECTIONS, 1):
-        ours, theirs = _rounds([(each, [body], "application/json") for each in services], connections)
+        ours, theirs = rounds([(each, [body], "application/json") for each in services], connections)
         if connections == 1:
             for name in ("p50_us", "p99_us"):
                 values = [[getattr(each, name) for each in side] for side in (ours, theirs)]
@@ -188,25 +190,28 @@ def _compared(services: list[HTTPConnection], body: bytes, row: str, goal: str) 
                 yield figure(f"{label}: kvsight", "us", values[0])
                 yield figure(f"{label}: Dynamo", "us", values[1])
         else:
-            yield from _rates(row, [each.rate for each in ours], [each.rate for each in theirs], goal)
+            yield from compared_rates(row, [each.rate for each in ours], [each.rate for each in theirs], goal)
 
 
 def _packed(services: list[HTTPConnection], body: bytes, packed: bytes, row: str) -> Iterator[Figure]:
     runs = [(services[0], [packed], "application/msgpack"), (services[1], [body], "application/json")]
-    ours, theirs = _rounds(runs, CONNECTIONS)
-    yield from _rates(f"{row}, packed", [each.rate for each in ours], [each.rate for each in theirs], "≥ 3")
+    ours, theirs = rounds(runs, CONNECTIONS)
+    yield from compared_rates(f"{row}, packed", [each.rate for each in ours], [each.rate for each in theirs], "≥ 3")
 
 
-def _rates(row: str, ours: list[float], theirs: list[float], goal: str) -> Iterator[Figure]:
+def compared_rates(row: str, ours: list[float], theirs: list[float], goal: str) -> Iterator[Figure]:
+    """Yield the ratio of two series of rates, then both."""
     yield figure(f"{row}: kvsight : Dynamo", "x", [median(ours) / median(theirs)], goal)
     yield figure(f"{row}: kvsight", "req/s", ours)
     yield figure(f"{row}: Dynamo", "req/s", theirs)
 
 
-def _rounds(runs: Sequence[tuple[HTTPConnection, list[bytes], str]], connections: int) -> list[list[Measured]]:
+def rounds(
+    runs: Sequence[tuple[HTTPConnection, list[bytes], str]], connections: int, path: str = "/query"
+) -> list[list[Measured]]:
     """Return the results of each service, of rounds in which they take turns."""
     results: list[list[Measured]] = [[] for _ in runs]
     for _ in range(ROUNDS):
         for result, (service, bodies, content_type) in zip(results, runs, strict=True):
-            result.append(measured(service, bodies, content_type, connections))
+            result.append(measured(service, bodies, content_type, connections, path))
     return results

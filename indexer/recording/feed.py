@@ -8,10 +8,11 @@ from urllib.parse import unquote
 
 from indexer.sources.base import Source
 from kv_events.codec import decode_batch
-from kv_events.decisions import Decision, decode_decision
+from kv_events.decisions import Decision
 from kv_events.errors import RecordRejectedError
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
+from kv_events.reservations import CHOICES, decode_choice
 from kv_events.streams import split_group
 
 _MAX_REQUESTS = 65_536
@@ -69,10 +70,10 @@ class Selection:
         self._requests: OrderedDict[str, None] = OrderedDict()  # ids of selected decisions, newest last
 
     def takes(self, record: LogRecord) -> bool:
-        """Return whether a record belongs to the selection. The outcomes of selected decisions do."""
+        """Return whether a record belongs to the selection. What followed selected decisions does."""
         if self._worker is None and self._model is None:
             return True
-        return self._takes_decision(record) if record.channel == Channel.DECISIONS else self._takes_stream(record.key)
+        return self._takes_choice(record) if record.channel in CHOICES else self._takes_stream(record.key)
 
     def _takes_stream(self, key: bytes) -> bool:
         """key: that of a worker stream, `tenant/model/worker/rank`, each part percent-encoded."""
@@ -82,13 +83,13 @@ class Selection:
         _, model, worker, _ = parts
         return self._model in (None, split_group(model)[0]) and self._worker in (None, worker)
 
-    def _takes_decision(self, record: LogRecord) -> bool:
+    def _takes_choice(self, record: LogRecord) -> bool:
         try:
-            found = decode_decision(record.payload)
+            found = decode_choice(record.channel, record.payload)
         except RecordRejectedError:
             return False
         if not isinstance(found, Decision):
-            return found.request_id in self._requests
+            return (record.key.decode() if found is None else found.request_id) in self._requests
         if self._model not in (None, found.model) or self._worker not in (None, found.worker):
             return False
         self._requests[found.request_id] = None

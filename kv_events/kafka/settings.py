@@ -8,7 +8,7 @@ from pydantic import Field, SecretStr, model_validator
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.variables import variable
-from kv_events.streams import CONTROL_TOPIC, DECISIONS_TOPIC, EVENTS_TOPIC
+from kv_events.streams import CONTROL_TOPIC, DECISIONS_TOPIC, EVENTS_TOPIC, RESERVATIONS_TOPIC
 
 _TOPIC_NAME = r"^[a-zA-Z0-9._-]{1,249}$"
 """Names that Kafka accepts."""
@@ -56,8 +56,10 @@ class KafkaSettings(KvsightSettings):
     """Topic of the resync requests."""
     decisions_topic: str = Field(DECISIONS_TOPIC, pattern=_TOPIC_NAME)
     """Topic of the routers' decisions. The service writes it, and creates it with the first decision."""
+    reservations_topic: str = Field(RESERVATIONS_TOPIC, pattern=_TOPIC_NAME)
+    """Topic of the reservations. Services write it and read it, and create it with the first reservation."""
     topic_partitions: int = Field(default=8, ge=1, le=100_000)
-    """Partitions of the topics of events and of decisions when they are created. The control topic has one."""
+    """Partitions of all topics but the control topic when they are created. The control topic has one."""
     topic_replication: int = Field(default=1, ge=1, le=32_767)
     """Replicas of all topics when they are created."""
     topic_retention_s: int = Field(default=86_400, ge=60, le=10 * 365 * 86_400)
@@ -73,9 +75,12 @@ class KafkaSettings(KvsightSettings):
     def _topics_differ(self) -> Self:
         if self.events_topic == self.control_topic:
             raise InvalidValueError(variable("control_topic"), self.control_topic, "another topic than the events'")
-        if self.decisions_topic in (self.events_topic, self.control_topic):
+        others = self.events_topic, self.control_topic
+        if self.decisions_topic in others:
             expected = "another topic than those of the events and of the resync requests"
             raise InvalidValueError(variable("decisions_topic"), self.decisions_topic, expected)
+        if self.reservations_topic in (*others, self.decisions_topic):
+            raise InvalidValueError(variable("reservations_topic"), self.reservations_topic, "a topic of its own")
         return self
 
     @model_validator(mode="after")

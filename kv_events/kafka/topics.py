@@ -1,7 +1,7 @@
 """Creates the topics, and compares existing ones with the settings.
 
-Publishers, `kvsight doctor --create-topics` and, for the decisions alone, the service create topics. All other clients
-wait for them.
+Publishers, `kvsight doctor --create-topics` and, for decisions and reservations alone, the service create topics. All
+other clients wait for them.
 """
 
 import asyncio
@@ -171,4 +171,5 @@ def _partitions(settings: KafkaSettings) -> dict[str, int]:
         settings.events_topic: settings.topic_partitions,
         settings.control_topic: 1,
         settings.decisions_topic: settings.topic_partitions,
+        settings.reservations_topic: settings.topic_partitions,
     }

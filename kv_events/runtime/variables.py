@@ -26,7 +26,7 @@ redis redis_password snapshot_interval_s max_pages max_set_bytes max_streams max
 group advertise_url port api_token
 """
 _FLAGS = """
-log_level log_format kafka_client_id decisions_topic
+log_level log_format kafka_client_id decisions_topic reservations_topic
 redis_password_file redis_ca_file redis_cert_file redis_key_file redis_key_password_file
 snapshot_dir record record_keep record_max_bytes explain_timeout_s tenant_limits_file dead_letter_dir
 host reuse_port max_connections allowed_hosts answer_before_ready tokenize_url metrics_max_workers

@@ -131,6 +131,8 @@ def _follower(
     """The service that reads a log. url: of its socket."""
     from api.service import LiveService
     from indexer.assembly import create_consumer, create_decision_log
+    from selection.exchange import create_exchange
+    from selection.settings import SelectionSettings
 
     group = None
     if shards.group is None:
@@ -143,8 +145,17 @@ def _follower(
         consumer = create_consumer(indexer, recording=recording, membership=membership)
         group = ShardGroup(consumer, membership, shards, settings)
         err.print(f"member of group {shards.group}, which others reach at {membership.url}")
-    log, decisions = indexer.event_log_dir, create_decision_log(indexer)
-    return LiveService(consumer, settings, None, decisions, recording, log, group, limits=registration)
+    reservations = None if group is not None else create_exchange(indexer, SelectionSettings().book())
+    return LiveService(
+        consumer,
+        settings,
+        decisions=create_decision_log(indexer),
+        recording=recording,
+        event_log=indexer.event_log_dir,
+        group=group,
+        reservations=reservations,
+        limits=registration,
+    )
 
 
 def _recording(indexer: IndexerSettings, settings: ApiSettings) -> RecordingThread | None:
@@ -172,11 +183,15 @@ def _embedded(
     from api.workers.registrations import Registrations
     from indexer.assembly import create_consumer, create_decision_log, create_store
     from kv_events.log.memory import MemoryLog
+    from selection.exchange import create_exchange
+    from selection.settings import SelectionSettings
 
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations", "registrations.json")
     parts = consumer, log, registration, bridge, store
     registrations = Registrations(*parts, own_port=port, max_files=max_files, configured=engines)
+    reservations = create_exchange(indexer, SelectionSettings().book(), recording)
     decisions = create_decision_log(indexer, recording)
-    return LiveService(consumer, settings, registrations, decisions, recording, limits=registration)
+    given = registrations, decisions, recording
+    return LiveService(consumer, settings, *given, reservations=reservations, limits=registration)

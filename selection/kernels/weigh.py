@@ -11,6 +11,11 @@ from kv_events.kernels.numbers import int32, int64
 from kv_events.schema import NUM_MEDIA
 from selection.kernels.booked import BookedPages, booked_lengths
 
+HOST = 1
+"""Column of the host in `RosterColumns.held`."""
+HOST_CREDIT, DISK_CREDIT = 0.75, 0.25
+"""Worth of a token on the host and on disks, where one on the device is worth 1: those of Dynamo 1.6.1."""
+
 
 class RosterColumns(NamedTuple):
     """The ranks that may be chosen, and room for what is found about them. All have n rows."""
@@ -30,8 +35,9 @@ class RosterColumns(NamedTuple):
     rows: I32Vector
     """Output: rows of the roster."""
     held: I64Matrix
-    """[n, 4] output, as the next four: see `Candidates`."""
+    """[n, 4] output, as those that follow: see `Candidates`."""
     predicted: I64Vector
+    computed: F64Vector
     prefill_tokens: I64Vector
     decode_blocks: I64Vector
     requests: I64Vector
@@ -55,15 +61,16 @@ def weigh(
     pages: U32Matrix,
     roster: RosterColumns,
     loads: LoadColumns,
-    numbers: tuple[int, int],
+    numbers: tuple[int, int, int],
     times: tuple[float, float],
 ) -> int:
     """Write the columns of the candidates, and return how many there are: all but expired ranks.
 
-    hashes: uint64[pages of the prompt]. streams, pages: what `find` found. numbers: tokens of a page, and pages of the
-    prompt with the last, incomplete one. times: now in seconds since 1970, and see `Freshness.expired_before`.
+    hashes: uint64[pages of the prompt]. streams, pages: what `find` found. numbers: tokens of a page, pages of the
+    prompt with the last, incomplete one, and its tokens. times: now in seconds since 1970, and
+    `Freshness.expired_before`.
     """
-    block_size, prompt_blocks = numbers
+    block_size, prompt_blocks, prompt_tokens = numbers
     booked_lengths(booked, hashes, roster.places, times[0], roster.lengths)
     for i in range(streams.shape[0]):
         roster.found[streams[i]] = int32(1)
@@ -76,6 +83,9 @@ def weigh(
         for tier in range(NUM_MEDIA):
             roster.held[count, tier] = int64(pages[stream, tier]) * block_size if roster.found[stream] else int64(0)
         roster.predicted[count] = max(roster.held[count, 0], roster.lengths[row, 1] * block_size)
+        device, host = roster.predicted[count], max(roster.predicted[count], roster.held[count, HOST])
+        saved = device + HOST_CREDIT * (host - device) + DISK_CREDIT * max(0, roster.held[count, NUM_MEDIA - 1] - host)
+        roster.computed[count] = max(0.0, prompt_tokens - saved)
         roster.decode_blocks[count] = prompt_blocks - roster.lengths[row, 0]
         roster.prefill_tokens[count] = roster.requests[count] = int64(0)
         if place >= 0:

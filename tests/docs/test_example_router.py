@@ -20,7 +20,7 @@ from api.app import create_app
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
-from indexer.decisions.log import DecisionLog
+from indexer.writing.queue import WriteQueue
 from kv_events.decisions import Decision, DecisionRecord, Outcome, decode_decision
 from kv_events.records import LogRecord
 from tests.support.http_checks import WITHOUT_TLS
@@ -158,7 +158,7 @@ async def routed(
         }
         urls |= dict.fromkeys(down, DEAD_URL)
         api = await stack.enter_async_context(
-            running_server(create_app(LiveService(fed.consumer, settings, decisions=DecisionLog(kept.write))), settings)
+            running_server(create_app(LiveService(fed.consumer, settings, decisions=WriteQueue(kept.write))), settings)
         )
         example = load(router, urls, api if with_api else DEAD_URL, **variables)
         for client_of_router in (example.http, example.kvsight):

@@ -14,8 +14,8 @@ from api.queries.body_formats import CONTENT_TYPES, decode_as, format_of
 from api.queries.routes import QueryRoutes
 from api.workers.register import engine_of
 from api.workers.registrations import SavedRegistrations
-from indexer.decisions.log import DecisionLog
 from indexer.snapshots.base import Piece
+from indexer.writing.queue import WriteQueue
 from kv_events.decisions import VERSION, Candidate, Decision, Outcome, decode_decision, encode_decision
 from kv_events.errors import RecordRejectedError
 from kv_events.http.registrations import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
@@ -60,7 +60,7 @@ class HttpTarget:
         consumer = HandFed(SMALL).consumer
         for _ in consumer.applier.apply(Stream("w").batch(stored((0, [1, 2, 3]))), 1.0):
             pass
-        decisions = DecisionRoute(consumer, DecisionLog(None))
+        decisions = DecisionRoute(consumer, WriteQueue(None))
         self._routes = QueryRoutes(LocalAnswers(consumer), lambda: True, 2**20).endpoints() | decisions.endpoints()
 
     def __call__(self, data: bytes) -> None:

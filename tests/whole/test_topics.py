@@ -32,7 +32,8 @@ from tests.support.waiting import async_wait_until, wait_until
 def own(kafka_bootstrap: str) -> dict[str, Any]:
     """Settings of topics that do not exist."""
     name = uuid.uuid4().hex
-    names = {"events_topic": f"e-{name}", "control_topic": f"c-{name}", "decisions_topic": f"d-{name}"}
+    letters = {"events_topic": "e", "control_topic": "c", "decisions_topic": "d", "reservations_topic": "r"}
+    names = {field: f"{letter}-{name}" for field, letter in letters.items()}
     return {"kafka": kafka_bootstrap, **names}
 
 
@@ -155,9 +156,10 @@ def test_the_command_creates_and_checks_topics(own: dict[str, Any]) -> None:
         f"created: {own['events_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
         f"created: {own['control_topic']}: 1 partition, 1 replica, kept for 2:00:00",
         f"created: {own['decisions_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
+        f"created: {own['reservations_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
     ]
     again = kvsight("doctor", "--create-topics", *flags(own))
-    assert (again.returncode, again.stdout.count("exists: ")) == (0, 3)
+    assert (again.returncode, again.stdout.count("exists: ")) == (0, 4)
     assert "it has 2 partitions, and KVSIGHT_TOPIC_PARTITIONS is 8" in again.stderr
     assert "it has 2 partitions, and KVSIGHT_TOPIC_PARTITIONS is 8" in kvsight("doctor", *flags(own)).stdout
     assert "kept for 7200 s" in kvsight("doctor", *flags(own), "--topic-partitions", 2).stdout

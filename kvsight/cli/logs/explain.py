@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.http.explanations import Explanation, Finding, WorkerExplanation
 from kv_events.log.moments import LogMoment
 from kv_events.runtime.words import count, local_time, names, natural_order, printable
@@ -86,9 +85,9 @@ def _history(source: LogInput | TopicInput) -> History:
 
 def _decisions(source: LogInput | TopicInput) -> Iterable[RecordChunk]:
     """The decisions beside an event log."""
-    from kv_events.log.reader import scan_log
+    from analysis.explain.decisions import decisions_beside
 
-    return scan_log(source.folder / DECISIONS_FOLDER, lambda _: None) if isinstance(source, LogInput) else ()
+    return decisions_beside(source.folder) if isinstance(source, LogInput) else ()
 
 
 def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:

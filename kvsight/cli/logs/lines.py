@@ -18,6 +18,8 @@ from kvsight.cli.shared.streams import MEDIA
 
 if TYPE_CHECKING:
     from kv_events.codec import DecodedBatch, Step
+    from kv_events.decisions import DecisionRecord
+    from kv_events.reservations import ReservationRecord
 
 _TIERS = tuple(MEDIA.values())
 _OTHER_EVENTS = {"AllBlocksCleared": "cleared", "SnapshotBegin": "resync_begin", "SnapshotEnd": "resync_end"}
@@ -170,6 +172,7 @@ def full_record(index: int, record: LogRecord) -> dict[str, Any]:
 def _contents(record: LogRecord) -> dict[str, Any]:
     from kv_events.codec import decode_batch, decode_resync
     from kv_events.decisions import decode_decision
+    from kv_events.reservations import decode_reservation
 
     match record.channel:
         case Channel.EVENTS | Channel.DEAD_LETTERS:
@@ -185,12 +188,19 @@ def _contents(record: LogRecord) -> dict[str, Any]:
         case Channel.CONTROL:
             return msgspec.structs.asdict(decode_resync(record.payload))
         case Channel.DECISIONS:
-            decision = decode_decision(record.payload)
-            found: dict[str, Any] = {"kind": type(decision).__name__.lower(), **msgspec.structs.asdict(decision)}
-            if "sequence_hashes" in found:
-                found["sequence_hashes"] = memoryview(found["sequence_hashes"]).cast("Q").tolist()
-            return found
+            return _choice(decode_decision(record.payload))
+        case Channel.RESERVATIONS:
+            reserved = _choice(decode_reservation(record.payload))
+            decision = reserved.pop("decision", None)
+            return reserved if decision is None else {**_choice(decision), **reserved}
     return {}
+
+
+def _choice(found: DecisionRecord | ReservationRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = {"kind": type(found).__name__.lower(), **msgspec.structs.asdict(found)}
+    if "sequence_hashes" in fields:
+        fields["sequence_hashes"] = memoryview(fields["sequence_hashes"]).cast("Q").tolist()
+    return fields
 
 
 def _event(step: Step) -> dict[str, Any]:

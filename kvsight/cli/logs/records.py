@@ -33,7 +33,7 @@ From: TypeAlias = Annotated[str | None, typer.Option("--from", help="First momen
 To: TypeAlias = Annotated[str | None, typer.Option("--to", help="Last moment, in the same forms.")]
 OfChannel: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--channel", help="Only events, control, decisions or dead_letters. Repeatable."),
+    typer.Option("--channel", help="Only events, control, decisions, reservations or dead_letters. Repeatable."),
 ]
 
 

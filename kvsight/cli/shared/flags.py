@@ -70,6 +70,7 @@ KAFKA = {
     "events_topic": Flag(str, "Topic of the events, if deployments share a broker."),
     "control_topic": Flag(str, "Topic of the resync requests, if deployments share a broker."),
     "decisions_topic": Flag(str, "Topic of the routers' decisions, if deployments share a broker."),
+    "reservations_topic": Flag(str, "Topic of the reservations, if deployments share a broker."),
 }
 """Of `KafkaSettings`. A password has no flag, because other users see command lines."""
 REDIS = {

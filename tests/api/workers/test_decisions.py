@@ -14,7 +14,7 @@ import pytest
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
-from indexer.decisions.log import DecisionLog, DecisionsUnavailableError
+from indexer.writing.queue import WriteQueue, WriteUnavailableError
 from kv_events.decisions import Candidate, Decision, DecisionRecord, Outcome, decode_decision
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
 from kv_events.records import Channel, LogRecord
@@ -39,7 +39,7 @@ class Kept:
 
     async def write(self, records: Sequence[LogRecord]) -> None:
         if self.is_away:
-            raise DecisionsUnavailableError("away")
+            raise WriteUnavailableError("away")
         self.written += records
 
     @property
@@ -50,7 +50,7 @@ class Kept:
 class Rig:
     """A service with a worker w0 that holds nothing yet, of pages of 4 tokens."""
 
-    def __init__(self, client: httpx.AsyncClient, sink: Kept, log: DecisionLog) -> None:
+    def __init__(self, client: httpx.AsyncClient, sink: Kept, log: WriteQueue) -> None:
         self.client, self.sink, self.log = client, sink, log
 
     async def post(self, body: Any) -> httpx.Response:
@@ -69,7 +69,7 @@ class Rig:
 @asynccontextmanager
 async def rig(*, has_sink: bool = True, max_queued_bytes: int = 2**20, **settings: Any) -> AsyncIterator[Rig]:
     fed, sink = HandFed(), Kept()
-    log = DecisionLog(sink.write if has_sink else None, max_queued_bytes=max_queued_bytes)
+    log = WriteQueue(sink.write if has_sink else None, max_queued_bytes=max_queued_bytes)
     app = create_app(LiveService(fed.consumer, ApiSettings(**settings), decisions=log))
     async with asking(app) as client:
         await fed.hold(Stream("w0"), [900, 901, 902, 903])

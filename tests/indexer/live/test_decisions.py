@@ -17,8 +17,8 @@ from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.assembly import create_decision_log
-from indexer.decisions.log import DecisionLog, FileDecisions
 from indexer.settings import IndexerSettings
+from indexer.writing.queue import FolderWriter, WriteQueue
 from kv_events.decisions import Decision as DecisionOnRecord
 from kv_events.decisions import DecisionRecord, decode_decision
 from kv_events.decisions import Outcome as OutcomeOnRecord
@@ -35,7 +35,7 @@ TOKENS = list(range(1, 17))
 
 
 @asynccontextmanager
-async def router(settings: IndexerSettings) -> AsyncIterator[tuple[AsyncClient, DecisionLog, HandFed]]:
+async def router(settings: IndexerSettings) -> AsyncIterator[tuple[AsyncClient, WriteQueue, HandFed]]:
     """A router's client of a service that keeps decisions where the settings say."""
     fed, log = HandFed(), create_decision_log(settings)
     app = create_app(LiveService(fed.consumer, ApiSettings(), decisions=log))
@@ -51,7 +51,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 async def test_a_folder_of_decisions_keeps_the_newest_within_its_bound(tmp_path: Path) -> None:
-    sink = FileDecisions(tmp_path, max_bytes=10_000, segment_bytes=2000)
+    sink = FolderWriter(tmp_path, max_bytes=10_000, segment_bytes=2000)
     for number in range(100):
         await sink.write([LogRecord(0, number, 1, b"key", bytes(300), Channel.DECISIONS)])
     await sink.stop()

@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's standalone indexer and selection service, as published on PyPI, for comparison with kvsight.
+"""NVIDIA Dynamo's standalone indexer, as published on PyPI, for comparison with kvsight.
 
 To run it manually: `pip install --no-deps --target FOLDER ai-dynamo-runtime==1.6.1` and then
 `PYTHONPATH=FOLDER python -m dynamo.indexer --port 8090 --threads 4`, with pydantic and uvloop installed.
@@ -23,7 +23,7 @@ class PeerIndexer:
     def __init__(self, log: Path, *, threads: int = 1, module: str = "dynamo.indexer") -> None:
         """threads: threads of its index; with 1, events are processed in the order of their arrival.
 
-        module: which of its services runs.
+        module: that of the selection service is dynamo.select_service.
         """
         folder = installed(*PEER_PACKAGE)
         self._port = free_port()

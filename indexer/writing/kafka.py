@@ -1,11 +1,11 @@
-"""Writes decisions to a Kafka topic, which is created if it does not exist."""
+"""Writes records to a Kafka topic, which is created if it does not exist."""
 
 import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
 
-from indexer.decisions.log import DecisionsUnavailableError
+from indexer.writing.queue import WriteUnavailableError
 from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.private_parts import start_client, stop_producer
 from kv_events.kafka.settings import KafkaSettings
@@ -18,26 +18,27 @@ logger = logging.getLogger(__name__)
 _WRITE_S = 10.0
 
 
-class KafkaDecisions:
-    """A decision and its outcome are in one partition, because they have the same key."""
+class TopicWriter:
+    """Records with the same key are in one partition, and keep their order."""
 
-    def __init__(self, settings: KafkaSettings) -> None:
+    def __init__(self, settings: KafkaSettings, topic: str) -> None:
         """Raises InvalidValueError for settings without a broker, or for a file that cannot be used."""
+        self._topic = topic
         self._settings = settings
         self._connection = KafkaConnection(settings)
         self._producer: Any = None
 
     async def write(self, records: Sequence[LogRecord]) -> None:
-        """See `Write`. Connects with the first call, so that a service without decisions needs no right."""
+        """See `Write`. Connects with the first call, so that a service that writes nothing needs no right."""
         try:
-            with self._connection.guarded("write", DecisionsUnavailableError):
+            with self._connection.guarded("write", WriteUnavailableError):
                 async with asyncio.timeout(_WRITE_S):
                     if self._producer is None:
                         await self._connect()
-                    topic = self._settings.decisions_topic
-                    sent = [await self._producer.send(topic, value=each.payload, key=each.key) for each in records]
+                    send = self._producer.send
+                    sent = [await send(self._topic, value=each.payload, key=each.key) for each in records]
                     await asyncio.gather(*sent)
-        except DecisionsUnavailableError:
+        except WriteUnavailableError:
             await self.stop()
             raise
 
@@ -48,10 +49,9 @@ class KafkaDecisions:
             await stop_producer(producer)
 
     async def _connect(self) -> None:
-        topic = self._settings.decisions_topic
-        topics = await inspect_topics(self._connection, self._settings, create=True, names=[topic])
+        topics = await inspect_topics(self._connection, self._settings, create=True, names=[self._topic])
         if topics.created:
-            logger.info("created topic %s", topic)
+            logger.info("created topic %s", self._topic)
         producer = self._connection.producer(enable_idempotence=True, acks="all", max_batch_size=MAX_RECORD_BYTES)
         try:
             await start_client(producer)

@@ -1,4 +1,4 @@
-"""The bounded queue between the callers who report decisions and what keeps them."""
+"""The bounded queue between what makes records, such as decisions, and what keeps them."""
 
 import asyncio
 import logging
@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
+from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import KvsightError
 from kv_events.log.event_log import EventLogError, EventLogWriter
 from kv_events.log.retention import LogRetention
 from kv_events.records import Channel, LogRecord
+from kv_events.reservations import RESERVATIONS_FOLDER, STEPS
 from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import keep_running
@@ -28,16 +30,30 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 _STOP_S = 2.0
 
 NO_LOG, QUEUE_FULL = "no log", "queue full"
-"""Why decisions are dropped."""
+"""Why records are dropped."""
+
+
+class Contents(NamedTuple):
+    """What a queue is for."""
+
+    channel: Channel
+    name: str
+    """In log lines and metrics, and of the folder inside that of the event log to which the records belong."""
+    kinds: tuple[str, ...]
+    """Kinds of its records."""
+
+
+DECISIONS = Contents(Channel.DECISIONS, DECISIONS_FOLDER, ("decision", "outcome"))
+RESERVATIONS = Contents(Channel.RESERVATIONS, RESERVATIONS_FOLDER, ("reserved", *STEPS))
 
 
 Write: TypeAlias = Callable[[Sequence[LogRecord]], Awaitable[None]]
-"""Appends records of the channel DECISIONS. Raises DecisionsUnavailableError, perhaps after it has written some of
+"""Appends records of one channel. Raises WriteUnavailableError, perhaps after it has written some of
 them. The call is then repeated."""
 
 
-class DecisionsUnavailableError(KvsightError):
-    """Decisions cannot be written now. Try again later."""
+class WriteUnavailableError(KvsightError):
+    """Records cannot be written now. Try again later."""
 
     retriable: ClassVar[bool] = True
 
@@ -46,8 +62,8 @@ async def _nothing_to_release() -> None:
     pass
 
 
-class DecisionLog:
-    """Takes decisions and outcomes without waiting, and writes them in the background.
+class WriteQueue:
+    """Takes records without waiting, and writes them in the background.
 
     Beyond `max_queued_bytes` of memory for records that wait, further ones are dropped and counted.
     """
@@ -57,14 +73,16 @@ class DecisionLog:
         write: Write | None,
         stop: Callable[[], Awaitable[None]] = _nothing_to_release,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
+        contents: Contents = DECISIONS,
     ) -> None:
         """write: None: every record is dropped. stop: releases what `write` uses. Both run in one event loop."""
-        self.accepted: Counter[str] = Counter(decision=0, outcome=0)
+        self.contents = contents
+        self.accepted: Counter[str] = Counter(dict.fromkeys(contents.kinds, 0))
         """Kind -> records that were accepted."""
         self.dropped: Counter[str] = Counter({NO_LOG: 0, QUEUE_FULL: 0})
         """Reason -> records that were dropped."""
         self.written = 0
-        self.outage = Outage(logger, "decisions cannot be written", "decisions are written")
+        self.outage = Outage(logger, f"{contents.name} cannot be written", f"{contents.name} are written")
         self._write = write
         self._stop = stop
         self._max_bytes = max_queued_bytes
@@ -78,13 +96,13 @@ class DecisionLog:
         """Records that wait to be written."""
         return len(self._queue)
 
-    def put(self, kind: str, request_id: str, payload: bytes) -> str | None:
-        """Queue a record that `encode_decision` has encoded. Returns why it was dropped, or None. Never waits.
+    def put(self, kind: str, key: str, payload: bytes) -> str | None:
+        """Queue an encoded record. Returns why it was dropped, or None. Never waits.
 
-        kind: `decision` or `outcome`.
+        kind: one of those of the contents. key: records with equal keys keep their order.
         """
         offset, now_ms = self.accepted.total(), int(time.time() * 1000)
-        record = LogRecord(0, offset, now_ms, request_id.encode(), payload, Channel.DECISIONS)
+        record = LogRecord(0, offset, now_ms, key.encode(), payload, self.contents.channel)
         reason = NO_LOG if self._write is None else QUEUE_FULL if self._is_full(record.memory_bytes) else None
         if reason is not None:
             self.dropped[reason] += 1
@@ -101,7 +119,8 @@ class DecisionLog:
         if self._write is None:
             yield
             return
-        task = asyncio.create_task(keep_running(lambda: self._drain(), "decisions", logger), name="decisions")
+        name = f"write {self.contents.name}"
+        task = asyncio.create_task(keep_running(lambda: self._drain(), name, logger), name=name)
         try:
             yield
         finally:
@@ -112,7 +131,7 @@ class DecisionLog:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             if self._queue:
-                logger.warning("%d decisions were not written before the end", len(self._queue))
+                logger.warning("%d %s were not written before the end", len(self._queue), self.contents.name)
             await self._stop()
 
     def _is_full(self, num_bytes: int) -> bool:
@@ -128,7 +147,7 @@ class DecisionLog:
                 continue
             try:
                 await self._write(batch)
-            except DecisionsUnavailableError as error:
+            except WriteUnavailableError as error:
                 self.outage.note_failure(error)
                 await self._backoff.pause()
                 continue
@@ -140,8 +159,8 @@ class DecisionLog:
             self.written += len(batch)
 
 
-class FileDecisions:
-    """Creates the folder with the first decision.
+class FolderWriter:
+    """Creates the folder of the log with the first record.
 
     Whole files are deleted, oldest first, to keep the log within its bound.
     """
@@ -153,14 +172,14 @@ class FileDecisions:
         self._segment_bytes = segment_bytes
         self._kept_segment = -1  # index of the newest segment when the bound was enforced last
         self._writer: EventLogWriter | None = None  # used only in the thread
-        self._thread = ThreadPoolExecutor(1, "decisions")
+        self._thread = ThreadPoolExecutor(1, folder.name)
 
     async def write(self, records: Sequence[LogRecord]) -> None:
         """See `Write`."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records)
         except (OSError, EventLogError) as error:
-            raise DecisionsUnavailableError(f"event log {self._folder}: {error}") from error
+            raise WriteUnavailableError(f"event log {self._folder}: {error}") from error
 
     async def stop(self) -> None:
         """Close the log."""

@@ -1,0 +1,83 @@
+"""The selection service against Dynamo's: `python -m benchmarks.bench_select [--json FILE]`
+
+Simulated engines hold the prompts, each service reads them itself, and wrk asks over 16 connections. Each request has
+its own last page, traceparent and x-request-id. Rows with `reserve` book each choice; no reservation is released, so
+both books grow. Both services run at the same time, and take turns.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from statistics import median
+
+import msgspec
+
+from benchmarks.peers.clients import paced_us
+from benchmarks.peers.engines import BLOCK_SIZE, PAGES, holding, prompts, register
+from benchmarks.peers.queries import CONNECTIONS, SECONDS, compared_rates, own_bodies, rounds
+from benchmarks.peers.services import KVSIGHT, Service, dynamo, posted, running
+from benchmarks.report import Figure, figure, main, percentile
+
+WORKERS, ASKED_PAGES, HALF_LOAD_PAGES, ROUNDS = (8, 64), (8, 64, 512), 64, 5
+_PEER_THREADS = 2
+
+
+def _peer() -> Service | None:
+    indexer = dynamo(_PEER_THREADS)
+    command = ["-m", "dynamo.select_service", "--port", "{port}", "--threads", str(_PEER_THREADS)]
+    return None if indexer is None else indexer._replace(command=command)
+
+
+def _add(service: HTTPConnection, worker: int, endpoint: str) -> None:
+    try:
+        register(service, worker, endpoint)
+    except RuntimeError:  # Dynamo's selection service has another path
+        body = {"worker_id": worker, "model_name": "m", "block_size": BLOCK_SIZE, "endpoint": f"http://w-{worker}"}
+        posted(service, "/workers", msgspec.json.encode(body | {"kv_events_endpoints": {"0": endpoint}}))
+
+
+def _is_filled(service: HTTPConnection, num_workers: int) -> bool:
+    found = posted(service, "/overlap_scores", msgspec.json.encode({"model_name": "m", "token_ids": prompts()[-1]}))
+    return [each["device_blocks"] for each in found["workers"]] == [PAGES] * num_workers
+
+
+def run() -> list[Figure]:
+    """Return all figures, ratios first."""
+    return list(_run())
+
+
+def _run() -> Iterator[Figure]:
+    peer = _peer()
+    if peer is None or shutil.which("wrk") is None:
+        sys.exit("this needs wrk, and pip must be able to install ai-dynamo-runtime")
+    for num_workers in WORKERS:
+        with ExitStack() as stack:
+            services = [stack.enter_context(running(each)) for each in (KVSIGHT, peer)]
+            stack.enter_context(holding(services, num_workers, _add, _is_filled))
+            yield from _figures(services, num_workers)
+
+
+def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figure]:
+    for pages in ASKED_PAGES:
+        bodies = own_bodies(prompts()[0][: pages * BLOCK_SIZE])
+        runs = [(each, bodies, "application/json") for each in services]
+        for path in ("/select", "/select_and_reserve"):
+            ours, theirs = ([each.rate for each in side] for side in rounds(runs, CONNECTIONS, path))
+            row = f"{num_workers} workers, {pages} pages, {path[1:]}"
+            yield from compared_rates(row, ours, theirs, "≥ 2")
+            if pages == HALF_LOAD_PAGES:
+                for name, service, rates in zip(("kvsight", "Dynamo"), services, (ours, theirs), strict=True):
+                    took = [
+                        paced_us(service, bodies, CONNECTIONS, SECONDS, median(rates) / 2, path) for _ in range(ROUNDS)
+                    ]
+                    for percent in (50, 99):
+                        values = [percentile(each, percent) for each in took]
+                        yield figure(
+                            f"{row}, half load, p{percent}: {name}", "us", values, "≤ 2000" if percent == 99 else ""
+                        )
+
+
+if __name__ == "__main__":
+    main("the selection service", run)

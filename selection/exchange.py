@@ -1,0 +1,182 @@
+"""Exchange of reservations among the replicas of a service: through a topic, which each of them writes and follows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from indexer.assembly import create_reservation_log
+from indexer.recording.recorder import RecordingThread
+from indexer.settings import IndexerSettings
+from indexer.slices import Interval, Slices
+from indexer.sources.base import LogReplacedError
+from indexer.sources.reader import Opened, SourceReader
+from indexer.writing.queue import WriteQueue
+from kv_events.errors import RecordRejectedError
+from kv_events.reservations import (
+    RELEASED,
+    Progressed,
+    ReservationRecord,
+    Reserved,
+    decode_reservation,
+    encode_reservation,
+    reservation_id,
+)
+from kv_events.runtime.supervised import keep_running
+from selection.book import Book, BookFullError
+
+if TYPE_CHECKING:
+    from indexer.sources.kafka import KafkaSource
+
+logger = logging.getLogger(__name__)
+
+_PROBE_S = 1.0
+_LONGEST_S = 3600.0
+"""Age of the oldest records that are looked for, those of requests that last."""
+_MARGIN_S = 5.0
+"""Most by which clocks of replicas differ."""
+_MAX_UNKNOWN = 2**17
+
+
+class ReservationExchange:
+    """Writes this replica's records, and applies those of the others to the book. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        book: Book,
+        queue: WriteQueue,
+        source: KafkaSource | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """queue: what writes the records. source: the topic. None: there are no other replicas. clock: returns seconds
+        since 1970.
+        """
+        self.book = book
+        self.queue = queue
+        self.replica = f"{socket.gethostname()[:64]}-{uuid.uuid4().hex[:12]}"
+        """Name of this process in its records."""
+        self.applied = 0
+        """Records of other replicas that were applied."""
+        self.rejected: Counter[str] = Counter()
+        """Reason -> records of the topic that were not applied."""
+        self._source = source
+        self._clock = clock
+        self._obstacle = "" if source is None else "reservations of other replicas are not read yet"
+        self._positions: dict[int, int] = {}  # partition -> offset of the next record
+        self._unknown: set[str] = set()  # reservations that went on in the backlog, and whose beginning is not in it
+        self._slices = Slices()
+
+    def put(self, record: ReservationRecord) -> str | None:
+        """Queue a record of this replica, which the book has already. Returns why it was dropped, or None.
+
+        Never waits. Raises InvalidValueError naming the field that breaks a limit.
+        """
+        kind = "reserved" if isinstance(record, Reserved) else record.step
+        return self.queue.put(kind, reservation_id(record), encode_reservation(record))
+
+    def why_not_ready(self) -> str:
+        """Return why the book may lack reservations of other replicas, or "" if it has them."""
+        return self._obstacle
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Write and follow the topic during a block."""
+        async with self.queue.running():
+            if self._source is None:
+                yield
+                return
+            name = "reservations"
+            following = keep_running(lambda: self._follow(), name, logger, self._note_failure)
+            task = asyncio.create_task(following, name=name)
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    def _note_failure(self, error: Exception) -> None:
+        if self._obstacle:
+            self._obstacle = f"reservations of other replicas cannot be read: {error}"
+
+    async def _follow(self) -> None:
+        assert self._source is not None
+        reader, probe = SourceReader(self._source, what="reservations"), Interval(_PROBE_S)
+        try:
+            if self._obstacle:
+                await self._catch_up(self._source, reader)
+            else:
+                await self._open(reader, self._positions)
+            while True:
+                await self._read(reader, self.book.apply)
+                if probe.is_due(time.monotonic()):
+                    await reader.ends()  # finds the topic, or partitions that are added later
+        except LogReplacedError:
+            self._positions = {}
+            raise
+        finally:
+            await reader.stop()
+
+    async def _catch_up(self, source: KafkaSource, reader: SourceReader) -> None:
+        """Apply what is needed of the topic's past. A reservation can be older than its time-to-live."""
+        back_s = self.book.ttl_s
+        while True:
+            self._unknown.clear()
+            await source.start({})
+            begins = await source.offsets_at(self._clock() - back_s - _MARGIN_S)
+            await source.stop()
+            opened = await self._open(reader, begins)
+            while any(self._positions.get(part, 0) < end for part, end in opened.ends.items()):
+                await self._read(reader, self._restore)
+            if not self._unknown or back_s >= _LONGEST_S:
+                break
+            back_s = min(4 * back_s, _LONGEST_S)
+        self.book.settle(self._clock())
+        self._obstacle = ""
+
+    async def _open(self, reader: SourceReader, positions: Mapping[int, int]) -> Opened:
+        while (opened := await reader.start(positions)) is None:
+            pass  # it has paused
+        self._positions = dict(opened.begins)
+        return opened
+
+    async def _read(self, reader: SourceReader, apply: Callable[[ReservationRecord, float], bool]) -> None:
+        """Fetch some records of the topic, and apply them."""
+        for each in await reader.fetch():
+            try:
+                record = decode_reservation(each.payload)
+                if record.replica != self.replica:
+                    self.applied += apply(record, self._clock())
+            except RecordRejectedError as error:
+                self.rejected[error.reason] += 1
+            except BookFullError:
+                self.rejected["book_full"] += 1
+            self._positions[each.partition] = each.offset + 1
+            await self._slices.yield_if_due()
+
+    def _restore(self, record: ReservationRecord, now: float) -> bool:
+        name = reservation_id(record)
+        if self.book.get(name) is None and isinstance(record, Progressed) and record.step != RELEASED:
+            if record.timestamp + self.book.ttl_s > now and len(self._unknown) < _MAX_UNKNOWN:
+                self._unknown.add(name)
+        else:
+            self._unknown.discard(name)
+        return self.book.restore(record, now)
+
+
+def create_exchange(
+    settings: IndexerSettings, book: Book, recording: RecordingThread | None = None
+) -> ReservationExchange:
+    """Create the exchange of a service. Without Kafka, its records go where its decisions go."""
+    source = None
+    if settings.kafka is not None:
+        from indexer.sources.kafka import KafkaSource
+
+        source = KafkaSource(settings, topic=settings.reservations_topic)
+    return ReservationExchange(book, create_reservation_log(settings, recording), source)

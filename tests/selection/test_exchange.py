@@ -1,0 +1,132 @@
+"""Replicas that share their reservations through a real broker."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from indexer.settings import IndexerSettings
+from indexer.sources.kafka import KafkaSource
+from indexer.writing.kafka import TopicWriter
+from indexer.writing.queue import QUEUE_FULL, RESERVATIONS, WriteQueue
+from kv_events.reservations import (
+    OUTPUT_BLOCK,
+    PREFILL_COMPLETE,
+    RELEASED,
+    VERSION,
+    Progressed,
+    ReservationRecord,
+    encode_reservation,
+    reservation_id,
+)
+from selection.book import Book
+from selection.exchange import ReservationExchange
+from tests.support.replica_process import Clock, Replica, ReplicaProcess, reserved
+from tests.support.waiting import async_wait_until
+
+TTL_S = 300.0
+
+
+@pytest.fixture
+def own(kafka_bootstrap: str) -> dict[str, Any]:
+    """Settings with topics that do not exist."""
+    name = uuid.uuid4().hex
+    return {"kafka": kafka_bootstrap, "reservations_topic": f"r-{name}"}
+
+
+@asynccontextmanager
+async def replica(settings: dict[str, Any], clock: Clock) -> AsyncIterator[Replica]:
+    """A replica that has read the topic."""
+    found = Replica(IndexerSettings(**settings), TTL_S, clock)
+    async with found.exchange.running():
+        await async_wait_until(lambda: not found.exchange.why_not_ready(), 60, "the backlog")
+        yield found
+
+
+@pytest.fixture
+async def producer(kafka_bootstrap: str) -> AsyncIterator[AIOKafkaProducer]:
+    """Another writer of the topic."""
+    async with AIOKafkaProducer(bootstrap_servers=kafka_bootstrap) as found:
+        yield found
+
+
+async def write(producer: AIOKafkaProducer, topic: str, record: ReservationRecord, at: float | None = None) -> None:
+    payload, key = encode_reservation(record), reservation_id(record).encode()
+    await producer.send_and_wait(topic, payload, key=key, timestamp_ms=None if at is None else int(at * 1000))
+
+
+async def test_bookings_of_a_killed_replica_stay_and_expire_and_none_is_lost_or_doubled(
+    own: dict[str, Any], producer: AIOKafkaProducer
+) -> None:
+    clock = Clock()
+    with ReplicaProcess(TTL_S, **own) as killed:
+        async with replica(own, clock) as left:
+            for number in range(10):
+                await asyncio.to_thread(killed.reserve, f"k{number}", "w1", [1, 2, 100 + number])
+                left.reserve(f"l{number}", "w1", [1, 2, 200 + number])
+            for step in (PREFILL_COMPLETE, RELEASED):
+                await asyncio.to_thread(killed.progress, "k0", step)
+            await asyncio.to_thread(killed.progress, "k1", OUTPUT_BLOCK, 1)
+            await async_wait_until(lambda: left.loads("w1") == (19, 19 * 48, 2 + 19 + 1), 30, "all bookings")
+            killed.kill()
+            left.progress("k9", RELEASED)  # its caller asks another replica from now on
+            await async_wait_until(lambda: left.exchange.queue.num_queued == 0, what="the records")
+            now = clock()
+            repeated = Progressed(VERSION, "k", "k1", now, OUTPUT_BLOCK, None, 1)
+            for record in (reserved("k2", "w1", [1, 2, 102], now), repeated):  # a writer was not sure of them
+                await write(producer, own["reservations_topic"], record)
+            await producer.send_and_wait(own["reservations_topic"], b"\xc1", key=b"k")
+            async with replica(own, clock) as restarted:
+                await async_wait_until(lambda: left.exchange.rejected == {"msgpack": 1}, what="the garbage")
+                assert restarted.loads("w1") == left.loads("w1") == (18, 18 * 48, 2 + 18 + 1)
+                assert restarted.names() == left.names()
+                clock.ahead_s = TTL_S - 60
+                for number in range(10):
+                    left.progress(f"l{number}", PREFILL_COMPLETE)
+                await async_wait_until(lambda: restarted.loads("w1")[1] == 8 * 48, what="the other replica")
+                clock.ahead_s = TTL_S + 60
+                assert restarted.loads("w1") == left.loads("w1") == (10, 0, 2 + 10)
+                assert restarted.names() == left.names() == {f"l{number}" for number in range(10)}
+                assert restarted.book.num_expired == left.book.num_expired == 8
+
+
+async def test_a_start_finds_requests_that_last_longer_than_the_time_to_live(
+    own: dict[str, Any], producer: AIOKafkaProducer
+) -> None:
+    topic, now = own["reservations_topic"], time.time()
+    for name, ages_s in {"long": (900, 700, 450, 200), "silent": (900, 700, 380), "late": (900, 590, 200)}.items():
+        await write(producer, topic, reserved(name, "w1", [1, 2], now - ages_s[0]), now - ages_s[0])
+        for number, age_s in enumerate(ages_s[1:], 1):
+            step = Progressed(VERSION, "x", name, now - age_s, OUTPUT_BLOCK, None, number)
+            await write(producer, topic, step, now - age_s)
+    async with replica(own, Clock()) as found:
+        assert found.names() == {"long"}
+        assert found.loads("w1") == (1, 32, 2 + 3)
+
+
+async def test_a_record_reaches_the_other_replica_in_milliseconds(own: dict[str, Any]) -> None:
+    clock, seconds = Clock(), []
+    async with replica(own, clock) as first, replica(own, clock) as second:
+        for number in range(30):
+            began = time.perf_counter()
+            first.reserve(str(number), "w1", [number])
+            await async_wait_until(lambda: str(number) in second.names(), 60)  # noqa: B023
+            seconds.append(time.perf_counter() - began)
+    assert sorted(seconds)[15] < 0.25
+
+
+async def test_without_a_broker_bookings_stay_local_and_the_queue_is_bounded() -> None:
+    queue = WriteQueue(TopicWriter(settings := IndexerSettings(kafka="127.0.0.1:9"), "r").write, contents=RESERVATIONS)
+    source = KafkaSource(settings, topic="r")
+    exchange = ReservationExchange(Book(TTL_S, 0), queue, source)
+    async with exchange.running():
+        await async_wait_until(lambda: "127.0.0.1:9" in exchange.why_not_ready(), what="the obstacle")
+        big = [reserved(str(number), "w1", list(range(60_000)), time.time()) for number in range(80)]
+        reasons = [exchange.put(record) for record in big]
+        assert set(reasons) == {None, QUEUE_FULL}
+        assert queue.dropped[QUEUE_FULL] == 80 - queue.num_queued == reasons.count(QUEUE_FULL) > 0
