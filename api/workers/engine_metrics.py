@@ -1,59 +1,59 @@
-"""What the `/metrics` of vLLM and SGLang say: the room of an engine, and its load."""
+"""What the `/metrics` of vLLM and SGLang say of a rank: its room, and its load."""
 
 import re
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-_MAX_TOKENS = 2**48
-_VLLM = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_SGLANG = re.compile(rb"^sglang:max_total_num_tokens(?:\{([^}]*)\})? ([0-9.e+]{1,24})", re.MULTILINE)
-_LOAD = re.compile(
-    rb"^(?:vllm|sglang):(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_running_reqs|num_queue_reqs"
-    rb"|num_used_tokens|token_usage)(?:\{([^}]*)\})? ([0-9.e+-]{1,24})",
+_MOST = 2**48
+_SAMPLE = re.compile(
+    rb"^(?:vllm:(cache_config_info|num_requests_running|num_requests_waiting|kv_cache_usage_perc)"
+    rb"|sglang:(max_total_num_tokens|num_running_reqs|num_queue_reqs|token_usage|num_used_tokens))"
+    rb"(?:\{([^}]*)\})? ([0-9.e+-]{1,24})",
     re.MULTILINE,
 )
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
-def tokens_of(text: bytes, dp_rank: int) -> int:
-    """Return for how many tokens a rank has room on its device, from `/metrics` of vLLM or SGLang. Raises ValueError.
+class EngineMetrics(NamedTuple):
+    """What an engine says of one of its ranks. None: it does not say it, or nothing that can be true."""
 
-    Without a label for the rank, the first sample counts.
-    """
-    found: dict[bytes, int] = {}
-    for labels, blocks in ((dict(_LABEL.findall(each)), b"") for each in _VLLM.findall(text)):
-        if (blocks := labels.get(b"num_gpu_blocks", b"")).isdigit() and labels.get(b"block_size", b"").isdigit():
-            found.setdefault(labels.get(b"engine", b""), int(blocks) * int(labels[b"block_size"]))
-    for given, number in _SGLANG.findall(text):
-        found.setdefault(_rank(given), int(min(float(number), _MAX_TOKENS)))
-    if not found:
-        raise ValueError("neither vllm:cache_config_info with num_gpu_blocks nor sglang:max_total_num_tokens is there")
-    tokens = found.get(b"%d" % dp_rank, next(iter(found.values())))
-    if not 0 < tokens < _MAX_TOKENS:
-        raise ValueError(f"{tokens} tokens")
-    return tokens
+    room: int | None
+    """Tokens for which its device has room."""
+    requests: int | None
+    """Running and waiting ones."""
+    used_tokens: int | None
+    """Tokens in the pages of the device that these requests use."""
 
 
-def load_of(text: bytes, dp_rank: int, room: int) -> tuple[int, int]:
-    """Return the requests of a rank, running and waiting, and the tokens in the pages of its device that they use.
+def metrics_of(text: bytes, dp_rank: int) -> EngineMetrics:
+    """Read the metrics of vLLM or SGLang. Without a label for the rank, the first sample of a name counts.
 
-    Samples count as in `tokens_of`. room: tokens on the device, 0 if unknown. Raises ValueError.
+    Raises ValueError for a sample without a number.
     """
     samples: dict[bytes, dict[bytes, float]] = {}
-    for name, labels, number in _LOAD.findall(text):
-        samples.setdefault(name, {}).setdefault(_rank(labels), float(number))
-    load = {name: found.get(b"%d" % dp_rank, next(iter(found.values()))) for name, found in samples.items()}
-    running = load.get(b"num_requests_running", load.get(b"num_running_reqs", -1))
-    waiting = load.get(b"num_requests_waiting", load.get(b"num_queue_reqs", -1))
-    tokens = load.get(b"num_used_tokens", load.get(b"kv_cache_usage_perc", load.get(b"token_usage", 0.0)) * room)
-    if not all(0 <= each < _MAX_TOKENS for each in (running, waiting, tokens)):
-        raise ValueError(f"{running:g} running and {waiting:g} waiting requests with {tokens:g} tokens")
-    return int(running + waiting), round(tokens)
+    for vllm, sglang, given, number in _SAMPLE.findall(text):
+        labels: dict[bytes, bytes] = dict(_LABEL.findall(given))
+        value = float(number)
+        if vllm == b"cache_config_info":
+            blocks, size = labels.get(b"num_gpu_blocks", b""), labels.get(b"block_size", b"")
+            value = float(blocks) * float(size) if blocks.isdigit() and size.isdigit() else -1.0
+        rank = labels.get(b"engine", labels.get(b"dp_rank", b""))
+        samples.setdefault(vllm or sglang, {}).setdefault(rank, value)
+
+    def of_rank(*names: bytes) -> float:
+        found = next((samples[name] for name in names if name in samples), {b"": -1.0})
+        return found.get(b"%d" % dp_rank, next(iter(found.values())))
+
+    room = _believed(of_rank(b"cache_config_info", b"max_total_num_tokens")) or None
+    counts = of_rank(b"num_requests_running", b"num_running_reqs"), of_rank(b"num_requests_waiting", b"num_queue_reqs")
+    used = of_rank(b"num_used_tokens")
+    if used < 0 and room is not None:
+        used = room * of_rank(b"kv_cache_usage_perc", b"token_usage")
+    return EngineMetrics(room, _believed(sum(counts) if min(counts) >= 0 else -1.0), _believed(used))
 
 
-def _rank(labels: bytes) -> bytes:
-    """Return the DP rank of a sample, or b"" if it names none."""
-    found: dict[bytes, bytes] = dict(_LABEL.findall(labels))
-    return found.get(b"engine", found.get(b"dp_rank", b""))
+def _believed(value: float) -> int | None:
+    return round(value) if 0 <= value < _MOST else None
 
 
 def place_of(url: str) -> str:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_IDENTITY = ("worker_id", "model_name", "routing_group")
-
 
 class WorkerRecords:
     """The records by worker. Belongs to the consumer's event loop. Implements `selection.roster.Directory`."""
@@ -102,7 +100,7 @@ class WorkerRecords:
         """
         record = self._records.get(stream.worker)
         named = record.total_kv_blocks if record is not None and stream in _streams_of(record) else None
-        pages = named or (self._reports.tokens(stream) // block_size if block_size else 0)
+        pages = named or (self._reports.room(stream) // block_size if block_size else 0)
         found = {MEDIA[0].value: pages} if pages else {}
         return found if self._registrations is None else found | self._registrations.room(stream)
 
@@ -129,8 +127,9 @@ class WorkerRecords:
     def patched(self, worker: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a record with other fields, not yet checked. None leaves a field. Raises ProblemError (404)."""
         own = structs.asdict(self._known(worker))
-        changes = {name: value for name, value in given.items() if value is not None and name not in _IDENTITY}
-        return {name: value for name, value in (own | changes).items() if value is not UNSET}
+        identity = {name: own[name] for name in ("worker_id", "model_name", "routing_group")}
+        merged = own | {name: value for name, value in given.items() if value is not None} | identity
+        return {name: value for name, value in merged.items() if value is not UNSET}
 
     async def remove(self, worker: str) -> WorkerRecord:
         """Forget a record, and stop reading the worker. Raises ProblemError (404, 503)."""

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.engine_metrics import load_of, place_of, tokens_of
+from api.workers.engine_metrics import metrics_of, place_of
 from indexer.consumer import Consumer
 from kv_events.errors import KvsightError
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
@@ -38,14 +38,14 @@ class Reports:
         self._consumer = consumer
         self._urls = urls
         self._allowed = allowed
-        self._tokens: dict[StreamId, int] = {}
+        self._rooms: dict[StreamId, int] = {}
         self._reports: dict[StreamId, Report] = {}
         self._due: dict[str, float] = {}  # by address; infinite while it is asked
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
-    def tokens(self, stream: StreamId) -> int:
+    def room(self, stream: StreamId) -> int:
         """Return for how many tokens a rank has room on its device, or 0 if that is not known."""
-        return self._tokens.get(stream, 0)
+        return self._rooms.get(stream, 0)
 
     def of(self, stream: StreamId) -> Report | None:
         """Return the load of a rank. None: its engine has not said it for five seconds."""
@@ -59,7 +59,7 @@ class Reports:
                 urls, by_url = self._urls(), dict[str, list[StreamId]]()
                 for stream, url in urls.items():
                     by_url.setdefault(url, []).append(stream)
-                self._tokens = {stream: tokens for stream, tokens in self._tokens.items() if stream in urls}
+                self._rooms = {stream: room for stream, room in self._rooms.items() if stream in urls}
                 self._reports = {stream: report for stream, report in self._reports.items() if stream in urls}
                 self._due = {url: due for url, due in self._due.items() if url in by_url}
                 for url, streams in by_url.items():
@@ -84,13 +84,16 @@ class Reports:
             self._due[url] = time.monotonic() + pause_s
 
     def _take(self, stream: StreamId, text: bytes, at: float) -> None:
-        """Keep what an answer says of a rank. Raises ValueError if the answer lacks the load or the room."""
-        try:
-            self._tokens[stream] = tokens_of(text, stream.dp_rank)
-        finally:
-            requests, tokens = load_of(text, stream.dp_rank, self.tokens(stream))
+        """Keep what an answer says of a rank. Raises ValueError if it does not say all."""
+        room, requests, used_tokens = metrics_of(text, stream.dp_rank)
+        if room is not None:
+            self._rooms[stream] = room
+        if requests is not None:
             view = self._consumer.namespaces.view(stream)
-            self._reports[stream] = Report(at, requests, 0 if view is None else -(-tokens // view.block_size))
+            pages = 0 if view is None else -(-(used_tokens or 0) // view.block_size)
+            self._reports[stream] = Report(at, requests, pages)
+        if room is None or requests is None or used_tokens is None:
+            raise ValueError(f"room for {room} tokens, {requests} requests, which use {used_tokens} tokens")
 
 
 async def _read(client: httpx.AsyncClient, url: str, allowed: AllowedAddresses) -> bytes:

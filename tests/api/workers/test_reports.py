@@ -1,14 +1,14 @@
 """The load of engines, from their own metrics."""
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
 import pytest
 
-from api.workers import reports
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.engine_metrics import load_of
+from api.workers.engine_metrics import metrics_of
 from api.workers.reports import Reports
 from kv_events.streams import StreamId
 from tests.support.engines.event_payloads import payload, stored
@@ -41,15 +41,16 @@ sglang:max_total_num_tokens{dp_rank="0",model_name="m",tp_rank="0"} 1600.0
 
 @pytest.mark.parametrize("text", [VLLM, SGLANG])
 def test_running_and_waiting_requests_and_their_tokens_are_read(text: str) -> None:
-    assert load_of(text.encode(), 0, 1600) == (5, 40)
-    assert load_of(VLLM.encode(), 1, 1600) == (5, 0)
-    assert load_of(VLLM.encode(), 7, 1600) == (5, 40)  # no label names it: the first sample counts
+    assert metrics_of(text.encode(), 0) == (1600, 5, 40)
+    without_used = "".join(line for line in text.splitlines(keepends=True) if "num_used_tokens" not in line)
+    assert metrics_of(without_used.encode(), 0).used_tokens == (40 if text == VLLM else 800)
+    assert metrics_of(VLLM.encode(), 1) == (1600, 5, 0)
+    assert metrics_of(VLLM.encode(), 7) == (1600, 5, 40)  # no label names it: the first sample counts
 
 
-@pytest.mark.parametrize("text", ["", VLLM.replace("3.0", "-1"), SGLANG.replace("40.0", "1e300"), "vllm:x 1\n"])
+@pytest.mark.parametrize("text", ["", VLLM.replace("3.0", "-1"), SGLANG.replace("2.0", "1e300"), "vllm:x 1\n"])
 def test_no_load_is_made_of_absurd_numbers(text: str) -> None:
-    with pytest.raises(ValueError, match="running"):
-        load_of(text.encode(), 0, 1600)
+    assert metrics_of(text.encode(), 0).requests is None
 
 
 async def reported(client: httpx.AsyncClient) -> list[tuple[int, int]]:
@@ -96,8 +97,8 @@ async def test_a_report_is_forgotten_after_five_seconds(monkeypatch: pytest.Monk
     first = found.of(stream)
     assert first is not None
     assert found.of(stream) is first
-    assert found.tokens(stream) == 1600
-    monkeypatch.setattr(reports.time, "time", lambda: first.at + 5.1)
+    assert found.room(stream) == 1600
+    monkeypatch.setattr(time, "time", lambda: first.at + 5.1)
     assert found.of(stream) is None
 
 
