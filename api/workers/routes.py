@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import nsmallest
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from api.openapi import answers, body_of, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as, format_of
 from api.queries.encoding import age_ms
-from api.queries.large_bodies import JSON, Body, BodyFormat
+from api.queries.large_bodies import JSON
 from api.queries.routes import json_response, read_body
 from api.view_source import ViewSource, is_known, stream_pages
 from api.workers.description import list_workers
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MAX_PAGES_PER_ANSWER = 10_000
 MAX_BODY_BYTES = 64 * 1024
+_T = TypeVar("_T")
 _MAX_NAMES = 20
 
 
@@ -124,52 +125,35 @@ def worker_routes(
 
 
 def _add_record_routes(router: APIRouter, records: WorkerRecords) -> None:
-    faults = {
-        **problem(403, "This service may not connect to an address"),
-        **problem(409, "A limit is reached"),
-        **problem(422, "A field is invalid"),
-    }
+    body = body_of(WorkerRecord)  # before the answers: requests need not have the fields that answers have
+    record = answers(WorkerRecord, "The record")
+    unknown = problem(404, "The worker has no record")
+    faulty = problem(403, "The service may not connect to an address") | problem(409, "A limit is reached")
+    faulty |= problem(422, "A field is invalid")
 
-    @router.post(
-        "/workers",
-        status_code=HTTPStatus.CREATED,
-        response_class=Response,
-        responses={**answers(WorkerRecord, "The record", HTTPStatus.CREATED), **faults},
-        openapi_extra=body_of(WorkerRecord),
-    )
+    async def received(request: Request, kind: type[_T]) -> _T:
+        body_format = format_of(request.headers.get("content-type"))
+        text = await read_body(request.receive, request.headers.get("content-length"), MAX_BODY_BYTES)
+        return decode_as(kind, text, body_format)
+
+    @router.post("/workers", status_code=201, responses={201: record[200], **faulty}, openapi_extra=body)
     async def put(request: Request) -> Response:
         """Add or replace the record of a worker, and read the engines whose addresses it names.
 
         A record that lacks something is kept as `incomplete`, with the reasons.
         """
-        body, body_format = await _body_of(request)
-        return json_response(await records.put(decode_as(WorkerRecord, body, body_format)), HTTPStatus.CREATED)
+        return json_response(await records.put(await received(request, WorkerRecord)), HTTPStatus.CREATED)
 
-    @router.patch(
-        "/workers/{worker:path}",
-        response_class=Response,
-        responses={**answers(WorkerRecord, "The record"), **problem(404, "The worker has no record"), **faults},
-        openapi_extra=body_of(WorkerRecord),
-    )
+    @router.patch("/workers/{worker:path}", responses={**record, **unknown, **faulty}, openapi_extra=body)
     async def patch(worker: str, request: Request) -> Response:
         """Change fields of a record. null leaves a field. `{"lifecycle": "draining"}` keeps new requests away."""
-        body, body_format = await _body_of(request)
-        merged = msgspec.json.encode(records.patched(worker, decode_as(dict[str, Any], body, body_format)))
-        return json_response(await records.put(decode_as(WorkerRecord, merged, JSON)))
+        merged = records.patched(worker, await received(request, dict[str, Any]))
+        return json_response(await records.put(decode_as(WorkerRecord, msgspec.json.encode(merged), JSON)))
 
-    @router.delete(
-        "/workers/{worker:path}",
-        response_class=Response,
-        responses={**answers(WorkerRecord, "The record as it was"), **problem(404, "The worker has no record")},
-    )
+    @router.delete("/workers/{worker:path}", responses={**record, **unknown})
     async def delete(worker: str) -> Response:
         """Forget the record of a worker, stop reading its engines, and drop their pages."""
         return json_response(await records.remove(worker))
-
-
-async def _body_of(request: Request) -> tuple[Body, BodyFormat]:
-    body_format = format_of(request.headers.get("content-type"))
-    return await read_body(request.receive, request.headers.get("content-length"), MAX_BODY_BYTES), body_format
 
 
 def selected_views(
