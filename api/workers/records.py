@@ -11,9 +11,12 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import UNSET, structs
 
 from api.problems import ProblemError, ProblemKind
+from api.queries.body_formats import decode_as
+from api.queries.large_bodies import JSON
 from api.selection.answers import worker_name
 from api.settings import RegistrationSettings
 from api.workers.allowed_addresses import AllowedAddresses
@@ -109,27 +112,31 @@ class WorkerRecords:
 
         A record with other faults is kept, and its `not_schedulable_reasons` name them.
         """
-        worker = str(record.worker_id)
         async with self._lock:
-            if worker not in self._records and len(self._records) >= self._most:
-                detail = f"{self._most} workers have records already (--max-registrations)"
-                raise ProblemError(409, ProblemKind.TOO_MANY_REGISTRATIONS, detail, "worker_id", record.worker_id)
-            faults = await self._read(record)
-            self._records[worker] = structs.replace(
-                record,
-                worker_id=worker_name(worker),
-                kv_events_endpoints=record.kv_events_endpoints or UNSET,
-                not_schedulable_reasons=faults,
-            )
-            await self._changed()
-            return self._judged(self._records[worker])
+            return await self._put(record)
 
-    def patched(self, worker: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a record with other fields, not yet checked. None leaves a field. Raises ProblemError (404)."""
-        own = structs.asdict(self._known(worker))
-        identity = {name: own[name] for name in ("worker_id", "model_name", "routing_group")}
-        merged = own | {name: value for name, value in given.items() if value is not None} | identity
-        return {name: value for name, value in merged.items() if value is not UNSET}
+    async def patch(self, worker: str, given: Mapping[str, Any]) -> WorkerRecord:
+        """Change fields of a record. None leaves a field. Raises ProblemError (404, 422), and as `put`."""
+        async with self._lock:
+            own = structs.asdict(self._known(worker))
+            identity = {name: own[name] for name in ("worker_id", "model_name", "routing_group")}
+            merged = own | {name: value for name, value in given.items() if value is not None} | identity
+            encoded = msgspec.json.encode({name: value for name, value in merged.items() if value is not UNSET})
+            return await self._put(decode_as(WorkerRecord, encoded, JSON))
+
+    async def _put(self, record: WorkerRecord) -> WorkerRecord:
+        worker = str(record.worker_id)
+        if worker not in self._records and len(self._records) >= self._most:
+            detail = f"{self._most} workers have records already (--max-registrations)"
+            raise ProblemError(409, ProblemKind.TOO_MANY_REGISTRATIONS, detail, "worker_id", record.worker_id)
+        self._records[worker] = structs.replace(
+            record,
+            not_schedulable_reasons=await self._read(record),
+            worker_id=worker_name(worker),
+            kv_events_endpoints=record.kv_events_endpoints or UNSET,
+        )
+        await self._changed()
+        return self._judged(self._records[worker])
 
     async def remove(self, worker: str) -> WorkerRecord:
         """Forget a record, and stop reading the worker. Raises ProblemError (404, 503)."""

@@ -7,7 +7,6 @@ from heapq import nsmallest
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter, Query, Request
 from msgspec import UNSET
@@ -17,7 +16,6 @@ from api.openapi import answers, body_of, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as, format_of
 from api.queries.encoding import age_ms
-from api.queries.large_bodies import JSON
 from api.queries.routes import json_response, read_body
 from api.view_source import ViewSource, is_known, stream_pages
 from api.workers.description import list_workers
@@ -147,8 +145,7 @@ def _add_record_routes(router: APIRouter, records: WorkerRecords) -> None:
     @router.patch("/workers/{worker:path}", responses={**record, **unknown, **faulty}, openapi_extra=body)
     async def patch(worker: str, request: Request) -> Response:
         """Change fields of a record. null leaves a field. `{"lifecycle": "draining"}` keeps new requests away."""
-        merged = records.patched(worker, await received(request, dict[str, Any]))
-        return json_response(await records.put(decode_as(WorkerRecord, msgspec.json.encode(merged), JSON)))
+        return json_response(await records.patch(worker, await received(request, dict[str, Any])))
 
     @router.delete("/workers/{worker:path}", responses={**record, **unknown})
     async def delete(worker: str) -> Response:

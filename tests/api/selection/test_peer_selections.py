@@ -96,7 +96,8 @@ async def hold(pair: Both, engines: list[ZmqEngine]) -> None:
 
     async def are_known() -> bool:
         theirs, ours = await pair.ask("POST", "/overlap_scores", TOKENS)
-        return sum(each["disk_blocks"] for each in theirs.json()["workers"] + ours.json()["workers"]) == 22
+        found: list[int] = [each["disk_blocks"] for answer in (theirs, ours) for each in answer.json()["workers"]]
+        return sum(found) == 22
 
     await async_wait_until(are_known)
 
@@ -135,12 +136,16 @@ REFUSED = [
     ("POST", "/select", TOKENS | {"routing_constraints": 3}),
     ("POST", "/reservations", {"model_name": "m", "selection_id": "never"}),
     ("POST", "/reservations", {"model_name": "m", "worker_id": 1}),
-    ("POST", "/reservations", {"model_name": "m", "selection_id": "x", "worker_id": 77, "sequence_hashes": [1]}),
+    (
+        "POST",
+        "/reservations",
+        {"model_name": "m", "selection_id": "x", "worker_id": 77, "sequence_hashes": [1], "isl_tokens": 4},
+    ),
     ("POST", "/reservations", {"model_name": "m", "selection_id": "x", "worker_id": 1}),
     (
         "POST",
         "/reservations",
-        {"model_name": "m", "selection_id": "x", "worker_id": 1, "dp_rank": 5, "sequence_hashes": [1]},
+        {"model_name": "m", "selection_id": "x", "worker_id": 1, "dp_rank": 5, "sequence_hashes": [1], "isl_tokens": 4},
     ),
     ("POST", "/reservations/never/prefill_complete", None),
     ("POST", "/reservations/never/output_block", {"decay_fraction": 0.5}),

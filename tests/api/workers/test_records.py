@@ -234,6 +234,16 @@ async def test_refused_records_change_nothing(fields: dict[str, Any], status: in
         assert (await client.get("/workers")).json() == []
 
 
+async def test_changes_at_the_same_time_are_all_made() -> None:
+    async with ours() as client:
+        await client.post("/workers", json=record(1, **events(0)))
+        moved = {"kv_events_endpoints": {"0": f"tcp://127.0.0.1:{PORTS[1]}"}}
+        changes = [{"total_kv_blocks": 5} | moved, {"lifecycle": "draining"}, {"taints": ["t"]}]
+        await asyncio.gather(*(client.patch("/workers/1", json=change) for change in changes))
+        (found,) = (await client.get("/workers")).json()
+        assert (found["total_kv_blocks"], found["lifecycle"], found["taints"]) == (5, "draining", ["t"])
+
+
 async def test_the_number_of_records_is_bounded() -> None:
     async with ours(max_registrations=1024) as client:
         answers = [(await client.post("/workers", json={"worker_id": n})).status_code for n in range(1026)]
