@@ -4,10 +4,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
-import httpx
-
+from api.http_pool import HttpPool, NoAnswerError
 from api.workers.allowed_addresses import AllowedAddresses
 from api.workers.engine_metrics import metrics_of, place_of
 from indexer.consumer import Consumer
@@ -54,32 +54,42 @@ class Reports:
 
     async def follow(self) -> None:
         """Ask engines forever."""
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client, asyncio.TaskGroup() as group:
-            while True:
-                urls, by_url = self._urls(), dict[str, list[StreamId]]()
-                for stream, url in urls.items():
-                    by_url.setdefault(url, []).append(stream)
-                self._rooms = {stream: room for stream, room in self._rooms.items() if stream in urls}
-                self._reports = {stream: report for stream, report in self._reports.items() if stream in urls}
-                self._due = {url: due for url, due in self._due.items() if url in by_url}
-                for url, streams in by_url.items():
-                    if time.monotonic() >= self._due.get(url, 0.0):
-                        self._due[url] = float("inf")
-                        group.create_task(self._ask(client, url, streams), name=f"metrics:{url}")
-                await asyncio.sleep(_LOOK_EVERY_S)
-
-    async def _ask(self, client: httpx.AsyncClient, url: str, streams: list[StreamId]) -> None:
-        pause_s = _RETRY_S
+        pool = HttpPool(_MAX_BYTES)
         try:
-            async with self._turns, asyncio.timeout(_TIMEOUT_S):
-                at = time.time()
-                text = await _read(client, url, self._allowed)
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    for url, streams in self._due_now().items():
+                        self._due[url] = float("inf")
+                        group.create_task(self._ask(pool, url, streams), name=f"metrics:{url}")
+                    await asyncio.sleep(_LOOK_EVERY_S)
+        finally:
+            await pool.close()
+
+    def _due_now(self) -> dict[str, list[StreamId]]:
+        """Return the addresses to ask now, each with its ranks. What is known of others is forgotten."""
+        urls, by_url = self._urls(), dict[str, list[StreamId]]()
+        for stream, url in urls.items():
+            by_url.setdefault(url, []).append(stream)
+        self._rooms = {stream: room for stream, room in self._rooms.items() if stream in urls}
+        self._reports = {stream: report for stream, report in self._reports.items() if stream in urls}
+        self._due = {url: due for url, due in self._due.items() if url in by_url}
+        now = time.monotonic()
+        return {url: streams for url, streams in by_url.items() if now >= self._due.get(url, 0.0)}
+
+    async def _ask(self, pool: HttpPool, url: str, streams: list[StreamId]) -> None:
+        pause_s, parts = _RETRY_S, urlsplit(url)
+        try:
+            async with self._turns:
+                at, place = time.time(), await self._allowed.locate(f"tcp://{place_of(url)}")
+                address = parts._replace(netloc=place.removeprefix("tcp://")).geturl()
+                answer = await pool.send("GET", address, _TIMEOUT_S, {"Host": parts.netloc})
+            if answer.status != HTTPStatus.OK:
+                raise NoAnswerError(f"status {answer.status}")
             pause_s = _ASK_EVERY_S
             for stream in streams:
-                self._take(stream, text, at)
-        except (httpx.HTTPError, httpx.InvalidURL, KvsightError, TimeoutError, ValueError) as error:
-            what = str(error) or type(error).__name__
-            _limited_logger.warning("of %s at %s: %s", streams[0].key, url, what)
+                self._take(stream, answer.body, at)
+        except (NoAnswerError, KvsightError, ValueError) as error:
+            _limited_logger.warning("of %s at %s: %s", streams[0].key, url, error)
         finally:
             self._due[url] = time.monotonic() + pause_s
 
@@ -94,18 +104,3 @@ class Reports:
             self._reports[stream] = Report(at, requests, pages)
         if room is None or requests is None or used_tokens is None:
             raise ValueError(f"room for {room} tokens, {requests} requests, which use {used_tokens} tokens")
-
-
-async def _read(client: httpx.AsyncClient, url: str, allowed: AllowedAddresses) -> bytes:
-    """Return a text of bounded size. Raises httpx.HTTPError, KvsightError, ValueError."""
-    parts, text = urlsplit(url), bytearray()
-    place = await allowed.locate(f"tcp://{place_of(url)}")
-    address = parts._replace(netloc=place.removeprefix("tcp://")).geturl()
-    headers = {"Host": parts.netloc, "Accept-Encoding": "identity"}
-    async with client.stream("GET", address, headers=headers) as response:
-        response.raise_for_status()
-        async for part in response.aiter_raw():
-            text += part
-            if len(text) > _MAX_BYTES:
-                raise ValueError(f"more than {_MAX_BYTES} bytes")
-    return bytes(text)
