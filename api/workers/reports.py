@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
-from api.http_pool import HttpPool, NoAnswerError
+from api.http_pool import HttpAnswer, HttpPool, NoAnswerError
 from api.workers.allowed_addresses import AllowedAddresses
 from api.workers.engine_metrics import metrics_of, place_of
 from indexer.consumer import Consumer
@@ -83,19 +83,19 @@ class Reports:
                 at, place = time.time(), await self._allowed.locate(f"tcp://{place_of(url)}")
                 address = parts._replace(netloc=place.removeprefix("tcp://")).geturl()
                 answer = await pool.send("GET", address, _TIMEOUT_S, {"Host": parts.netloc})
-            if answer.status != HTTPStatus.OK:
-                raise NoAnswerError(f"status {answer.status}")
             pause_s = _ASK_EVERY_S
             for stream in streams:
-                self._take(stream, answer.body, at)
+                self._take(stream, answer, at)
         except (NoAnswerError, KvsightError, ValueError) as error:
             _limited_logger.warning("of %s at %s: %s", streams[0].key, url, error)
         finally:
             self._due[url] = time.monotonic() + pause_s
 
-    def _take(self, stream: StreamId, text: bytes, at: float) -> None:
+    def _take(self, stream: StreamId, answer: HttpAnswer, at: float) -> None:
         """Keep what an answer says of a rank. Raises ValueError if it does not say all."""
-        room, requests, used_tokens = metrics_of(text, stream.dp_rank)
+        if answer.status != HTTPStatus.OK:
+            raise ValueError(f"status {answer.status}")
+        room, requests, used_tokens = metrics_of(answer.body, stream.dp_rank)
         if room is not None:
             self._rooms[stream] = room
         if requests is not None:
