@@ -33,7 +33,7 @@ NEED_MORE = {"/reservations", "/register", "/unregister", "/explain", "/tokenize
 async def test_health_and_readiness_of_a_running_consumer(client: AsyncClient, fed: HandFed) -> None:
     assert (await client.get("/health")).status_code == 200
     await async_wait_until(lambda: fed.consumer.ready, what="ready")
-    assert (await client.get("/ready")).json() == {"status": "ready"}
+    assert (await client.get("/ready")).json() == {"status": "ready", "ready": True, "schedulable_workers": 0}
 
 
 async def test_a_consumer_that_is_not_ready_reports_why(client: AsyncClient, fed: HandFed) -> None:
