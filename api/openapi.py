@@ -151,9 +151,10 @@ def problem(status: int, description: str) -> Responses:
     return {int(status): _problem(description)}
 
 
-def body_of(kind: Any) -> Json:
+def body_of(kind: Any, example: Json) -> Json:
     """Return the `openapi_extra` of a FastAPI route whose body is a struct."""
-    return {"requestBody": {"required": True, "content": {name: {"schema": _schema(kind)} for name in CONTENT_TYPES}}}
+    shown = {"schema": _schema(kind), "example": example}
+    return {"requestBody": {"required": True, "content": dict.fromkeys(CONTENT_TYPES, shown)}}
 
 
 def complete(document: Json, amend: Callable[[Json], None], *, needs_token: bool) -> None:

@@ -17,7 +17,6 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from api.problems import ProblemError, ProblemKind
-from api.selection.answers import worker_name
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge, without_workers
 from api.workers.allowed_addresses import AllowedAddresses
@@ -27,6 +26,7 @@ from api.workers.registration_rules import (
     check_conflicts,
     check_speaks_zmq,
     no_room,
+    record_of,
     select_ranks,
     stream_of,
 )
@@ -97,7 +97,7 @@ class Registrations:
         """The registered ranks."""
         self.num_changes = 0
         """Ranks registered and unregistered so far."""
-        self.records = {each.worker: _record_of(each) for each in reversed(configured) if each.worker and each.url}
+        self.records = {each.worker: record_of(each) for each in reversed(configured) if each.worker and each.url}
         """Records of workers, see `WorkerRecords`. They are saved with the registrations."""
         self._added_at: dict[StreamId, float] = {}
         self._lock = asyncio.Lock()  # one change at a time, saved before the next
@@ -378,19 +378,6 @@ class Registrations:
             logger.warning("registrations are not saved: %s", error)
         else:
             self._unsaved.clear()
-
-
-def _record_of(engine: EngineSettings) -> WorkerRecord:
-    """Return the record of an engine that the operator has named."""
-    return WorkerRecord(
-        worker_id=worker_name(engine.worker or ""),
-        model_name=engine.model or "",
-        routing_group=engine.tenant,
-        endpoint=engine.url,
-        block_size=engine.block_size,
-        data_parallel_start_rank=engine.dp_rank,
-        data_parallel_size=engine.num_ranks,
-    )
 
 
 class OtherWriterError(SnapshotStoreError):

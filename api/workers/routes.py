@@ -123,7 +123,9 @@ def worker_routes(
 
 
 def _add_record_routes(router: APIRouter, records: WorkerRecords) -> None:
-    body = body_of(WorkerRecord)  # before the answers: requests need not have the fields that answers have
+    example = {"worker_id": 1, "model_name": "my-model", "block_size": 16, "endpoint": "http://10.0.0.1:8000"}
+    body = body_of(WorkerRecord, example)  # before the answers: requests need not have all fields of answers
+    changes = body_of(WorkerRecord, {"lifecycle": "draining"})
     record = answers(WorkerRecord, "The record")
     unknown = problem(404, "The worker has no record")
     faulty = problem(403, "The service may not connect to an address") | problem(409, "A limit is reached")
@@ -142,7 +144,7 @@ def _add_record_routes(router: APIRouter, records: WorkerRecords) -> None:
         """
         return json_response(await records.put(await received(request, WorkerRecord)), HTTPStatus.CREATED)
 
-    @router.patch("/workers/{worker:path}", responses={**record, **unknown, **faulty}, openapi_extra=body)
+    @router.patch("/workers/{worker:path}", responses={**record, **unknown, **faulty}, openapi_extra=changes)
     async def patch(worker: str, request: Request) -> Response:
         """Change fields of a record. null leaves a field. `{"lifecycle": "draining"}` keeps new requests away."""
         return json_response(await records.patch(worker, await received(request, dict[str, Any])))
