@@ -17,7 +17,7 @@ from indexer.settings import IndexerSettings
 from indexer.sources.kafka import KafkaSource
 from kv_events.decisions import Decision
 from kv_events.reservations import VERSION, Progressed, ReservationRecord, Reserved
-from selection.book import Book, Place
+from selection.book import Book, Booked
 from selection.exchange import ReservationExchange
 from tests.support.controlled_process import ControlledProcess, say
 from tests.support.waiting import async_wait_until
@@ -56,12 +56,10 @@ class Replica:
         assert self.book.apply(record, self._now())
         assert self.exchange.put(record) is None
 
-    def loads(self, worker: str) -> tuple[int, int, float]:
+    def loads(self, worker: str) -> Booked:
         """Return the requests, tokens and pages that are booked on a worker."""
         self.book.expire(self._now())
-        place = self.book.place(Place("m", "default", worker, 0))
-        found = self.book.loads
-        return int(found.requests[place]), int(found.prefill_tokens[place]), float(found.decode_blocks[place])
+        return self.book.booked("m", "default", worker, 0)
 
     def names(self) -> set[str]:
         """Return the ids of the reservations."""
