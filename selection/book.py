@@ -133,6 +133,10 @@ class Book:
         tokens, pages, requests = (each[place].item() for each in self.loads)
         return Booked(requests, tokens, round(pages))
 
+    def all_booked(self) -> dict[Place, Booked]:
+        """Return what is booked on each rank that has reservations."""
+        return {place: booked for place in self._places if (booked := self.booked(*place)).requests}
+
     @property
     def num_places(self) -> int:
         """Places that have a number."""

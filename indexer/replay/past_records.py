@@ -20,19 +20,23 @@ class PastRecords:
         self._span_s = span_s
         self._beside: dict[Path, Timeline] = {}
         self._read: list[int] = []  # index up to which each log has been read
+        self._now = 0.0
 
     def advance(
         self, timeline: Timeline, index: int, now: float, begin: Callable[[], None]
     ) -> Iterator[tuple[LogRecord, bool]]:
         """Return the records that were added since the last call, each with whether it is of a log beside.
 
-        index: after the newest record of the moment. now: its time. begin: called at once if earlier records do not
-        count any more; then all of them are returned again. Raises OSError.
+        Some may be later than the moment. index: at or after its end. now: its time. begin: called at once if earlier
+        records do not count any more; then all of them are returned again. Raises OSError.
         """
         logs = [(timeline, index), *((each, each.end_of(LogMoment(time_s=now))) for each in self._open_beside())]
         starts = [log.first_after(now - self._span_s) for log, _ in logs]
-        if len(self._read) != len(logs) or not all(
-            start <= read <= stop for start, read, (_, stop) in zip(starts, self._read, logs, strict=True)
+        is_back, self._now = now < self._now, now
+        if (
+            is_back
+            or len(self._read) != len(logs)
+            or not all(start <= read <= stop for start, read, (_, stop) in zip(starts, self._read, logs, strict=True))
         ):
             begin()
             self._read = starts

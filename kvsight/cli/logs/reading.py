@@ -107,9 +107,7 @@ class LogInput:
         from indexer.replay import Timeline
         from selection.past import PastBook
 
-        timeline = Timeline(self.folder)
-        index = timeline.end_of(moment) if moment.offsets is None else views.index
-        book = PastBook(self.folder).at(timeline, index, views.now)
+        book = PastBook(self.folder).at(Timeline(self.folder), moment, views)
         return book if book.num_places else None
 
     def views_before(self) -> Replay:
