@@ -31,6 +31,7 @@ from kv_events.http.registrations import (
     RfcUnregistered,
     RfcUnregistration,
 )
+from kv_events.http.selection import Load, OverlapScores, Reservation, ReserveRequest, Selection, SelectRequest
 from kv_events.http.service import ProblemDocument
 from kv_events.http.workers import Listener
 
@@ -90,6 +91,8 @@ _EXAMPLES: dict[str, Json] = {
     | {"candidates": [{"worker": "engine-0", "tokens": 16, "score": 16.0}, {"worker": "engine-1"}]},
     "/explain": {"worker": "engine-0", **_PROMPT},
     "/tokenize": {"model_name": "my-model", "text": "Once upon a time"},
+    **dict.fromkeys(("/select", "/select_and_reserve", "/potential_loads", "/overlap_scores"), _PROMPT),
+    "/reservations": {"selection_id": "request-1", "model_name": "my-model"},
 }
 """Path -> a body that the service takes as it is, but for its names."""
 _REGISTRATION_PROBLEMS = {
@@ -113,6 +116,26 @@ _REGISTRATIONS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str,
         (PeerRegistered, RfcUnregistered),
         {"200": "Unregistered"},
     ),
+}
+
+_SELECTIONS: dict[str, tuple[str, Any, Any, int]] = {
+    "/select": ("Choose a worker for a prompt, and book nothing.", SelectRequest, Selection, 200),
+    "/select_and_reserve": ("Choose a worker for a prompt, and book the request.", SelectRequest, Selection, 200),
+    "/potential_loads": ("What would be booked on each rank with this prompt.", SelectRequest, list[Load], 200),
+    "/overlap_scores": ("Pages of a prompt that each rank holds.", SelectRequest, OverlapScores, 200),
+    "/reservations": (
+        "Book what `/select` answered for this `selection_id`, or, with a `worker_id`, what the caller chose.",
+        ReserveRequest,
+        Reservation,
+        201,
+    ),
+}
+_SELECTION_PROBLEMS = {
+    "400": "The body is malformed, or the prompt is missing",
+    "404": "No such selection or worker",
+    "409": "The id is reserved already, or the workers of the model use several block sizes",
+    "503": "No worker can be chosen, or the book is full",
+    **_BODY_PROBLEMS,
 }
 
 
@@ -146,6 +169,10 @@ def complete(document: Json, amend: Callable[[Json], None], *, needs_token: bool
     for path, (text, requests, replies, successes) in _REGISTRATIONS.items():
         found: Responses = {status: _json(said, _any_of(*replies, are_sent=True)) for status, said in successes.items()}
         paths[path] = _post(path, "workers", text, _any_of(*requests), found, _REGISTRATION_PROBLEMS)
+    for path, (text, request, selected, status) in _SELECTIONS.items():
+        if "/loads" in paths:  # members of groups choose no workers
+            found = answers(selected, "The answer", status)
+            paths[path] = _post(path, "selection", text, _schema(request), found, _SELECTION_PROBLEMS)
     decision = {"allOf": [_schema(DecisionRequest), query]}
     record = {"anyOf": [decision, _schema(OutcomeRequest)]}
     body = {"anyOf": [decision, _schema(OutcomeRequest), _array("decisions", record)]}

@@ -36,6 +36,13 @@ if TYPE_CHECKING:
     from kv_events.http.queries import Missing as Missing
     from kv_events.http.queries import PeerAnswer as PeerAnswer
     from kv_events.http.queries import PeerInstance as PeerInstance
+    from kv_events.http.selection import Load as Load
+    from kv_events.http.selection import ModelLoads as ModelLoads
+    from kv_events.http.selection import Overlap as Overlap
+    from kv_events.http.selection import PrefillWorker as PrefillWorker
+    from kv_events.http.selection import Selection as Selection
+    from kv_events.http.selection import Source as Source
+    from kv_events.http.selection import WeighedCandidate as WeighedCandidate
     from kv_events.http.workers import Listener as Listener
     from kv_events.http.workers import RadixView as RadixView
     from kv_events.http.workers import ViewPage as ViewPage
@@ -68,6 +75,7 @@ _NAMES = {
     "kv_events.http.explanations": "BatchPosition Evidence Explanation Finding WorkerExplanation",
     "kv_events.http.fleet": "Fleet FleetRank FleetWorker StateChange",
     "kv_events.http.queries": "Missing PeerAnswer PeerInstance",
+    "kv_events.http.selection": "Load ModelLoads Overlap PrefillWorker Selection Source WeighedCandidate",
     "kv_events.http.workers": "Listener RadixView ViewPage Worker",
     "kvsight.base_client": "RetryPolicy",
     "kvsight.choice": "WorkerChoice best_worker rank_workers",

@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from inspect import Parameter, signature
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
 
 import httpx
 
+from kv_events.errors import KvsightError
 from kv_events.http.events import FeedEvent
+from kv_events.http.selection import Selection
 from kv_events.http.service import DEFAULT_URL
-from kvsight import calls
+from kvsight import calls, selection_calls
 from kvsight.base_client import AttemptResult, BaseClient, RetryPolicy
 from kvsight.calls import Call
 from kvsight.event_stream import stream_request
+from kvsight.prompts import Integers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,6 +108,11 @@ class Client(BaseClient):
     query_raw = _blocking(calls.query_raw)
     best_worker = _blocking(calls.best_worker)
     rank_workers = _blocking(calls.rank_workers)
+    select = _blocking(selection_calls.select)
+    reserve = _blocking(selection_calls.reserve)
+    complete = _blocking(selection_calls.complete)
+    release = _blocking(selection_calls.release)
+    loads = _blocking(selection_calls.loads)
     report_decisions = decided = _blocking(calls.report_decisions)
     explain = _blocking(calls.explain)
     workers = _blocking(calls.workers)
@@ -115,6 +124,19 @@ class Client(BaseClient):
     unregister = _blocking(calls.unregister)
     health = _blocking(calls.health)
     ready = _blocking(calls.ready)
+
+    @contextmanager
+    def placed(self, model: str, token_ids: Integers | None = None, **options: Any) -> Generator[Selection]:
+        """Reserve a worker for a block, and release it at its end. options: as for `reserve`.
+
+        If the release cannot be sent, the reservation ends by itself after the service's time-to-live.
+        """
+        selection = self.reserve(model, token_ids, **options)
+        try:
+            yield selection
+        finally:
+            with suppress(KvsightError):
+                self.release(str(selection.selection_id))
 
     def events(
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None
@@ -189,6 +211,11 @@ class AsyncClient(BaseClient):
     query_raw = _awaitable(calls.query_raw)
     best_worker = _awaitable(calls.best_worker)
     rank_workers = _awaitable(calls.rank_workers)
+    select = _awaitable(selection_calls.select)
+    reserve = _awaitable(selection_calls.reserve)
+    complete = _awaitable(selection_calls.complete)
+    release = _awaitable(selection_calls.release)
+    loads = _awaitable(selection_calls.loads)
     report_decisions = decided = _awaitable(calls.report_decisions)
     explain = _awaitable(calls.explain)
     workers = _awaitable(calls.workers)
@@ -200,6 +227,16 @@ class AsyncClient(BaseClient):
     unregister = _awaitable(calls.unregister)
     health = _awaitable(calls.health)
     ready = _awaitable(calls.ready)
+
+    @asynccontextmanager
+    async def placed(self, model: str, token_ids: Integers | None = None, **options: Any) -> AsyncGenerator[Selection]:
+        """See `Client.placed`."""
+        selection = await self.reserve(model, token_ids, **options)
+        try:
+            yield selection
+        finally:
+            with suppress(KvsightError):
+                await self.release(str(selection.selection_id))
 
     async def events(
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError
 from selection.candidates import Asked, Candidates, Choice, Policy, selected
+from selection.kernels.choose import lowest_cost
 
 ENTRY_POINTS = "kvsight.policies"
 DEFAULT_POLICY = "overlap-load"
@@ -44,7 +45,9 @@ class OverlapLoadPolicy:
         scale = options.get("prefill_load_scale", 1.0) / candidates.block_size
         costs = (candidates.prefill_tokens + candidates.computed) * scale + candidates.decode_blocks
         return Choice(
-            lowest(costs, options.get("router_temperature", 0.0)), costs, "the least work for prefill and decode"
+            lowest(costs, candidates, options.get("router_temperature", 0.0)),
+            costs,
+            "the least work for prefill and decode",
         )
 
 
@@ -58,7 +61,7 @@ class LmetricPolicy:
     def choose(self, asked: Asked, candidates: Candidates) -> Choice:
         waiting = candidates.prefill_tokens + candidates.computed
         costs: Costs = np.maximum(waiting, 1.0) * (candidates.requests + 1)
-        return Choice(lowest(costs), costs, "the lowest product of tokens to compute and requests")
+        return Choice(lowest(costs, candidates), costs, "the lowest product of tokens to compute and requests")
 
 
 class PriorityPolicy:
@@ -71,7 +74,9 @@ class PriorityPolicy:
         own = candidates.computed / candidates.block_size
         booked = candidates.prefill_tokens / candidates.block_size + candidates.decode_blocks
         costs = own + booked * 2.0 ** min(4.0, max(-4.0, asked.priority))
-        return Choice(lowest(costs), costs, f"the least work, booked work weighed for priority {asked.priority:g}")
+        return Choice(
+            lowest(costs, candidates), costs, f"the least work, booked work weighed for priority {asked.priority:g}"
+        )
 
 
 class SessionPolicy:
@@ -198,17 +203,15 @@ def preferred(choice: Choice, row: int, reason: str, *, is_always: bool = False)
     return choice
 
 
-def lowest(costs: Costs, temperature: float = 0.0) -> int:
-    """Return the row with the lowest cost; of several, one after the other. temperature: see `OverlapLoadPolicy`."""
-    values: list[float] = costs.tolist()
-    least = min(values)
+def lowest(costs: Costs, candidates: Candidates, temperature: float = 0.0) -> int:
+    """Return the row with the lowest cost. Of several, those that compute least take turns.
+
+    temperature: see `OverlapLoadPolicy`.
+    """
     if temperature > 0:
-        weights = np.exp((least - costs) / (temperature * max(float(np.ptp(costs)), 1e-9)))
+        weights = np.exp((costs.min() - costs) / (temperature * max(float(np.ptp(costs)), 1e-9)))
         return int(_random.choice(len(costs), p=weights / weights.sum()))
-    if values.count(least) == 1:
-        return values.index(least)
-    best = [row for row, cost in enumerate(values) if cost == least]
-    return best[next(_turns) % len(best)]
+    return lowest_cost(costs, candidates.computed, next(_turns))
 
 
 def _place(candidates: Candidates, index: int) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,7 @@ class Selector:
         self._rosters = rosters
         self._policy = policy
         self._replica = replica
+        self._numbers = count(1)
 
     def weigh(self, namespace: Namespace, freshness: Freshness, found: Found, now: float) -> Weighed:
         """Return the candidates for a prompt. Raises NoCandidateError."""
@@ -83,7 +84,7 @@ class Selector:
         model, tenant, block_size = namespace.key
         decision = Decision(
             VERSION,
-            request.selection_id or str(uuid.uuid4()),
+            request.selection_id or f"{self._replica}-{next(self._numbers)}",
             now,
             model,
             tenant,

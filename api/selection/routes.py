@@ -104,7 +104,9 @@ class SelectionRoutes:
     async def _potential_loads(self, body: Body, body_format: BodyFormat) -> Response:
         _, namespace, found = await self._asked(body, body_format)
         roster, rows, candidates = self._weighed(namespace, found)
-        columns = candidates.computed + candidates.prefill_tokens, candidates.decode_blocks, candidates.requests
+        is_cut = found.tokens % namespace.key.block_size > 0  # an incomplete page does not count here
+        blocks = candidates.decode_blocks - is_cut
+        columns = candidates.computed + candidates.prefill_tokens, blocks, candidates.requests
         return json_response(loads_of(roster, rows, *columns))
 
     async def _overlap_scores(self, body: Body, body_format: BodyFormat) -> Response:

@@ -31,7 +31,7 @@ redis_password_file redis_ca_file redis_cert_file redis_key_file redis_key_passw
 snapshot_dir record record_keep record_max_bytes explain_timeout_s tenant_limits_file dead_letter_dir
 host reuse_port max_connections allowed_hosts answer_before_ready tokenize_url metrics_max_workers
 api_tokens_file tls_cert_file tls_key_file tls_key_password_file
-register_allow max_registrations forget_engine_s bridge_away_s
+register_allow max_registrations forget_engine_s bridge_away_s policy predict_s reservation_ttl_s
 group_deadline_s group_session_s group_token_file group_ca_file
 """
 SETTINGS = frozenset(_SETTINGS.split())

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from indexer.recording.recorder import RecordingThread
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
+    from selection.settings import SelectionSettings
 
 
 _FLAGS = {
@@ -43,6 +44,9 @@ _FLAGS = {
     "max_registrations": Flag(int, "Bound on registered engine ranks, for more than 1024."),
     "forget_engine_s": Flag(float, "Seconds until an unreachable engine is unregistered, if it may not come back."),
     **AWAY,
+    "policy": Flag(str, "How POST /select chooses, if not by overlap-load: session,warm-up,lmetric, ..."),
+    "predict_s": Flag(float, "Seconds that pages of placed requests count as held, if 2 do not suit. 0: never."),
+    "reservation_ttl_s": Flag(float, "Seconds until a reservation expires, if requests last longer than 600."),
     "reuse_port": Flag(bool, "Share the port, if several services of this machine listen on it."),
     "answer_before_ready": Flag(bool, "Answer queries before the log is applied; not, if routers need complete views."),
     "tokenize_url": Flag(str, "Engine that tokenizes, if the page shall accept text: http://HOST:PORT"),
@@ -77,12 +81,14 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
     from bridge.settings import BridgeSettings, engines_of
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
+    from selection.settings import SelectionSettings
 
     configured = engines_of(config, engine or [], model)
     indexer = IndexerSettings.from_flags(**flags)
     settings = ApiSettings.from_flags(**flags)
     shards = GroupSettings.from_flags(**flags)
     registration = RegistrationSettings.from_flags(**flags)
+    selection = SelectionSettings.from_flags(**flags)
     bridge = BridgeSettings.from_flags(**flags)
     shards.check(indexer.kafka, reuse_port=settings.reuse_port)
     if settings.reuse_port and indexer.is_embedded:
@@ -105,9 +111,9 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
         load_kernels(lambda: load_and_answer(settings, bound))
         if indexer.is_embedded:
             own = bound.getsockname()[1], max_files, configured
-            service = _embedded(indexer, settings, registration, bridge, recording, *own)
+            service = _embedded(indexer, settings, selection, registration, bridge, recording, *own)
         else:
-            service = _follower(indexer, settings, shards, recording, url)
+            service = _follower(indexer, settings, selection, shards, recording, url)
         err.print(f"kvsight listens on {url} (docs at /docs)")
         if indexer.is_embedded:
             err.print(_reading(configured))
@@ -121,13 +127,17 @@ def _reading(engines: list[EngineSettings]) -> str:
 
 
 def _follower(
-    indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, recording: RecordingThread | None, url: str
+    indexer: IndexerSettings,
+    settings: ApiSettings,
+    selection: SelectionSettings,
+    shards: GroupSettings,
+    recording: RecordingThread | None,
+    url: str,
 ) -> LiveService:
     """The service that reads a log. url: of its socket."""
     from api.service import LiveService
     from indexer.assembly import create_consumer, create_decision_log
     from selection.exchange import create_exchange
-    from selection.settings import SelectionSettings
 
     group = None
     if shards.group is None:
@@ -140,7 +150,7 @@ def _follower(
         consumer = create_consumer(indexer, recording=recording, membership=membership)
         group = ShardGroup(consumer, membership, shards, settings)
         err.print(f"member of group {shards.group}, which others reach at {membership.url}")
-    reservations = None if group is not None else create_exchange(indexer, SelectionSettings().book())
+    reservations = None if group is not None else create_exchange(indexer, selection.book())
     return LiveService(
         consumer,
         settings,
@@ -148,6 +158,7 @@ def _follower(
         recording=recording,
         event_log=indexer.event_log_dir,
         group=group,
+        selection=selection,
         reservations=reservations,
     )
 
@@ -163,6 +174,7 @@ def _recording(indexer: IndexerSettings, settings: ApiSettings) -> RecordingThre
 def _embedded(
     indexer: IndexerSettings,
     settings: ApiSettings,
+    selection: SelectionSettings,
     registration: RegistrationSettings,
     bridge: BridgeSettings,
     recording: RecordingThread | None,
@@ -178,13 +190,14 @@ def _embedded(
     from indexer.assembly import create_consumer, create_decision_log, create_store
     from kv_events.log.memory import MemoryLog
     from selection.exchange import create_exchange
-    from selection.settings import SelectionSettings
 
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations", "registrations.json")
     parts = consumer, log, registration, bridge, store
     registrations = Registrations(*parts, own_port=port, max_files=max_files, configured=engines)
-    reservations = create_exchange(indexer, SelectionSettings().book(), recording)
+    reservations = create_exchange(indexer, selection.book(), recording)
     decisions = create_decision_log(indexer, recording)
-    return LiveService(consumer, settings, registrations, decisions, recording, reservations=reservations)
+    return LiveService(
+        consumer, settings, registrations, decisions, recording, selection=selection, reservations=reservations
+    )

@@ -26,7 +26,7 @@ from tests.support.log.records import Stream, removed
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
-NEED_MORE = {"/register", "/unregister", "/explain", "/tokenize"}
+NEED_MORE = {"/reservations", "/register", "/unregister", "/explain", "/tokenize"}
 """Routes of a service with an embedded bridge, a recording or a tokenizer."""
 
 
@@ -125,6 +125,15 @@ async def test_the_documentation_names_every_route(client: AsyncClient) -> None:
         "/residency",
         "/funnel",
         "/tokenize",
+        "/select",
+        "/select_and_reserve",
+        "/reservations",
+        "/reservations/{reservation_id}",
+        "/reservations/{reservation_id}/prefill_complete",
+        "/reservations/{reservation_id}/output_block",
+        "/loads",
+        "/potential_loads",
+        "/overlap_scores",
         "/dump",
         "/health",
         "/ready",

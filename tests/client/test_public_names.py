@@ -13,11 +13,11 @@ import pytest
 
 import kvsight
 from kv_events.http.events import FeedEvent
-from kvsight import AsyncClient, Client, PeerAnswer, PublisherSettings, WorkerChoice, calls
+from kvsight import AsyncClient, Client, PeerAnswer, PublisherSettings, WorkerChoice, calls, selection_calls
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = [name for name, member in vars(Client).items() if name == getattr(member, "__name__", "")]
-CALLS = [name for name in METHODS if name not in ("send", "events", "close") and not name.startswith("_")]
+CALLS = [name for name in METHODS if name not in ("send", "events", "close", "placed") and not name.startswith("_")]
 
 
 def returned(client: type) -> set[type]:
@@ -35,7 +35,7 @@ def returned(client: type) -> set[type]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_both_clients_have_a_method_for_each_call(name: str) -> None:
-    call = getattr(calls, name)
+    call = getattr(calls, name, None) or getattr(selection_calls, name)
     for client in (Client, AsyncClient):
         method = getattr(client, name)
         self, *parameters = inspect.signature(method).parameters.values()

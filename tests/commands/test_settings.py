@@ -25,6 +25,7 @@ from kvsight.cli.main import app
 from kvsight.cli.shared import flags
 from kvsight.plugins import PluginSettings
 from publisher.settings import PublisherSettings
+from selection.settings import SelectionSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES: list[type[KvsightSettings]] = [
@@ -33,6 +34,7 @@ CLASSES: list[type[KvsightSettings]] = [
     GroupSettings,
     ApiSettings,
     RegistrationSettings,
+    SelectionSettings,
     PublisherSettings,
     PluginSettings,
     BridgeSettings,

@@ -20,6 +20,7 @@ from bridge import BridgeSettings
 from indexer.consumer import Consumer
 from kv_events.log.memory import MemoryLog
 from kv_events.log.moments import LogMoment
+from selection.settings import SelectionSettings
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.log.hand_fed import HandFed
 from tests.support.waiting import async_wait_until
@@ -61,10 +62,16 @@ async def client(fed: HandFed) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def embedding(consumer: Consumer, log: MemoryLog, bridge: BridgeSettings | None = None, **settings: Any) -> Application:
+def embedding(
+    consumer: Consumer,
+    log: MemoryLog,
+    bridge: BridgeSettings | None = None,
+    selection: SelectionSettings | None = None,
+    **settings: Any,
+) -> Application:
     """Return an application that reads engines itself. log: that the consumer reads."""
     registrations = Registrations(consumer, log, RegistrationSettings(**settings), bridge or BridgeSettings(), None)
-    return create_app(LiveService(consumer, ApiSettings(), registrations))
+    return create_app(LiveService(consumer, ApiSettings(), registrations, selection=selection))
 
 
 @asynccontextmanager

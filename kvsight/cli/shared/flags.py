@@ -14,7 +14,18 @@ from pythonjsonlogger.json import JsonFormatter
 from kv_events.runtime.variables import PREFIX, SETTINGS
 from kvsight.extras import require
 
-_OURS = ("analysis", "api", "bridge", "engine_cache", "indexer", "kv_events", "kvsight", "publisher", "simulation")
+_OURS = (
+    "analysis",
+    "api",
+    "bridge",
+    "engine_cache",
+    "indexer",
+    "kv_events",
+    "kvsight",
+    "publisher",
+    "selection",
+    "simulation",
+)
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 Url: TypeAlias = Annotated[str, typer.Option(help="Address of the API, if it runs elsewhere.", envvar="KVSIGHT_URL")]

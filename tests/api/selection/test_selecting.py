@@ -1,0 +1,168 @@
+"""What is chosen, what is booked, and what the answers say."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from api.app import create_app
+from api.service import LiveService
+from api.settings import ApiSettings
+from kvsight import AsyncClient, KvsightHttpError
+from selection.settings import SelectionSettings
+from tests.rigs.api import asking, served
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
+
+BLOCK = 16
+PROMPT = list(range(1, 161))
+BODY = {"model_name": "m", "token_ids": PROMPT}
+
+
+@asynccontextmanager
+async def fleet(
+    *held: dict[int, range] | None, selection: SelectionSettings | None = None
+) -> AsyncIterator[tuple[httpx.AsyncClient, HandFed]]:
+    """A service of workers w0, w1, ... held: what each holds of the prompt, as in `HandFed.hold`; {}: nothing."""
+    fed = HandFed()
+    async with asking(create_app(LiveService(fed.consumer, ApiSettings(), selection=selection))) as client:
+        for number, tiers in enumerate(held):
+            await fed.hold(Stream(worker=f"w{number}", model="m", block_size=BLOCK), PROMPT, tiers)
+        yield client, fed
+
+
+async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
+    answer = await client.post(path, json={**BODY, **body})
+    assert answer.is_success, answer.text
+    return answer.json()
+
+
+async def loads(client: httpx.AsyncClient) -> dict[str, tuple[int, int, int]]:
+    (model,) = (await client.get("/loads")).json()
+    fields = ("active_requests", "potential_prefill_tokens", "potential_decode_blocks")
+    return {each["worker_id"]: tuple(each[field] for field in fields) for each in model["loads"]}
+
+
+async def test_equal_prompts_at_once_split_evenly() -> None:
+    async with fleet(None, None) as (client, _):
+        chosen = await asyncio.gather(*(post(client, "/select_and_reserve") for _ in range(448)))
+        counts = Counter(each["worker_id"] for each in chosen)
+        assert abs(counts["w0"] - 224) <= 22
+        assert sum(counts.values()) == 448
+        assert {worker: load[0] for worker, load in (await loads(client)).items()} == counts
+
+
+async def test_a_burst_of_siblings_goes_to_one_worker_until_others_are_cheaper() -> None:
+    async with fleet({}, {}, selection=SelectionSettings(predict_s=60)) as (client, _):
+        long = {"token_ids": list(range(1000, 1000 + 100 * BLOCK))}
+        first, *others = [await post(client, "/select_and_reserve", **long) for _ in range(8)]
+        assert first["effective_prefill_tokens"] == 100 * BLOCK
+        # 100 pages wait on the first worker, and as many would have to be computed again on the other
+        assert {each["effective_prefill_tokens"] for each in others} == {0}
+        assert {each["worker_id"] for each in others} == {first["worker_id"]}
+        assert {each["overlap"]["predicted"] for each in others} == {100 * BLOCK}
+        assert {each["overlap"]["gpu"] for each in others} == {0}
+    async with fleet({}, {}, selection=SelectionSettings(predict_s=0)) as (client, _):
+        chosen = [await post(client, "/select_and_reserve", **long) for _ in range(8)]
+        assert Counter(each["worker_id"] for each in chosen) == {"w0": 4, "w1": 4}
+        assert all("predicted" not in each["overlap"] for each in chosen)
+
+
+async def test_predictions_are_in_no_query() -> None:
+    async with fleet({}, {}) as (client, _):
+        await post(client, "/select_and_reserve")
+        assert (await post(client, "/query"))["instances"] == {}
+
+
+async def test_a_prediction_ends() -> None:
+    async with fleet({}, {}, selection=SelectionSettings(predict_s=0.05)) as (client, _):
+        chosen = await post(client, "/select_and_reserve")
+        pinned = {"pinned_worker": {"worker_id": chosen["worker_id"], "dp_rank": 0}}
+        deadline = asyncio.get_running_loop().time() + 10
+        while "predicted" in (await post(client, "/select", **pinned))["overlap"]:
+            assert asyncio.get_running_loop().time() < deadline
+
+
+async def test_a_reservation_expires() -> None:
+    async with fleet({}, selection=SelectionSettings(reservation_ttl_s=0.2)) as (client, _):
+        await post(client, "/select_and_reserve", selection_id="a")
+        assert (await loads(client))["w0"] == (1, 160, 10)
+        deadline = asyncio.get_running_loop().time() + 10
+        while (await loads(client))["w0"] != (0, 0, 0):
+            assert asyncio.get_running_loop().time() < deadline
+        assert (await client.delete("/reservations/a")).status_code == 404
+
+
+async def test_the_answer_says_why_and_whence() -> None:
+    held: tuple[dict[int, range], ...] = ({0: range(2)}, {0: range(4)}, {0: range(1), 1: range(1, 7), 2: range(7, 9)})
+    async with fleet(*held) as (client, _):
+        pinned = {"pinned_worker": {"worker_id": "w0", "dp_rank": 0}}
+        answer = await post(client, "/select", explain=True, sources=True, **pinned)
+        assert (answer["worker_id"], answer["reason"]) == ("w0", "the least work for prefill and decode")
+        chosen = await post(client, "/select", explain=True, sources=True)
+        assert [each["worker_id"] for each in chosen["candidates"]] == ["w2", "w1", "w0"]
+        costs = [each["cost"] for each in chosen["candidates"]]
+        # pages to compute and pages to hold: those on the host count 0.25, those on disks 0.75
+        assert costs == [10 - 1 - 6 * 0.75 - 2 * 0.25 + 10, 10 - 4 + 10, 10 - 2 + 10]
+        assert (chosen["worker_id"], chosen["sources"]) == ("w2", [])
+
+
+async def test_sources_cover_what_the_chosen_worker_lacks() -> None:
+    held: tuple[dict[int, range], ...] = ({0: range(2)}, {0: range(4)}, {0: range(1), 1: range(1, 7), 2: range(7, 9)})
+    async with fleet(*held, selection=SelectionSettings(policy="session-hard,overlap-load")) as (client, _):
+        target = {"affinity_target": {"worker_id": "w0"}}
+        answer = await post(client, "/select", sources=True, **target)
+        found = [(each["start"], each["end"], each["worker_id"], each["medium"]) for each in answer["sources"]]
+        assert answer["worker_id"] == "w0"
+        assert found == [(2, 4, "w1", "GPU"), (4, 7, "w2", "CPU_PINNED"), (7, 9, "w2", "DISK")]
+
+
+async def test_both_ways_answer_alike() -> None:
+    """JSON is answered inside the protocol; messages in msgpack, and JSON in chunks, by FastAPI's routes."""
+    fed = HandFed()
+    async with served(fed.consumer) as client:
+        for number in range(3):
+            await fed.hold(Stream(worker=str(number), model="m", block_size=BLOCK), PROMPT, {0: range(1 + 3 * number)})
+        bodies: list[dict[str, Any]] = [{}, {"selection_id": "s"}, {"explain": True}, {"allowed_worker_ids": [1, "0"]}]
+        bodies += [{"lora_name": "x"}, {"isl_tokens": 999}, {"token_ids": []}, {"model_name": "n"}, {"session_id": "s"}]
+        bodies += [{"token_ids": PROMPT + [5] * 7}, {"token_ids": [-1]}, {"priority_jump": "x"}, {"routing_group": "g"}]
+        for body in bodies:
+            body = {"pinned_worker": {"worker_id": 2, "dp_rank": 0}, **BODY, **body}
+            json = msgspec.json.encode(body)
+
+            async def chunks(data: bytes = json) -> AsyncIterator[bytes]:
+                yield data
+
+            headers = {"content-type": "application/json"}
+            fast = await client.post("/select", content=json, headers=headers)
+            slow = await client.post("/select", content=chunks(), headers=headers)
+            packed = {"content-type": "application/msgpack"}
+            third = await client.post("/select", content=msgspec.msgpack.encode(body), headers=packed)
+            assert (fast.status_code, fast.content) == (slow.status_code, slow.content)
+            assert (third.status_code, third.is_success and third.content) == (
+                fast.status_code,
+                fast.is_success and fast.content,
+            )
+
+
+async def test_the_client_reserves_and_releases() -> None:
+    fed = HandFed()
+    async with served(fed.consumer) as http, AsyncClient(str(http.base_url)) as client:
+        await fed.hold(Stream(worker="w/0", model="m", block_size=BLOCK), PROMPT, {0: range(9)})
+        assert (await client.select("m", PROMPT)).worker_id == "w/0"
+        async with client.placed("m", PROMPT, more={"selection_id": "a/b?"}) as placed:
+            assert (placed.selection_id, placed.worker_id, placed.overlap.gpu) == ("a/b?", "w/0", 144)
+            (load,) = (await client.loads("m"))[0].loads
+            assert (load.active_requests, load.potential_prefill_tokens) == (1, 16)
+            await client.complete("a/b?")
+            (load,) = (await client.loads("m"))[0].loads
+            assert (load.active_requests, load.potential_prefill_tokens) == (1, 0)
+        (load,) = (await client.loads("m"))[0].loads
+        assert (load.active_requests, load.potential_decode_blocks) == (0, 0)
+        with pytest.raises(KvsightHttpError, match="reservation a/b\\? not found"):
+            await client.release("a/b?")
