@@ -18,7 +18,7 @@ class PastBook:
     """Rebuilds the book at one moment after another, by the clocks of the records. For one thread at a time."""
 
     def __init__(self, folder: Path, settings: SelectionSettings | None = None) -> None:
-        """folder: of the event log. settings: default: from `KVSIGHT_*` variables."""
+        """folder: of the event log. settings: default: those of a service without flags."""
         self._settings = settings or SelectionSettings()
         self._records = PastRecords(folder, [Channel.RESERVATIONS], LONGEST_S)
         self._ahead: list[LogRecord] = []  # read already, of later moments
