@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError
 from selection.candidates import Asked, Candidates, Choice, Policy, selected
-from selection.kernels.choose import lowest_cost
+from selection.kernels.choose import least_work, lowest_cost
 
 ENTRY_POINTS = "kvsight.policies"
 DEFAULT_POLICY = "overlap-load"
@@ -41,14 +41,13 @@ class OverlapLoadPolicy:
     """
 
     def choose(self, asked: Asked, candidates: Candidates) -> Choice:
-        options = asked.options
-        scale = options.get("prefill_load_scale", 1.0) / candidates.block_size
-        costs = (candidates.prefill_tokens + candidates.computed) * scale + candidates.decode_blocks
-        return Choice(
-            lowest(costs, candidates, options.get("router_temperature", 0.0)),
-            costs,
-            "the least work for prefill and decode",
-        )
+        scale = asked.options.get("prefill_load_scale", 1.0) / candidates.block_size
+        prefill, computed, blocks = candidates.prefill_tokens, candidates.computed, candidates.decode_blocks
+        costs = np.empty(len(computed))
+        row = least_work(prefill, computed, blocks, scale, next(_turns), costs)
+        if temperature := asked.options.get("router_temperature"):
+            row = _by_temperature(costs, temperature)
+        return Choice(row, costs, "the least work for prefill and decode")
 
 
 class LmetricPolicy:
@@ -203,15 +202,15 @@ def preferred(choice: Choice, row: int, reason: str, *, is_always: bool = False)
     return choice
 
 
-def lowest(costs: Costs, candidates: Candidates, temperature: float = 0.0) -> int:
-    """Return the row with the lowest cost. Of several, those that compute least take turns.
-
-    temperature: see `OverlapLoadPolicy`.
-    """
-    if temperature > 0:
-        weights = np.exp((costs.min() - costs) / (temperature * max(float(np.ptp(costs)), 1e-9)))
-        return int(_random.choice(len(costs), p=weights / weights.sum()))
+def lowest(costs: Costs, candidates: Candidates) -> int:
+    """Return the row with the lowest cost. Of several, those that compute least take turns."""
     return lowest_cost(costs, candidates.computed, next(_turns))
+
+
+def _by_temperature(costs: Costs, temperature: float) -> int:
+    """Return a random row. See `OverlapLoadPolicy`."""
+    weights = np.exp((costs.min() - costs) / (temperature * max(float(np.ptp(costs)), 1e-9)))
+    return int(_random.choice(len(costs), p=weights / weights.sum()))
 
 
 def _place(candidates: Candidates, index: int) -> tuple[str, int]:

@@ -1,6 +1,6 @@
-"""The kernel that finds the lowest cost."""
+"""Kernels of policies."""
 
-from kv_events.kernels.bundles import F64Vector
+from kv_events.kernels.bundles import F64Vector, I64Vector
 from kv_events.kernels.declare import kernel
 from kv_events.kernels.numbers import int64
 
@@ -23,3 +23,16 @@ def lowest_cost(costs: F64Vector, computed: F64Vector, turn: int) -> int:
                 return int64(row)
             skipped -= 1
     return int64(0)
+
+
+@kernel
+def least_work(
+    prefill_tokens: I64Vector, computed: F64Vector, decode_blocks: I64Vector, scale: float, turn: int, costs: F64Vector
+) -> int:
+    """Write the costs of `policies.OverlapLoadPolicy`, and return the row with the lowest one, see `lowest_cost`.
+
+    scale: of prefill tokens. costs: float64[n], as the other columns.
+    """
+    for row in range(costs.shape[0]):
+        costs[row] = (prefill_tokens[row] + computed[row]) * scale + decode_blocks[row]
+    return lowest_cost(costs, computed, turn)
