@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from indexer.assembly import create_reservation_log
+from indexer.assembly import create_queue
 from indexer.recording.recorder import RecordingThread
 from indexer.settings import IndexerSettings
 from indexer.slices import Interval, Slices
 from indexer.sources.base import LogReplacedError
 from indexer.sources.reader import Opened, SourceReader
-from indexer.writing.queue import WriteQueue
+from indexer.writing.queue import RESERVATIONS, WriteQueue
 from kv_events.errors import RecordRejectedError
 from kv_events.reservations import (
     RELEASED,
@@ -177,4 +177,4 @@ def create_exchange(
         from indexer.sources.kafka import KafkaSource
 
         source = KafkaSource(settings, topic=settings.reservations_topic)
-    return ReservationExchange(book, create_reservation_log(settings, recording), source)
+    return ReservationExchange(book, create_queue(settings, RESERVATIONS, recording), source)

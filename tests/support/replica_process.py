@@ -12,9 +12,10 @@ import time
 
 import numpy as np
 
-from indexer.assembly import create_reservation_log
+from indexer.assembly import create_queue
 from indexer.settings import IndexerSettings
 from indexer.sources.kafka import KafkaSource
+from indexer.writing.queue import RESERVATIONS
 from kv_events.decisions import Decision
 from kv_events.reservations import VERSION, Progressed, ReservationRecord, Reserved
 from selection.book import Book, Booked
@@ -41,7 +42,7 @@ class Replica:
     def __init__(self, settings: IndexerSettings, ttl_s: float, clock: Clock) -> None:
         self.book = Book(ttl_s, 0)
         source = KafkaSource(settings, topic=settings.reservations_topic)
-        self.exchange = ReservationExchange(self.book, create_reservation_log(settings), source, clock)
+        self.exchange = ReservationExchange(self.book, create_queue(settings, RESERVATIONS), source, clock)
         self._now = clock
 
     def reserve(self, name: str, worker: str, hashes: list[int]) -> None:
