@@ -44,8 +44,9 @@ _components: dict[str, Json] = {}
 """Schemas of the structs that routes name, and of those in them."""
 _TEXTS = {
     "/query": (
-        "How much of a prompt each worker holds. The prompt is given by `token_ids`. Workers hold whole pages, so the "
-        "answer to less than `block_size` tokens is empty."
+        "How much of a prompt each worker holds. The prompt is given by `token_ids`, or by `messages`, `prompt` or "
+        "`input` as in the bodies of OpenAI's and Anthropic's clients. Workers hold whole pages, so the answer to less "
+        "than `block_size` tokens is empty."
     ),
     "/query_by_hash": (
         "How much of a prompt each worker holds. The prompt is given by `seq_hashes` (rolling, unsigned) or "
@@ -65,7 +66,8 @@ _BODY_PROBLEMS = {
 }
 _QUERY_PROBLEMS = {
     "400": "The body is malformed, no worker uses this block size, or a salt was given with local hashes",
-    "404": "The model is unknown",
+    "404": "The model is unknown, or the prompt is text and the service knows no tokenizer",
+    "503": "Nothing can be answered yet, or the tokenizer cannot be asked",
     **_BODY_PROBLEMS,
 }
 _EXPLAIN_TEXT = (
@@ -181,7 +183,7 @@ def complete(document: Json, amend: Callable[[Json], None], *, needs_token: bool
     paths["/decisions"] = _post("/decisions", "decisions", _DECISIONS_TEXT, body, taken, problems)
     asked, explained = {"allOf": [_schema(ExplainRequest), query]}, answers(Explanation, "The cause for each worker")
     paths["/explain"] = _post("/explain", "queries", _EXPLAIN_TEXT, asked, explained, _EXPLAIN_PROBLEMS)
-    text = "The tokens of a text, from the engine at --tokenize-url."
+    text = "The tokens of a text, from --tokenizer-file or the engine at --tokenize-url."
     problems = {"404": "The service knows no tokenizer", "503": "The tokenizer cannot be asked", **_BODY_PROBLEMS}
     body, found = _schema(TokenizeRequest), answers(Tokenized, "The tokens")
     paths["/tokenize"] = _post("/tokenize", "queries", text, body, found, problems)

@@ -23,11 +23,12 @@ from api.page.state import PageState
 from api.page.tokenize import TokenizeRoute
 from api.page.worker_history import WorkerHistory
 from api.problems import ProblemError, ProblemKind
+from api.prompts.renderer import PromptRenderer
 from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes
 from api.selection.service import SelectionService
 from api.settings import ApiSettings
-from api.telemetry.families import recording_families
+from api.telemetry.families import counter, recording_families
 from api.telemetry.requests import TraceRequests
 from api.telemetry.service_metrics import (
     HttpMetrics,
@@ -150,6 +151,7 @@ class LiveService(Service):
         self._group = group
         self._tenants = None if consumer.tenant_limits is None else TenantRates(consumer.tenant_limits)
         self._spans = open_spans()
+        self.renderer = PromptRenderer(settings)
         local = LocalAnswers(consumer)
         self.endpoints: dict[str, Endpoint] = {**self._query_routes(local).endpoints()}
         self.selection = None
@@ -177,7 +179,7 @@ class LiveService(Service):
         for routes in (
             RegisterRoutes(registrations, consumer),
             DecisionRoute(consumer, self._decisions, self.decision_window.take),
-            TokenizeRoute(settings.tokenize_url),
+            TokenizeRoute(self.renderer),
             ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
         ):
             self.endpoints |= routes.endpoints()
@@ -194,6 +196,7 @@ class LiveService(Service):
             lambda: settings.answer_before_ready or consumer.ready,
             settings.max_body_bytes,
             self._tenants,
+            self.renderer.tokens,
         )
 
     def _created_metrics(self, timed_paths: Sequence[str]) -> HttpMetrics:
@@ -206,6 +209,8 @@ class LiveService(Service):
             metrics.registry.register(self._registrations.metrics(has_workers=max_workers > 0))
         metrics.add(lambda: capacity_families(self._consumer.namespaces.views, self.capacity, max_workers))
         metrics.add(lambda: queue_families(self._decisions))
+        texts = "Queries with text, by what became of it"
+        metrics.add(lambda: [counter("kvsight_texts", texts, self.renderer.outcomes, "outcome")])
         if (selection := self.selection) is not None:
             metrics.add(lambda: reservation_families(selection.exchange))
         if recording is not None:
@@ -222,7 +227,7 @@ class LiveService(Service):
                 await stack.enter_async_context(self._tenants.following())
             exchange = None if self.selection is None else self.selection.exchange
             parts = self._recording, self._group, self._consumer, self._registrations, self._decisions, exchange
-            for part in parts:
+            for part in (*parts, self.renderer):
                 if part is not None:
                     await stack.enter_async_context(part.running())
             await stack.enter_async_context(self.history.running(self._consumer))

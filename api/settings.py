@@ -51,9 +51,13 @@ class ApiSettings(KvsightSettings):
     503.
     """
     tokenize_url: str | None = None
-    """Address of a vLLM or SGLang engine that tokenizes text for the page: `http://HOST:PORT`. None: the page accepts
-    token ids only.
-    """
+    """Address of a vLLM or SGLang engine that makes tokens of text: `http://HOST:PORT`. None: texts are refused."""
+    tokenizer_file: Path | None = None
+    """`tokenizer.json` of the model, with which this process makes tokens of plain text. None: `tokenize_url` does."""
+    tokenize_timeout_s: float = Field(0.2, gt=0)
+    """Seconds after which the tokens of a query's text are given up."""
+    tokenize_at_once: int = Field(16, ge=1, le=32)
+    """Maximum number of texts that are tokenized concurrently."""
     metrics_max_workers: int = Field(200, ge=0)
     """Workers that have series of their own in `GET /metrics`. All further ones share the labels `other`. 0: none has,
     and the series of engines are sums."""

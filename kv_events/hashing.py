@@ -10,10 +10,12 @@ seed of the *local* hashes, which cover the tokens of one page. Pages are rolled
 Dynamo 1.6, so that a caller with local hashes need not know the namespace.
 """
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -29,6 +31,7 @@ from kv_events.tokens import token_array as token_array
 _SGLANG_NAMESPACE = b"sglang-kv-event-namespace-v1"
 _SGLANG_SALT = b"sglang-cache-salt-v1\0"
 _MASK64 = 2**64 - 1
+HEX_DIGEST = re.compile("[0-9a-fA-F]{64}")
 _U64, _NO_PARENT = np.dtype(np.uint64), np.uint64(0)
 
 
@@ -163,6 +166,29 @@ def local_hashes(
     width, word = block_size + is_bigram, _seed_word(seed, "seed")
     hash_windows(tokens, width, block_size, word, long_hash_state(width, word), out)
     return out
+
+
+def local_hashes_with_objects(
+    tokens: U32Array, objects: Sequence[Sequence[int]], block_size: int, seed: int, *, is_bigram: bool = False
+) -> U64Array:
+    """Return uint64[pages]: local hashes over a page's tokens and then the hashes of its objects, as Dynamo does.
+
+    objects: for each page the hashes of its multimodal objects, ascending. Pages beyond the list have none.
+    """
+    local, width = local_hashes(tokens, block_size, seed, is_bigram=is_bigram), block_size + is_bigram
+    for page, hashes in enumerate(objects[: len(local)]):
+        if hashes:
+            start = page * block_size
+            data = tokens[start : start + width].astype("<u4", copy=False).tobytes()
+            local[page] = xxhash.xxh3_64_intdigest(data + np.array(hashes, "<u8").tobytes(), seed=seed)
+    return local
+
+
+def object_hash(identifier: object) -> int:
+    """Return the hash of a multimodal object: the first 16 of an identifier's 64 hex digits, else XXH3-64 of it."""
+    if isinstance(identifier, str) and HEX_DIGEST.fullmatch(identifier):
+        return int(identifier[:16], 16)
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(identifier))
 
 
 def rolling_hashes(

@@ -62,6 +62,7 @@ _GIVEN = {
     "seq_hashes": SEQUENCE_HASHES,
     "block_hash": SEQUENCE_HASHES,
 }
+_NO_TIMES: Times = (0.0, 0.0, 0.0, 0.0)  # to find a prompt takes none
 _NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
 
 _Prompt: TypeAlias = tuple[int, bytes, int, PromptArray, PromptArray]
@@ -165,14 +166,14 @@ class AnswerWriter:
         if not namespace.groups:
             length, end, _ = plan.answer(prompt, UNKNOWN, 0, times)
             return length, end
-        found, end = self._find(plan, prompt, namespace, freshness, times)
+        found, end = self._find(plan, prompt, namespace, freshness)
         return (-1 if found is None else plan.answer(prompt, found.num_streams, 1, times)[0]), end
 
     def _find(
-        self, plan: Plan, prompt: _Prompt, namespace: Namespace, freshness: Freshness, times: Times
+        self, plan: Plan, prompt: _Prompt, namespace: Namespace, freshness: Freshness
     ) -> tuple[PromptFound | None, int]:
         """Return what each stream can reuse, and the index of the "]" of a text; None if it cannot be read."""
-        num_found, end, num_positions = plan.answer(prompt, UNKNOWN, 1, times)
+        num_found, end, num_positions = plan.answer(prompt, UNKNOWN, 1, _NO_TIMES)
         if end < 0:
             return None, end
         buffers, kind = self._buffers, prompt[0]
@@ -196,7 +197,7 @@ class AnswerWriter:
         """
         prompt: _Prompt = (TEXT, text, start, _NO_TOKENS, _NO_HASHES)
         plan = self.plan(question, namespace)
-        found, end = self._find(plan, prompt, namespace, freshness, (0.0, *freshness.bounds()))
+        found, end = self._find(plan, prompt, namespace, freshness)
         return None if found is None else (found, end)
 
     def find(
@@ -206,7 +207,7 @@ class AnswerWriter:
         kind = _GIVEN[question.field]
         prompt: _Prompt = (kind, b"", 0, *((numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)))
         plan = self.plan(question, namespace)
-        found, _ = self._find(plan, prompt, namespace, freshness, (0.0, *freshness.bounds()))
+        found, _ = self._find(plan, prompt, namespace, freshness)
         assert found is not None, "only texts may be unreadable"
         return found
 

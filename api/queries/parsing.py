@@ -13,7 +13,7 @@ from msgspec import UNSET
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import ITEMS, RANGES, Query, decode_query
 from api.queries.kernels.numbers import read_tokens
-from api.queries.large_bodies import JSON, BodyFormat, Data, is_large, number_slices, slimmed
+from api.queries.large_bodies import JSON, BodyFormat, Data, number_slices, slimmed
 from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray, Weights
 from kv_events.http.queries import PeerQuery, TierWeights
@@ -47,8 +47,6 @@ _PACKED = (0xC4, 0xC5, 0xC6)
 
 def decode_question(data: Data, body_format: BodyFormat, fields: Collection[str]) -> tuple[ParsedQuery, PromptArray]:
     """Decode one query in either dialect. See `question_of`. Raises ProblemError."""
-    if not is_large(data):
-        return question_of(decode_query(data, body_format), fields)
     rest, lists = slimmed(data, body_format)
     question, numbers = question_of(decode_query(rest, body_format), fields)
     if question.field in lists:
@@ -56,6 +54,9 @@ def decode_question(data: Data, body_format: BodyFormat, fields: Collection[str]
             numbers = long_numbers(question.field, lists[question.field], body_format)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
+    if question.field == "token_ids" and (covered := sum(span.length for span in question.media)) > len(numbers):
+        expected = f"at most the {len(numbers)} of the prompt"
+        raise ProblemError.of_value(InvalidValueError("media", f"{covered} tokens", expected))
     return question, numbers
 
 
@@ -98,6 +99,7 @@ def question_of(query: Query, fields: Collection[str]) -> tuple[ParsedQuery, Pro
         lora_name=lora_name,
         cache_salt=salt,
         is_bigram=bool(query.is_eagle),
+        media=query.media,
         weights=weights,
         **of_rfc,
     )

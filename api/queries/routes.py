@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
@@ -16,9 +17,10 @@ from starlette.types import Receive, Scope, Send
 from api.access.rate_limits import OF_REQUEST, TenantRates
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import MISSING_HEADER, Answerer
-from api.queries.body_formats import decode_query_batch, format_of
-from api.queries.large_bodies import JSON, Body, BodyFormat, Data, is_large
+from api.queries.body_formats import decode_as, decode_query_batch, format_of
+from api.queries.large_bodies import JSON, MSGPACK, Body, BodyFormat, Data, is_large
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
+from api.queries.text import TokensOf, has_text, without_text
 from indexer.slices import Slices
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
@@ -42,12 +44,16 @@ class QueryRoutes:
         is_ready: Callable[[], bool],
         max_body_bytes: int,
         tenants: TenantRates | None = None,
+        tokens_of: TokensOf | None = None,
     ) -> None:
-        """is_ready: whether queries may be answered yet. tenants: bounds on their queries, if any."""
+        """is_ready: whether queries may be answered yet. tenants: bounds on their queries, if any. tokens_of: see
+        `TokensOf`. None: prompts must not be text.
+        """
         self._answerer = answerer
         self._is_ready = is_ready
         self._max_body_bytes = max_body_bytes
         self._tenants = tenants
+        self._tokens_of = tokens_of
         self._large_decodes = asyncio.Semaphore()  # decoded one at a time: the loop needs the interpreter, too
 
     def endpoints(self) -> dict[str, RawEndpoint]:
@@ -61,7 +67,14 @@ class QueryRoutes:
 
     async def _query(self, fields: Collection[str], body: Body, body_format: BodyFormat) -> Response:
         self._check_ready()
-        asked = await self._admitted(body, body_format, fields)
+        tokens_of = self._tokens_of if fields is BY_TOKENS else None
+        if tokens_of is not None and await self._in_thread(body, has_text, body, body_format):
+            given = await self._in_thread(body, decode_as, dict, body, body_format)
+            question, _ = await self._admitted(without_text(given), MSGPACK, fields)  # before an engine is asked
+            rendered = await tokens_of(given)
+            asked = replace(question, media=rendered.media), rendered.token_ids
+        else:
+            asked = await self._admitted(body, body_format, fields)
         (answer,), missing = await self._answerer.answer([asked])
         if isinstance(answer, ProblemError):
             raise answer

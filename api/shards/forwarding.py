@@ -13,10 +13,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.access.guard import header
+from api.http_pool import HttpAnswer, NoAnswerError
 from api.problems import MEDIA_TYPE as PROBLEM_TYPE
 from api.problems import ProblemError, ProblemKind
 from api.queries.routes import missing_header
-from api.shards.members import MemberAnswer, MemberError, Members
+from api.shards.members import Members
 from api.shards.scatter_gather import not_joined
 from indexer.shards.assignment import Member
 from indexer.shards.membership import Membership
@@ -87,7 +88,7 @@ class ForwardToMembers:
         lists, missing = [_listed(bytes(own.body))], []
         for member, answer in await self._ask(scope, target):
             try:
-                if isinstance(answer, MemberError) or answer.status != HTTPStatus.OK:
+                if isinstance(answer, NoAnswerError) or answer.status != HTTPStatus.OK:
                     missing += member.partitions
                 else:
                     lists.append(_listed(answer.body))
@@ -100,7 +101,7 @@ class ForwardToMembers:
         """Return the answer of the member that has the worker. A 404 says that no member has it."""
         silent: list[tuple[Member, str]] = []
         for member, answer in await self._ask(scope, target):
-            if isinstance(answer, MemberError):
+            if isinstance(answer, NoAnswerError):
                 silent.append((member, str(answer)))
             elif answer.status in _DEFINITE:
                 media_type = _JSON if answer.status < HTTPStatus.BAD_REQUEST else PROBLEM_TYPE
@@ -114,7 +115,7 @@ class ForwardToMembers:
         response.headers.update(missing_header(each for member, _ in silent for each in member.partitions))
         return response
 
-    async def _ask(self, scope: Scope, target: str) -> list[tuple[Member, MemberAnswer | MemberError]]:
+    async def _ask(self, scope: Scope, target: str) -> list[tuple[Member, HttpAnswer | NoAnswerError]]:
         authorization = header(scope, b"authorization")
         headers = {_FORWARDED: "1"} | (
             {} if authorization is None else {"Authorization": authorization.decode("latin-1")}

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import UNSET
 
+from api.http_pool import NoAnswerError
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import Answered, check_block_size, unknown_model
 from api.queries.encoding import age_ms, encode_answer
-from api.shards.members import MemberError, Members
+from api.shards.members import Members
 from api.shards.wire import (
     ANY_BLOCK_SIZE,
     MAX_BLOCK_SIZES,
@@ -291,7 +292,7 @@ class ScatterGather:
         asking = [asyncio.create_task(each.ask(body)) for each in asked]
         replies = [await self._own.reply(request)]
         for other, reply in zip(asked, await asyncio.gather(*asking, return_exceptions=True), strict=True):
-            if isinstance(reply, MemberError):
+            if isinstance(reply, NoAnswerError):
                 failures[other.member.id] = str(reply)
                 self.given_up += 1
             elif isinstance(reply, BaseException):

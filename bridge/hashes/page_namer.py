@@ -4,20 +4,17 @@ Blocks of groups may be larger than pages. A block hash then names the block's l
 derived from it.
 """
 
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import xxhash
-from numpy.lib.stride_tricks import sliding_window_view
 
 from bridge.context import EngineContext
 from bridge.decoding.events import PageRun
 from bridge.hashes.hash_memory import HashMemory, HashNamespace, NamespaceSeed, TranslatedPages, single_pages
-from kv_events.hashing import U32Array, U64Array, local_hashes, namespace_seed
+from kv_events.hashing import HEX_DIGEST, U64Array, local_hashes_with_objects, namespace_seed, object_hash
 
 _seed_of = lru_cache(4096)(namespace_seed)
 
@@ -72,9 +69,7 @@ class PageNamer:
 
         def hashed(start: int, num_pages: int, seed: int) -> U64Array:
             tokens = run.tokens[start * size : (start + num_pages) * size + run.is_bigram]
-            if any(objects):
-                return local_hashes_with_objects(tokens, objects, size, seed, is_bigram=run.is_bigram)
-            return local_hashes(tokens, size, seed, is_bigram=run.is_bigram)
+            return local_hashes_with_objects(tokens, objects, size, seed, is_bigram=run.is_bigram)
 
         local = hashed(0, run.num_positions // size, seed.seed)
         pages = self._hashes.translate(run.events, local, hashed, seed, namespace)
@@ -144,9 +139,6 @@ def derived(scale: int) -> U64Array:
     return np.array([*masks, 0], np.uint64)
 
 
-_IDENTIFIER = re.compile("[0-9a-fA-F]{64}")
-
-
 class ExtraKeys(NamedTuple):
     """The entries of an event, interpreted."""
 
@@ -174,27 +166,9 @@ def read_extra_keys(entries: Sequence[Any], lora_name: str, cache_salt: str, *, 
     return ExtraKeys(objects, salt)
 
 
-def local_hashes_with_objects(
-    tokens: U32Array, objects: list[list[int]], block_size: int, seed: int, *, is_bigram: bool
-) -> U64Array:
-    """uint64[pages]: local hashes over a page's tokens and then the hashes of its objects, as Dynamo computes them.
-
-    tokens: uint32[pages * block_size], one more in bigram mode. objects: by page; pages beyond the list have none.
-    """
-    windows = sliding_window_view(tokens.astype("<u4", copy=False), block_size + is_bigram)[::block_size]
-    pages = [window.tobytes() for window in windows]
-    for i, hashes in enumerate(objects[: len(pages)]):
-        pages[i] += np.array(hashes, "<u8").tobytes()
-    return np.array([xxhash.xxh3_64_intdigest(page, seed=seed) for page in pages], np.uint64)
-
-
 def _is_salt(key: Any) -> bool:
-    return isinstance(key, str) and _IDENTIFIER.fullmatch(key) is None
+    return isinstance(key, str) and HEX_DIGEST.fullmatch(key) is None
 
 
 def _object_hash(key: Any) -> int:
-    if isinstance(key, list | tuple) and key and isinstance(key[0], str):
-        key = key[0]
-    if isinstance(key, str) and _IDENTIFIER.fullmatch(key):
-        return int(key[:16], 16)
-    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(key))
+    return object_hash(key[0] if isinstance(key, list | tuple) and key and isinstance(key[0], str) else key)

@@ -7,7 +7,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.hashing import U64Array, namespace_seed, rolling_hashes, sequence_hashes
+from kv_events.hashing import (
+    U64Array,
+    local_hashes_with_objects,
+    namespace_seed,
+    num_whole_pages,
+    object_hash,
+    rolling_hashes,
+    sequence_hashes,
+)
+from kv_events.http.queries import MediaSpan
 
 Weights = tuple[float, ...]
 PromptArray: TypeAlias = npt.NDArray[Any]
@@ -35,14 +44,22 @@ class ParsedQuery:
     """The only worker in the answer, or None for all."""
     is_detailed: bool = False
     """Whether ranks are described by objects, see `RfcQuery.hit_detail`."""
+    media: tuple[MediaSpan, ...] = ()
+    """What the tokens of the prompt stand for besides text."""
 
     @property
     def is_usual(self) -> bool:
         """Whether `api.fast.writer` can answer it."""
-        return self.instance is None and not self.is_detailed
+        return self.instance is None and not self.is_detailed and not self.media
 
     def hashes(self, numbers: PromptArray, block_size: int) -> U64Array:
         """Return uint64[pages]: the prompt's sequence hashes in a namespace with this block size."""
+        if self.field == "token_ids" and self.media:
+            objects = self._objects(num_whole_pages(len(numbers), block_size, is_bigram=self.is_bigram), block_size)
+            seed = int(self.seed)
+            return rolling_hashes(
+                local_hashes_with_objects(numbers, objects, block_size, seed, is_bigram=self.is_bigram)
+            )
         if self.field == "token_ids":
             return sequence_hashes(numbers, block_size, int(self.seed), is_bigram=self.is_bigram)
         return rolling_hashes(numbers) if self.field == "block_hashes" else numbers
@@ -50,6 +67,14 @@ class ParsedQuery:
     def num_positions(self, numbers: PromptArray) -> int | None:
         """Return the tokens or token pairs of the prompt. None if it is given by hashes."""
         return max(0, len(numbers) - self.is_bigram) if self.field == "token_ids" else None
+
+    def _objects(self, num_pages: int, block_size: int) -> list[list[int]]:
+        """Return for each page the hashes of the media that have tokens in it, ascending."""
+        objects: list[list[int]] = [[] for _ in range(num_pages)]
+        for span in self.media:
+            for page in objects[span.offset // block_size : -(-(span.offset + span.length) // block_size)]:
+                page.append(object_hash(span.hash))
+        return [sorted(page) for page in objects]
 
     @cached_property
     def seed(self) -> np.uint64:

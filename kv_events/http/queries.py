@@ -11,17 +11,30 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from kv_events.http.workers import State
-from kv_events.limits import MAX_TOKENS_PER_QUERY
+from kv_events.limits import MAX_EXTRA_KEY_BYTES, MAX_TOKENS_PER_QUERY
 
 TierWeights: TypeAlias = tuple[float, float, float, float] | dict[str, float]
 """The worth of a token on gpu, cpu, disk and external, in this order or by name. A field of requests."""
 
 
 MAX_QUERIES_PER_BATCH = 1024
+MAX_MEDIA = 1024
+"""Images, videos and sounds in a prompt."""
 NumberList = TypeVar("NumberList")
 """Forms of lists of numbers: `IntList` in JSON; in msgpack also little-endian bytes."""
 
 IntList: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS_PER_QUERY)]
+
+
+class MediaSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """An image, a video or a sound in a prompt, and the place of its tokens."""
+
+    hash: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_EXTRA_KEY_BYTES)]
+    """The identifier under which the engine caches it."""
+    offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_PER_QUERY)]
+    """Its first token."""
+    length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS_PER_QUERY)]
+    """Its tokens."""
 
 
 class PromptFields(msgspec.Struct, Generic[NumberList], frozen=True, kw_only=True):
@@ -37,6 +50,8 @@ class PromptFields(msgspec.Struct, Generic[NumberList], frozen=True, kw_only=Tru
     cache_salt: str | None = None
     is_eagle: bool | None = None
     """Pages consist of token pairs. Applies to `token_ids`, not to hashes."""
+    media: Annotated[tuple[MediaSpan, ...], msgspec.Meta(max_length=MAX_MEDIA)] = ()
+    """What the prompt contains besides text. Applies to `token_ids`, not to hashes, which already contain it."""
     tier_weights: TierWeights | None = None
     """Weights of gpu, cpu, disk, external, in this order or by name. The answer then contains `weighted`."""
 

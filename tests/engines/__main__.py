@@ -14,10 +14,11 @@ import httpx
 from benchmarks.report import machine
 from tests.engines.engine import SglangEngine
 from tests.engines.environment import SGLANG, VLLM, install, install_sglang, variables
-from tests.engines.recording import Asked, Step, write
+from tests.engines.recording import Asked, AskedText, Step, write
 from tests.engines.rows import ROWS, Game
 
 _RECORDED = 100
+_RECORDED_CHATS = 200
 _DATA = Path("tests/data/engines")
 _SHOWN = 5
 _LINE = "{:<15}{:<33}{:>6}{:>8}{:>8}{:>8}"
@@ -72,7 +73,11 @@ def played(name: str, num_requests: int, environment: Path, seed: int, *, record
         words = f"engine {each.worker} reused {each.reused} of {each.prompt_tokens} tokens"
         print(f"    request {each.number}: {words}, the index says {each.score}", flush=True)
     if record and not failure:
-        write(_DATA / f"server-{name}.rec", game.header, beginning(game.steps, _RECORDED))
+        write(
+            _DATA / f"server-{name}.rec",
+            game.header,
+            beginning(game.steps, _RECORDED_CHATS if name == "chats" else _RECORDED),
+        )
     figures = dict(zip(("asked", "partial", "misread", "differ"), counts, strict=True))
     seconds = round(time.monotonic() - began)
     return {
@@ -85,7 +90,7 @@ def played(name: str, num_requests: int, environment: Path, seed: int, *, record
 
 def beginning(steps: list[Step], num_requests: int) -> list[Step]:
     """Return the steps up to a request."""
-    asked = [number for number, step in enumerate(steps) if isinstance(step, Asked)]
+    asked = [number for number, step in enumerate(steps) if isinstance(step, Asked | AskedText)]
     return steps[: asked[min(num_requests, len(asked)) - 1] + 1]
 
 

@@ -1,6 +1,6 @@
 """Real servers on the CPU, with dummy weights and no tokenizer, and everything that they have published."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -8,6 +8,7 @@ import httpx
 import msgspec
 import zmq
 
+from tests.engines.chat_model import write_model
 from tests.engines.environment import SGLANG, VLLM, sglang_python, variables
 from tests.engines.recording import Batch, Header
 from tests.support.servers.child_process import ChildProcess, free_port
@@ -32,6 +33,7 @@ class Model(NamedTuple):
 
 ONE_GROUP = Model("one-group", "full 32", 200)
 WINDOWS = Model("windows", "3 times window 160 / 32, full 32", 640, ["--no-disable-hybrid-kv-cache-manager"])
+CHATS = Model("chat", "full 32", 2000)
 MAMBA = Model("mamba", "2 times mamba 32, full 32", 320, ["--mamba-cache-mode", "align"])
 
 
@@ -62,6 +64,10 @@ class Engine:
         self._expected = 0  # sequence number of the next batch
         self._process: ChildProcess | None = None
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=120)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
 
     @property
     def endpoint(self) -> str:
@@ -161,6 +167,52 @@ class Engine:
             return self._http.get("/health").is_success
         except httpx.TransportError:
             return False
+
+
+class ChatAnswer(NamedTuple):
+    """What the engine says about a request with text."""
+
+    num_tokens: int
+    """Of the prompt."""
+    reused: int
+    tokens: list[int] | None
+    """Those of the prompt. None: this route does not say."""
+
+
+class ChatEngine(Engine):
+    """One vLLM server with a tokenizer and the routes that render prompts."""
+
+    def send(self, path: str, body: Mapping[str, Any]) -> ChatAnswer:
+        """Send a request and wait for its end."""
+        asks_for_tokens = path.endswith("completions")
+        answer = self._post(path, {**body, "return_token_ids": True} if asks_for_tokens else dict(body), "")
+        usage = answer["usage"]
+        match path:
+            case "/v1/messages":
+                num_tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
+                return ChatAnswer(
+                    num_tokens + usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"], None
+                )
+            case "/v1/responses":
+                return ChatAnswer(usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], None)
+        tokens = answer["prompt_token_ids"] if "chat" in path else answer["choices"][0]["prompt_token_ids"]
+        return ChatAnswer(usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], tokens)
+
+    def rendering(self, path: str, data: bytes) -> bytes:
+        """Return the answer of a render route, without what nobody reads."""
+        answer = self._http.post(path, content=data, headers={"Content-Type": "application/json"}).raise_for_status()
+        answers = answer.json()
+        is_list = isinstance(answers, list)
+        kept = [
+            {name: each[name] for name in ("token_ids", "features")} for each in (answers if is_list else [answers])
+        ]
+        return msgspec.json.encode(kept if is_list else kept[0])
+
+    def _command(self) -> list[str | Path]:
+        folder = write_model(self._log.with_name("chat-model"))
+        command = [folder if part == _MODELS / self._model.name else part for part in super()._command()]
+        command.remove("--skip-tokenizer-init")
+        return [*command, "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 
 
 class SglangEngine(Engine):

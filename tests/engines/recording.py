@@ -60,7 +60,31 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     """Tokens that the engine reused."""
 
 
-Step: TypeAlias = Batch | Restarted | Asked
+class Rendering(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine answers about the tokens of a body. The body may name media, which an answer contains, too."""
+
+    path: str
+    answer: bytes
+    """JSON."""
+
+
+class AskedText(msgspec.Struct, frozen=True, array_like=True, tag="t"):
+    """One request whose prompt is text, in the same order."""
+
+    worker: int
+    body: bytes
+    """JSON, as a client of OpenAI or Anthropic sends it."""
+    rendering: Rendering | None
+    """None: the body has tokens."""
+    num_tokens: int
+    """Of the prompt, as the engine counts them."""
+    tokens: list[int] | None
+    """Those from which the engine generated, if it says."""
+    reused: int
+    """Tokens that the engine reused."""
+
+
+Step: TypeAlias = Batch | Restarted | Asked | AskedText
 
 
 class _Recording(msgspec.Struct, frozen=True):

@@ -14,12 +14,25 @@ from typing import NamedTuple
 
 import msgspec
 
+from api.prompts.bodies import engine_body
 from kv_events.http.queries import PeerAnswer
 from kvsight.choice import best_worker
 from kvsight.client import Client
-from tests.engines.engine import BLOCK_SIZE, MAMBA, MAX_TOKENS, ONE_GROUP, WINDOWS, Engine, Model, SglangEngine
+from tests.engines.chats import Chat, Chats
+from tests.engines.engine import (
+    BLOCK_SIZE,
+    CHATS,
+    MAMBA,
+    MAX_TOKENS,
+    ONE_GROUP,
+    WINDOWS,
+    ChatEngine,
+    Engine,
+    Model,
+    SglangEngine,
+)
 from tests.engines.prompts import Prompts
-from tests.engines.recording import Asked, Header, Registration, Restarted, Step
+from tests.engines.recording import Asked, AskedText, Header, Registration, Rendering, Restarted, Step
 from tests.engines.slow_reader import SlowReader
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.waiting import wait_until
@@ -59,7 +72,9 @@ class Game:
             row.engine(n, row.model, environment, folder / f"engine-{n}.log") for n in range(row.num_engines)
         ]
         self._readers = [SlowReader(Registration()) for _ in self.engines]
-        self._service = ServiceProcess(folder)
+        self._reads = row.engine is not ChatEngine  # the slow reader knows no media
+        texts = {"KVSIGHT_TOKENIZE_URL": self.engines[0].url, "KVSIGHT_TOKENIZE_TIMEOUT_S": 20}
+        self._service = ServiceProcess(folder, **texts)
         self._client = Client(self._service.url)
         self._stack = ExitStack()
 
@@ -94,7 +109,7 @@ class Game:
         """Compare what the index says of a prompt with what the engine reuses. Returns the engine's number and the
         tokens that it computed. choose: answer -> the engine that gets the request.
         """
-        answer = self._settled_answer(prompt, salt)
+        answer = self._settled_answer(lambda: self._client.query("tiny", list(prompt), cache_salt=salt or None))
         engine = self.engines[choose(answer)]
         held = answer.instances.get(str(engine.number))
         reused, more = engine.ask(prompt, salt, self.rng.choice([1, 1, 1, 40]))
@@ -111,6 +126,31 @@ class Game:
         self.prompts.remember([*prompt, *more])
         return engine.number, len(prompt) - reused
 
+    def compare_text(self, chat: Chat) -> None:
+        """Compare what the index says of a body with what the engine reuses, and the tokens with the engine's."""
+        (engine,) = self.engines
+        assert isinstance(engine, ChatEngine)
+        body = msgspec.json.encode(chat.body)
+        answer = self._settled_answer(lambda: self._score_of(body))
+        held = answer.instances.get(str(engine.number))
+        asked = None if isinstance(chat.body.get("prompt"), list) else engine_body(chat.body)
+        rendering = None if asked is None else Rendering(asked.path, engine.rendering(asked.path, asked.data))
+        said = engine.send(*chat)
+        if rendering is not None and said.tokens is not None:
+            assert tokens_of(rendering) == said.tokens, chat
+        most = (said.num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        score = min(0 if held is None else held.longest_matched, most)
+        if score != said.reused:
+            self.differences.append(Difference(self.num_asked, engine.number, said.num_tokens, said.reused, score))
+        self.num_asked += 1
+        self.num_partial += 0 < said.reused < most
+        self.steps.append(AskedText(engine.number, body, rendering, said.num_tokens, said.tokens, said.reused))
+
+    def _score_of(self, body: bytes) -> PeerAnswer:
+        answer = self._service.post("/query", msgspec.json.decode(body))
+        assert answer.is_success, answer.text
+        return msgspec.json.decode(answer.content, type=PeerAnswer)
+
     def send_at_once(self, prompts: Sequence[Sequence[int]]) -> None:
         """Send requests at the same time. Nobody knows their order, so they are not compared."""
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -118,7 +158,7 @@ class Game:
 
     def restart(self) -> None:
         """Kill the engine and start it again, with empty caches."""
-        self._settled_answer([1], "")
+        self._settled_answer(lambda: self._client.query("tiny", [1]))
         before = self._metric("bridge_restarts", 0)
         self.engines[0].kill()
         self.steps.append(Restarted(0))
@@ -127,18 +167,18 @@ class Game:
         self.engines[0].wait_until_ready()
         wait_until(lambda: self._metric("bridge_restarts", 0) > before, _PATIENCE_S, "the bridge to see the restart")
 
-    def _settled_answer(self, prompt: Sequence[int], salt: str) -> PeerAnswer:
+    def _settled_answer(self, ask: Callable[[], PeerAnswer]) -> PeerAnswer:
         """Return what the index says once it has applied everything that the engines have published."""
         for engine in self.engines:
             batches = engine.new_batches()
             self.steps += batches
-            for batch in batches:
+            for batch in batches if self._reads else ():
                 self._readers[engine.number].apply(batch.payload)
         wait_until(self._is_read, _PATIENCE_S, "the bridge to pass on all batches")
         give_up, previous = time.monotonic() + _PATIENCE_S, None
         while time.monotonic() < give_up:
             records = self._metric("records")
-            answer = self._client.query("tiny", list(prompt), cache_salt=salt or None)
+            answer = ask()
             said = records, {name: held.longest_matched for name, held in answer.instances.items()}
             if said == previous:
                 return answer
@@ -201,6 +241,19 @@ def chosen(game: Game, num_requests: int) -> None:
             load[worker] = 0.8 * load[worker] + (computed if worker == str(engine) else 0)
 
 
+def chats(game: Game, num_requests: int) -> None:
+    drawn = Chats(game.rng)
+    for _ in range(num_requests):
+        game.compare_text(drawn.draw())
+
+
+def tokens_of(rendering: Rendering) -> list[int]:
+    """Return the tokens of a render answer."""
+    answer = msgspec.json.decode(rendering.answer)
+    tokens: list[int] = (answer[0] if isinstance(answer, list) else answer)["token_ids"]
+    return tokens
+
+
 class Row(NamedTuple):
     """One line of the table."""
 
@@ -218,6 +271,7 @@ ROWS = {
     "two-engines": Row(ONE_GROUP, chosen, 2),
     "restart": Row(WINDOWS, restarted),
     "salts": Row(ONE_GROUP, salted),
+    "chats": Row(CHATS, chats, engine=ChatEngine),
     "sglang": Row(ONE_GROUP, one_by_one, engine=SglangEngine),
     "sglang-bursts": Row(ONE_GROUP, bursts, engine=SglangEngine),
     "sglang-salts": Row(ONE_GROUP, salted, engine=SglangEngine),

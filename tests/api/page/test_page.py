@@ -232,13 +232,17 @@ async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(
     question = {"model_name": "m", "text": "Hello"}
     document = check_problem(await client.post("/tokenize", json=question), 404)
     assert "--tokenize-url" in document["detail"]
+    lacks_route = Reply(404, b'{"detail": "Not Found"}')
     answers = [Reply(body=b'{"tokens": [1, 2], "count": 2}'), Reply(body=b'{"tokens": [-1]}'), Reply(500), HANG_UP]
-    async with scripted(*answers) as engine, serving(tokenize_url=engine.url) as (other, _):
+    script = [reply for answer in answers for reply in (lacks_route, answer)]
+    async with scripted(*script) as engine, serving(tokenize_url=engine.url) as (other, _):
         assert (await other.post("/tokenize", json=question)).json() == {"token_ids": [1, 2]}
-        for fault in ("cannot be read", "status 500", "the tokenizer"):
-            assert fault in check_problem(await other.post("/tokenize", json=question), 503)["detail"]
+        for number, fault in enumerate(("cannot be read", "status 500", "the tokenizer")):
+            asked = {**question, "text": f"Hello {number}"}
+            assert fault in check_problem(await other.post("/tokenize", json=asked), 503)["detail"]
         check_problem(await other.post("/tokenize", json={"model_name": "m", "text": ""}), 422)
-    assert msgspec.json.decode(engine.requests[0].body) == {"model": "m", "prompt": "Hello"}
+    asked = {"model": "m", "prompt": "Hello", "mm_payload": "none"}
+    assert [msgspec.json.decode(request.body) for request in engine.requests[:2]] == [asked, asked]
 
 
 def test_the_address_of_the_tokenizer_is_checked_at_the_start() -> None:

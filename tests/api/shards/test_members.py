@@ -15,9 +15,10 @@ from aiohttp import web
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.http_pool import NoAnswerError
 from api.queries.routes import QueryRoutes
 from api.shards.forwarding import ForwardToMembers
-from api.shards.members import MemberError, Members
+from api.shards.members import Members
 from api.shards.scatter_gather import ScatterGather
 from api.shards.wire import ShardReply, encode
 from indexer.shards.assignment import Assignment, Member
@@ -264,14 +265,14 @@ async def test_a_good_answer_can_be_read() -> None:
     ],
 )
 async def test_an_answer_beyond_its_bounds_cannot_be_read(answer: Any) -> None:
-    with pytest.raises(MemberError, match=r"^its answer cannot be read$"):
+    with pytest.raises(NoAnswerError, match=r"^its answer cannot be read$"):
         await ask(encode(answer))
 
 
 async def test_an_answer_in_parts_has_a_bound_and_none_is_decompressed() -> None:
-    with pytest.raises(MemberError, match=r"^its answer has more than 5000 bytes$"):
+    with pytest.raises(NoAnswerError, match=r"^its answer has more than 5000 bytes$"):
         await ask(bytes(100_000), max_answer_bytes=5000)
-    with pytest.raises(MemberError, match="compressed"):
+    with pytest.raises(NoAnswerError, match="compressed"):
         await ask(gzip.compress(encode(told())), {"Content-Encoding": "gzip"})
 
 
@@ -285,9 +286,9 @@ async def test_a_member_with_tls_sends_no_token_to_an_address_without_it(authori
 
     async with members(handler, serves_tls=True) as (others, peers):
         (peer,) = peers.of(others)
-        with pytest.raises(MemberError, match="without TLS"):
+        with pytest.raises(NoAnswerError, match="without TLS"):
             await peer.ask(b"")
         headers = {} if authorization is None else {"Authorization": authorization}
-        is_refused = isinstance(await peer.forward("GET", "/workers", headers), MemberError)
+        is_refused = isinstance(await peer.forward("GET", "/workers", headers), NoAnswerError)
     assert is_refused == (authorization is not None)
     assert asked == ([] if is_refused else [None])

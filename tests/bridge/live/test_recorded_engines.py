@@ -3,9 +3,10 @@
 `make engines` makes the recordings, from running servers and from the engine's own block managers.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -21,7 +22,8 @@ from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
 from publisher import PublisherSettings
 from publisher.sinks import MemorySink
-from tests.engines.recording import Asked, Batch, Header, Restarted, read
+from tests.engines.recording import Asked, AskedText, Batch, Header, Restarted, Step, read
+from tests.support.engines.recorded_engine import recorded_engine
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 
@@ -60,9 +62,17 @@ class Replayed:
         """Return the tokens that the engine can reuse by the index. It always computes the last one."""
         await async_wait_until(self._is_applied, what="all batches in the index")
         body = {"model_name": "m", "token_ids": asked.prompt, **({"cache_salt": asked.salt} if asked.salt else {})}
-        answer = (await self._client.post("/query", json=body)).json()
-        held: int = answer["instances"].get(str(asked.worker), {}).get("longest_matched", 0)
-        return min(held, (len(asked.prompt) - 1) // self._header.block_size * self._header.block_size)
+        return await self._held(asked.worker, body, len(asked.prompt))
+
+    async def score_of_text(self, asked: AskedText) -> int:
+        """Return the same of a body as clients of engines send it. Its `model` is the engine's name of the model."""
+        await async_wait_until(self._is_applied, what="all batches in the index")
+        return await self._held(asked.worker, {"model_name": "m", **msgspec.json.decode(asked.body)}, asked.num_tokens)
+
+    async def _held(self, worker: int, body: dict[str, Any], num_tokens: int) -> int:
+        answer = (await self._client.post("/query", json=body)).raise_for_status().json()
+        held: int = answer["instances"].get(str(worker), {}).get("longest_matched", 0)
+        return min(held, (num_tokens - 1) // self._header.block_size * self._header.block_size)
 
     def _is_applied(self) -> bool:
         streams = [stream for engine in self._fleet.status() for stream in engine.streams]
@@ -76,12 +86,15 @@ class Replayed:
 
 
 @asynccontextmanager
-async def replayed(header: Header) -> AsyncIterator[Replayed]:
+async def replayed(header: Header, steps: Sequence[Step]) -> AsyncIterator[Replayed]:
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
     template = PublisherSettings(model="-", worker="-", block_size=1, linger_ms=0)
-    app = create_app(LiveService(consumer, ApiSettings()))
     async with AsyncExitStack() as stack:
+        settings = ApiSettings(
+            tokenize_url=await stack.enter_async_context(recorded_engine(steps)), tokenize_timeout_s=20
+        )
+        app = create_app(LiveService(consumer, settings))
         await stack.enter_async_context(app.router.lifespan_context(app))
         await async_wait_until(lambda: consumer.ready, what="the index to be ready")
         fleet = await stack.enter_async_context(Fleet(BridgeSettings(), template, MemorySink(log)))
@@ -105,7 +118,7 @@ async def replayed(header: Header) -> AsyncIterator[Replayed]:
 async def test_every_score_is_what_the_engine_reused(path: Path) -> None:
     header, steps = read(path)
     scores = []
-    async with replayed(header) as service:
+    async with replayed(header, steps) as service:
         for step in steps:
             match step:
                 case Batch():
@@ -114,6 +127,8 @@ async def test_every_score_is_what_the_engine_reused(path: Path) -> None:
                     await service.restart(step.worker)
                 case Asked():
                     scores.append((await service.score(step), step.reused))
+                case AskedText():
+                    scores.append((await service.score_of_text(step), step.reused))
     wrong = [(number, *pair) for number, pair in enumerate(scores) if pair[0] != pair[1]]
     assert len(scores) > 50
     assert not wrong, f"{len(wrong)} of {len(scores)} differ: (number, score, reused) {wrong[:5]}"

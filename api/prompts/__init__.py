@@ -1,0 +1,1 @@
+"""Prompts as text: from messages to the tokens that an engine makes of them. Start at `renderer.py`."""

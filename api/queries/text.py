@@ -1,0 +1,35 @@
+"""Queries whose prompt is text: they become queries by tokens."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from api.prompts.bodies import ROUTES
+from api.prompts.rendered import Rendered
+from api.queries.large_bodies import MAX_FIELDS, NUMBERS, Body, BodyFormat
+from kv_events.http.queries import PeerQuery, RfcQuery
+
+MAX_TEXT_BYTES = 8 * 2**20
+"""Largest body with text: images may be in it."""
+TokensOf: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Rendered]]
+"""Returns the tokens of a body. Raises ProblemError if they are not known."""
+
+
+def has_text(body: Body, form: BodyFormat) -> bool:
+    """Return whether a query has text and no numbers, and is small enough for it."""
+    if len(body) > MAX_TEXT_BYTES:
+        return False
+    data = memoryview(body)
+    names = {form.name(data[begin:end]) for begin, end, *_ in form.parts(data, MAX_FIELDS, is_object=True) or ()}
+    return not names.isdisjoint(ROUTES) and names.isdisjoint(NUMBERS)
+
+
+def without_text(given: Mapping[Any, Any]) -> bytes:
+    """Return the same query about no tokens, as msgpack. Without `block_size` it is in Dynamo's dialect."""
+    is_peer = "model_name" in given or "block_size" not in given
+    fields = (PeerQuery if is_peer else RfcQuery).__struct_fields__
+    query = {name: given[name] for name in fields if name in given}
+    if is_peer:
+        query["model_name"] = given.get("model_name", given.get("model"))
+    return msgspec.msgpack.encode({**query, "token_ids": b""})
