@@ -160,7 +160,9 @@ class LiveService(Service):
         else:
             chosen = selection or SelectionSettings()
             exchange = reservations or ReservationExchange(chosen.book(), WriteQueue(None, contents=RESERVATIONS))
-            self.selection = SelectionService(consumer, chosen, NothingKnown(), exchange, settings.max_body_bytes)
+            self.selection = SelectionService(
+                consumer, chosen, NothingKnown(), exchange, self.renderer.render, self._tenants, settings.max_body_bytes
+            )
             self.endpoints |= self.selection.endpoints()
         self.middleware = [] if group is None else [group.middleware()]
         if self._spans is not None:

@@ -33,6 +33,8 @@ class Found(NamedTuple):
     """Numbers of the ranks' views."""
     pages: npt.NDArray[np.uint32]
     """[streams, 4] leading pages by tier, see `indexer.kernels.find`. Rows of other streams have no meaning."""
+    degraded: str = ""
+    """Why the prompt is not known, so that only the load counts. Empty: it is."""
 
 
 class Report(NamedTuple):

@@ -55,6 +55,8 @@ def selection_of(request: SelectRequest, chosen: Chosen, namespace: Namespace, r
             dp_rank=roster.dp_ranks[first],
             endpoint=roster.endpoints[first],
         )
+    if chosen.found.degraded:
+        extra["degraded"] = chosen.found.degraded
     selection_id = record.decision.request_id if record is not None else request.selection_id
     return Selection(
         selection_id=UNSET if selection_id is None else selection_id,

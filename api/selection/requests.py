@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
+from api.prompts.rendered import Rendered
 from api.queries.body_formats import decode_as
-from api.queries.large_bodies import Body, BodyFormat, is_large, slimmed
+from api.queries.large_bodies import MSGPACK, Body, BodyFormat, is_large, slimmed
 from api.queries.parsing import long_numbers, numbers_of
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
@@ -20,6 +24,14 @@ from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.selection import ReserveRequest, SelectRequest
 
 _HASH_BITS = 64
+_FIRST_MESSAGES = 2  # mostly those of the system and the user
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+Render: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Rendered]]
+"""Returns the tokens of a body with text, or why they are not known. Raises ProblemError for a body that is wrong."""
+
+_FIELDS = ("token_ids", "block_hashes")
 
 Request = TypeVar("Request", SelectRequest, ReserveRequest)
 
@@ -34,13 +46,42 @@ class Prompt(NamedTuple):
     """Sequence hashes that the caller gave. None: those of the numbers are booked."""
     tokens: int | None
     """As the caller gave them."""
+    degraded: str = ""
+    """Why the tokens of a text are not known. Empty: they are, or there was none."""
+
+
+async def decoded_text(body: Body, body_format: BodyFormat, render: Render) -> tuple[SelectRequest, Prompt]:
+    """Decode a request whose prompt is text, and let an engine make its tokens. Raises ProblemError.
+
+    Without a `session_id`, the first messages are the key of the session.
+    """
+    given = await in_thread(body, decode_as, dict, body, body_format)
+    fields = {name: given[name] for name in SelectRequest.__struct_fields__ if name in given and name not in _FIELDS}
+    fields.setdefault("model_name", given.get("model", "default"))
+    fields.setdefault("session_id", _session_of(given))
+    request = decode_as(SelectRequest, msgspec.msgpack.encode(fields), MSGPACK)
+    rendered = await render(given)
+    question = replace(question_of(request, "token_ids"), media=rendered.media)
+    return request, Prompt(question, rendered.token_ids, None, None, rendered.degraded)
+
+
+def _session_of(given: Mapping[str, Any]) -> str | None:
+    """Return a key of the conversation that a chat goes on with: its first messages."""
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return None
+    first = msgspec.msgpack.encode([given.get("system"), messages[:_FIRST_MESSAGES]])
+    return hashlib.blake2b(first, digest_size=16).hexdigest()
 
 
 async def decoded(kind: type[Request], body: Body, body_format: BodyFormat) -> tuple[Request, Prompt]:
     """Decode a request and its prompt, a large one in another thread. Raises ProblemError."""
-    if is_large(body):
-        return await asyncio.to_thread(_decoded_now, kind, body, body_format)
-    return _decoded_now(kind, body, body_format)
+    return await in_thread(body, _decoded_now, kind, body, body_format)
+
+
+async def in_thread(body: Body, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call `decode` directly for a small body, and in a thread for a large one."""
+    return await asyncio.to_thread(decode, *args, **kwargs) if is_large(body) else decode(*args, **kwargs)
 
 
 def _decoded_now(kind: type[Request], body: Body, body_format: BodyFormat) -> tuple[Request, Prompt]:
@@ -75,9 +116,6 @@ def _prompt_of(request: SelectRequest | ReserveRequest, long: Mapping[str, Promp
     return Prompt(question_of(request, field), numbers, booked, request.isl_tokens)
 
 
-_FIELDS = ("token_ids", "block_hashes")
-
-
 def _missing(detail: str, field: str) -> ProblemError:
     return ProblemError(400, ProblemKind.MISSING_FIELD, detail, field)
 
@@ -93,7 +131,9 @@ def _unsigned(hashes: list[int]) -> U64Array:
 def question_of(request: SelectRequest | ReserveRequest, field: str) -> ParsedQuery:
     """Return the question of a prompt, without its numbers. field: what they are."""
     adapter, salt = request.lora_name or None, request.cache_salt or None
-    return _question(request.model_name, request.routing_group, field, adapter, salt, bool(request.is_eagle))
+    question = _question(request.model_name, request.routing_group, field, adapter, salt, bool(request.is_eagle))
+    media = getattr(request, "media", ())
+    return replace(question, media=media) if media and field == "token_ids" else question
 
 
 @lru_cache(4096)

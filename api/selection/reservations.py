@@ -19,9 +19,10 @@ from api.selection.answers import loads_of, worker_name
 from api.selection.requests import Prompt, decoded
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
-from kv_events.decisions import VERSION, Decision
+from kv_events.decisions import VERSION, Decision, check_text
 from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
+from kv_events.limits import MAX_REQUEST_ID_BYTES
 from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
 from selection.book import BookFullError
 from selection.exchange import ReservationExchange
@@ -71,8 +72,13 @@ class Reservations:
             raise ProblemError(409, ProblemKind.ALREADY_RESERVED, detail, "selection_id", reservation_id)
 
     def add(self, record: Reserved, now: float) -> None:
-        """Book a reservation and send it to other replicas. Raises ProblemError (409, 503)."""
+        """Book a reservation and send it to other replicas. Raises ProblemError (409, 422, 503)."""
         self.check_new(record.decision.request_id)
+        try:
+            check_text("selection_id", record.decision.request_id, MAX_REQUEST_ID_BYTES)
+            check_text("session_id", record.session or "-", MAX_REQUEST_ID_BYTES)
+        except InvalidValueError as error:
+            raise ProblemError.of_value(error) from None
         try:
             self._book.apply(record, now)
         except BookFullError as error:

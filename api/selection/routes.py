@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -11,12 +12,14 @@ import numpy as np
 from msgspec import UNSET
 from starlette.responses import Response
 
+from api.access.rate_limits import TenantRates
 from api.fast.writer import AnswerWriter, PromptFound
 from api.problems import ProblemError, ProblemKind
 from api.queries.large_bodies import Body, BodyFormat
 from api.queries.routes import Handler, RawEndpoint, json_response
+from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
-from api.selection.requests import Prompt, decoded, question_of
+from api.selection.requests import Prompt, Render, decoded, decoded_text, in_thread, question_of
 from api.selection.reservations import Reservations
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
@@ -38,10 +41,21 @@ _decoder = msgspec.json.Decoder(SelectRequest)
 class SelectionRoutes:
     """The routes. All run in the event loop of the consumer, so a choice and its booking are one step."""
 
-    def __init__(self, served: ViewSource, selector: Selector, reservations: Reservations, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        served: ViewSource,
+        selector: Selector,
+        reservations: Reservations,
+        render: Render,
+        tenants: TenantRates | None,
+        max_body_bytes: int,
+    ) -> None:
+        """tenants: bounds on their requests, if any."""
         self._served = served
         self._selector = selector
         self._reservations = reservations
+        self._render = render
+        self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._writer = AnswerWriter()
 
@@ -70,7 +84,7 @@ class SelectionRoutes:
             request = _decoder.decode(data[start:first] + _SENTINEL_TEXT + data[end:])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        if request.token_ids != _SENTINELS or request.sequence_hashes is not UNSET:
+        if request.token_ids != _SENTINELS or request.sequence_hashes is not UNSET or request.media:
             return None
         namespace, question = self._namespace(request), question_of(request, "token_ids")
         read = self._writer.find_text(question, data, first, namespace, self._served.freshness)
@@ -114,9 +128,18 @@ class SelectionRoutes:
         return json_response(overlaps_of(self._weighed(namespace, found), len(found.hashes), namespace.key.block_size))
 
     async def _asked(self, body: Body, body_format: BodyFormat) -> tuple[SelectRequest, Namespace, Found]:
-        request, prompt = await decoded(SelectRequest, body, body_format)
-        namespace = self._namespace(request)
-        held = self._writer.find(prompt.question, prompt.numbers, namespace, self._served.freshness)
+        if await in_thread(body, has_text, body, body_format):
+            request, prompt = await decoded_text(body, body_format, self._render)
+        else:
+            request, prompt = await decoded(SelectRequest, body, body_format)
+        namespace, question, numbers = self._namespace(request), prompt.question, prompt.numbers
+        if self._tenants is not None:
+            self._tenants.admit(question)
+        if question.media:
+            hashes = question.hashes(numbers, namespace.key.block_size)
+            question, prompt = replace(question, field="seq_hashes", media=()), prompt._replace(tokens=len(numbers))
+            numbers = hashes
+        held = self._writer.find(question, numbers, namespace, self._served.freshness)
         return request, namespace, _found(held, prompt, namespace)
 
     def _weighed(self, namespace: Namespace, found: Found) -> Weighed:
@@ -139,4 +162,5 @@ def _found(held: PromptFound, prompt: Prompt, namespace: Namespace) -> Found:
         tokens = held.num_positions + prompt.question.is_bigram
     if tokens is None:
         tokens = held.num_positions * namespace.key.block_size
-    return Found(held.hashes if prompt.booked is None else prompt.booked, tokens, held.streams, held.pages)
+    hashes = held.hashes if prompt.booked is None else prompt.booked
+    return Found(hashes, tokens, held.streams, held.pages, prompt.degraded)

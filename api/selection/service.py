@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from api.access.rate_limits import TenantRates
 from api.queries.routes import RawEndpoint
+from api.selection.requests import Render
 from api.selection.reservations import Reservations
 from api.selection.routes import SelectionRoutes
 from api.view_source import ViewSource
@@ -24,14 +26,19 @@ class SelectionService:
         settings: SelectionSettings,
         directory: Directory,
         exchange: ReservationExchange,
+        render: Render,
+        tenants: TenantRates | None,
         max_body_bytes: int,
     ) -> None:
-        """exchange: has the book, and gets each record after it was applied."""
+        """exchange: has the book, and gets each record after it was applied. render: see `Render`.
+
+        tenants: bounds on their requests, if any.
+        """
         self.exchange = exchange
         rosters = Rosters(exchange.book, directory)
         selector = Selector(rosters, create_policy(settings.policy), exchange.replica)
         self._reservations = Reservations(served, rosters, exchange, max_body_bytes)
-        self._routes = SelectionRoutes(served, selector, self._reservations, max_body_bytes)
+        self._routes = SelectionRoutes(served, selector, self._reservations, render, tenants, max_body_bytes)
         self.answer = self._routes.answer
         """See `SelectionRoutes`."""
 

@@ -1,6 +1,7 @@
 """Bodies of the selection service, in the dialect of Dynamo 1.6.1, with additions. Unknown fields are ignored.
 
-A request names its prompt by `token_ids`, or by `block_hashes` (local), `sequence_hashes` and `isl_tokens`.
+A request names its prompt by `token_ids`, or by `block_hashes` (local), `sequence_hashes` and `isl_tokens`. Or it is
+the body of a request for an engine, with text.
 """
 
 from typing import Annotated, Any, TypeAlias
@@ -8,6 +9,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from kv_events.http.queries import MAX_MEDIA, MediaSpan
 from kv_events.http.registrations import DpRank, InstanceId, Name
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_REQUEST_ID_BYTES, MAX_TOKENS_PER_QUERY, MAX_TOKENS_PER_REQUEST
 
@@ -59,6 +61,8 @@ class SelectRequest(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: str | None = None
     cache_salt: str | None = None
     is_eagle: bool | None = None
+    media: Annotated[tuple[MediaSpan, ...], msgspec.Meta(max_length=MAX_MEDIA)] = ()
+    """What `token_ids` contain besides text."""
     selection_id: _Id | None = None
     """Name of the reservation. Default: a new one."""
     allowed_worker_ids: Annotated[list[InstanceId], msgspec.Meta(max_length=4096)] | None = None

@@ -15,6 +15,7 @@ from api.service import LiveService
 from api.settings import ApiSettings
 from kvsight import AsyncClient, KvsightHttpError
 from selection.settings import SelectionSettings
+from tests.api.prompts.test_renderer import CHATS, FakeEngine, rendered, rendering
 from tests.rigs.api import asking, served
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -166,3 +167,33 @@ async def test_the_client_reserves_and_releases() -> None:
         assert (load.active_requests, load.potential_decode_blocks) == (0, 0)
         with pytest.raises(KvsightHttpError, match="reservation a/b\\? not found"):
             await client.release("a/b?")
+
+
+async def test_text_is_placed_like_its_tokens_and_by_load_if_the_engine_is_away() -> None:
+    chat = {"model": "m", "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]}
+    engine = FakeEngine({CHATS: rendered(*PROMPT)})
+    fed, policy = HandFed(), SelectionSettings(policy="session,overlap-load")
+    async with rendering(engine):
+        settings = ApiSettings(tokenize_url=engine.url, tokenize_timeout_s=5)
+        async with asking(create_app(LiveService(fed.consumer, settings, selection=policy))) as client:
+            for number in range(2):
+                await fed.hold(
+                    Stream(worker=f"w{number}", model="m", block_size=BLOCK), PROMPT, {0: range(1 + 8 * number)}
+                )
+            expected = (await client.post("/select", json=BODY)).json()
+            chosen = (await client.post("/select", json=chat)).json()
+            assert chosen == expected | {"worker_id": "w1"}
+            engine.answers[CHATS] = (500, {})
+            longer = {**chat, "messages": [*chat["messages"], {"role": "user", "content": "more"}]}
+            degraded = (await client.post("/select_and_reserve", json=longer)).json()
+            assert "status 500" in degraded["degraded"]
+            assert (degraded["worker_id"], degraded["isl_tokens"]) == ("w1", 0)  # the worker of its first messages
+            assert (await client.post("/select", json={"model": "m", "messages": 5})).status_code == 422
+
+
+async def test_a_long_name_is_refused_before_anything_is_booked() -> None:
+    async with fleet({0: range(3)}) as (client, _):
+        for field in ("selection_id", "session_id"):
+            answer = await client.post("/select_and_reserve", json={**BODY, field: "é" * 200})
+            assert (answer.status_code, answer.json()["field"]) == (422, field)
+        assert (await loads(client))["w0"] == (0, 0, 0)
