@@ -50,6 +50,7 @@ from kv_events.http.service import Status
 from kv_events.remedies import NO_ENGINE, NO_PUBLISHER
 from kv_events.runtime.tracing import open_spans
 from kv_events.streams import StreamId
+from selection.book import Booked
 from selection.exchange import ReservationExchange
 from selection.settings import SelectionSettings
 
@@ -255,6 +256,8 @@ class LiveService(Service):
         if at is not None:
             detail = "at: this service shows the present only; `kvsight replay LOG --serve` shows the past"
             raise ProblemError(422, ProblemKind.INVALID_VALUE, detail, "at", at)
+        if self.selection is not None:
+            self.selection.exchange.book.expire(self._consumer.now())
         return PageState(
             key="",
             is_past=False,
@@ -264,9 +267,13 @@ class LiveService(Service):
             next_step=NO_PUBLISHER if self._registrations is None else NO_ENGINE,
             engines={} if self._registrations is None else self._registrations.status(),
             capacity=self.capacity,
+            booked=self._booked,
             watch=self.history,
             funnel=self.decision_window.report,
         )
+
+    def _booked(self, stream: StreamId) -> Booked:
+        return Booked() if self.selection is None else self.selection.exchange.book.booked(*stream)
 
     def health(self) -> Status:
         if self._consumer.failure is not None:

@@ -140,7 +140,8 @@ def _follower(
 ) -> LiveService:
     """The service that reads a log. url: of its socket."""
     from api.service import LiveService
-    from indexer.assembly import create_consumer, create_decision_log
+    from indexer.assembly import create_consumer, create_queue
+    from indexer.writing.queue import DECISIONS
     from selection.exchange import create_exchange
 
     group = None
@@ -158,7 +159,7 @@ def _follower(
     return LiveService(
         consumer,
         settings,
-        decisions=create_decision_log(indexer),
+        decisions=create_queue(indexer, DECISIONS),
         recording=recording,
         event_log=indexer.event_log_dir,
         group=group,
@@ -192,7 +193,8 @@ def _embedded(
     """
     from api.service import LiveService
     from api.workers.registrations import Registrations
-    from indexer.assembly import create_consumer, create_decision_log, create_store
+    from indexer.assembly import create_consumer, create_queue, create_store
+    from indexer.writing.queue import DECISIONS
     from kv_events.log.memory import MemoryLog
     from selection.exchange import create_exchange
 
@@ -202,6 +204,6 @@ def _embedded(
     parts = consumer, log, registration, bridge, store
     registrations = Registrations(*parts, own_port=port, max_files=max_files, configured=engines)
     reservations = create_exchange(indexer, selection.book(), recording)
-    decisions = create_decision_log(indexer, recording)
+    decisions = create_queue(indexer, DECISIONS, recording)
     given = registrations, decisions, recording
     return LiveService(consumer, settings, *given, selection=selection, reservations=reservations, limits=registration)

@@ -66,6 +66,20 @@ async def test_a_fleet_without_workers_is_empty(client: httpx.AsyncClient, fed: 
     assert sentence(fleet).startswith("No worker is known: let an engine or `kvsight bridge` publish")
 
 
+async def test_a_worker_has_what_is_booked_on_it_until_it_is_released(client: httpx.AsyncClient, fed: HandFed) -> None:
+    await fed.hold(Stream("one"), TOKENS[:8])
+    body = {"model_name": "m", "token_ids": TOKENS, "selection_id": "r1"}
+    (await client.post("/select_and_reserve", json=body)).raise_for_status()
+    (worker,) = (await fleet_of(client)).workers
+    assert worker.booked == {"requests": 1, "prefill_tokens": 8, "decode_pages": 4}
+    (await client.delete("/reservations/r1")).raise_for_status()
+
+    async def is_free() -> bool:
+        return (await fleet_of(client)).workers[0].booked == {}
+
+    await async_wait_until(is_free, what="the release on the page")  # answers are kept for a moment
+
+
 async def test_live_workers_are_counted_with_the_age_of_their_digests(client: httpx.AsyncClient, fed: HandFed) -> None:
     await fed.hold(Stream("one"), TOKENS)
     await fed.hold(Stream("two"), TOKENS)
