@@ -26,7 +26,7 @@ from kv_events.reservations import (
     ReservationRecord,
     Reserved,
     decode_reservation,
-    encode_own,
+    encode_reservation,
     reservation_id,
 )
 from kv_events.runtime.supervised import keep_running
@@ -77,7 +77,7 @@ class ReservationExchange:
         Never waits. The fields must have been checked, see `kv_events.reservations.check_reservation`.
         """
         kind = "reserved" if isinstance(record, Reserved) else record.step
-        payload = encode_own(record) if self.queue.has_log else b""
+        payload = encode_reservation(record) if self.queue.has_log else b""
         return self.queue.put(kind, reservation_id(record), payload)
 
     def why_not_ready(self) -> str:
