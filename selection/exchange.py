@@ -74,10 +74,11 @@ class ReservationExchange:
     def put(self, record: ReservationRecord) -> str | None:
         """Queue a record of this replica, which the book has already. Returns why it was dropped, or None.
 
-        Never waits. Raises InvalidValueError naming the field that breaks a limit.
+        Never waits. The fields must have been checked, see `kv_events.reservations.check_reservation`.
         """
         kind = "reserved" if isinstance(record, Reserved) else record.step
-        return self.queue.put(kind, reservation_id(record), encode_reservation(record))
+        payload = encode_reservation(record) if self.queue.has_log else b""
+        return self.queue.put(kind, reservation_id(record), payload)
 
     def why_not_ready(self) -> str:
         """Return why the book may lack reservations of other replicas, or "" if it has them."""
