@@ -119,19 +119,7 @@ def create_feeds(settings: KafkaSettings) -> list[Feed]:
     return [Feed(KafkaSource(settings), Channel.EVENTS, settings.events_topic), *others]
 
 
-def create_decision_log(settings: IndexerSettings, recording: RecordingThread | None = None) -> WriteQueue:
-    """Create the queue of decisions. See `_create_queue`."""
-    return _create_queue(settings, recording, DECISIONS, settings.decisions_topic)
-
-
-def create_reservation_log(settings: IndexerSettings, recording: RecordingThread | None = None) -> WriteQueue:
-    """Create the queue of reservations. See `_create_queue`."""
-    return _create_queue(settings, recording, RESERVATIONS, settings.reservations_topic)
-
-
-def _create_queue(
-    settings: IndexerSettings, recording: RecordingThread | None, contents: Contents, topic: str
-) -> WriteQueue:
+def create_queue(settings: IndexerSettings, contents: Contents, recording: RecordingThread | None = None) -> WriteQueue:
     """Create what writes beside the log of events: to a topic of the same broker, or to a folder inside the log's.
 
     An event log has one writer, so others have a log of their own. In embedded mode, records go to the recording, or
@@ -140,6 +128,7 @@ def _create_queue(
     if settings.kafka is not None:
         from indexer.writing.kafka import TopicWriter
 
+        topic = {DECISIONS: settings.decisions_topic, RESERVATIONS: settings.reservations_topic}[contents]
         writer: TopicWriter | FolderWriter = TopicWriter(settings, topic)
         return WriteQueue(writer.write, writer.stop, contents=contents)
     if settings.event_log_dir is not None:

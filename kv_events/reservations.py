@@ -78,9 +78,13 @@ def reservation_id(record: ReservationRecord) -> str:
     return record.decision.request_id if isinstance(record, Reserved) else record.reservation_id
 
 
+def time_of(record: ReservationRecord) -> float:
+    """Return when a record was made, by the clock of its replica, in seconds since 1970."""
+    return record.decision.timestamp if isinstance(record, Reserved) else record.timestamp
+
+
 def encode_reservation(record: ReservationRecord) -> bytes:
-    """Encode one record. Raises InvalidValueError naming the field that breaks a limit."""
-    check_reservation(record)
+    """Encode one record, whose fields were checked (`check_reservation`)."""
     return _encoder.encode(record)
 
 

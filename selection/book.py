@@ -19,13 +19,23 @@ from kv_events.hashing import U64Array
 from kv_events.kernels.bundles import pin
 from kv_events.kernels.load import load
 from kv_events.kernels.page_table import num_live
-from kv_events.reservations import PREFILL_COMPLETE, RELEASED, Progressed, ReservationRecord, Reserved
+from kv_events.reservations import (
+    PREFILL_COMPLETE,
+    RELEASED,
+    Progressed,
+    ReservationRecord,
+    Reserved,
+    reservation_id,
+    time_of,
+)
 from selection.kernels.booked import book, booked_lengths, count_own, make_pages, release
 from selection.kernels.weigh import LoadColumns, RosterColumns, weigh
 
 MAX_RESERVATIONS = 2**17
 MAX_PAGES = 2**23
 MAX_PLACES = 2**16
+LONGEST_S = 3600.0
+"""Age of the oldest records from which a book is rebuilt."""
 _NEVER = 0.0
 
 
@@ -44,6 +54,14 @@ class Place(NamedTuple):
     dp_rank: int
 
 
+class Booked(NamedTuple):
+    """What is booked on a rank."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    decode_pages: int = 0
+
+
 @dataclass(slots=True)
 class Reservation:
     """A request that has been placed and has not ended."""
@@ -54,7 +72,7 @@ class Reservation:
     prefill_tokens: int
     """Tokens that are still to be computed."""
     touched_at: float
-    """When a record about it was made last, in seconds since 1970."""
+    """When the newest record about it came, in seconds since 1970."""
     output_blocks: int = 0
     decayed: float = 0.0
     """Pages by which its own ones count less."""
@@ -108,6 +126,17 @@ class Book:
         """Return the number of a place, -1 if nothing was ever booked there."""
         return self._places.get(place, -1)
 
+    def booked(self, model: str, tenant: str, worker: str, dp_rank: int) -> Booked:
+        """Return what is booked on a rank."""
+        if (place := self.place(Place(model, tenant, worker, dp_rank))) < 0:
+            return Booked()
+        tokens, pages, requests = (each[place].item() for each in self.loads)
+        return Booked(requests, tokens, round(pages))
+
+    def all_booked(self) -> dict[Place, Booked]:
+        """Return what is booked on each rank that has reservations."""
+        return {place: booked for place in self._places if (booked := self.booked(*place)).requests}
+
     @property
     def num_places(self) -> int:
         """Places that have a number."""
@@ -140,27 +169,15 @@ class Book:
         self.expire(now)
         if isinstance(record, Reserved) and record.decision.timestamp + self.ttl_s <= now:
             return False
-        return self.restore(record, now)
+        return self._apply(record, now, now)
 
     def restore(self, record: ReservationRecord, now: float) -> bool:
-        """Apply a record of the past, for which a reservation may be older than its time-to-live. See `apply`.
-
-        `settle` must follow the last one.
-        """
-        if isinstance(record, Reserved):
-            return self._reserve(record, now)
-        reservation = self._reservations.get(record.reservation_id)
-        if reservation is None:
-            return False
-        if reservation.touched_at + self.ttl_s <= record.timestamp:  # it had expired before
-            self._expire(record.reservation_id, now)
-            return False
-        if record.step == RELEASED:
-            self._end(record.reservation_id, now)
-            return True
-        self._progress(reservation, record)
-        self._touch(reservation, min(record.timestamp, now))
-        return True
+        """Apply a record of the past, by its own time. See `apply`. `settle` must follow the last one."""
+        name, at = reservation_id(record), min(time_of(record), now)
+        known = self._reservations.get(name)
+        if known is not None and known.touched_at + self.ttl_s <= at:
+            self._expire(name, now)
+        return self._apply(record, now, at)
 
     def settle(self, now: float) -> None:
         """Expire what records of the past left behind."""
@@ -178,9 +195,22 @@ class Book:
             _, place, hashes = self._predicted.popleft()
             release(self._pinned, hashes, place, 0, now)
 
-    def _reserve(self, record: Reserved, now: float) -> bool:
+    def _apply(self, record: ReservationRecord, now: float, at: float) -> bool:
+        """at: the time from which on a reservation can expire."""
+        if isinstance(record, Reserved):
+            return self._reserve(record, now, at)
+        reservation = self._reservations.get(record.reservation_id)
+        if reservation is None:
+            return False
+        if record.step == RELEASED:
+            self._end(record.reservation_id, now)
+        else:
+            self._progress(reservation, record)
+            self._touch(reservation, at)
+        return True
+
+    def _reserve(self, record: Reserved, now: float, at: float) -> bool:
         decision = record.decision
-        at = min(decision.timestamp, now)
         if decision.request_id in self._reservations:
             return False
         if len(self._reservations) >= self._max:
@@ -189,7 +219,7 @@ class Book:
         if num_live(self._pages.table) + len(hashes) > self._max_pages:
             raise BookFullError(f"{self._max_pages} pages are booked")
         place = self._number(Place(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0))
-        until = at + self.predict_s if self.predict_s and at + self.predict_s > now else _NEVER
+        until = decision.timestamp + self.predict_s if self.predict_s else _NEVER
         num_booked, num_new = book(self._pinned, hashes, place, until)
         reservation = Reservation(record, place, hashes[:num_booked], record.prefill_tokens, at)
         self.loads.prefill_tokens[place] += record.prefill_tokens

@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from indexer.assembly import create_reservation_log
+from indexer.assembly import create_queue
 from indexer.recording.recorder import RecordingThread
 from indexer.settings import IndexerSettings
 from indexer.slices import Interval, Slices
 from indexer.sources.base import LogReplacedError
 from indexer.sources.reader import Opened, SourceReader
-from indexer.writing.queue import WriteQueue
+from indexer.writing.queue import RESERVATIONS, WriteQueue
 from kv_events.errors import RecordRejectedError
 from kv_events.reservations import (
     RELEASED,
@@ -30,7 +30,7 @@ from kv_events.reservations import (
     reservation_id,
 )
 from kv_events.runtime.supervised import keep_running
-from selection.book import Book, BookFullError
+from selection.book import LONGEST_S, Book, BookFullError
 
 if TYPE_CHECKING:
     from indexer.sources.kafka import KafkaSource
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 1.0
-_LONGEST_S = 3600.0
-"""Age of the oldest records that are looked for, those of requests that last."""
 _MARGIN_S = 5.0
 """Most by which clocks of replicas differ."""
 _MAX_UNKNOWN = 2**17
@@ -76,10 +74,11 @@ class ReservationExchange:
     def put(self, record: ReservationRecord) -> str | None:
         """Queue a record of this replica, which the book has already. Returns why it was dropped, or None.
 
-        Never waits. Raises InvalidValueError naming the field that breaks a limit.
+        Never waits. The fields must have been checked, see `kv_events.reservations.check_reservation`.
         """
         kind = "reserved" if isinstance(record, Reserved) else record.step
-        return self.queue.put(kind, reservation_id(record), encode_reservation(record))
+        payload = encode_reservation(record) if self.queue.has_log else b""
+        return self.queue.put(kind, reservation_id(record), payload)
 
     def why_not_ready(self) -> str:
         """Return why the book may lack reservations of other replicas, or "" if it has them."""
@@ -134,9 +133,9 @@ class ReservationExchange:
             opened = await self._open(reader, begins)
             while any(self._positions.get(part, 0) < end for part, end in opened.ends.items()):
                 await self._read(reader, self._restore)
-            if not self._unknown or back_s >= _LONGEST_S:
+            if not self._unknown or back_s >= LONGEST_S:
                 break
-            back_s = min(4 * back_s, _LONGEST_S)
+            back_s = min(4 * back_s, LONGEST_S)
         self.book.settle(self._clock())
         self._obstacle = ""
 
@@ -179,4 +178,4 @@ def create_exchange(
         from indexer.sources.kafka import KafkaSource
 
         source = KafkaSource(settings, topic=settings.reservations_topic)
-    return ReservationExchange(book, create_reservation_log(settings, recording), source)
+    return ReservationExchange(book, create_queue(settings, RESERVATIONS, recording), source)

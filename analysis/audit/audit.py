@@ -17,11 +17,20 @@ from analysis.audit.residency import milliseconds
 from analysis.audit.stream_audit import StreamAudit, settings_of_audits
 from indexer.replay import open_beginning
 from kv_events.codec import batch_time
-from kv_events.decisions import DECISIONS_FOLDER, DecisionRecord, decode_decision
+from kv_events.decisions import DecisionRecord, decode_decision
 from kv_events.errors import RecordRejectedError
 from kv_events.log.event_log import EventLogReader
 from kv_events.log.reader import OnDamage, scan_log
 from kv_events.records import Channel, LogRecord
+from kv_events.reservations import (
+    CHOICES,
+    FOLDERS_BESIDE,
+    Progressed,
+    ReservationRecord,
+    Reserved,
+    decode_reservation,
+    time_of,
+)
 
 CHURN_S = 10.0
 _BESIDE = -1
@@ -80,9 +89,10 @@ def _batch_ms(record: LogRecord) -> int:
 
 
 class SortedDecisions:
-    """The decisions and outcomes of a log, in the order of their times. A temporary file keeps their bytes.
+    """The decisions, outcomes and reservations of a log, in the order of their times.
 
-    A router may report a decision long after it was made. So they are read before the events.
+    A temporary file keeps their bytes. A router may report a decision long after it was made. So they are read
+    before the events.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,26 +103,28 @@ class SortedDecisions:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  (`close` closes it)
         self._num_bytes = 0
         self._places = array("q")
-        """Of each decision: its time in milliseconds, its index in the log, and the byte at which the file has it."""
+        """Of each record: its time in milliseconds, its index in the log, the byte at which the file has it, and its
+        channel."""
         self._read_all(folder, lambda _: None)  # the audit reads this log again
-        self._read_all(folder / DECISIONS_FOLDER, lambda error: self.damage.append(str(error)), _BESIDE)
+        for beside in FOLDERS_BESIDE:
+            self._read_all(folder / beside, lambda error: self.damage.append(str(error)), _BESIDE)
         self._file.flush()
         self._ordered = self._in_order()
         self._next = next(self._ordered, None)
 
     def __len__(self) -> int:
-        return len(self._places) // 3
+        return len(self._places) // 4
 
-    def before(self, ms: int, index: int) -> Iterator[DecisionRecord]:
+    def before(self, ms: int, index: int) -> Iterator[DecisionRecord | ReservationRecord]:
         """Yield those that precede a record of this time and index, and were not yielded before."""
         while self._next is not None and self._next[:2] < (ms, index):
-            yield decode_decision(self._next[2])
+            yield self._next[2]
             self._next = next(self._ordered, None)
 
-    def rest(self) -> Iterator[DecisionRecord]:
+    def rest(self) -> Iterator[DecisionRecord | ReservationRecord]:
         """Yield those that were not yielded before."""
         while self._next is not None:
-            yield decode_decision(self._next[2])
+            yield self._next[2]
             self._next = next(self._ordered, None)
 
     def close(self) -> None:
@@ -122,22 +134,27 @@ class SortedDecisions:
     def _read_all(self, folder: Path, on_damage: OnDamage, given: int | None = None) -> None:
         """given: index of all records. None: their own."""
         for chunk in scan_log(folder, on_damage):
-            for row in np.flatnonzero(chunk.channels == Channel.DECISIONS).tolist():
+            for row in np.flatnonzero(np.isin(chunk.channels, CHOICES)).tolist():
                 self._add(chunk.first_index + row if given is None else given, chunk.record(row))
 
     def _add(self, index: int, record: LogRecord) -> None:
         try:
-            ms = milliseconds(decode_decision(record.payload).timestamp)
+            found = _decoded(record.channel, record.payload)
         except RecordRejectedError:
             self.unreadable += 1
             return
-        self._places.extend((ms, index, self._num_bytes))
+        time_s = time_of(found) if isinstance(found, Reserved | Progressed) else found.timestamp
+        self._places.extend((milliseconds(time_s), index, self._num_bytes, record.channel))
         self._num_bytes += self._file.write(record.payload)
 
-    def _in_order(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield (milliseconds, index, payload). Those of the same time and index keep the order of reading."""
-        places = np.array(self._places).reshape(-1, 3)
+    def _in_order(self) -> Iterator[tuple[int, int, DecisionRecord | ReservationRecord]]:
+        """Yield (milliseconds, index, record). Those of the same time and index keep the order of reading."""
+        places = np.array(self._places).reshape(-1, 4)
         ends = np.append(places[:, 2], self._num_bytes)[1:]
         in_order = np.lexsort((places[:, 1], places[:, 0]))
-        for ms, index, begin, end in map(np.ndarray.tolist, np.column_stack((places, ends))[in_order]):
-            yield ms, index, os.pread(self._file.fileno(), end - begin, begin)
+        for ms, index, begin, channel, end in map(np.ndarray.tolist, np.column_stack((places, ends))[in_order]):
+            yield ms, index, _decoded(channel, os.pread(self._file.fileno(), end - begin, begin))
+
+
+def _decoded(channel: int, payload: bytes) -> DecisionRecord | ReservationRecord:
+    return decode_reservation(payload) if channel == Channel.RESERVATIONS else decode_decision(payload)

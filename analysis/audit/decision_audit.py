@@ -8,6 +8,7 @@ have been older; the difference is the cause `stale view`.
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from statistics import median
 from typing import NamedTuple
 
@@ -17,17 +18,21 @@ from analysis.audit.curves import AuditCurves
 from analysis.audit.report import Example, ExampleQuery, Funnel, Loss
 from analysis.audit.residency import milliseconds
 from analysis.audit.stream_audit import StreamAudit
-from analysis.words import name
+from analysis.words import count, name
 from indexer.scores import WorkerScore, stream_scores, worker_scores
 from kv_events.decisions import Candidate, Decision, DecisionRecord, Outcome
 from kv_events.hashing import U64Array
+from kv_events.reservations import ReservationRecord, Reserved, time_of
 from kv_events.streams import StreamId
+from selection.book import Book, BookFullError
+from selection.settings import SelectionSettings
 
 HELD, CHOSEN, PREDICTED, DELIVERED = "held in the fleet", "held by the chosen worker", "predicted", "delivered"
 """The steps after the prompt."""
 
 NEW, EVICTED_BEFORE, NO_PAGE = "not computed before", "evicted before", "no whole page"
 NOT_ASKED, LOAD, STALE = "router did not ask", "load", "stale view"
+NO_LOAD = "not by load"
 NO_CANDIDATE, UNREPORTED = "not a candidate", "candidates not reported"
 AGAINST_SCORES, WRONG_RANK = "chose against its own scores", "wrong rank"
 EVICTED, ENGINE, MISMATCH = "evicted before arrival", "engine's own reason", "hash mismatch"
@@ -39,6 +44,8 @@ _DECISION_BYTES, _CANDIDATE_BYTES = 1000, 200
 _MAX_DONE = 2**18
 """Ids that are remembered to find repeated decisions and outcomes."""
 _EXAMPLES = 3
+_MEASURES = ("request", "prefill token", "decode page")
+"""Of what is booked on a worker, the one that is named first."""
 _MOST_EARLY = 256
 
 
@@ -73,15 +80,26 @@ class DecisionAudit:
         self._waiting_bytes = 0
         self._early: list[tuple[int, int, float]] = []
         """Stream, last page and time of predictions that came true, of pages that were not stored yet."""
+        self._booked: Book | None = None
+        """What is reserved. None: the log has no reservations so far."""
         self._done: OrderedDict[int, None] = OrderedDict()
         """Hashes of the ids that have an outcome, the newest last."""
 
-    def take(self, record: DecisionRecord) -> None:
-        """Judge a decision, or finish it with its outcome."""
+    def take(self, record: DecisionRecord | ReservationRecord) -> None:
+        """Judge a decision, which may be that of a reservation, or finish it with its outcome."""
         if isinstance(record, Decision):
             self._decide(record)
-        else:
+        elif isinstance(record, Outcome):
             self._finish(record)
+        else:
+            self._book_record(record)
+
+    def _book_record(self, record: ReservationRecord) -> None:
+        if isinstance(record, Reserved):
+            self._decide(record.decision)
+        self._booked = self._booked or SelectionSettings().book()
+        with suppress(BookFullError):
+            self._booked.apply(record, time_of(record))
 
     def report(self) -> Funnel:
         """Return the funnel. Called once, after the last record."""
@@ -115,8 +133,8 @@ class DecisionAudit:
         funnel.held_in_fleet += best
         funnel.held_by_chosen += held
         funnel.predicted += decision.predicted_tokens or 0
-        better = _scored_higher(decision)
-        _add(self._losses, chosen, CHOSEN, _why_not_the_best(decision, scores, best, better), best - held, better)
+        cause, better = self._why_not_the_best(decision, scores, best)
+        _add(self._losses, chosen, CHOSEN, cause, best - held, better)
         if (tied := _tied(decision)) and decision.worker in tied:
             funnel.ties[decision.worker] = funnel.ties.get(decision.worker, 0) + 1
         predicted = decision.predicted_tokens
@@ -146,6 +164,35 @@ class DecisionAudit:
                 stream_scores(namespace, hashes, replay.freshness, decision.prompt_tokens or None)
             )
         }
+
+    def _why_not_the_best(self, decision: Decision, scores: Mapping[str, WorkerScore], best: int) -> tuple[str, str]:
+        """Return why a router did not choose the worker that held most, and the two compared in words."""
+        if better := _scored_higher(decision):
+            cause = WRONG_RANK if better[0].worker == decision.worker else AGAINST_SCORES
+            return cause, _scores_text(decision, *better)
+        if decision.predicted_tokens is None:
+            return NOT_ASKED, ""
+        holders = {worker for worker, held in scores.items() if held.longest_matched == best}
+        offered = [each for each in decision.candidates if each.worker in holders]
+        if not offered:
+            return NO_CANDIDATE if decision.candidates else UNREPORTED, ""
+        holder = max(offered, key=lambda each: each.tokens)
+        if holder.tokens <= decision.predicted_tokens:
+            return STALE, ""
+        return (LOAD, "") if self._booked is None else self._compared_loads(self._booked, decision, holder)
+
+    def _compared_loads(self, book: Book, decision: Decision, holder: Candidate) -> tuple[str, str]:
+        book.expire(decision.timestamp)
+        of_holder, of_chosen = (
+            book.booked(decision.model, decision.tenant, worker, rank or 0)
+            for worker, rank in ((holder.worker, holder.dp_rank), (decision.worker, decision.dp_rank))
+        )
+        for theirs, own, noun in zip(of_holder, of_chosen, _MEASURES, strict=True):
+            if theirs > own:
+                text = f"{name(holder.worker)} had {count(theirs, noun)} booked, {name(decision.worker)} had {own:,}"
+                return LOAD, text
+        booked = count(of_holder.requests, "request")
+        return NO_LOAD, f"{name(holder.worker)} had {booked} booked, no more than {name(decision.worker)}"
 
     def _stream_number(self, decision: Decision, score_of_chosen: WorkerScore | None) -> int | None:
         rank = decision.dp_rank
@@ -261,11 +308,11 @@ def _add(
     step: str,
     cause: str,
     tokens: int,
-    better: tuple[Candidate, float] | None = None,
+    better: str = "",
 ) -> None:
     """Count tokens of a request for one cause. Its examples are the requests with most tokens.
 
-    better: see `_scored_higher`.
+    better: see `Example`.
     """
     if tokens <= 0:
         return
@@ -278,14 +325,15 @@ def _add(
         ]
 
 
-def _example(chosen: _Chosen, tokens: int, better: tuple[Candidate, float] | None) -> Example:
+def _scores_text(decision: Decision, better: Candidate, score: float) -> str:
+    rank = "" if better.dp_rank is None else f" rank {better.dp_rank}"
+    chosen_rank = "" if decision.dp_rank is None else f" rank {decision.dp_rank}"
+    text = f"{name(better.worker)}{rank} scored {better.score:g}, "
+    return text + f"the chosen {name(decision.worker)}{chosen_rank} {score:g}"
+
+
+def _example(chosen: _Chosen, tokens: int, better: str) -> Example:
     decision = chosen.decision
-    text = ""
-    if better is not None:
-        rank = "" if better[0].dp_rank is None else f" rank {better[0].dp_rank}"
-        chosen_rank = "" if decision.dp_rank is None else f" rank {decision.dp_rank}"
-        text = f"{name(better[0].worker)}{rank} scored {better[0].score:g}, "
-        text += f"the chosen {name(decision.worker)}{chosen_rank} {better[1]:g}"
     query = ExampleQuery(model_name=decision.model, routing_group=decision.tenant, seq_hashes=chosen.hashes.tolist())
     return Example(
         request_id=decision.request_id,
@@ -293,7 +341,7 @@ def _example(chosen: _Chosen, tokens: int, better: tuple[Candidate, float] | Non
         worker=decision.worker,
         tokens=tokens,
         query=query,
-        better=text,
+        better=better,
     )
 
 
@@ -332,18 +380,3 @@ def _tied(decision: Decision) -> set[str]:
     best = max((each.score for each in decision.candidates), default=0.0)
     found = {each.worker for each in decision.candidates if each.score == best}
     return found if len(found) > 1 else set()
-
-
-def _why_not_the_best(
-    decision: Decision, scores: Mapping[str, WorkerScore], best: int, better: tuple[Candidate, float] | None
-) -> str:
-    """Return why a router did not choose the worker that held most. better: see `_scored_higher`."""
-    if better is not None:
-        return WRONG_RANK if better[0].worker == decision.worker else AGAINST_SCORES
-    if decision.predicted_tokens is None:
-        return NOT_ASKED
-    seen = {each.worker: each.tokens for each in decision.candidates}
-    offered = [seen[worker] for worker, held in scores.items() if held.longest_matched == best and worker in seen]
-    if not offered:
-        return NO_CANDIDATE if seen else UNREPORTED
-    return LOAD if max(offered) > decision.predicted_tokens else STALE

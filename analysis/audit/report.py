@@ -143,7 +143,8 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that were lost."""
     query: ExampleQuery
     better: str = ""
-    """The candidate that the router scored higher than the chosen one, with both scores. Empty: there is none."""
+    """The candidate that the router scored higher than the chosen one, or the one that held more, compared with it:
+    their scores, or what was booked on them. Empty: not known."""
 
 
 class Loss(msgspec.Struct, kw_only=True):

@@ -18,6 +18,7 @@ from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
 from kv_events.http.workers import Listener
 from kv_events.schema import BATCHES_LOST, MEDIA, counted_reason
 from kv_events.streams import StreamId
+from selection.book import Booked
 
 _MAX_CHANGES = 30
 _MAIN = ""
@@ -115,6 +116,7 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
         is_resync_requested=any(each.is_resync_requested for each in ranks),
         pages={medium.value: sum(each.pages[medium.value] for each in ranks) for medium in MEDIA},
         capacity=_capacity(scene, views, ranks, key.block_size),
+        booked=_booked(scene, views),
         lifetime_s=held * len(removed) / sum(removed) if sum(removed) else None,
         peak_pages=sum(max(watch.peak_pages(view.stream), sum(view.num_pages)) for view in views),
         stored=stored,
@@ -126,6 +128,11 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
         ranks=[*ranks, *(_rank(scene, view, group, {}) for group, view in streams.groups)],
         changes=_changes(watch, views),
     )
+
+
+def _booked(scene: PageState, views: list[View]) -> dict[str, int]:
+    booked = [scene.booked(view.stream) for view in views]
+    return dict(zip(Booked._fields, map(sum, zip(*booked, strict=True)), strict=False)) if any(map(any, booked)) else {}
 
 
 def _capacity(scene: PageState, views: list[View], ranks: list[FleetRank], block_size: int) -> dict[str, int]:

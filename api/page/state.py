@@ -10,6 +10,7 @@ from api.workers.description import Engines
 from indexer.views import View
 from kv_events.http.fleet import DecisionFunnel
 from kv_events.streams import StreamId
+from selection.book import Booked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class PageState:
     """Registered engines, which have no view until they are heard."""
     capacity: Callable[[StreamId, int], Mapping[str, int]]
     """Returns what is known of the room of a rank, medium -> pages, given its tokens per page."""
+    booked: Callable[[StreamId], Booked]
+    """Returns what is reserved on a rank."""
     watch: WorkerHistory
     funnel: Callable[[float, float], DecisionFunnel]
     """Returns the funnel of the hour before a time, in seconds since 1970, with a curve of so many seconds."""

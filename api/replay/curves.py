@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from api.decisions.window import WINDOW_S, DecisionWindow
 from api.page.worker_history import INTERVAL_S, NUM_INTERVALS, CountedRates
-from indexer.replay import Timeline
+from indexer.replay import PastRecords, Timeline
 from kv_events.codec import decode_batch
-from kv_events.decisions import DECISIONS_FOLDER, DecisionRecord, decode_decision
+from kv_events.decisions import DecisionRecord
 from kv_events.errors import RecordRejectedError
 from kv_events.http.fleet import DecisionFunnel
-from kv_events.log.format import list_segments
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
+from kv_events.reservations import CHOICES, decode_choice
 from kv_events.streams import StreamId
 
 _MOST_RECORDS: Final = 10_000
@@ -96,49 +96,27 @@ class DecisionHistory:
     """Sums the decisions before a moment, and goes on from there at a later one. For one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder_beside = folder / DECISIONS_FOLDER  # of a service that follows an event log
-        self._timeline_beside: Timeline | None = None
-        self._window = DecisionWindow()
-        self._read: list[int] = []  # index up to which each log has been read
-        self._ahead: deque[DecisionRecord] = deque(maxlen=_MOST_AHEAD)  # read already, of later moments
+        self._records = PastRecords(folder, CHOICES, WINDOW_S)
+        self._begin()
 
     def funnel(self, timeline: Timeline, index: int, now: float) -> DecisionFunnel:
-        """Return the funnel of a moment. index: after its newest record. now: its time. Raises OSError."""
-        logs = [(timeline, timeline.first_after(now - WINDOW_S), index, math.inf)]
-        if (beside := self._open_beside()) is not None:
-            logs.append((beside, beside.first_after(now - WINDOW_S), beside.end_of(LogMoment(time_s=now)), now))
-        if len(self._read) != len(logs) or not all(
-            start <= read <= stop for read, (_, start, stop, _) in zip(self._read, logs, strict=True)
-        ):
-            self._window = DecisionWindow()
-            self._read = [start for _, start, _, _ in logs]
-            self._ahead.clear()
-        read, self._read = self._read, []  # begin anew if a log cannot be read
+        """Return the funnel of a moment. See `PastRecords.advance`."""
+        records = self._records.advance(timeline, index, now, self._begin)
         for _ in range(len(self._ahead)):
             self._take(self._ahead.popleft(), now)
-        for number, (log, _, stop, latest) in enumerate(logs):
-            for record in _decisions(log, read[number], stop):
-                self._take(record, latest)
-        self._read = [stop for _, _, stop, _ in logs]
+        for record, is_beside in records:
+            with suppress(RecordRejectedError):
+                choice = decode_choice(record.channel, record.payload)
+                if choice is not None:
+                    self._take(choice, now if is_beside else math.inf)
         return self._window.report(now)
+
+    def _begin(self) -> None:
+        self._window = DecisionWindow()
+        self._ahead: deque[DecisionRecord] = deque(maxlen=_MOST_AHEAD)  # read already, of later moments
 
     def _take(self, record: DecisionRecord, latest: float) -> None:
         if record.timestamp <= latest:
             self._window.take(record)
         else:
             self._ahead.append(record)
-
-    def _open_beside(self) -> Timeline | None:
-        if self._timeline_beside is not None:
-            self._timeline_beside.refresh()
-        elif self._folder_beside.is_dir() and list_segments(self._folder_beside):
-            self._timeline_beside = Timeline(self._folder_beside)
-        return self._timeline_beside
-
-
-def _decisions(timeline: Timeline, start: int, stop: int) -> Iterator[DecisionRecord]:
-    for _, record in timeline.records_of(Channel.DECISIONS, start, stop):
-        try:
-            yield decode_decision(record.payload)
-        except RecordRejectedError:
-            continue

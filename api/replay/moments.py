@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.http.fleet import DecisionFunnel
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.records import LogRecord
+from selection.book import Booked, Place
 
 _MOST_KEPT: Final = 4
 """Moments in memory, including those that are being opened."""
@@ -38,6 +39,8 @@ class History(NamedTuple):
 
     rates: CountedRates
     funnel: DecisionFunnel
+    booked: Mapping[Place, Booked]
+    """What was reserved on each rank that had reservations."""
 
 
 @dataclass(slots=True)

@@ -35,6 +35,8 @@ from indexer.namespaces import Namespaces
 from indexer.replay import Timeline
 from indexer.views import View
 from kv_events.log.moments import LogMoment
+from selection.book import Booked, Place
+from selection.past import PastBook
 
 _present: ContextVar[OpenMoment] = ContextVar("moment")
 _PATHS = frozenset(
@@ -162,6 +164,7 @@ class ReplayService(Service):
         self._marks = MarkerSearch(folder, self._moments.extent.first_index)
         self._rates = RateHistory()
         self._decisions = DecisionHistory(folder)
+        self._book = PastBook(folder)
         explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moment)
         queries = QueryRoutes(LocalAnswers(self.views), lambda: True, settings.max_body_bytes)
         self.endpoints: dict[str, Endpoint] = {**queries.endpoints(), **explain.endpoints()}
@@ -180,7 +183,9 @@ class ReplayService(Service):
 
         def history(timeline: Timeline) -> History:
             return opened.history or History(
-                self._rates.rates(timeline, now), self._decisions.funnel(timeline, index, now)
+                self._rates.rates(timeline, now),
+                self._decisions.funnel(timeline, index, now),
+                self._book.at(timeline, opened.moment, opened.views).all_booked(),
             )
 
         found = opened.history
@@ -195,6 +200,7 @@ class ReplayService(Service):
             next_step="the log has none at this moment",
             engines={},
             capacity=lambda _stream, _block_size: {},
+            booked=lambda stream: found.booked.get(Place(*stream), Booked()),
             watch=WorkerHistory.of_past(found.rates, self._marks.changes_before(index)),
             funnel=lambda _now, _range_s: found.funnel,
         )

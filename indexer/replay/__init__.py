@@ -6,6 +6,7 @@ Start at `Timeline`, which opens any moment of a log in a folder, or at `Replay`
 
 from indexer.replay.frames import KeyFrameError, open_beginning
 from indexer.replay.log_indexer import LogIndexer
+from indexer.replay.past_records import PastRecords
 from indexer.replay.replay import ApplyObserver, Replay
 from indexer.replay.timeline import BatchAt, Timeline
 
@@ -14,6 +15,7 @@ __all__ = [
     "BatchAt",
     "KeyFrameError",
     "LogIndexer",
+    "PastRecords",
     "Replay",
     "Timeline",
     "open_beginning",

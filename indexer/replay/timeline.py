@@ -1,6 +1,6 @@
 """Any moment of an event log, and the way from one moment to another."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -240,10 +240,10 @@ class Timeline:
         """Return an index such that no record before it is later than a time."""
         return self._times.before(time_s * 1000)
 
-    def records_of(self, channel: Channel, start: int, stop: int) -> Iterator[tuple[int, LogRecord]]:
-        """Yield (index, record) of one channel, from index `start` up to but excluding `stop`. Raises OSError."""
+    def records_of(self, channels: Sequence[Channel], start: int, stop: int) -> Iterator[tuple[int, LogRecord]]:
+        """Yield (index, record) of some channels, from index `start` up to but excluding `stop`. Raises OSError."""
         for chunk in self.chunks(start):
-            for row in np.flatnonzero(chunk.channels == channel).tolist():
+            for row in np.flatnonzero(np.isin(chunk.channels, channels)).tolist():
                 if start <= chunk.first_index + row < stop:
                     yield chunk.first_index + row, chunk.record(row)
             if chunk.next_index >= stop:

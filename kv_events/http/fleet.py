@@ -86,6 +86,9 @@ class FleetWorker(msgspec.Struct, frozen=True, kw_only=True):
     capacity: dict[str, int] = {}
     """Medium -> pages for which all its ranks together have room. Media of which a rank's room is unknown are left
     out."""
+    booked: dict[str, int] = {}
+    """What is reserved on its ranks: `requests`, `prefill_tokens` that are still to be computed, `decode_pages`. Empty:
+    nothing."""
     lifetime_s: float | None = None
     """How long a page stays on average before it is removed: pages held by pages removed per second, in the time of
     `removed`. None: none was removed."""

@@ -116,7 +116,7 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
             own = bound.getsockname()[1], max_files, configured
             service = _embedded(indexer, settings, selection, registration, bridge, recording, *own)
         else:
-            service = _follower(indexer, settings, selection, shards, recording, url)
+            service = _follower(indexer, settings, selection, shards, registration, recording, url)
         err.print(f"kvsight listens on {url} (docs at /docs)")
         if indexer.is_embedded:
             err.print(_reading(configured))
@@ -134,12 +134,14 @@ def _follower(
     settings: ApiSettings,
     selection: SelectionSettings,
     shards: GroupSettings,
+    registration: RegistrationSettings,
     recording: RecordingThread | None,
     url: str,
 ) -> LiveService:
     """The service that reads a log. url: of its socket."""
     from api.service import LiveService
-    from indexer.assembly import create_consumer, create_decision_log
+    from indexer.assembly import create_consumer, create_queue
+    from indexer.writing.queue import DECISIONS
     from selection.exchange import create_exchange
 
     group = None
@@ -157,12 +159,13 @@ def _follower(
     return LiveService(
         consumer,
         settings,
-        decisions=create_decision_log(indexer),
+        decisions=create_queue(indexer, DECISIONS),
         recording=recording,
         event_log=indexer.event_log_dir,
         group=group,
         selection=selection,
         reservations=reservations,
+        limits=registration,
     )
 
 
@@ -190,7 +193,8 @@ def _embedded(
     """
     from api.service import LiveService
     from api.workers.registrations import Registrations
-    from indexer.assembly import create_consumer, create_decision_log, create_store
+    from indexer.assembly import create_consumer, create_queue, create_store
+    from indexer.writing.queue import DECISIONS
     from kv_events.log.memory import MemoryLog
     from selection.exchange import create_exchange
 
@@ -200,7 +204,6 @@ def _embedded(
     parts = consumer, log, registration, bridge, store
     registrations = Registrations(*parts, own_port=port, max_files=max_files, configured=engines)
     reservations = create_exchange(indexer, selection.book(), recording)
-    decisions = create_decision_log(indexer, recording)
-    return LiveService(
-        consumer, settings, registrations, decisions, recording, selection=selection, reservations=reservations
-    )
+    decisions = create_queue(indexer, DECISIONS, recording)
+    given = registrations, decisions, recording
+    return LiveService(consumer, settings, *given, selection=selection, reservations=reservations, limits=registration)

@@ -4,16 +4,20 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from indexer.assembly import create_recording
 from indexer.settings import IndexerSettings
 from indexer.sources.kafka import KafkaSource
 from indexer.writing.kafka import TopicWriter
-from indexer.writing.queue import QUEUE_FULL, RESERVATIONS, WriteQueue
+from indexer.writing.queue import NO_LOG, QUEUE_FULL, RESERVATIONS, WriteQueue
+from kv_events.log.event_log import EventLogReader
+from kv_events.records import Channel
 from kv_events.reservations import (
     OUTPUT_BLOCK,
     PREFILL_COMPLETE,
@@ -21,11 +25,13 @@ from kv_events.reservations import (
     VERSION,
     Progressed,
     ReservationRecord,
+    decode_reservation,
     encode_reservation,
     reservation_id,
 )
 from selection.book import Book
-from selection.exchange import ReservationExchange
+from selection.exchange import ReservationExchange, create_exchange
+from tests.support.commands import kvsight
 from tests.support.replica_process import Clock, Replica, ReplicaProcess, reserved
 from tests.support.waiting import async_wait_until
 
@@ -130,3 +136,43 @@ async def test_without_a_broker_bookings_stay_local_and_the_queue_is_bounded() -
         reasons = [exchange.put(record) for record in big]
         assert set(reasons) == {None, QUEUE_FULL}
         assert queue.dropped[QUEUE_FULL] == 80 - queue.num_queued == reasons.count(QUEUE_FULL) > 0
+
+
+async def test_a_recording_has_the_records_of_the_topic(own: dict[str, Any], tmp_path: Path) -> None:
+    async with replica(own, Clock()) as only:
+        for number in range(5):
+            only.reserve(f"r{number}", "w1", [number])
+            only.progress(f"r{number}", PREFILL_COMPLETE)
+        await async_wait_until(lambda: only.exchange.queue.written == 10, what="the records")
+    flags = [part for field, value in own.items() for part in (f"--{field.replace('_', '-')}", value)]
+    done = await asyncio.to_thread(kvsight, "record", tmp_path, "--once", "--channel", "reservations", *flags)
+    assert done.returncode == 0, done.stderr
+    records = [record for _, record in EventLogReader(tmp_path).read()]
+    assert {record.channel for record in records} == {Channel.RESERVATIONS}
+    found = {f"r{number}": list[str]() for number in range(5)}
+    for record in records:
+        made = decode_reservation(record.payload)
+        found[reservation_id(made)].append(type(made).__name__)
+    assert set(map(tuple, found.values())) == {("Reserved", "Progressed")}
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+async def test_without_kafka_records_go_where_decisions_go(tmp_path: Path, is_beside: bool) -> None:
+    settings = IndexerSettings(event_log_dir=tmp_path) if is_beside else IndexerSettings()
+    recording = None if is_beside else create_recording(settings, tmp_path, 3600)
+    exchange = create_exchange(settings, Book(TTL_S, 0), recording)
+    async with AsyncExitStack() as stack:
+        if recording is not None:
+            await stack.enter_async_context(recording.running())
+        await stack.enter_async_context(exchange.running())
+        assert exchange.why_not_ready() == ""
+        assert exchange.put(reserved("r", "w1", [1], time.time())) is None
+    ((_, record),) = EventLogReader(tmp_path / "reservations" if is_beside else tmp_path).read()
+    assert (record.channel, record.key) == (Channel.RESERVATIONS, b"r")
+
+
+async def test_a_service_without_a_log_says_that_it_keeps_no_record() -> None:
+    exchange = create_exchange(IndexerSettings(), Book(TTL_S, 0))
+    async with exchange.running():
+        assert exchange.put(reserved("r", "w1", [1], time.time())) == NO_LOG
+    assert exchange.queue.dropped[NO_LOG] == 1

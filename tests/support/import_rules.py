@@ -6,7 +6,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "publisher": {"kv_events"},
     "bridge": {"kv_events", "publisher"},
     "indexer": {"kv_events"},
-    "analysis": {"kv_events", "indexer"},
+    "analysis": {"kv_events", "indexer", "selection"},
     "selection": {"kv_events", "indexer"},
     "api": {"kv_events", "indexer", "selection", "analysis", "bridge"},
     "simulation": {"kv_events", "engine_cache", "publisher", "indexer", "selection", "analysis"},

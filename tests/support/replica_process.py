@@ -12,12 +12,13 @@ import time
 
 import numpy as np
 
-from indexer.assembly import create_reservation_log
+from indexer.assembly import create_queue
 from indexer.settings import IndexerSettings
 from indexer.sources.kafka import KafkaSource
+from indexer.writing.queue import RESERVATIONS
 from kv_events.decisions import Decision
 from kv_events.reservations import VERSION, Progressed, ReservationRecord, Reserved
-from selection.book import Book, Place
+from selection.book import Book, Booked
 from selection.exchange import ReservationExchange
 from tests.support.controlled_process import ControlledProcess, say
 from tests.support.waiting import async_wait_until
@@ -41,7 +42,7 @@ class Replica:
     def __init__(self, settings: IndexerSettings, ttl_s: float, clock: Clock) -> None:
         self.book = Book(ttl_s, 0)
         source = KafkaSource(settings, topic=settings.reservations_topic)
-        self.exchange = ReservationExchange(self.book, create_reservation_log(settings), source, clock)
+        self.exchange = ReservationExchange(self.book, create_queue(settings, RESERVATIONS), source, clock)
         self._now = clock
 
     def reserve(self, name: str, worker: str, hashes: list[int]) -> None:
@@ -56,12 +57,10 @@ class Replica:
         assert self.book.apply(record, self._now())
         assert self.exchange.put(record) is None
 
-    def loads(self, worker: str) -> tuple[int, int, float]:
+    def loads(self, worker: str) -> Booked:
         """Return the requests, tokens and pages that are booked on a worker."""
         self.book.expire(self._now())
-        place = self.book.place(Place("m", "default", worker, 0))
-        found = self.book.loads
-        return int(found.requests[place]), int(found.prefill_tokens[place]), float(found.decode_blocks[place])
+        return self.book.booked("m", "default", worker, 0)
 
     def names(self) -> set[str]:
         """Return the ids of the reservations."""

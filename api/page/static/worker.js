@@ -5,7 +5,7 @@ import { h, named, place, setText } from "./dom.js";
 import { alone, drawState, drawTiers, legend, Plot, tierBar, tierWords, TIERS } from "./figures.js";
 import { count, counted, duration, localTime, rate, timeElement } from "./format.js";
 import { get, set } from "./state.js";
-import { drawWhy, roomOf, troubleWords } from "./workers.js";
+import { bookedWords, drawWhy, roomOf, troubleWords } from "./workers.js";
 
 const MAX_BATCHES = 50;
 
@@ -108,7 +108,7 @@ export class WorkerView {
     const ago = (at) => (at === null ? "not yet" : `${duration(fleet.time - at)} ago`);
     const facts = {
       Model: named(worker.model), Tenant: named(worker.tenant), "Tokens per page": count(worker.block_size), "Last heard": `${duration(worker.age_s)} ago`,
-      "Digests agreed": ago(worker.agreed_at), Batches: count(worker.batches), Resyncs: count(worker.resyncs), Gaps: count(worker.gaps), "Lost batches": count(worker.missing_batches), Restarts: count(worker.restarts),
+      "Digests agreed": ago(worker.agreed_at), Batches: count(worker.batches), Resyncs: count(worker.resyncs), Gaps: count(worker.gaps), "Lost batches": count(worker.missing_batches), Restarts: count(worker.restarts), Reserved: bookedWords(worker) || "nothing",
     };
     parts.facts.replaceChildren(...Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     const room = roomOf(worker);

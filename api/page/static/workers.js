@@ -58,7 +58,7 @@ function row() {
     const room = roomOf(worker);
     drawTiers(bar, room.parts, room.whole ?? whole, `${named(worker.worker)}: ${room.words}`);
     bar.classList.toggle("unknown", room.whole === null);
-    setText(pages, room.short);
+    setText(pages, [room.short, bookedWords(worker)].filter((each) => each).join(" · "));
     stored.draw(worker.stored);
     setText(storedRate, rate(worker.stored.at(-1) ?? 0));
     removed.draw(worker.removed);
@@ -80,6 +80,12 @@ export function roomOf(worker) {
   const words = whole === null ? tierWords(parts) : TIERS.map(on).filter((_, i) => rooms[i]).join(", ");
   const share = whole === null ? "" : ` of ${count(whole)} (${percent(held / whole)})`;
   return { parts, whole, words, short: `${whole === null ? counted(held, "page") : count(held)}${share}${stays}`, share: whole === null ? null : held / whole };
+}
+
+/** What is reserved on a worker, or "". */
+export function bookedWords({ booked }) {
+  if (!booked.requests) return "";
+  return `${counted(booked.requests, "request")} booked: ${counted(booked.prefill_tokens, "token")} to compute, ${counted(booked.decode_pages, "page")}`;
 }
 
 /** Why a worker is in its state, and since when. */

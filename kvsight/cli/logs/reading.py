@@ -23,6 +23,7 @@ from kvsight.cli.shared.process import interrupting_loops, run_until_interrupted
 if TYPE_CHECKING:
     from indexer.replay import Replay
     from kv_events.log.reader import RecordChunk, TornTail
+    from selection.book import Book
 
 EXIT_DAMAGED = 1
 """Exit code for a log of which something cannot be used. The rest has been used."""
@@ -97,6 +98,17 @@ class LogInput:
         self.damage, self.faults, self.warnings = timeline.damage, timeline.faults, timeline.warnings
         self.find_torn_tail()
         return views, extent
+
+    def book_at(self, moment: LogMoment, views: Replay) -> Book | None:
+        """What was reserved at a moment, None if the log knows of no reservation. views: of `views_at`.
+
+        Raises OSError.
+        """
+        from indexer.replay import Timeline
+        from selection.past import PastBook
+
+        book = PastBook(self.folder).at(Timeline(self.folder), moment, views)
+        return book if book.num_places else None
 
     def views_before(self) -> Replay:
         """Return the views before the first record. Notes it if they are unknown, and why. Raises OSError."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from analysis.diff import Holdings
     from indexer.replay import Replay
     from kv_events.http.parsed_query import ParsedQuery, PromptArray
+    from selection.book import Book
 
 
 @with_flags(KAFKA, HTTP)
@@ -101,7 +102,8 @@ def replay(
     if not replayed.applier.records:
         raise UsageError(fault or f"--at {moment.typed}: no record is before this moment: {extent_text(extent)}")
     if body is None or asked is None:
-        _show_views(replayed, as_json)
+        book = source.book_at(moment, replayed) if isinstance(source, LogInput) else None
+        print_result(list(_views(replayed, book)), streams_lines(_rows(replayed, book), out.width), as_json=as_json)
     else:
         _show_answer(body, *asked, replayed, as_json)
     err.print(f"{extent_text(extent)}\n{_used(moment, replayed)}")
@@ -165,10 +167,6 @@ def _used(moment: LogMoment, replayed: Replay) -> str:
     return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"
 
 
-def _show_views(replayed: Replay, as_json: bool) -> None:
-    print_result(list(_views(replayed)), streams_lines(_rows(replayed), out.width), as_json=as_json)
-
-
 def _show_answer(
     body: dict[str, msgspec.Raw], question: ParsedQuery, numbers: PromptArray, replayed: Replay, as_json: bool
 ) -> None:
@@ -183,7 +181,7 @@ def _show_answer(
         print_lines(answer_lines(found, Asked.of(body), list(_rows(replayed)), out.width))
 
 
-def _views(replayed: Replay) -> Iterator[dict[str, Any]]:
+def _views(replayed: Replay, book: Book | None) -> Iterator[dict[str, Any]]:
     for view in replayed.namespaces.views:
         yield {
             "model": view.stream.model,
@@ -193,10 +191,11 @@ def _views(replayed: Replay) -> Iterator[dict[str, Any]]:
             "epoch": view.epoch,
             "next_seq": view.next_seq,
             **dict(zip(MEDIA, view.num_pages, strict=True)),
+            **({} if book is None else {"booked": book.booked(*view.stream)._asdict()}),
         }
 
 
-def _rows(replayed: Replay) -> Iterator[StreamRow]:
+def _rows(replayed: Replay, book: Book | None = None) -> Iterator[StreamRow]:
     from api.queries.encoding import age_ms
 
     for view in replayed.namespaces.views:
@@ -212,6 +211,7 @@ def _rows(replayed: Replay) -> Iterator[StreamRow]:
             view.reason,
             age_ms(view.last_batch_at, replayed.now),
             dict(zip(MEDIA, view.num_pages, strict=True)),
+            booked=(0, 0, 0) if book is None else book.booked(*view.stream),
         )
 
 

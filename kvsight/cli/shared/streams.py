@@ -37,6 +37,8 @@ class StreamRow(NamedTuple):
     """When the cause began, in seconds since 1970."""
     remedy: str = ""
     is_heard: bool = True
+    booked: tuple[int, int, int] = (0, 0, 0)
+    """Requests, prompt tokens that are still to be computed, and pages that are reserved."""
 
     @property
     def namespace(self) -> tuple[str, str, int]:
@@ -127,5 +129,8 @@ def _columns(rows: Sequence[StreamRow]) -> Iterator[Column]:
     for medium in media_held(row.pages for row in rows) or ["GPU"]:
         title = f"{MEDIA[medium]} pages"
         yield Column(title, [row.pages.get(medium, 0) for row in rows], rank=3)
+    if any(any(row.booked) for row in rows):
+        for number, title in enumerate(("requests", "prefill tokens", "decode pages")):
+            yield Column(title, [row.booked[number] for row in rows], rank=3)
     if any(row.reason for row in rows):
         yield Column("reason", [row.reason for row in rows], rank=5)

@@ -13,7 +13,7 @@ from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
 from kv_events.http.queries import PeerAnswer, RfcAnswer
-from kv_events.http.service import Status
+from kv_events.http.service import Readiness, Status
 from kv_events.http.workers import RadixView, ResyncAccepted, Worker
 from tests.rigs.api import Serving
 from tests.support.http_checks import check_problem
@@ -64,6 +64,20 @@ async def test_a_fleet_without_workers_is_empty(client: httpx.AsyncClient, fed: 
     fleet = await fleet_of(client)
     assert (fleet.level, fleet.workers) == ("empty", [])
     assert sentence(fleet).startswith("No worker is known: let an engine or `kvsight bridge` publish")
+
+
+async def test_a_worker_has_what_is_booked_on_it_until_it_is_released(client: httpx.AsyncClient, fed: HandFed) -> None:
+    await fed.hold(Stream("one"), TOKENS[:8])
+    body = {"model_name": "m", "token_ids": TOKENS, "selection_id": "r1"}
+    (await client.post("/select_and_reserve", json=body)).raise_for_status()
+    (worker,) = (await fleet_of(client)).workers
+    assert worker.booked == {"requests": 1, "prefill_tokens": 8, "decode_pages": 4}
+    (await client.delete("/reservations/r1")).raise_for_status()
+
+    async def is_free() -> bool:
+        return (await fleet_of(client)).workers[0].booked == {}
+
+    await async_wait_until(is_free, what="the release on the page")  # answers are kept for a moment
 
 
 async def test_live_workers_are_counted_with_the_age_of_their_digests(client: httpx.AsyncClient, fed: HandFed) -> None:
@@ -260,7 +274,7 @@ def test_the_address_of_the_tokenizer_is_checked_at_the_start() -> None:
         ("GET", "/residency", None, Residency),
         ("GET", "/funnel", None, DecisionFunnel),
         ("GET", "/health", None, Status),
-        ("GET", "/ready", None, Status),
+        ("GET", "/ready", None, Readiness),
         ("POST", "/query", {"model_name": "m", "token_ids": TOKENS, "tier_weights": [1, 1, 1, 1]}, PeerAnswer),
         ("POST", "/query", {"model": "m", "block_size": 4, "token_ids": TOKENS}, RfcAnswer),
     ],
@@ -277,13 +291,14 @@ async def test_a_client_loses_nothing_of_an_answer(
 async def test_the_documentation_describes_the_structs(client: httpx.AsyncClient) -> None:
     document = (await client.get("/openapi.json")).json()
     schemas, paths = document["components"]["schemas"], document["paths"]
-    for path, name in (("/workers/{worker}/view", "RadixView"), ("/health", "Status"), ("/ready", "Status")):
+    for path, name in (("/workers/{worker}/view", "RadixView"), ("/health", "Status"), ("/ready", "Readiness")):
         (operation,) = paths[path].values()
         (content,) = operation["responses"]["200"]["content"].values()
         assert content["schema"] == {"$ref": f"#/components/schemas/{name}"}
     listed = paths["/workers"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     assert listed == {"type": "array", "items": {"$ref": "#/components/schemas/Worker"}}
-    assert set(schemas["Worker"]["required"]) == set(schemas["Worker"]["properties"])
+    may_be_absent = {"not_schedulable_reasons", "kv_events_endpoints"}
+    assert set(schemas["Worker"]["required"]) == set(schemas["Worker"]["properties"]) - may_be_absent
     assert "weighted" not in schemas["PeerInstance"]["required"]
     assert schemas["Worker"]["properties"]["state"]["enum"] == ["live", "syncing", "stale", "expired"]
     assert schemas["Listener"]["properties"]["counters"]["properties"]["gaps"] == {"type": "integer"}

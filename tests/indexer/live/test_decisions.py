@@ -16,9 +16,9 @@ from analysis.audit.audit import audit_log
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
-from indexer.assembly import create_decision_log
+from indexer.assembly import create_queue
 from indexer.settings import IndexerSettings
-from indexer.writing.queue import FolderWriter, WriteQueue
+from indexer.writing.queue import DECISIONS, FolderWriter, WriteQueue
 from kv_events.decisions import Decision as DecisionOnRecord
 from kv_events.decisions import DecisionRecord, decode_decision
 from kv_events.decisions import Outcome as OutcomeOnRecord
@@ -37,7 +37,7 @@ TOKENS = list(range(1, 17))
 @asynccontextmanager
 async def router(settings: IndexerSettings) -> AsyncIterator[tuple[AsyncClient, WriteQueue, HandFed]]:
     """A router's client of a service that keeps decisions where the settings say."""
-    fed, log = HandFed(), create_decision_log(settings)
+    fed, log = HandFed(), create_queue(settings, DECISIONS)
     app = create_app(LiveService(fed.consumer, ApiSettings(), decisions=log))
     async with (
         app.router.lifespan_context(app),

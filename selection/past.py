@@ -1,0 +1,44 @@
+"""The book as it was at any moment of a log."""
+
+import math
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+
+from indexer.replay import PastRecords, Replay, Timeline
+from kv_events.errors import RecordRejectedError
+from kv_events.log.moments import LogMoment
+from kv_events.records import Channel, LogRecord
+from kv_events.reservations import decode_reservation
+from selection.book import LONGEST_S, Book, BookFullError
+from selection.settings import SelectionSettings
+
+
+class PastBook:
+    """Rebuilds the book at one moment after another, by the clocks of the records. For one thread at a time."""
+
+    def __init__(self, folder: Path, settings: SelectionSettings | None = None) -> None:
+        """folder: of the event log. settings: default: those of a service without flags."""
+        self._settings = settings or SelectionSettings()
+        self._records = PastRecords(folder, [Channel.RESERVATIONS], LONGEST_S)
+        self._ahead: list[LogRecord] = []  # read already, of later moments
+        self._begin()
+
+    def at(self, timeline: Timeline, moment: LogMoment, views: Replay) -> Book:
+        """Return the book of a moment, which the next call changes. views: those of the moment. Raises OSError."""
+        index = timeline.end_of(moment) if moment.offsets is None else views.index
+        now, latest = (views.now, math.inf) if moment.time_s is None else (moment.time_s, moment.time_s)
+        added = self._records.advance(timeline, index, now, self._begin)
+        waiting, self._ahead = self._ahead, []
+        for record in chain(waiting, (record for record, _ in added)):
+            if record.timestamp_ms > latest * 1000:
+                self._ahead.append(record)
+                continue
+            with suppress(RecordRejectedError, BookFullError):
+                self._book.restore(decode_reservation(record.payload), record.timestamp_ms / 1000)
+        self._book.settle(now)
+        return self._book
+
+    def _begin(self) -> None:
+        self._book = self._settings.book()
+        self._ahead = []

@@ -1,0 +1,181 @@
+"""The book of reservations, compared with sets that are counted from scratch."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_events.reservations import (
+    OUTPUT_BLOCK,
+    PREFILL_COMPLETE,
+    RELEASED,
+    STEPS,
+    VERSION,
+    Progressed,
+    ReservationRecord,
+    Reserved,
+    time_of,
+)
+from selection.book import Book, BookFullError, Place
+from tests.support.effort import num_examples
+from tests.support.replica_process import reserved
+
+TTL_S, PREDICT_S = 30.0, 4.0
+WORKERS = ("w1", "w2")
+PROMPTS = [[1, 2, *range(branch, branch + 4)][:length] for branch in (10, 20) for length in (1, 3, 6)]
+"""Two prompts with a common beginning, of three lengths."""
+
+
+@dataclass
+class Live:
+    """A reservation of the model."""
+
+    record: Reserved
+    touched_at: float
+    tokens: int
+    blocks: int = 0
+    decayed: float = 0.0
+
+    @property
+    def pages(self) -> set[int]:
+        return set(np.frombuffer(self.record.decision.sequence_hashes, "<u8").tolist())
+
+
+@dataclass
+class Model:
+    """What a book should say."""
+
+    live: dict[str, Live] = field(default_factory=dict)
+    predicted: list[tuple[str, set[int], float]] = field(default_factory=list)
+
+    def expire(self, now: float) -> None:
+        self.live = {name: each for name, each in self.live.items() if each.touched_at + TTL_S > now}
+
+    def of(self, worker: str) -> list[Live]:
+        return [each for each in self.live.values() if each.record.decision.worker == worker]
+
+    def apply(self, record: ReservationRecord, now: float) -> bool:
+        self.expire(now)
+        if isinstance(record, Reserved):
+            decision = record.decision
+            if decision.request_id in self.live or decision.timestamp + TTL_S <= now:
+                return False
+            live = self.live[decision.request_id] = Live(record, now, record.prefill_tokens)
+            self.predicted.append((decision.worker, live.pages, decision.timestamp + PREDICT_S))
+            return True
+        if record.reservation_id not in self.live:
+            return False
+        live = self.live[record.reservation_id]
+        if record.step == RELEASED:
+            del self.live[record.reservation_id]
+            return True
+        live.touched_at = now
+        if record.step == PREFILL_COMPLETE:
+            live.tokens = 0
+        elif record.output_blocks > live.blocks:
+            live.blocks = record.output_blocks
+            if record.decay_fraction is not None:
+                others = [each.pages for each in self.of(live.record.decision.worker) if each is not live]
+                own = len(live.pages - set().union(*others)) + live.blocks
+                live.decayed = own * (1 - record.decay_fraction)
+        return True
+
+    def booked(self, worker: str) -> tuple[int, int, float]:
+        found = self.of(worker)
+        pages = len(set().union(*(each.pages for each in found)))
+        decode = pages + sum(each.blocks - each.decayed for each in found)
+        return len(found), sum(each.tokens for each in found), decode
+
+    def lengths(self, worker: str, prompt: list[int], now: float) -> tuple[int, int]:
+        booked = set().union(*(each.pages for each in self.of(worker)))
+        predicted = set().union(*(pages for name, pages, until in self.predicted if name == worker and until > now))
+        return leading(prompt, booked), leading(prompt, predicted)
+
+
+def leading(prompt: list[int], held: set[int]) -> int:
+    return next((number for number, page in enumerate(prompt) if page not in held), len(prompt))
+
+
+def check(book: Book, model: Model, now: float) -> None:
+    book.expire(now)
+    model.expire(now)
+    assert {each.record.decision.request_id for each in book} == set(model.live)
+    for worker in WORKERS:
+        place = book.place(Place("m", "default", worker, 0))
+        columns = book.loads.requests, book.loads.prefill_tokens, book.loads.decode_blocks
+        loads = tuple(0 if place < 0 else column[place] for column in columns)
+        assert loads == pytest.approx(model.booked(worker))
+        for prompt in PROMPTS:
+            out = np.zeros((1, 2), np.int64)
+            book.lengths(np.array(prompt, np.uint64), np.array([place], np.int32), now, out)
+            assert tuple(out[0]) == model.lengths(worker, prompt, now)
+
+
+names, fractions = st.sampled_from("abcd"), st.none() | st.floats(0, 1)
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[tuple[float, ReservationRecord]]:
+    """Times and records, in the order in which a replica gets them: late ones and repeated ones among them."""
+    now, found = 1000.0, list[tuple[float, ReservationRecord]]()
+    for _ in range(draw(st.integers(1, 40))):
+        now += draw(st.sampled_from([0.0, 0.5, 3.0, 12.0, 40.0]))
+        kind, name, age_s = draw(st.integers(0, 4)), draw(names), draw(st.sampled_from([0.0, 0.0, 2.0, 29.0, 31.0]))
+        if kind == 0 and found:
+            record = draw(st.sampled_from([record for _, record in found]))
+        elif kind <= 2:
+            record = reserved(name, draw(st.sampled_from(WORKERS)), draw(st.sampled_from(PROMPTS)), now - age_s)
+        else:
+            step = draw(st.sampled_from(STEPS))
+            blocks = draw(st.integers(1, 5)) if step == OUTPUT_BLOCK else 0
+            record = Progressed(VERSION, "x", name, now - age_s, step, draw(fractions), blocks)
+        found.append((now, record))
+    return found
+
+
+@settings(max_examples=num_examples(2000))
+@given(arrivals())
+def test_records_of_replicas_in_any_order_give_what_sets_give(found: list[tuple[float, ReservationRecord]]) -> None:
+    book, model = Book(TTL_S, PREDICT_S, max_pages=2**10), Model()
+    for now, record in found:
+        assert book.apply(record, now) == model.apply(record, now)
+        check(book, model, now)
+    check(book, model, found[-1][0] + TTL_S)
+    assert len(book) == 0
+    for column in book.loads:
+        assert column == pytest.approx(0)
+
+
+@settings(max_examples=num_examples(500))
+@given(arrivals())
+def test_a_book_that_is_rebuilt_from_the_log_is_that_of_a_replica_that_was_there(
+    found: list[tuple[float, ReservationRecord]],
+) -> None:
+    punctual = [(time_of(record), record) for now, record in found if time_of(record) == now]
+    there, rebuilt = Book(TTL_S, PREDICT_S, max_pages=2**10), Book(TTL_S, PREDICT_S, max_pages=2**10)
+    now = found[-1][0]
+    for at, record in punctual:
+        there.apply(record, at)
+    for _, record in punctual:
+        rebuilt.restore(record, now)
+    rebuilt.settle(now)
+    there.expire(now)
+    assert {each.record.decision.request_id for each in rebuilt} == {each.record.decision.request_id for each in there}
+    assert rebuilt.loads.requests.sum() == there.loads.requests.sum()
+    for worker in WORKERS:
+        assert rebuilt.booked("m", "default", worker, 0)[:2] == there.booked("m", "default", worker, 0)[:2]
+
+
+def test_a_full_book_refuses_and_has_room_again() -> None:
+    book = Book(TTL_S, 0, max_reservations=2, max_pages=100)
+    assert book.apply(reserved("a", "w1", [1], 0.0), 0.0)
+    with pytest.raises(BookFullError, match="100 pages are booked"):
+        book.apply(reserved("b", "w1", list(range(100)), 0.0), 0.0)
+    assert book.apply(reserved("b", "w1", [2], 0.0), 0.0)
+    with pytest.raises(BookFullError, match="2 requests are reserved"):
+        book.apply(reserved("c", "w1", [3], 0.0), 0.0)
+    assert book.booked("m", "default", "w1", 0) == (2, 32, 2)
+    assert book.apply(Progressed(VERSION, "x", "a", 1.0, RELEASED), 1.0)
+    assert book.apply(reserved("c", "w1", [3], 1.0), 1.0)
