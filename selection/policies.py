@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ _COLD = 0.5
 Costs = npt.NDArray[np.float64]
 
 _random = np.random.default_rng()
-_turns = count(int(_random.integers(2**32)))  # so that replicas do not begin with the same worker
+_turn = [int(_random.integers(2**32))]  # so that replicas do not begin with the same worker
 
 
 class OverlapLoadPolicy:
@@ -44,7 +43,7 @@ class OverlapLoadPolicy:
         scale = asked.options.get("prefill_load_scale", 1.0) / candidates.block_size
         prefill, computed, blocks = candidates.prefill_tokens, candidates.computed, candidates.decode_blocks
         costs = np.empty(len(computed))
-        row = least_work(prefill, computed, blocks, scale, next(_turns), costs)
+        row = least_work(prefill, computed, blocks, scale, _next_turn(), costs)
         if temperature := asked.options.get("router_temperature"):
             row = _by_temperature(costs, temperature)
         return Choice(row, costs, "the least work for prefill and decode")
@@ -202,9 +201,20 @@ def preferred(choice: Choice, row: int, reason: str, *, is_always: bool = False)
     return choice
 
 
+def seed_choices(seed: int) -> None:
+    """Make the choices among equals repeat themselves in this process, for simulations."""
+    _random.bit_generator.state = np.random.default_rng(seed).bit_generator.state
+    _turn[0] = seed
+
+
 def lowest(costs: Costs, candidates: Candidates) -> int:
     """Return the row with the lowest cost. Of several, those that compute least take turns."""
-    return lowest_cost(costs, candidates.computed, next(_turns))
+    return lowest_cost(costs, candidates.computed, _next_turn())
+
+
+def _next_turn() -> int:
+    _turn[0] += 1
+    return _turn[0]
 
 
 def _by_temperature(costs: Costs, temperature: float) -> int:

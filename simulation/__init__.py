@@ -1,11 +1,12 @@
-"""A fleet of simulated workers under a routing policy, which measures how much a policy finds in cache.
+"""A fleet of simulated workers under a routing policy, which measures how much a policy finds in cache, and how fast.
 
-Owns workloads (generated, or Mooncake traces), workers with a real cache of any kind and a real publisher, policies
-that see only what a router sees, and the reports. The engines compute nothing and copies move no bytes; everything
-between cache and router is real. Imports `kv_events`, `engine_cache`, `publisher` and `indexer`.
+Owns workloads (generated, or Mooncake traces), engines with a queue and a batch around a real cache of any kind and a
+real publisher, routers with the policies and the book of the service, and the reports. The engines compute nothing and
+copies move no bytes; everything between cache and router is real. Imports `kv_events`, `engine_cache`, `publisher`,
+`indexer`, `selection` and `analysis`.
 
-Start at `run.simulate`; then read `policy_run` (one request), `worker` (the cache's part of it) and `live` (how events
-reach a router that runs).
+Start at `run.simulate`; then read `run.TimedFleet` (the clock), `engine` (the time of a step), `policy_run` (one
+policy), `worker` (the cache's part of a request) and `live` (how events reach a router that runs).
 """
 
 from simulation.caches import WorkerCache as WorkerCache
@@ -13,10 +14,12 @@ from simulation.caches import create_cache as create_cache
 from simulation.policies import POLICIES as POLICIES
 from simulation.policies import Policy as Policy
 from simulation.policies import create_policy as create_policy
+from simulation.report import Latency as Latency
 from simulation.report import PolicyReport as PolicyReport
 from simulation.report import WorkerLoad as WorkerLoad
 from simulation.run import simulate as simulate
 from simulation.settings import CACHES as CACHES
+from simulation.settings import EngineSettings as EngineSettings
 from simulation.settings import SimulationSettings as SimulationSettings
 from simulation.traces import MooncakeTrace as MooncakeTrace
 from simulation.worker import SimulatedWorker as SimulatedWorker

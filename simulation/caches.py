@@ -114,6 +114,8 @@ class States:
     def __init__(self, cache: TreeCache, slots: MambaSlotAllocator) -> None:
         self._cache = cache
         self._slots = slots
+        self.most_running = slots.size // 2
+        """Requests that may run at the same time: each locks one state."""
 
     def insert(self, key: RadixKey, rows: IndexArray, num_found: int, ends: set[int]) -> None:
         """Insert the key with a state at its end and, if slots are available, at each of `ends`.

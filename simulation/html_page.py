@@ -52,7 +52,7 @@ def _charts(reports: Sequence[PolicyReport]) -> dict[str, Chart | None]:
     """All policies served the same requests, so their bins are equal."""
     curves = [each.curves for each in reports if each.curves is not None]
     if len(curves) < len(reports) or len(curves[0].bins.middles_ms) < 2:
-        return {"found": None, "load": None, "work": None}
+        return dict.fromkeys(("found", "load", "work", "ttft"))
     groups = Groups(curves[0].bins, MOST_GROUPS)
     axis = elapsed_axis(groups.at_ms / 1000, curves[0].bins.last_ms / 1000)
     found = [groups.sums(each.found_tokens) for each in curves]
@@ -65,7 +65,13 @@ def _charts(reports: Sequence[PolicyReport]) -> dict[str, Chart | None]:
         by_policy = [Curve(*each) for each in zip(names, values, cycle(WORKER_COLOURS))]
         return lines(title, f"{text} Each point covers {duration(groups.width_s)}.", unit, axis, by_policy, **more)
 
+    waits = [
+        shares_of(groups.sums(each.ttft_ms).sum(axis=1), groups.sums(each.requests).sum(axis=1)) for each in curves
+    ]
     return {
+        "ttft": None
+        if reports[0].latency is None
+        else chart("Time to the first token", "Mean of the requests that arrived in that time.", "ms", waits),
         "found": chart(
             "Hit share",
             "Share of the prompt tokens that were in the cache of the worker that got them.",

@@ -2,19 +2,22 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
 from typing import TypeAlias
 
 from analysis.curves import Sums, TimeBins
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
+from kv_events.reservations import PREFILL_COMPLETE, RELEASED, ReservationRecord
 from kv_events.streams import group_model
 from publisher import EventPublisher, PublisherSettings, Sink
+from selection.policies import seed_choices
 from simulation.caches import create_cache, num_ledger_pages
-from simulation.policies import create_policy
+from simulation.policies import Policy, create_policy
 from simulation.report import PolicyReport, RunCurves, WorkerLoad
 from simulation.router import Router
 from simulation.settings import SimulationSettings
-from simulation.worker import SimulatedWorker, divergent_pages
+from simulation.worker import Served, SimulatedWorker, divergent_pages
 from simulation.workload import Request
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -60,13 +63,27 @@ class PolicyRun:
     ) -> None:
         """publishers: those of each worker. Raises InvalidValueError for an unknown policy."""
         names = [own[None].stream.worker for own in publishers]
+        seed_choices(settings.seed)
         self._name = policy
-        self._policy = create_policy(policy, settings.workers, settings.seed)
+        self._engine = settings.engine
         self._namespaces = namespaces
-        self.router = Router(namespaces, freshness, settings.model_of(policy), names, settings.page_size)
+        model, page_size = settings.model_of(policy), settings.page_size
+        self._routers = [
+            (Router(namespaces, freshness, model, names, page_size), create_policy(policy, settings.seed))
+            for _ in range(settings.routers)
+        ]
+        self.router = self._routers[0][0]
+        """The one that got the newest request."""
+        self._booking_delay_s = settings.booking_delay_s
+        self._booked = deque[tuple[float, Router, ReservationRecord]]()
+        """What routers have booked, and when the others learn it."""
+        self.request_id = "0"
+        """Of the newest request."""
+        self._due: list[tuple[float, str, str]] = []
+        """Heap of what `step` has still to note: (time, request id, step)."""
         self._loads = [WorkerLoad(name) for name in names]
         bins = TimeBins()
-        self._curves = RunCurves(bins, Sums(bins, len(names)), Sums(bins, len(names)))
+        self._curves = RunCurves(bins, *(Sums(bins, len(names)) for _ in range(4)))
         self.workers = [
             SimulatedWorker(own[None], create_cache(settings), {group: own[group] for group in settings.event_groups})
             for own in publishers
@@ -77,10 +94,54 @@ class PolicyRun:
         """Tokens of the newest prompt that were in the cache of its worker."""
 
     def step(self, request: Request) -> int:
-        """Route and serve one request. Returns the number of the worker that served it."""
-        self._last_requests.append(request)
-        chosen = self._policy.choose(request, self.router)
+        """Route and serve one request without delay. Returns the number of the worker that served it.
+
+        It stays booked for the time that an idle engine would need.
+        """
+        now = request.arrival_s
+        while self._due and self._due[0][0] <= now:
+            at, request_id, step = heappop(self._due)
+            self.progress(request_id, step, at)
+        chosen = self.route(request, now)
         served = self.workers[chosen].serve(request)
+        times = self._engine.alone_seconds(len(request.token_ids), served.found_tokens, request.num_output)
+        for step, seconds in zip((PREFILL_COMPLETE, RELEASED), times, strict=True):
+            heappush(self._due, (now + seconds, self.request_id, step))
+        self.note(request, chosen, served, times[0])
+        return chosen
+
+    def route(self, request: Request, now: float) -> int:
+        """Return the number of the worker that gets a request. now: in seconds."""
+        self._last_requests.append(request)
+        self.request_id = str(int(self.request_id) + 1)
+        self.router, policy = self._router_of(self.request_id)
+        self._share_bookings(now)
+        chosen = policy.choose(request, self.router, self.request_id, now)
+        self._take_bookings(self.router, now)
+        return chosen
+
+    def progress(self, request_id: str, step: str, now: float) -> None:
+        """Tell the router of a request how far it is. step: see `kv_events.reservations`."""
+        router, _ = self._router_of(request_id)
+        router.progress(request_id, step, now)
+        self._take_bookings(router, now)
+
+    def _take_bookings(self, router: Router, now: float) -> None:
+        self._booked.extend((now + self._booking_delay_s, router, record) for record in router.booked)
+        router.booked.clear()
+
+    def _share_bookings(self, now: float) -> None:
+        while self._booked and self._booked[0][0] <= now:
+            _, source, record = self._booked.popleft()
+            for router, _ in self._routers:
+                if router is not source:
+                    router.book.apply(record, now)
+
+    def _router_of(self, request_id: str) -> tuple[Router, Policy]:
+        return self._routers[(int(request_id) - 1) % len(self._routers)]
+
+    def note(self, request: Request, chosen: int, served: Served, ttft_s: float) -> None:
+        """Count what a worker has found in its cache, and the time to the first token."""
         load = self._loads[chosen]
         load.requests += 1
         load.prompt_tokens += len(request.token_ids)
@@ -89,8 +150,9 @@ class PolicyRun:
         place = self._curves.bins.place(int(request.arrival_s * 1000))
         self._curves.prompt_tokens.values[place, chosen] += len(request.token_ids)
         self._curves.found_tokens.values[place, chosen] += served.found_tokens
+        self._curves.ttft_ms.values[place, chosen] += int(ttft_s * 1000)
+        self._curves.requests.values[place, chosen] += 1
         self.found_tokens = served.found_tokens
-        return chosen
 
     def show(self, progress: Progress | None, total: int) -> None:
         """Report progress if the interval has passed."""
@@ -111,4 +173,5 @@ class PolicyRun:
                     self.router.reusable(request)[number] != worker.match_length(request)
                     for request in self._last_requests
                 )
-        return PolicyReport(self._name, tuple(self._loads), self.router.num_queries, seconds, self._curves)
+        num_queries = sum(router.num_queries for router, _ in self._routers)
+        return PolicyReport(self._name, tuple(self._loads), num_queries, seconds, curves=self._curves)

@@ -1,9 +1,13 @@
 """The results of a run."""
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from analysis.curves import Sums, TimeBins
+from simulation.settings import Seconds
 
 _SUMS = (  # of `PolicyReport.to_dict`
     "requests", "prompt_tokens", "found_tokens", "found_share", "imbalance", "divergent_pages", "divergent_answers",
@@ -41,6 +45,59 @@ class RunCurves(NamedTuple):
     """[bins, workers]"""
     found_tokens: Sums
     """[bins, workers]"""
+    ttft_ms: Sums
+    """[bins, workers] sums of the times to the first token."""
+    requests: Sums
+    """[bins, workers]"""
+
+
+class Ended(NamedTuple):
+    """A request that has ended: its arrival, the time to its first token, and the mean time between its tokens."""
+
+    arrival_s: float
+    ttft_s: float
+    mean_itl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long requests took, in simulated time."""
+
+    requests_per_s: float
+    """Requests over the time in which they arrived."""
+    goodput_per_s: float
+    """Of these, requests that met both objectives."""
+    ttft_p50_s: float
+    """Time to the first token."""
+    ttft_p99_s: float
+    itl_p50_s: float
+    """Time between two tokens of a request. All of them count."""
+    itl_p99_s: float
+
+    @classmethod
+    def of(cls, ended: list[Ended], gaps: list[tuple[Seconds, int]], ttft_slo_s: float, itl_slo_s: float) -> Self:
+        """Return the summary. ended: at least one. gaps: times between tokens, and how often each of them occurred."""
+        arrivals, ttft, mean_itl = np.array(ended).T
+        span_s = max(float(np.ptp(arrivals)), 1e-9)
+        num_good = int(((ttft <= ttft_slo_s) & (mean_itl <= itl_slo_s)).sum())
+        times = np.concatenate([np.zeros(0), *(steps for steps, _ in gaps)])
+        weights = np.repeat([number for _, number in gaps], [len(steps) for steps, _ in gaps])
+        return cls(
+            len(ended) / span_s,
+            num_good / span_s,
+            *_percentiles(ttft, np.ones_like(ttft)),
+            *_percentiles(times, weights),
+        )
+
+
+def _percentiles(values: Seconds, weights: npt.NDArray[Any]) -> tuple[float, float]:
+    """Return the values that half and 99% of all do not exceed; 0 without any."""
+    if not len(values):
+        return 0.0, 0.0
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    half, most = np.searchsorted(below, np.array([0.5, 0.99]) * below[-1])
+    return float(values[order[half]]), float(values[order[most]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +110,8 @@ class PolicyReport:
     """Queries of the policy to the index."""
     seconds: float
     """Wall-clock time of the whole run."""
+    latency: Latency | None = None
+    """None if engines answered without delay."""
     curves: RunCurves | None = field(default=None, compare=False, repr=False)
     """None if it was not observed."""
 

@@ -1,15 +1,23 @@
-"""The information of a policy: the answers of the index, without access to the caches."""
+"""The information of a policy: the answers of the index and the booked requests, without access to the caches."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
-from indexer.scores import WorkerScore, score_all
+from indexer.scores import WorkerScore, reusable, score_all
 from kv_events.decisions import VERSION, Candidate, Decision
-from kv_events.hashing import namespace_seed, sequence_hashes
+from kv_events.hashing import U64Array, namespace_seed, sequence_hashes
 from kv_events.limits import MAX_CANDIDATES, MAX_PAGES_PER_DECISION
+from kv_events.reservations import Progressed, ReservationRecord, Reserved
 from kv_events.streams import DEFAULT_TENANT
+from selection.book import Book
+from selection.candidates import Candidates, Choice
+from selection.roster import Found, NothingKnown, Rosters
+from selection.settings import SelectionSettings
 from simulation.workload import Request
 
 
@@ -17,14 +25,24 @@ class Router:
     """Queries the index for a policy and counts the queries."""
 
     def __init__(
-        self, namespaces: Namespaces, freshness: Freshness, model: str, workers: Sequence[str], page_size: int
+        self,
+        namespaces: Namespaces,
+        freshness: Freshness,
+        model: str,
+        workers: Sequence[str],
+        page_size: int,
     ) -> None:
+        predict_s = SelectionSettings.ignoring_environment().predict_s
+        self.book = Book(math.inf, predict_s)  # nothing expires, because every request ends
+        self._rosters = Rosters(self.book, NothingKnown())
+        self.booked: list[ReservationRecord] = []
+        """What it has booked itself, until the caller takes it away."""
         self._namespaces = namespaces
         self._freshness = freshness
         self._model = model
         self._number_of_worker = {worker: number for number, worker in enumerate(workers)}
         self._page_size = page_size
-        self._seen: list[int] | None = None
+        self._seen: Sequence[int] | None = None
         self._scores_seen: Sequence[float] = ()
         self.num_queries = 0
 
@@ -33,15 +51,42 @@ class Router:
         """Number of workers that a policy can choose from, numbered from 0."""
         return len(self._number_of_worker)
 
-    def overlaps(self, request: Request) -> list[int]:
-        """Return the tokens of the prompt that each worker can reuse, by worker number."""
+    def candidates(self, request: Request, now: float) -> Candidates:
+        """Return the workers as a policy of the service sees them, valid until the next call."""
         self.num_queries += 1
-        self._seen = self.reusable(request)
-        return self._seen
+        hashes = self._hashes(request)
+        (namespace,) = self._namespaces.find(self._model, DEFAULT_TENANT)
+        matches = namespace.index.find(hashes)
+        if namespace.groups:
+            matches = reusable(namespace, hashes, matches, self._freshness, None).matches
+        found = Found(hashes, len(request.token_ids), matches.streams, matches.pages)
+        return self._rosters.candidates(namespace, self._freshness, found, now).candidates
 
-    def compare(self, scores: Sequence[float]) -> None:
-        """Note the numbers by which a policy compares the workers, the highest one wins, for the decision."""
-        self._scores_seen = scores
+    def reserve(self, request: Request, candidates: Candidates, choice: Choice, request_id: str, now: float) -> int:
+        """Book a choice. Returns the number of the worker."""
+        numbers = [self._number_of_worker[worker] for worker in candidates.workers]
+        seen, scores = np.zeros(self.num_workers, np.int64), np.full(self.num_workers, -choice.costs.max())
+        seen[numbers], scores[numbers] = candidates.held[:, -1], -choice.costs
+        self.compare(scores.tolist(), seen.tolist())
+        chosen, computed = numbers[choice.row], round(candidates.computed.item(choice.row))
+        decision = self._decision(request, chosen, request_id, now)
+        self._book_own(Reserved(VERSION, "", decision, computed, request.session), now)
+        return chosen
+
+    def progress(self, request_id: str, step: str, now: float) -> None:
+        """Note how far a booked request is. step: see `kv_events.reservations`."""
+        self._book_own(Progressed(VERSION, "", request_id, now, step), now)
+
+    def _book_own(self, record: ReservationRecord, now: float) -> None:
+        if self.book.apply(record, now):
+            self.booked.append(record)
+
+    def compare(self, scores: Sequence[float], seen: Sequence[int] | None) -> None:
+        """Note for the decision, by worker number, how a policy compares the workers, and what it has seen.
+
+        scores: the highest one wins. seen: tokens of the prompt; None: it has not asked.
+        """
+        self._scores_seen, self._seen = scores, seen
 
     def decision(self, request: Request, chosen: int, request_id: str, timestamp: float) -> Decision:
         """Return what was chosen since the last call, in the form in which routers report it."""
@@ -49,7 +94,20 @@ class Router:
         scores, self._scores_seen = self._scores_seen, ()
         workers = list(self._number_of_worker)
         rows = zip(workers, seen or (), scores or [0.0] * len(workers), strict=False)
-        hashes = sequence_hashes(request.token_ids, self._page_size, namespace_seed(cache_salt=request.extra_key))
+        candidates = [Candidate(worker, 0, tokens, score) for worker, tokens, score in rows][:MAX_CANDIDATES]
+        return self._decision(
+            request, chosen, request_id, timestamp, None if seen is None else seen[chosen], candidates
+        )
+
+    def _decision(
+        self,
+        request: Request,
+        chosen: int,
+        request_id: str,
+        timestamp: float,
+        predicted_tokens: int | None = None,
+        candidates: Sequence[Candidate] = (),
+    ) -> Decision:
         return Decision(
             VERSION,
             request_id,
@@ -58,15 +116,18 @@ class Router:
             DEFAULT_TENANT,
             self._page_size,
             len(request.token_ids),
-            hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes(),
-            workers[chosen],
+            self._hashes(request)[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes(),
+            list(self._number_of_worker)[chosen],
             0,
-            None if seen is None else seen[chosen],
-            [Candidate(worker, 0, tokens, score) for worker, tokens, score in rows][:MAX_CANDIDATES],
+            predicted_tokens,
+            list(candidates),
         )
 
+    def _hashes(self, request: Request) -> U64Array:
+        return sequence_hashes(request.token_ids, self._page_size, namespace_seed(cache_salt=request.extra_key))
+
     def reusable(self, request: Request) -> list[int]:
-        """Return the same without counting a query, for checks."""
+        """Return the tokens of the prompt that each worker can reuse, by worker number. Not counted as a query."""
         found = [0] * self.num_workers
         for held in self._scores(request):
             number = self._number_of_worker.get(held.worker)

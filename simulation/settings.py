@@ -1,7 +1,11 @@
-"""Settings of a simulation."""
+"""Settings of a simulation, and of its engines."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.settings import KafkaSettings
@@ -10,8 +14,60 @@ from kv_events.streams import MAMBA_GROUP
 
 MAX_WORKERS = 4096
 MAX_RATIO = 1000
+MAX_ROUTERS = 64
 CACHES = ("radix", "hiradix", "mamba", "himamba")
 """Kinds of caches: device only, or with host and disk (`hi`); without or with recurrent states (`mamba`)."""
+
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Limits and speed of an engine. Raises InvalidValueError naming the field of a bad value.
+
+    The speed is that of the mock engine of NVIDIA Dynamo 1.6.1: 16.5 + 0.01518 t + 4.21e-7 t**2 milliseconds for t
+    prompt tokens, and 5.74 + 54.01 p for a step of decode while a share p of 2**20 tokens of KV is in use. A model
+    with 8 billion parameters needs about as long on an H100.
+    """
+
+    max_batch_tokens: int = 8192
+    """Most tokens of a step."""
+    max_requests: int = 256
+    """Most requests that run at the same time."""
+    prefill_s: float = 0.0165
+    """Seconds of a step that computes prompt tokens, whatever their number."""
+    decode_s: float = 0.00574
+    """Seconds of a step that generates tokens, whatever their number."""
+    token_s: float = 1.518e-5
+    """Seconds for each token of a step."""
+    attention_s: float = 8.42e-10
+    """Seconds for each prompt token of a step and each token before it."""
+    context_s: float = 5.15e-8
+    """Seconds for each token in the context of a request in decode."""
+
+    def __post_init__(self) -> None:
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if name.startswith("max_") and value < 1:
+                raise InvalidValueError(name, value, "a positive integer")
+            if not 0 <= value < math.inf:
+                raise InvalidValueError(name, value, "a number, not negative")
+
+    def prefill_seconds(self, chunks: list[tuple[int, int]]) -> float:
+        """Return the time of the prompt tokens of a step. chunks: (tokens before, tokens), at least one."""
+        pairs = sum(tokens * (before + tokens / 2) for before, tokens in chunks)
+        return self.prefill_s + self.token_s * sum(tokens for _, tokens in chunks) + self.attention_s * pairs
+
+    def decode_seconds(self, num_requests: int, context: int, num_steps: int) -> Seconds:
+        """Return float64[num_steps], the times of consecutive steps of decode. context: tokens, of all requests."""
+        contexts: Seconds = context + num_requests * np.arange(num_steps, dtype=np.float64)
+        return self.decode_s + self.token_s * num_requests + self.context_s * contexts
+
+    def alone_seconds(self, prompt_tokens: int, found_tokens: int, output_tokens: int) -> tuple[float, float]:
+        """Return the times to the first token and to the last one if nothing else runs."""
+        first_s = self.prefill_seconds([(found_tokens, prompt_tokens - found_tokens)])
+        return first_s, first_s + float(self.decode_seconds(1, prompt_tokens, output_tokens - 1).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +85,20 @@ class SimulationSettings:
     """Tokens on the host for each token on the device, in caches with tiers. At least 1."""
     disk_ratio: float = 8.0
     """Tokens on the disk for each token on the device."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    """Limits and speed of an engine."""
+    speed: float = 1.0
+    """Factor by which requests arrive faster than in the workload."""
+    routers: int = 1
+    """Replicas of the router, which get the requests in turns."""
+    booking_delay_s: float = 0.02
+    """Seconds until a router knows what another one has booked; `math.inf`: never. All know what the workers hold."""
+    ttft_slo_s: float = 2.0
+    """Longest time to the first token of a request that counts for the goodput."""
+    itl_slo_s: float = 0.05
+    """Longest mean time between its tokens."""
     seed: int = 0
-    """Seed of the random policy."""
+    """Seed of random choices."""
     model: str = "simulation"
     """The fleet of each policy serves the model `<model>-<policy>`, so that several fleets can share a log."""
     event_log_dir: Path | None = None
@@ -54,6 +122,13 @@ class SimulationSettings:
             raise InvalidValueError("host_ratio", self.host_ratio, f"1 .. {MAX_RATIO}")
         if not 0 < self.disk_ratio <= MAX_RATIO:
             raise InvalidValueError("disk_ratio", self.disk_ratio, f"more than 0, at most {MAX_RATIO}")
+        if not 1 <= self.routers <= MAX_ROUTERS:
+            raise InvalidValueError("routers", self.routers, f"1 .. {MAX_ROUTERS}")
+        if not self.booking_delay_s >= 0:
+            raise InvalidValueError("booking_delay_s", self.booking_delay_s, "a number, not negative, or inf")
+        for name in ("speed", "ttft_slo_s", "itl_slo_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidValueError(name, getattr(self, name), "more than 0")
         if self.groups and not self.has_states:
             raise InvalidValueError("groups", True, f"a cache with states (mamba, himamba), got {self.cache}")
         if self.kafka is not None and self.event_log_dir is not None:

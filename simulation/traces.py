@@ -22,6 +22,7 @@ from simulation.workload import Request
 BLOCK_TOKENS = 512
 MAX_HASH_ID = 2**53 - 1
 """Largest integer that every JSON reader represents exactly."""
+MAX_OUTPUT = 2**20
 
 _TOKEN_BITS = 17  # a vocabulary of 131,072
 _POSITIONS = np.arange(BLOCK_TOKENS, dtype=np.uint64)
@@ -30,6 +31,7 @@ _POSITIONS = np.arange(BLOCK_TOKENS, dtype=np.uint64)
 class _Row(NamedTuple):
     arrival_s: float
     input_length: int
+    output_length: int
     hash_ids: npt.NDArray[np.uint64]
 
 
@@ -38,7 +40,7 @@ class MooncakeTrace:
     keeping them.
 
     path: `.jsonl` or `.jsonl.gz`. The whole file is checked at once; raises InvalidValueError naming the file, the
-    line, the field and its value. Outputs are unknown, so requests have none.
+    line, the field and its value. Of outputs, only the lengths are known.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +55,7 @@ class MooncakeTrace:
     def __iter__(self) -> Iterator[Request]:
         for number, row in enumerate(self._rows):
             tokens = block_tokens(row.hash_ids)[: row.input_length]
-            yield Request(row.arrival_s, tokens, session=f"request-{number}")
+            yield Request(row.arrival_s, tokens, session=f"request-{number}", output_length=row.output_length)
 
 
 def block_tokens(hash_ids: npt.NDArray[np.uint64]) -> U32Array:
@@ -94,11 +96,13 @@ def _row(line: bytes, where: str) -> _Row:
         _checked(given[name], f"{where}: {name}", (int,), "an integer, not negative")
     for position, hash_id in enumerate(given["hash_ids"]):
         _checked(hash_id, f"{where}: hash_ids[{position}]", (int,), f"an integer in 0 .. {MAX_HASH_ID}")
+    if given["output_length"] > MAX_OUTPUT:
+        raise InvalidValueError(f"{where}: output_length", given["output_length"], f"0 .. {MAX_OUTPUT}")
     input_length, num_blocks = given["input_length"], len(given["hash_ids"])
     if not 1 <= input_length <= num_blocks * BLOCK_TOKENS:
         expected = f"1 .. {num_blocks * BLOCK_TOKENS}: {num_blocks} hash_ids of {BLOCK_TOKENS} tokens"
         raise InvalidValueError(f"{where}: input_length", input_length, expected)
-    return _Row(arrival_ms / 1000, input_length, np.array(given["hash_ids"], np.uint64))
+    return _Row(arrival_ms / 1000, input_length, given["output_length"], np.array(given["hash_ids"], np.uint64))
 
 
 def _checked(value: Any, where: str, kinds: tuple[type, ...], expected: str) -> float:

@@ -3,12 +3,14 @@
 Also compares its cache, page by page, with a view of it. That reads both ends and nothing in between.
 """
 
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from engine_cache import EvictParams, IndexArray, InsertParams, MatchPrefixParams, RadixKey
+from engine_cache import EvictParams, IncLockRefResult, IndexArray, InsertParams, MatchPrefixParams, RadixKey
 from indexer.views import View
 from kv_events.hashing import U64Array
 from kv_events.schema import MEDIA, StorageMedium
@@ -28,8 +30,32 @@ class Served(NamedTuple):
     """Whether the request was longer than the worker's capacity, so that only its beginning is cached."""
 
 
+@dataclass(slots=True)
+class Running:
+    """A request that a worker has admitted."""
+
+    key: RadixKey
+    """Whole pages of the prompt and of its output, if that is known."""
+    prompt_tokens: int
+    found_tokens: int
+    """Tokens of the prompt that were in cache, on any tier."""
+    rows: IndexArray
+    """Device rows for the whole request, fewer if it is longer than the cache."""
+    num_owned: int
+    """Leading rows that belong to the tree."""
+    lock: IncLockRefResult
+    """On the end of the part that belongs to the tree."""
+    branching_seqlen: int
+    """See `Found`. 0: none."""
+
+    @property
+    def served(self) -> Served:
+        """The result. A request longer than the cache has fewer rows than its key."""
+        return Served(self.found_tokens, is_cut=len(self.rows) < len(self.key))
+
+
 class SimulatedWorker:
-    """Serves one request at a time, without delay: find, lock, evict, allocate, insert, unlock, publish."""
+    """An engine's cache: `begin` finds, locks, evicts and allocates, `extend` inserts and publishes, `end` unlocks."""
 
     def __init__(
         self,
@@ -41,6 +67,9 @@ class SimulatedWorker:
         self.publisher = publisher
         self.group_publishers = group_publishers or {}
         self.cache, self._allocator, self.tiers, self._states = cache
+        self.most_running = sys.maxsize if self._states is None else self._states.most_running
+        """Requests that may run at the same time."""
+        self._num_running = 0
         self._publish()
 
     def _publish(self) -> None:
@@ -54,18 +83,56 @@ class SimulatedWorker:
         return len(match.device_indices) + match.host_hit_length
 
     def serve(self, request: Request) -> Served:
-        """Serve a request. Prompt and output are in cache afterwards, as far as they fit."""
-        key = self._key(request)
-        found = self._find(RadixKey(request.token_ids, request.extra_key))
+        """Serve a request without delay. Prompt and output are in cache afterwards, as far as they fit."""
+        running = self.begin(request, 0)
+        assert running is not None, "no other request holds rows"
+        self.extend(running, len(running.key))
+        self.end(running)
+        return running.served
+
+    def begin(self, request: Request, num_unknown: int) -> Running | None:
+        """Take rows for a prompt and its output. Returns None if other requests hold too many.
+
+        num_unknown: tokens that the engine will generate and the request does not contain.
+        """
+        if self._num_running >= self.most_running:
+            return None
+        prompt = RadixKey(request.token_ids, request.extra_key)
+        found = self._find(prompt)
         num_found = len(found.rows)
-        self.cache.inc_lock_ref(found.node)
-        held = np.concatenate((found.rows, self._allocate(len(key) - num_found)))
-        self._insert(key[: len(held)], held, found, len(request.token_ids))
-        if self.tiers is not None:
-            self.tiers.settle()
-        self.cache.dec_lock_ref(found.node)
+        lock = self.cache.inc_lock_ref(found.node)
+        key = self._key(request)
+        missing = len(key) + self._whole_pages(num_unknown) - num_found
+        if self._num_running and missing > self._allocator.available_size() + self.cache.evictable_size():
+            self.cache.release(lock)
+            return None
+        self._num_running += 1
+        rows = np.concatenate((found.rows, self._allocate(missing)))
+        return Running(key, len(prompt), num_found, rows, num_found, lock, found.branching_seqlen or 0)
+
+    def extend(self, running: Running, num_computed: int) -> None:
+        """Insert and publish the whole pages among the first `num_computed` tokens of prompt and output."""
+        length = min(self._whole_pages(num_computed), len(running.rows), len(running.key))
+        if length > running.num_owned:
+            key = running.key[:length]
+            self._insert(running, key)
+            if self.tiers is not None:
+                self.tiers.settle()
+            match = self.cache.match_prefix(MatchPrefixParams(key))
+            lock = self.cache.inc_lock_ref(match.last_device_node)
+            self.cache.release(running.lock)
+            running.lock, running.num_owned = lock, len(match.device_indices)
+            running.rows[: running.num_owned] = match.device_indices
         self._publish()
-        return Served(num_found, is_cut=len(held) < len(key))
+
+    def end(self, running: Running) -> None:
+        """Free the rows that are not in the tree, and unlock the others."""
+        self._allocator.free(running.rows[running.num_owned :])
+        self.cache.release(running.lock)
+        self._num_running -= 1
+
+    def _whole_pages(self, num_tokens: int) -> int:
+        return num_tokens // self.cache.page_size * self.cache.page_size
 
     def _key(self, request: Request) -> RadixKey:
         tokens = request.token_ids
@@ -87,16 +154,15 @@ class SimulatedWorker:
         assert rows is not None, "the request fits into the free rows"
         return rows
 
-    def _insert(self, key: RadixKey, held: IndexArray, found: Found, prompt_len: int) -> None:
-        num_found = len(found.rows)
+    def _insert(self, running: Running, key: RadixKey) -> None:
+        rows, owned = running.rows[: len(key)], running.num_owned
         if self._states is not None:
             # where other prompts branch off, and where the answer begins
-            ends = {found.branching_seqlen or 0, prompt_len // self.cache.page_size * self.cache.page_size}
-            self._states.insert(key, held, num_found, ends)
+            self._states.insert(key, rows, owned, {running.branching_seqlen, self._whole_pages(running.prompt_tokens)})
             return
-        taken = self.cache.insert(InsertParams(key, held))
-        # rows of an output that an earlier request has inserted are duplicates
-        self._allocator.free(held[num_found : taken.prefix_len])
+        taken = self.cache.insert(InsertParams(key, rows))
+        # rows of pages that another request has inserted are duplicates
+        self._allocator.free(rows[owned : taken.prefix_len])
 
 
 def divergent_pages(worker: SimulatedWorker, view: View | None) -> dict[StorageMedium, int]:

@@ -3,6 +3,7 @@
 chat    system prompt | user | answer | user | answer ...            long pauses between turns
 agent   system prompt | task | call | tool result | call ...         a fast-growing context, short pauses
 burst   many sessions start at the same time with one system prompt
+        several sub-agents start at the same time with the context of their agent
 """
 
 from collections.abc import Iterator
@@ -43,6 +44,13 @@ class Request(NamedTuple):
     """The conversation or loop that it belongs to."""
     extra_key: str | None = None
     """Namespace of its pages (adapter, cache salt)."""
+    output_length: int = 0
+    """Tokens that the engine will generate, if the workload does not contain them."""
+
+    @property
+    def num_output(self) -> int:
+        """Tokens that the engine will generate, at least 1."""
+        return max(1, len(self.output_tokens), self.output_length)
 
 
 class Requests(Protocol):
@@ -67,12 +75,15 @@ class WorkloadSettings:
     burst_share: float = 0.05
     """Probability that a session starts a burst of `burst_sessions`."""
     burst_sessions: int = 20
+    subagent_share: float = 0.0
+    """Probability that a call of an agent starts `subagents` at the same time, with its context."""
+    subagents: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "num_system_prompts", "burst_sessions"):
+        for name in ("num_requests", "num_system_prompts", "burst_sessions", "subagents"):
             if getattr(self, name) < 1:
                 raise InvalidValueError(name, getattr(self, name), "a positive integer")
-        for name in ("agent_share", "burst_share"):
+        for name in ("agent_share", "burst_share", "subagent_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidValueError(name, getattr(self, name), "0 .. 1")
         if self.seed < 0:
@@ -91,6 +102,7 @@ class _Kind(NamedTuple):
 
 _CHAT = _Kind("chat", turns=5, input_tokens=150, output_tokens=300, pause_s=15)
 _AGENT = _Kind("agent", turns=12, input_tokens=700, output_tokens=120, pause_s=1)
+_SUBAGENT = _AGENT._replace(name="subagent", turns=4)
 
 
 def generate(settings: WorkloadSettings) -> list[Request]:
@@ -119,8 +131,11 @@ class _Generator:
         return found[: settings.num_requests]
 
     def _session(self, now_s: float, context: U32Array) -> Iterator[Request]:
-        """Yield prompts, each of which consists of the previous one, its answer, and new tokens."""
         kind = _AGENT if self._random.random() < self._settings.agent_share else _CHAT
+        return self._turns(kind, now_s, context)
+
+    def _turns(self, kind: _Kind, now_s: float, context: U32Array) -> Iterator[Request]:
+        """Yield prompts, each of which consists of the previous one, its answer, and new tokens."""
         self._num_sessions += 1
         session = f"{kind.name}-{self._num_sessions}"
         for _ in range(self._random.geometric(1 / kind.turns)):
@@ -129,6 +144,10 @@ class _Generator:
             yield Request(now_s, context, output, session)
             context = np.concatenate((context, output))
             now_s += len(output) * _SECONDS_PER_OUTPUT_TOKEN + self._random.exponential(kind.pause_s)
+            share = self._settings.subagent_share
+            if share and kind is _AGENT and self._random.random() < share:
+                for _ in range(self._settings.subagents):
+                    yield from self._turns(_SUBAGENT, now_s, context)
 
     def _tokens(self, mean_length: float) -> U32Array:
         length = self._random.lognormal(np.log(mean_length) - _LENGTH_SIGMA**2 / 2, _LENGTH_SIGMA)

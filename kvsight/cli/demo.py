@@ -176,6 +176,7 @@ async def _run_live(
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
     from kv_events.log.memory import MemoryLog
+    from selection.policies import DEFAULT_POLICY
     from simulation.caches import capacity_pages
     from simulation.live import memory_transport, publishing_fleet
 
@@ -186,12 +187,12 @@ async def _run_live(
     service.capacity = lambda _stream, _block_size: room
     async with (
         running_server(create_app(service), settings, bound) as url,
-        publishing_fleet(fleet_settings, "kv-aware", memory_transport(log), consumer) as fleet,
+        publishing_fleet(fleet_settings, DEFAULT_POLICY, memory_transport(log), consumer) as fleet,
     ):
         serve = partial(_serve, fleet.run, service.decision_window, count())
         shown = await _warm_up(fleet, serve, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
         print_lines([f"Open {url} to see the fleet while it runs."])
-        await _show_answer(url, fleet_settings.model_of("kv-aware"), shown)
+        await _show_answer(url, fleet_settings.model_of(DEFAULT_POLICY), shown)
         print_lines([f"{url}/docs describes the API, and {url}/metrics has its metrics."])
         if not should_exit:
             err.print("Ctrl-C stops the demo")

@@ -22,8 +22,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a fleet whose caches are too small, with decisions."""
     folder = tmp_path_factory.mktemp("run")
     settings = SimulationSettings(workers=3, capacity_tokens=8192, event_log_dir=folder)
-    simulate(generate(WorkloadSettings(num_requests=80)), settings, ["kv-aware"])
-    return folder / "kv-aware"
+    simulate(generate(WorkloadSettings(num_requests=80)), settings, ["overlap-load"])
+    return folder / "overlap-load"
 
 
 def as_json(log: Path, *more: object, rc: int = 0) -> dict[str, Any]:

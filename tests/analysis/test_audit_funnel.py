@@ -66,7 +66,7 @@ def test_every_cause_occurs(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["kv-aware", "random"])
+@pytest.mark.parametrize("policy", ["overlap-load", "random"])
 def test_a_recorded_simulation_has_the_funnel_of_its_report(tmp_path: Path, policy: str) -> None:
     settings = SimulationSettings(workers=3, capacity_tokens=16_384, event_log_dir=tmp_path)
     (report,) = simulate(generate(WorkloadSettings(num_requests=120)), settings, [policy])
@@ -74,7 +74,7 @@ def test_a_recorded_simulation_has_the_funnel_of_its_report(tmp_path: Path, poli
     assert funnel is not None
     assert (funnel.requests, funnel.outcomes) == (120, 120)
     assert (funnel.prompt_tokens, funnel.delivered) == (report.prompt_tokens, report.found_tokens)
-    if policy == "kv-aware":  # the events of each request are applied before the next one
+    if policy == "overlap-load":  # the events of each request are applied before the next one
         assert funnel.held_by_chosen == funnel.predicted == funnel.delivered
         assert {each.cause for each in funnel.losses if each.step != HELD} <= {"load"}
     else:

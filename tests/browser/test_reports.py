@@ -42,8 +42,8 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     """The address of a report of a fleet whose caches are too small, and the same audit as JSON."""
     folder = tmp_path_factory.mktemp("audit")
     settings = SimulationSettings(workers=8, capacity_tokens=8192, event_log_dir=folder)
-    simulate(generate(WorkloadSettings(num_requests=150)), settings, ["kv-aware"])
-    return report_of(folder / "kv-aware", folder / "report.html")
+    simulate(generate(WorkloadSettings(num_requests=150)), settings, ["overlap-load"])
+    return report_of(folder / "overlap-load", folder / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -210,21 +210,21 @@ def test_empty_and_impossible_logs_are_told_in_words(browser: Browser, tmp_path:
 
 def test_a_comparison_of_policies_shows_the_figures_of_its_json(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    flags = ("--workers", 4, "--capacity", 16_384, "--requests", 200, "--policy", "random", "--policy", "kv-aware")
+    flags = ("--workers", 4, "--capacity", 16_384, "--requests", 200, "--policy", "random", "--policy", "overlap-load")
     done = kvsight("simulate", *flags, "--json", "--html", file)
     assert done.returncode == 0, done.stderr
     reports = msgspec.json.decode(done.stdout)
     visit = Visit(browser, file.as_uri(), color_scheme="dark")
-    wait_for_plots(visit.page, 3)
+    wait_for_plots(visit.page, 4)
     assert visit.requests == [file.as_uri()]
     assert visit.faults == []
     random, aware = reports
     assert visit.page.locator(".verdict").inner_text() == (
-        f"kv-aware finds {aware['found_share']:.1%} of the prompt tokens in cache, "
+        f"overlap-load finds {aware['found_share']:.1%} of the prompt tokens in cache, "
         f"against {random['found_share']:.1%} with random."
     )
     rows = visit.page.locator("#policies tbody tr").all()
-    for row, report in zip(rows, reports, strict=True):
+    for row, report in zip(rows[:2], reports, strict=True):
         assert row.locator("th").inner_text() == report["policy"]
         assert row.locator("td").all_inner_texts()[1:-1] == [
             f"{report['found_share']:.1%}",
@@ -233,7 +233,17 @@ def test_a_comparison_of_policies_shows_the_figures_of_its_json(browser: Browser
             f"{report['queries']:,}",
             "0",
         ]
+    for row, report in zip(rows[2:], reports, strict=True):
+        times = report["latency"]
+        assert row.locator("td").all_inner_texts() == [
+            f"{times['ttft_p50_s'] * 1000:,.0f} ms",
+            f"{times['ttft_p99_s'] * 1000:,.0f} ms",
+            f"{times['itl_p50_s'] * 1000:.1f} ms",
+            f"{times['itl_p99_s'] * 1000:.1f} ms",
+            f"{times['requests_per_s']:.2f}",
+            f"{times['goodput_per_s']:.2f}",
+        ]
     workers = [row.locator("td").nth(1).inner_text() for row in visit.page.locator("#workers tbody tr").all()]
     assert workers == [f"{load['requests']:,}" for report in reports for load in report["workers"]]
     for figure in visit.page.locator("figure").all():
-        assert [text.strip() for text in figure.locator(".legend li").all_inner_texts()] == ["random", "kv-aware"]
+        assert [text.strip() for text in figure.locator(".legend li").all_inner_texts()] == ["random", "overlap-load"]

@@ -64,14 +64,14 @@ def test_the_demo_ends_by_itself_and_shows_policies_and_an_answer() -> None:
     heedless = {"KVSIGHT_API_TOKEN": "secret", "KVSIGHT_TENANT": "t", "KVSIGHT_MAX_STREAMS": "1"}
     done = kvsight("demo", "--exit", "--port", port, "--requests", 320, environment=heedless)
     assert done.returncode == 0, done.stderr
-    for word in ("kv-aware", "round-robin", "random", "/query", "worker-", "live", f"127.0.0.1:{port}"):
+    for word in ("overlap-load", "round-robin", "random", "/query", "worker-", "live", f"127.0.0.1:{port}"):
         assert word in done.stdout + done.stderr
     addresses = [word for word in done.stdout.split() if word.startswith("http://")]
     assert addresses[0] == f"http://127.0.0.1:{port}"  # the page
 
 
 def test_the_demo_of_a_tiered_fleet_shows_gpu_below_cpu_below_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "POLICIES", ["kv-aware"])  # the comparison of all takes seconds
+    monkeypatch.setattr(simulation, "POLICIES", ["overlap-load"])  # the comparison of all takes seconds
     done = invoke("demo", "--exit", "--port", free_port(), "--requests", 360, "--cache", "hiradix")
     assert done.exit_code == 0, done.output
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("worker-") and "live" in line]

@@ -30,9 +30,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The event log of a small fleet whose caches are too small for their workload, so that pages are evicted."""
     folder = tmp_path_factory.mktemp("recorded")
     settings = SimulationSettings(workers=3, capacity_tokens=16_384, page_size=16, event_log_dir=folder)
-    (report,) = simulate(generate(WorkloadSettings(num_requests=150)), settings, ["kv-aware"])
+    (report,) = simulate(generate(WorkloadSettings(num_requests=150)), settings, ["overlap-load"])
     assert report.divergent_pages == 0
-    return folder / "kv-aware"
+    return folder / "overlap-load"
 
 
 def events(folder: Path) -> list[LogRecord]:

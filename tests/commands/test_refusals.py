@@ -33,7 +33,7 @@ OPTIONS = [
     ("simulate --trace a --requests 3", PAIRS("--trace", "--requests")),
     ("simulate --kafka a:1 --record b", PAIRS("--kafka", "--record")),
     ("simulate --capacity 3", "--capacity: got 3, expected a positive multiple of the page size 64"),
-    ("simulate --policy best", "--policy: got 'best', expected one of random, round-robin, kv-aware"),
+    ("simulate --policy best", "--policy: got 'best', expected one of random, round-robin, overlap-load"),
     ("simulate --trace DIR/no.jsonl", "no.jsonl"),
     ("simulate --trace DIR/bad.jsonl", "line 2"),
     ("doctor --prompt 1", "--prompt needs --engine"),

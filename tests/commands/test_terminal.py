@@ -170,7 +170,7 @@ async def publish(bootstrap: str, topic: str, record: LogRecord) -> None:
 
 @pytest.mark.parametrize("screen", SCREENS)
 def test_a_simulation_explains_its_columns(screen: Shown) -> None:
-    shown = screen("simulate", "--requests", 30, "--workers", 10, "--policy", "kv-aware")
+    shown = screen("simulate", "--requests", 30, "--workers", 10, "--policy", "overlap-load")
     assert shown.returncode == 0
     titles = " ".join(shown.stdout.split())
     for words in ("requests/worker", "Mtokens computed", "min/mean/max", "wrong", "pages"):

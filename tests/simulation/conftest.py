@@ -16,7 +16,7 @@ MakeFleet = Callable[..., DirectFleet]
 def make_fleet() -> MakeFleet:
     """Creates a fleet of `workers`. By default, pages have 16 tokens and each worker has room for 64 pages."""
 
-    def make(policy: str = "kv-aware", **changes: object) -> DirectFleet:
+    def make(policy: str = "overlap-load", **changes: object) -> DirectFleet:
         values = {"workers": 3, "capacity_tokens": 1024, "page_size": 16} | changes
         return DirectFleet(SimulationSettings(**values), policy)  # type: ignore[arg-type]
 

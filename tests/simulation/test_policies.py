@@ -1,21 +1,34 @@
 """Routing policies, the router that they ask, reports, and settings."""
 
 import json
+import math
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import selection.policies
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.settings import KafkaSettings
-from simulation import POLICIES, PolicyReport, Request, SimulationSettings, WorkerLoad, create_policy, simulate
+from selection.candidates import Asked, Candidates, Choice
+from simulation import (
+    POLICIES,
+    EngineSettings,
+    PolicyReport,
+    Request,
+    SimulationSettings,
+    WorkerLoad,
+    create_policy,
+    simulate,
+)
 from simulation.run import DirectFleet
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidValueError, match="random, round-robin, kv-aware"):
-        create_policy("best", 8, 0)
+    with pytest.raises(InvalidValueError, match="random, round-robin, overlap-load"):
+        create_policy("best", 0)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -26,10 +39,10 @@ def test_a_policy_chooses_a_worker_there_is(name: str, make_fleet, prompts) -> N
 
 def test_random_repeats_itself_for_a_seed_only(make_fleet, prompts) -> None:
     router, request = make_fleet().run.router, prompts.request(50)
-    one, again, other = (create_policy("random", 3, seed) for seed in (1, 1, 2))
-    chosen = [one.choose(request, router) for _ in range(50)]
-    assert chosen == [again.choose(request, router) for _ in range(50)]
-    assert chosen != [other.choose(request, router) for _ in range(50)]
+    one, again, other = (create_policy("random", seed) for seed in (1, 1, 2))
+    chosen = [one.choose(request, router, "1", 0.0) for _ in range(50)]
+    assert chosen == [again.choose(request, router, "1", 0.0) for _ in range(50)]
+    assert chosen != [other.choose(request, router, "1", 0.0) for _ in range(50)]
 
 
 def test_round_robin_goes_around(make_fleet, prompts) -> None:
@@ -44,20 +57,20 @@ def test_blind_policies_ask_nothing(name: str, make_fleet, prompts) -> None:
     assert fleet.run.router.num_queries == 0
 
 
-def test_kv_aware_returns_to_the_worker_that_holds_the_prompt(make_fleet, prompts) -> None:
+def test_the_default_returns_to_the_worker_that_holds_the_prompt(make_fleet, prompts) -> None:
     fleet = make_fleet()
     requests = [prompts.request(200) for _ in range(3)]
     homes = [fleet.serve(request) for request in requests]
     assert [fleet.serve(request) for request in requests * 2] == homes * 2
 
 
-def test_kv_aware_spreads_prompts_that_share_nothing(make_fleet, prompts) -> None:
+def test_the_default_spreads_prompts_that_share_nothing(make_fleet, prompts) -> None:
     fleet = make_fleet()
     loads = Counter(fleet.serve(prompts.request(200)) for _ in range(30))
     assert set(loads.values()) == {10}
 
 
-def test_kv_aware_does_not_pile_a_popular_prefix_on_one_worker(make_fleet, prompts) -> None:
+def test_the_default_does_not_pile_a_popular_prefix_on_one_worker(make_fleet, prompts) -> None:
     fleet = make_fleet(capacity_tokens=2**16)
     prefix = prompts.tokens(64)
     requests = [Request(0.0, np.concatenate((prefix, prompts.tokens(400)))) for _ in range(60)]
@@ -65,14 +78,66 @@ def test_kv_aware_does_not_pile_a_popular_prefix_on_one_worker(make_fleet, promp
     assert max(loads.values()) < 1.2 * 60 / 3
 
 
-def test_kv_aware_forgets_load_in_time(make_fleet, prompts) -> None:
-    fleet = make_fleet()
-    busy = fleet.serve(prompts.request(500))
-    prefix = prompts.tokens(16)
-    fleet.run.workers[busy].serve(Request(0.0, prefix))
-    fleet.deliver(busy)
-    request = Request(600.0, np.concatenate((prefix, prompts.tokens(100))))
-    assert fleet.serve(request) == busy
+def test_a_request_is_booked_for_as_long_as_an_idle_engine_needs(make_fleet, prompts) -> None:
+    """The others generate one token, so they end with their prefill, after a second."""
+    speed = EngineSettings(prefill_s=1.0, decode_s=1.0, token_s=0, attention_s=0, context_s=0)
+    fleet = make_fleet(workers=1, engine=speed)
+    request = prompts.request(160)._replace(output_length=4)  # first token after 1 s, last one after 4 s
+    fleet.serve(request)
+    seen = []
+    for now in (0.5, 1.5, 4.5):
+        fleet.serve(prompts.request(16, now))
+        loads = fleet.run.router.candidates(request, now)
+        seen.append((*loads.prefill_tokens.tolist(), *loads.requests.tolist()))
+    assert seen == [(176, 2), (16, 2), (16, 1)]
+
+
+def test_a_policy_is_asked_with_what_the_index_and_the_book_know(
+    make_fleet, prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rule in the table of `selection` decides here, too."""
+    seen: list[tuple[Asked, Candidates]] = []
+
+    class Last:
+        def choose(self, asked: Asked, candidates: Candidates) -> Choice:
+            seen.append((asked, deepcopy(candidates)))  # the columns are overwritten
+            return Choice(2, np.zeros(3), "the last one")
+
+    monkeypatch.setitem(selection.policies.POLICIES, "last", Last)
+    fleet, request = make_fleet("session,last"), prompts.request(100)._replace(session="talk")
+    assert [fleet.serve(request), fleet.serve(request)] == [2, 2]
+    (first, before), (_, after) = seen
+    assert (first.prompt_tokens, first.session, after.block_size) == (100, "talk", 16)
+    assert before.held.tolist() == [[0] * 4] * 3
+    assert after.held.tolist() == [[0] * 4, [0] * 4, [96] * 4]
+    assert after.workers == ["worker-0", "worker-1", "worker-2"]
+    assert after.prefill_tokens.tolist() == [0, 0, 100]
+    assert after.decode_blocks.tolist() == [7, 7, 7], "its own pages, the incomplete one too"
+    assert after.requests.tolist() == [0, 0, 1]
+    assert after.pages.tolist() == [0, 0, 6]
+
+
+def test_pages_of_earlier_choices_count_before_they_are_computed(make_fleet, prompts) -> None:
+    fleet, request = make_fleet(), prompts.request(100)
+    fleet.advance(0.0)
+    chosen = fleet.run.route(request, 0.0)
+    assert fleet.run.router.candidates(request, 1.9).predicted[chosen] == 96
+    assert fleet.run.router.candidates(request, 2.1).predicted[chosen] == 0
+
+
+@pytest.mark.parametrize(("delay_s", "known"), [(0.0, 1), (0.5, 1), (1.5, 0), (math.inf, 0)])
+def test_a_replica_learns_after_a_delay_what_another_one_booked(make_fleet, prompts, delay_s, known) -> None:
+    fleet = make_fleet(routers=2, booking_delay_s=delay_s)
+    fleet.advance(0.0)
+    chosen, first = fleet.run.route(prompts.request(64), 0.0), fleet.run.router
+    fleet.run.route(prompts.request(64), 1.0)
+    second = fleet.run.router
+    assert second is not first
+    booked = [router.candidates(prompts.request(64), 1.0).requests[chosen] for router in (first, second)]
+    assert booked[0] == 1
+    assert booked[1] in (known, known + 1)  # its own choice may be the same worker
+    if known:
+        assert booked[1] == 1, "it has chosen another one, because it knew"
 
 
 def _serve(fleet: DirectFleet, worker: int, *requests) -> None:
@@ -82,20 +147,19 @@ def _serve(fleet: DirectFleet, worker: int, *requests) -> None:
     fleet.deliver(worker)
 
 
-def test_overlaps_are_tokens_of_whole_pages_by_worker(make_fleet, prompts) -> None:
+def test_reusable_are_tokens_of_whole_pages_by_worker(make_fleet, prompts) -> None:
     fleet, request = make_fleet(), prompts.request(100)
-    assert fleet.run.router.overlaps(request) == [0, 0, 0]
+    assert fleet.run.router.reusable(request) == [0, 0, 0]
     _serve(fleet, 1, request)
     _serve(fleet, 2, request._replace(token_ids=request.token_ids[:40]))
-    assert fleet.run.router.overlaps(request) == [0, 96, 32]
-    assert fleet.run.router.num_queries == 2
+    assert fleet.run.router.reusable(request) == [0, 96, 32]
 
 
 def test_an_extra_key_is_part_of_the_question(make_fleet, prompts) -> None:
     fleet, request = make_fleet(), prompts.request(64)
     _serve(fleet, 0, request._replace(extra_key="tenant"))
-    assert fleet.run.router.overlaps(request) == [0, 0, 0]
-    assert fleet.run.router.overlaps(request._replace(extra_key="tenant")) == [64, 0, 0]
+    assert fleet.run.router.reusable(request) == [0, 0, 0]
+    assert fleet.run.router.reusable(request._replace(extra_key="tenant")) == [64, 0, 0]
 
 
 def test_a_worker_that_is_idle_for_minutes_still_counts(make_fleet, prompts) -> None:
@@ -103,7 +167,7 @@ def test_a_worker_that_is_idle_for_minutes_still_counts(make_fleet, prompts) -> 
     _serve(fleet, 0, request)
     for minute in range(1, 4):
         fleet.advance(60.0 * minute)
-    assert fleet.run.router.overlaps(request) == [64, 0, 0]
+    assert fleet.run.router.reusable(request) == [64, 0, 0]
 
 
 def test_a_publishers_variables_are_not_the_fleets(make_fleet, prompts, monkeypatch) -> None:
@@ -112,7 +176,7 @@ def test_a_publishers_variables_are_not_the_fleets(make_fleet, prompts, monkeypa
     fleet, request = make_fleet(), prompts.request(64)
     for worker in range(3):
         _serve(fleet, worker, request)
-    assert fleet.run.router.overlaps(request) == [64, 64, 64]
+    assert fleet.run.router.reusable(request) == [64, 64, 64]
 
 
 @pytest.fixture
@@ -128,6 +192,7 @@ def test_the_dictionary_is_json_with_workers_and_sums_over_them(report: PolicyRe
     assert found == {
         "policy": "round-robin", "queries": 17, "seconds": 12.34, "requests": 2000, "prompt_tokens": 40_000_000,
         "found_tokens": 8_000_000, "found_share": 0.2, "imbalance": 1.9, "divergent_pages": 3, "divergent_answers": 0,
+        "latency": None,
     }  # fmt: skip
     empty = PolicyReport("random", (WorkerLoad("worker-0"),), 0, 0.0)
     assert (empty.found_share, empty.imbalance) == (0.0, 0.0)
@@ -141,6 +206,11 @@ def test_the_dictionary_is_json_with_workers_and_sums_over_them(report: PolicyRe
         ("capacity_tokens", {"capacity_tokens": 100, "page_size": 64}),
         ("capacity_tokens", {"capacity_tokens": 0}),
         ("cache", {"cache": "best"}),
+        ("routers", {"routers": 65}),
+        ("booking_delay_s", {"booking_delay_s": math.nan}),
+        ("speed", {"speed": 0.0}),
+        ("ttft_slo_s", {"ttft_slo_s": math.inf}),
+        ("itl_slo_s", {"itl_slo_s": -1.0}),
         ("host_ratio", {"cache": "hiradix", "host_ratio": 0.9}),
         ("disk_ratio", {"cache": "hiradix", "disk_ratio": 0.0}),
         ("groups", {"cache": "hiradix", "groups": True}),
@@ -150,6 +220,12 @@ def test_the_dictionary_is_json_with_workers_and_sums_over_them(report: PolicyRe
 def test_a_bad_setting_is_refused_by_name(field: str, values: dict[str, object]) -> None:
     with pytest.raises(InvalidValueError, match=field):
         SimulationSettings(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_batch_tokens", 0), ("max_requests", 0), ("token_s", math.nan)])
+def test_a_bad_speed_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(InvalidValueError, match=field):
+        EngineSettings(**{field: value})  # type: ignore[arg-type]
 
 
 def test_an_unknown_policy_is_refused_before_anything_runs() -> None:

@@ -65,6 +65,30 @@ def test_agents_and_conversations_come_in_the_shares_asked_for() -> None:
     assert kinds == {0.0: {"chat"}, 0.5: {"chat", "agent"}, 1.0: {"agent"}}
 
 
+def test_sub_agents_start_together_with_the_context_of_their_agent() -> None:
+    settings = WorkloadSettings(
+        num_requests=2000, agent_share=1.0, subagent_share=0.2, subagents=3, sessions_per_s=0.05
+    )
+    requests = generate(settings)
+    sessions = _by_session(requests)
+    agents = [session for name, session in sessions.items() if name.startswith("agent")]
+    starts: dict[float, list[Request]] = defaultdict(list)
+    for name, (first, *_) in sessions.items():
+        if name.startswith("subagent"):
+            starts[first.arrival_s].append(first)
+    assert len(starts) > 50
+    for siblings in starts.values():
+        assert len(siblings) == 3
+        contexts = [np.concatenate((turn.token_ids, turn.output_tokens)) for agent in agents for turn in agent]
+        shared = [
+            max(len(each) for each in contexts if np.array_equal(each, sibling.token_ids[: len(each)]))
+            for sibling in siblings
+        ]
+        assert len(set(shared)) == 1
+        assert len({sibling.token_ids.tobytes() for sibling in siblings}) == 3
+    assert {name.split("-")[0] for name in sessions} == {"agent", "subagent"}
+
+
 def test_a_burst_begins_many_sessions_at_once_with_one_system_prompt() -> None:
     settings = WorkloadSettings(num_requests=60, burst_share=1.0, burst_sessions=40, sessions_per_s=0.001)
     firsts = [session[0] for session in _by_session(generate(settings)).values()][:40]
@@ -77,6 +101,8 @@ def test_a_burst_begins_many_sessions_at_once_with_one_system_prompt() -> None:
     [
         ("num_requests", 0),
         ("num_system_prompts", 0),
+        ("subagents", 0),
+        ("subagent_share", 2.0),
         ("burst_sessions", -1),
         ("agent_share", 1.5),
         ("burst_share", -0.1),
@@ -110,7 +136,7 @@ def test_lines_become_requests_in_order_of_arrival_the_same_in_every_pass(tmp_pa
         assert (one.arrival_s, other.arrival_s) == (1.5, 2.0)
         assert one.token_ids.dtype == np.uint32
         assert (len(one.token_ids), len(other.token_ids)) == (600, 900)
-        assert len(one.output_tokens) == 0
+        assert (len(one.output_tokens), one.num_output) == (0, 7)
         np.testing.assert_array_equal(one.token_ids[:512], other.token_ids[:512])  # equal ids, equal tokens
     first, second = (next(iter(trace)) for _ in range(2))
     assert first.session == second.session
@@ -140,6 +166,7 @@ def test_gzip_is_read_like_plain_text_and_blank_lines_are_skipped(tmp_path: Path
         ({"input_length": 1025}, "input_length", "1025"),
         ({"input_length": 2.5}, "input_length", "2.5"),
         ({"output_length": -3}, "output_length", "-3"),
+        ({"output_length": 2**20 + 1}, "output_length", "1048577"),
         ({"output_length": None}, "output_length", "None"),
         ({"hash_ids": 17}, "hash_ids", "17"),
         ({"hash_ids": [1, -2]}, r"hash_ids\[1\]", "-2"),

@@ -50,7 +50,7 @@ def test_what_can_be_reused_is_what_the_cache_matches_at_every_moment(cache: str
 
 @pytest.mark.parametrize("cache", HYBRID)
 async def test_no_answer_diverges_over_a_running_log(cache: str, requests: list[Request]) -> None:
-    report = await run_live(requests, replace(SMALL, cache=cache), "kv-aware", memory_transport(MemoryLog()))
+    report = await run_live(requests, replace(SMALL, cache=cache), "overlap-load", memory_transport(MemoryLog()))
     assert (report.divergent_pages, report.divergent_answers) == (0, 0)
 
 

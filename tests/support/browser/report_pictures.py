@@ -17,7 +17,7 @@ from simulation.run import DirectFleet
 from tests.support.browser.visit import Visit, open_browser
 
 _FOLDER = Path(__file__).resolve().parents[3] / "docs" / "images"
-_POLICY = "kv-aware"
+_POLICY = "overlap-load"
 _WORKER = 3
 _OUTAGE_S = 20.0
 _NOTICED_S = 4.0

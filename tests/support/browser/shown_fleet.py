@@ -26,7 +26,7 @@ from tests.support.browser.chromium import visiting
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 
-POLICY = "kv-aware"
+POLICY = "overlap-load"
 
 
 class ShownFleet(NamedTuple):

@@ -99,10 +99,10 @@ class DecidingFleet:
         engine_request = request._replace(extra_key=_NAMES) if is_misnamed else request
         if dice.random() < 0.7:
             self._catch_up()
-        seen = self._router.overlaps(request) if dice.random() < 0.85 else None
+        seen = self._router.reusable(request) if dice.random() < 0.85 else None
         loads = [dice.choice([0, 0, 0, 10, 40]) for _ in self._workers]
         scores = [-float(each) for each in loads] if seen is None else [s - w for s, w in zip(seen, loads, strict=True)]
-        self._router.compare(scores)
+        self._router.compare(scores, seen)
         chosen = max(range(len(scores)), key=scores.__getitem__)
         self._number += 1
         decision = self._router.decision(request, chosen, str(self._number), self._now)
