@@ -165,7 +165,6 @@ class LiveService(Service):
         else:
             chosen = selection or SelectionSettings()
             exchange = reservations or ReservationExchange(chosen.book(), WriteQueue(None, contents=RESERVATIONS))
-            exchange.on_decision = self.decision_window.take
             self.selection = SelectionService(
                 consumer, chosen, self._records, exchange, self.renderer.render, self._tenants, settings.max_body_bytes
             )

@@ -19,7 +19,6 @@ from indexer.slices import Interval, Slices
 from indexer.sources.base import LogReplacedError
 from indexer.sources.reader import Opened, SourceReader
 from indexer.writing.queue import RESERVATIONS, WriteQueue
-from kv_events.decisions import Decision
 from kv_events.errors import RecordRejectedError
 from kv_events.reservations import (
     RELEASED,
@@ -60,8 +59,6 @@ class ReservationExchange:
         """Records of other replicas that were applied."""
         self.rejected: Counter[str] = Counter()
         """Reason -> records of the topic that were not applied."""
-        self.on_decision: Callable[[Decision], None] = lambda _: None
-        """Receives the decision of each reservation of this replica."""
         self._source = source
         self._clock = clock
         self._obstacle = "" if source is None else "reservations of other replicas are not read yet"
@@ -72,12 +69,10 @@ class ReservationExchange:
     def put(self, record: ReservationRecord) -> str | None:
         """Queue a record of this replica, which the book has already. Returns why it was dropped, or None.
 
-        Never waits. Raises InvalidValueError naming the field that breaks a limit.
+        Never waits. The fields must have been checked, see `kv_events.reservations.check_reservation`.
         """
-        payload = encode_reservation(record)
-        if isinstance(record, Reserved):
-            self.on_decision(record.decision)
         kind = "reserved" if isinstance(record, Reserved) else record.step
+        payload = encode_reservation(record) if self.queue.has_log else b""
         return self.queue.put(kind, reservation_id(record), payload)
 
     def why_not_ready(self) -> str:

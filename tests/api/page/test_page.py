@@ -72,8 +72,6 @@ async def test_a_worker_has_what_is_booked_on_it_until_it_is_released(client: ht
     (await client.post("/select_and_reserve", json=body)).raise_for_status()
     (worker,) = (await fleet_of(client)).workers
     assert worker.booked == {"requests": 1, "prefill_tokens": 8, "decode_pages": 4}
-    funnel = (await client.get("/funnel")).json()
-    assert (funnel["all"]["requests"], funnel["all"]["predicted_tokens"]) == (1, 8)
     (await client.delete("/reservations/r1")).raise_for_status()
 
     async def is_free() -> bool:
