@@ -1,6 +1,7 @@
 """What is chosen, what is booked, and what the answers say."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,12 +9,18 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
+from kv_events.decisions import VERSION, Decision
+from kv_events.reservations import Reserved
+from kv_events.streams import StreamId
 from kvsight import AsyncClient, KvsightHttpError
+from selection.book import Place
+from selection.roster import Found, Report, Rosters
 from selection.settings import SelectionSettings
 from tests.api.prompts.test_renderer import CHATS, FakeEngine, rendered, rendering
 from tests.rigs.api import asking, served
@@ -197,3 +204,44 @@ async def test_a_long_name_is_refused_before_anything_is_booked() -> None:
             answer = await client.post("/select_and_reserve", json={**BODY, field: "é" * 200})
             assert (answer.status_code, answer.json()["field"]) == (422, field)
         assert (await loads(client))["w0"] == (0, 0, 0)
+
+
+async def test_load_of_others_counts_until_it_is_booked_here() -> None:
+    """Of two workers, the engine of one says that it has requests which nobody booked."""
+    book = SelectionSettings().book()
+    reports: dict[str, Report] = {}
+    fed = HandFed()
+    for worker in ("w0", "w1"):
+        stream = StreamId("m", "default", worker, 0)
+        fed.consumer.namespaces.add_view(stream, BLOCK).last_batch_tick = time.monotonic()
+    (namespace,) = fed.consumer.namespaces
+
+    class Engines:
+        generation = 0
+
+        def get(self, *_worker: str) -> None:
+            return None
+
+        def report(self, place: Place) -> Report | None:
+            return reports.get(place.worker)
+
+    def shown(now: float) -> list[tuple[int, int]]:
+        nothing = np.zeros(0, np.int32), np.zeros((64, 4), np.uint32)
+        found = Found(np.zeros(0, np.uint64), 0, *nothing)
+        candidates = rosters.candidates(namespace, fed.consumer.freshness, found, now).candidates
+        return list(zip(candidates.requests.tolist(), candidates.decode_blocks.tolist(), strict=True))
+
+    rosters = Rosters(book, Engines())
+    assert shown(100.0) == [(0, 0), (0, 0)]
+    reports["w0"] = Report(101.0, 3, 40)
+    assert shown(101.1) == [(3, 40), (0, 0)]
+    hashes = np.arange(1, 11, dtype="<u8").tobytes()
+    decision = Decision(VERSION, "a", 101.2, "m", "default", BLOCK, 160, hashes, "w0", 0, None, [])
+    assert book.apply(Reserved(VERSION, "r", decision, 160), 101.2)
+    assert shown(101.3) == [(4, 50), (0, 0)]
+    reports["w0"] = Report(102.0, 4, 50)
+    assert shown(102.1) == [(4, 50), (0, 0)]  # three of others, and ours
+    reports["w0"] = Report(103.0, 1, 10)
+    assert shown(103.1) == [(1, 10), (0, 0)]
+    reports["w0"] = Report(104.0, 9, 90)  # nobody asked for a while; this may count what has ended
+    assert shown(106.0) == [(1, 10), (0, 0)]
