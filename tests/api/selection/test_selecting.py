@@ -30,6 +30,7 @@ from tests.support.log.records import Stream
 BLOCK = 16
 PROMPT = list(range(1, 161))
 BODY = {"model_name": "m", "token_ids": PROMPT}
+PREFILL_DECODE = SelectionSettings(policy="prefill-decode,overlap-load")
 
 
 @asynccontextmanager
@@ -245,3 +246,27 @@ async def test_load_of_others_counts_until_it_is_booked_here() -> None:
     assert shown(103.1) == [(1, 10), (0, 0)]
     reports["w0"] = Report(104.0, 9, 90)  # nobody asked for a while; this may count what has ended
     assert shown(106.0) == [(1, 10), (0, 0)]
+
+
+async def test_prefill_is_booked_where_the_prompt_is_computed() -> None:
+    async with fleet({0: range(9)}, {0: range(1)}, {0: range(1)}, selection=PREFILL_DECODE) as (client, _):
+        for number, role in enumerate(("decode", "prefill", "prefill")):
+            record = {"worker_id": f"w{number}", "model_name": "m", "role": role, "block_size": BLOCK}
+            record |= {"endpoint": f"http://w{number}:8000"}
+            assert (await client.post("/workers", json=record)).status_code == 201
+        new = {"token_ids": list(range(500, 660))}
+        first = await post(client, "/select_and_reserve", **new, selection_id="a")
+        second = await post(client, "/select_and_reserve", token_ids=list(range(700, 860)), selection_id="b")
+        held = await post(client, "/select_and_reserve", selection_id="c")
+        assert (first["worker_id"], second["worker_id"], held["worker_id"]) == ("w0", "w0", "w0")
+        assert {first["prefill"]["worker_id"], second["prefill"]["worker_id"]} == {"w1", "w2"}
+        assert "prefill" not in held
+        assert (await loads(client))["w0"] == (3, 16, 30)
+        assert {worker: load[:2] for worker, load in (await loads(client)).items() if worker != "w0"} == {
+            "w1": (1, 160),
+            "w2": (1, 160),
+        }
+        assert (await client.post("/reservations/a/prefill_complete")).is_success
+        for name in ("a", "b", "c"):
+            assert (await client.delete(f"/reservations/{name}")).is_success
+        assert set((await loads(client)).values()) == {(0, 0, 0)}
