@@ -36,8 +36,8 @@ from kvsight import (
     Evidence, Explanation, FeedEvent, Finding, Fleet, FleetRank, FleetWorker, InvalidValueError, KvsightConnectionError,
     KvsightError, KvsightHttpError, Listener, Load, Missing, ModelLoads, Outcome, Overlap, PeerAnswer, PeerInstance,
     PrefillWorker, Prompt, RadixView, RetryPolicy, Selection, Source, StateChange, StateChanged, StorageMedium,
-    UnexpectedAnswerError, ViewPage, WeighedCandidate, Worker, WorkerChoice, WorkerExplanation, best_worker, rank_workers,
-    sequence_hashes,
+    UnexpectedAnswerError, ViewPage, WeighedCandidate, Worker, WorkerChoice, WorkerExplanation, best_worker,
+    rank_workers, sequence_hashes,
 )
 
 url, tokens = sys.argv[1], list(range(1, 17))
@@ -80,7 +80,8 @@ with Client(url, retry=RetryPolicy(attempts=2)) as client:
     assert client.resync("one") == [worker.endpoints[0]]
     with client.placed("m", tokens, more={"explain": True, "sources": True}) as placed:
         assert isinstance(placed, Selection) and isinstance(placed.overlap, Overlap), placed
-        assert isinstance(placed.candidates[0], WeighedCandidate) and placed.sources == [] and not placed.prefill, placed
+        assert isinstance(placed.candidates[0], WeighedCandidate) and not placed.prefill, placed
+        assert placed.sources == [], placed
         (loads,) = client.loads()
         assert isinstance(loads, ModelLoads) and isinstance(loads.loads[0], Load), loads
         assert loads.loads[0].active_requests == 1 and Source and PrefillWorker, loads
