@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -164,11 +164,10 @@ class Registrations:
             if self.engines.get(stream_of(engine)) == engine:
                 return False
             check_conflicts(self.engines, engine, is_peer=is_peer)
-            self._check_room(engine)
+            self._check_room([engine])
             await self._add(engine)
             await self._save()
-        if engine.block_size is not None:  # otherwise it is sent with the first store
-            await self._wait_until_indexed(stream_of(engine))
+        await self._wait_until_indexed([engine])
         return True
 
     async def remove(self, worker: str, model: str, tenant: str | None, dp_rank: int | None) -> list[EngineSettings]:
@@ -183,15 +182,22 @@ class Registrations:
         return list(selected.values())
 
     async def replace(self, before: Iterable[StreamId], wanted: Mapping[StreamId, EngineSettings]) -> None:
-        """Read ranks instead of those before. Ranks that stay as they are keep their pages. Raises as `add`."""
-        for engine in wanted.values():
-            await check_addresses(engine, self.allowed)
-        for stream in {*before, *wanted}:
-            if stream in self.engines and self.engines[stream] != wanted.get(stream):
-                await self.remove(stream.worker, stream.model, stream.tenant, stream.dp_rank)
-        for stream, engine in wanted.items():
-            if self.engines.get(stream) != engine:
-                await self.add(engine, is_peer=True)
+        """Read ranks with checked addresses instead of those before. Ranks that stay as they are keep their pages.
+
+        The caller saves. Raises ProblemError (409, 503), and then reads no new rank."""
+        await self._wait_until_loaded()
+        async with self._lock:
+            streams = {*before, *wanted} & self.engines.keys()
+            if leaving := [stream for stream in streams if self.engines[stream] != wanted.get(stream)]:
+                await self._remove(leaving)
+            new = [engine for stream, engine in wanted.items() if stream not in self.engines]
+            for engine in new:
+                check_conflicts(self.engines, engine, is_peer=True)
+            if new:
+                self._check_room(new)
+            for engine in new:
+                await self._add(engine)
+        await self._wait_until_indexed(new)
 
     async def save(self) -> None:
         """Save registrations and records. If the store is unavailable, it is tried again later."""
@@ -212,10 +218,10 @@ class Registrations:
         await self._save()
         await self._forget(self._unread({stream._replace(dp_rank=0) for stream in streams}))
 
-    def _check_room(self, engine: EngineSettings) -> None:
-        if len(self.engines) >= self._settings.max_registrations:
+    def _check_room(self, new: Sequence[EngineSettings]) -> None:
+        engine, engines = new[0], [*self.engines.values(), *new]
+        if len(engines) > self._settings.max_registrations:
             raise no_room(f"{len(self.engines)} ranks are registered already (--max-registrations)", engine)
-        engines = [*self.engines.values(), engine]
         if (num_files := sum(each.num_files for each in engines)) > self._max_files:
             limit = f"engines may use {self._max_files} file descriptors, and {num_files} would be needed"
             raise no_room(f"{limit}: raise the limit on open files (LimitNOFILE=, ulimit -n)", engine, 503)
@@ -233,14 +239,15 @@ class Registrations:
         self._added_at[stream_of(engine)] = time.monotonic()
         self.num_changes += 1
 
-    async def _wait_until_indexed(self, stream: StreamId) -> None:
-        """Wait until the first record of the stream, which was sent already, has been applied."""
+    async def _wait_until_indexed(self, engines: Iterable[EngineSettings]) -> None:
+        """Wait until the first record of each rank, which was sent already, has been applied."""
         deadline = time.monotonic() + _INDEX_TIMEOUT_S
-        while stream in self.engines and self._consumer.namespaces.view(stream) is None:
-            if time.monotonic() > deadline:
-                logger.warning("%s was registered, but %s", stream.key, _NOT_INDEXED)
-                return
-            await asyncio.sleep(_POLL_S)
+        for stream in [stream_of(each) for each in engines if each.block_size]:  # others send it with the first store
+            while stream in self.engines and self._consumer.namespaces.view(stream) is None:
+                if time.monotonic() > deadline:
+                    logger.warning("%s was registered, but %s", stream.key, _NOT_INDEXED)
+                    return
+                await asyncio.sleep(_POLL_S)
 
     def _with_failure(self, stream: StreamId, status: EngineStatus) -> EngineStatus:
         is_new = time.monotonic() <= self._added_at.get(stream, 0.0) + _INDEX_TIMEOUT_S
@@ -359,7 +366,7 @@ class Registrations:
             if refusal is not None:
                 raise refusal
             check_conflicts(self.engines, engine, is_peer=False)
-            self._check_room(engine)
+            self._check_room([engine])
             await self._add(engine)
         except KvsightError as error:
             logger.warning("registration of %s is dropped: %s", stream_of(engine).key, error)

@@ -44,7 +44,8 @@ def events(*ranks: int) -> dict[str, Any]:
 
 DIALECT: list[tuple[str, str, Any]] = [
     ("GET", "/workers", None),
-    ("POST", "/workers", {"worker_id": 1}),
+    ("POST", "/workers", {"worker_id": 6}),
+    ("DELETE", "/workers/6", None),
     ("POST", "/workers", {}),
     ("POST", "/workers", record(1)),
     ("POST", "/workers", record(2, **events(0), total_kv_blocks=1000, max_num_batched_tokens=8192)),
@@ -67,7 +68,7 @@ DIALECT: list[tuple[str, str, Any]] = [
     ("PATCH", "/workers/2", {"total_kv_blocks": "x"}),
     ("PATCH", "/workers/2", []),
     ("PATCH", "/workers/9", {"total_kv_blocks": 2000}),
-    ("POST", "/workers", record(2, **events(4), model_name="n")),
+    ("POST", "/workers", record(5, **events(4), model_name="n")),
     ("GET", "/workers?model_name=n", None),
     ("GET", "/workers?model_name=m", None),
     ("DELETE", "/workers/9", None),
@@ -110,11 +111,19 @@ def check_equal(peer: httpx.Response, own: httpx.Response) -> None:
         assert {name: other[name] for name in one} == one
 
 
-async def test_answers_are_those_of_the_peer(peer: PeerIndexer) -> None:
+async def test_answers_are_those_of_the_peer_except_that_it_moves_a_worker_to_another_model(peer: PeerIndexer) -> None:
     async with ours() as client:
         for method, path, body in DIALECT:
             given = {} if body is None else {"json": body}
             check_equal(peer.request(method, path, **given), await client.request(method, path, **given))
+        for scope in ({"model_name": "n"}, {"routing_group": "g"}):
+            moved = {"json": record(3, **scope)}
+            assert peer.request("POST", "/workers", **moved).status_code == 201
+            problem = check_problem(await client.post("/workers", **moved), 409)
+            assert problem["field"] == "worker_id"
+            assert "model=m routing_group=default" in problem["detail"]
+        (kept,) = (each for each in (await client.get("/workers?model_name=m")).json() if each["worker_id"] == 3)
+        assert kept["kv_events_endpoint"] == f"tcp://127.0.0.1:{PORTS[1]}"
 
 
 @asynccontextmanager
@@ -249,3 +258,68 @@ async def test_the_number_of_records_is_bounded() -> None:
         answers = [(await client.post("/workers", json={"worker_id": n})).status_code for n in range(1026)]
         assert answers == [201] * 1024 + [409] * 2
         assert (await client.post("/workers", json={"worker_id": 3})).status_code == 201
+
+
+async def test_the_ranks_of_all_records_are_bounded() -> None:
+    async with ours() as client:  # 1024 ranks
+        assert (await client.post("/workers", json=record(1, data_parallel_size=600))).status_code == 201
+        problem = check_problem(await client.post("/workers", json=record(2, data_parallel_size=425)), 409)
+        assert (problem["field"], problem["value"]) == ("data_parallel_size", 425)
+        assert (await client.post("/workers", json=record(2, data_parallel_size=424))).status_code == 201
+        check_problem(await client.patch("/workers/1", json={"data_parallel_size": 601}), 409)
+        assert (await client.patch("/workers/1", json={"data_parallel_size": 599})).status_code == 200
+
+
+@asynccontextmanager
+async def silent_ports(number: int) -> AsyncIterator[list[str]]:
+    """Addresses where connections are accepted, and nothing is ever said."""
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1000)
+        await reader.read()
+        writer.close()
+
+    servers = [await asyncio.start_server(say_nothing, "127.0.0.1", 0) for _ in range(number)]
+    yield [f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+    for server in servers:
+        server.close()
+
+
+async def test_other_changes_do_not_wait_for_the_addresses_of_a_record() -> None:
+    async with ours() as client, silent_ports(20) as addresses:
+        await client.post("/workers", json=record(1))
+        await client.post("/workers", json=record(2))
+        ranks = {"kv_events_endpoints": dict(enumerate(addresses)), "data_parallel_size": len(addresses)}
+        began = asyncio.get_running_loop().time()
+        slow = asyncio.create_task(client.post("/workers", json=record(2, **ranks)))
+        await asyncio.sleep(0)
+        for path in ("/workers/1", "/workers/2"):
+            assert (await client.patch(path, json={"lifecycle": "draining"})).status_code == 200
+        assert (await client.delete("/workers/1")).status_code == 200
+        assert not slow.done()
+        assert (await slow).json()["lifecycle"] == "schedulable"
+        assert asyncio.get_running_loop().time() - began < 15  # one after the other, they take 20 s
+
+
+async def test_a_change_meanwhile_is_not_lost() -> None:
+    async with ours() as client, silent_ports(1) as (address,):
+        await client.post("/workers", json=record(1))
+        slow = asyncio.create_task(client.patch("/workers/1", json={"kv_events_endpoints": {"0": address}}))
+        await client.patch("/workers/1", json={"taints": ["t"]})
+        assert not slow.done()
+        found = (await slow).json()
+        assert (found["taints"], found["kv_events_endpoints"]) == (["t"], {"0": address})
+
+
+async def test_a_record_is_judged_again_once_its_stream_is_known_and_once_it_is_forgotten(
+    client: httpx.AsyncClient, fed: HandFed
+) -> None:
+    async def lifecycle() -> Any:
+        return [each["lifecycle"] for each in (await client.get("/workers")).json()]
+
+    await client.post("/workers", json=record("7"))
+    assert await lifecycle() == ["incomplete"]
+    await fed.hold(Stream("7"), TOKENS)
+    assert await lifecycle() == ["schedulable"]
+    await fed.consumer.forget([view.stream for view in fed.consumer.namespaces.views])
+    assert await lifecycle() == ["incomplete"]
