@@ -1,0 +1,61 @@
+"""`kvsight endpoint-picker`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kv_events.http.service import DEFAULT_URL
+from kvsight.cli.shared.console import UsageError, err
+from kvsight.cli.shared.flags import LOG_LINES, ApiToken, Url, with_flags
+from kvsight.cli.shared.process import stop_signals
+from kvsight.extras import require
+
+_TIMEOUT_S = 2.0
+"""For what no request waits for."""
+
+
+@with_flags(LOG_LINES)
+def endpoint_picker(
+    url: Url = DEFAULT_URL,
+    api_token: ApiToken = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model's name in kvsight, if requests have another one.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="The tenant, if it is not the default one.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on, if Envoy runs elsewhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65_535)] = 9002,
+    deadline_ms: Annotated[int, typer.Option(help="Longest wait for a choice, in ms.", min=1, max=60_000)] = 250,
+    tls_cert_file: Annotated[Path | None, typer.Option(help="Certificate, to serve TLS only.")] = None,
+    tls_key_file: Annotated[Path | None, typer.Option(help="Its key, if that is in another file.")] = None,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Choose endpoints for Envoy, as the Gateway API Inference Extension asks for them.
+
+    Without an answer of kvsight in time, the candidates take turns, or Envoy chooses. No request fails because of that.
+
+    Example: kvsight endpoint-picker --url http://localhost:8000
+    """
+    require("envoy", "kvsight endpoint-picker")
+    if tls_key_file is not None and tls_cert_file is None:
+        raise UsageError("--tls-key-file needs --tls-cert-file")
+    import uvloop
+
+    from kvsight.base_client import RetryPolicy
+    from kvsight.client import AsyncClient
+    from kvsight.routers.endpoint_picker import serving
+    from kvsight.routers.picking import Picker
+
+    async def serve() -> None:
+        stop = stop_signals()
+        certificate = None if tls_cert_file is None else (tls_cert_file, tls_key_file or tls_cert_file)
+        async with AsyncClient(url, token=api_token, timeout_s=_TIMEOUT_S, retry=RetryPolicy(attempts=1)) as client:
+            picker = Picker(client, model, tenant, deadline_ms / 1000)
+            async with serving(picker, f"{host}:{port}", certificate) as bound:
+                err.print(f"picks endpoints on {host}:{bound}; Ctrl-C stops")
+                await stop.wait()
+
+    uvloop.run(serve())
