@@ -44,15 +44,14 @@ def endpoint_picker(
         raise UsageError("--tls-key-file needs --tls-cert-file")
     import uvloop
 
-    from kvsight.base_client import RetryPolicy
-    from kvsight.client import AsyncClient
     from kvsight.routers.endpoint_picker import serving
+    from kvsight.routers.light_client import LightClient
     from kvsight.routers.picking import Picker
 
     async def serve() -> None:
         stop = stop_signals()
         certificate = None if tls_cert_file is None else (tls_cert_file, tls_key_file or tls_cert_file)
-        async with AsyncClient(url, token=api_token, timeout_s=_TIMEOUT_S, retry=RetryPolicy(attempts=1)) as client:
+        async with LightClient(url, api_token, _TIMEOUT_S) as client:
             picker = Picker(client, model, tenant, deadline_ms / 1000)
             async with serving(picker, f"{host}:{port}", certificate) as bound:
                 err.print(f"picks endpoints on {host}:{bound}; Ctrl-C stops")

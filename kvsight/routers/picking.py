@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,8 +18,8 @@ import msgspec
 from kv_events.errors import KvsightError
 from kv_events.http.selection import Selection, SelectRequest
 from kvsight.calls import Call, decode
-from kvsight.client import AsyncClient
 from kvsight.errors import KvsightHttpError
+from kvsight.routers.light_client import LightClient
 from kvsight.selection_calls import book, complete, release, reserve
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _OWN_FIELDS = frozenset(SelectRequest.__struct_fields__) - _CALLERS_FIELDS
 _MOST_ENDPOINTS = 3
 _MOST_TASKS = 1024
 _REFRESH_S = 1.0
+_SILENCE_S = 10.0
 _TOKENS = re.compile(rb"\[\s*\d")
 _body_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -61,7 +63,7 @@ class _Worker(msgspec.Struct, frozen=True):
 class Picker:
     """Chooses endpoints, and books what it chooses. Belongs to one event loop, and needs `follow_workers` in a task."""
 
-    def __init__(self, client: AsyncClient, model: str | None, tenant: str | None, deadline_s: float) -> None:
+    def __init__(self, client: LightClient, model: str | None, tenant: str | None, deadline_s: float) -> None:
         """model: the name of the model in kvsight. None: as in each request. deadline_s: how long a choice may take."""
         self._client = client
         self._model = model
@@ -73,7 +75,7 @@ class Picker:
         self._prefix = secrets.token_hex(8)
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._trouble: str | None = None
+        self._silent_until = 0.0
 
     async def pick(self, body: bytes | None, subset: Sequence[str] | None) -> Picked:
         """Choose endpoints for a request, and book it.
@@ -101,7 +103,6 @@ class Picker:
         except asyncio.CancelledError:
             self._start(release(name))
             raise
-        self._note(None)
         return self._picked(selection, subset)
 
     def complete(self, picked: Picked) -> None:
@@ -180,11 +181,12 @@ class Picker:
     def _name(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"
 
-    def _note(self, trouble: str | None) -> None:
-        """Log when kvsight stops or starts choosing."""
-        if (trouble is None) != (self._trouble is None):
-            logger.warning("kvsight chooses %s", "again" if trouble is None else f"no longer: {trouble}")
-        self._trouble = trouble
+    def _note(self, trouble: str) -> None:
+        """Log why kvsight does not choose, every ten seconds at most."""
+        now = time.monotonic()
+        if now >= self._silent_until:
+            logger.warning("endpoints are chosen without kvsight: %s", trouble)
+            self._silent_until = now + _SILENCE_S
 
     def _start(self, call: Call[None]) -> None:
         if len(self._tasks) < _MOST_TASKS:  # what is lost ends by itself after the service's time-to-live

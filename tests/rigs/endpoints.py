@@ -1,25 +1,16 @@
 """Engines that answer over HTTP and publish events, behind a real Envoy with a real endpoint picker and service."""
 
-import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import httpx
 import msgspec
 
-from tests.support.commands import RunningCommand
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
-from tests.support.servers.envoy import Envoy
-from tests.support.servers.service_process import ServiceProcess
-from tests.support.waiting import wait_until
 
 BLOCK_SIZE = 16
 
@@ -79,7 +70,7 @@ def _handler(engine: EchoingEngine) -> type[BaseHTTPRequestHandler]:
             self._chunk(body[half:])
             self._chunk(b"")
 
-        do_GET = do_POST
+        do_GET = do_POST  # noqa: N815  (the name that the server looks for)
 
         def _body(self) -> bytes:
             if "chunked" not in self.headers.get("transfer-encoding", ""):

@@ -1,4 +1,4 @@
-"""A real Envoy of a released wheel, with the configuration of `deploy/envoy/envoy.yaml` in front of a test's engines."""
+"""A real Envoy of a released wheel, with `deploy/envoy/envoy.yaml` in front of the engines of a test."""
 
 from collections.abc import Sequence
 from pathlib import Path
