@@ -20,7 +20,7 @@ from api.service import Service
 from api.static_files import static_routes
 from api.telemetry.requests import ObserveRequests
 from api.workers.dump import dump_routes
-from kv_events.http.service import Status
+from kv_events.http.service import Readiness, Status
 
 
 class Application(FastAPI):
@@ -90,7 +90,7 @@ def _probe_routes(service: Service) -> APIRouter:
         return json_response(service.health())
 
     @router.get(
-        "/ready", response_class=Response, responses={**answers(Status, "Ready"), **problem(503, "Not ready yet")}
+        "/ready", response_class=Response, responses={**answers(Readiness, "Ready"), **problem(503, "Not ready yet")}
     )
     async def ready() -> Response:
         """Return 200 after everything that was in the log at the start has been applied, and while the log can be read.
@@ -99,7 +99,8 @@ def _probe_routes(service: Service) -> APIRouter:
         """
         if reason := service.why_not_ready():
             raise ProblemError(503, ProblemKind.UNAVAILABLE, reason, retry_after_s=1)
-        return json_response(Status(status="ready"))
+        num_workers = service.num_schedulable()
+        return json_response(Readiness(status="ready", ready=True, schedulable_workers=num_workers))
 
     @router.get("/metrics", response_class=Response)
     async def metrics_text() -> Response:

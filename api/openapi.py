@@ -151,6 +151,12 @@ def problem(status: int, description: str) -> Responses:
     return {int(status): _problem(description)}
 
 
+def body_of(kind: Any, example: Json) -> Json:
+    """Return the `openapi_extra` of a FastAPI route whose body is a struct."""
+    shown = {"schema": _schema(kind), "example": example}
+    return {"requestBody": {"required": True, "content": dict.fromkeys(CONTENT_TYPES, shown)}}
+
+
 def complete(document: Json, amend: Callable[[Json], None], *, needs_token: bool) -> None:
     """Add the query routes and, if there is one, the bearer token to the document of FastAPI, then let `amend` change
     it, and add the component schemas to which it refers.

@@ -27,7 +27,7 @@ from api.prompts.renderer import PromptRenderer
 from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes
 from api.selection.service import SelectionService
-from api.settings import ApiSettings
+from api.settings import ApiSettings, RegistrationSettings
 from api.telemetry.families import counter, recording_families
 from api.telemetry.requests import TraceRequests
 from api.telemetry.service_metrics import (
@@ -40,6 +40,7 @@ from api.telemetry.service_metrics import (
 from api.telemetry.view_metrics import capacity_families
 from api.view_source import ViewSource
 from api.workers.event_stream import EventStream, feed_routes
+from api.workers.records import WorkerRecords
 from api.workers.register import RegisterRoutes
 from api.workers.routes import worker_routes
 from indexer.consumer import Consumer
@@ -51,7 +52,6 @@ from kv_events.runtime.tracing import open_spans
 from kv_events.streams import StreamId
 from selection.book import Booked
 from selection.exchange import ReservationExchange
-from selection.roster import NothingKnown
 from selection.settings import SelectionSettings
 
 if TYPE_CHECKING:
@@ -105,6 +105,10 @@ class Service(ABC):
         """Return why the service is not ready, or "" if it is."""
         return ""
 
+    def num_schedulable(self) -> int:
+        """Return the number of workers that get new requests."""
+        return 0
+
     def end_streams(self) -> None:  # noqa: B027  (most services have none)
         """End the endless answers, because the server is about to stop."""
 
@@ -125,6 +129,7 @@ class LiveService(Service):
         event_log: Path | None = None,
         group: ShardGroup | None = None,
         selection: SelectionSettings | None = None,
+        limits: RegistrationSettings | None = None,
         reservations: ReservationExchange | None = None,
     ) -> None:
         """consumer: one that is not running yet; the service runs it.
@@ -134,6 +139,7 @@ class LiveService(Service):
         None. event_log: folder of the event log that the consumer reads, for explanations. None: they come from the
         recording. group: the group that this process is a member of. None: it answers from its own views alone.
         selection: how workers are chosen. Members of groups choose none, because each has a part of the views only.
+        limits: on the records of workers.
         reservations: the book of what was chosen, and what keeps it. None: a book of this service alone.
         """
         super().__init__(consumer, settings)
@@ -142,10 +148,9 @@ class LiveService(Service):
         self.history = WorkerHistory()
         self.decision_window = DecisionWindow()
         self._registrations = registrations
-        self.capacity: Callable[[StreamId, int], Mapping[str, int]] = lambda _stream, _block_size: {}
+        self._records = WorkerRecords(consumer, limits or RegistrationSettings(), registrations)
+        self.capacity: Callable[[StreamId, int], Mapping[str, int]] = self._records.pages
         """Returns the room of a rank, see `PageState.capacity`. Who runs the engines may replace it."""
-        if registrations is not None:
-            self.capacity = registrations.capacities.pages
         self._decisions = decisions or WriteQueue(None)
         self._recording = recording
         self._group = group
@@ -161,7 +166,7 @@ class LiveService(Service):
             chosen = selection or SelectionSettings()
             exchange = reservations or ReservationExchange(chosen.book(), WriteQueue(None, contents=RESERVATIONS))
             self.selection = SelectionService(
-                consumer, chosen, NothingKnown(), exchange, self.renderer.render, self._tenants, settings.max_body_bytes
+                consumer, chosen, self._records, exchange, self.renderer.render, self._tenants, settings.max_body_bytes
             )
             self.endpoints |= self.selection.endpoints()
         self.middleware = [] if group is None else [group.middleware()]
@@ -185,7 +190,10 @@ class LiveService(Service):
             ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
         ):
             self.endpoints |= routes.endpoints()
-        self.routers = [worker_routes(consumer, registrations, consumer.resyncs.demand), feed_routes(self.feed)]
+        self.routers = [
+            worker_routes(consumer, registrations, consumer.resyncs.demand, self._records),
+            feed_routes(self.feed),
+        ]
         if group is not None:
             self.routers.append(group.routes())
         if self.selection is not None:
@@ -229,7 +237,7 @@ class LiveService(Service):
                 await stack.enter_async_context(self._tenants.following())
             exchange = None if self.selection is None else self.selection.exchange
             parts = self._recording, self._group, self._consumer, self._registrations, self._decisions, exchange
-            for part in (*parts, self.renderer):
+            for part in (*parts, self._records, self.renderer):
                 if part is not None:
                     await stack.enter_async_context(part.running())
             await stack.enter_async_context(self.history.running(self._consumer))
@@ -272,6 +280,9 @@ class LiveService(Service):
             detail = f"the consumer has failed: {type(self._consumer.failure).__name__}"
             raise ProblemError(503, ProblemKind.UNAVAILABLE, detail)
         return Status(status="ok", recording="" if self._recording is None else self._recording.degraded)
+
+    def num_schedulable(self) -> int:
+        return self._records.num_schedulable()
 
     def why_not_ready(self) -> str:
         registrations = self._registrations

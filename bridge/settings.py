@@ -14,12 +14,9 @@ from pydantic import Field
 
 from kv_events.engine_wire import endpoint_of_rank, has_wildcard
 from kv_events.errors import InvalidValueError
-from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, SOCKET_FILES
+from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_RANKS, SOCKET_FILES, URL_PATTERN
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.streams import DEFAULT_TENANT, MAX_GROUP_SIZE
-
-MAX_RANKS = 1024
-"""Bound on the ranks of one entry."""
 
 _MAX_CONFIG_BYTES = 4 * 2**20
 _METRICS_URL = re.compile(
@@ -91,7 +88,9 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
     capacity: dict[str, int] = {}
     """Tier (gpu, cpu, disk, external) -> pages that one rank has room for. Tiers that are not named are unknown."""
     metrics_url: str | None = None
-    """The engine's own metrics, `http://HOST:PORT/metrics`, which say how many pages fit on its device."""
+    """The engine's own metrics, `http://HOST:PORT/metrics`, which say its load and how many pages fit on its device."""
+    url: str | None = None
+    """Where the engine takes requests: `http://HOST:PORT`."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -151,6 +150,8 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
                 raise InvalidValueError("capacity", f"{tier}: {pages}", f"pages of {', '.join(TIERS)}, 1 or more")
         if self.metrics_url is not None and not _METRICS_URL.fullmatch(self.metrics_url):
             raise InvalidValueError("metrics_url", self.metrics_url, "http://HOST:PORT/metrics")
+        if self.url is not None and not re.search(URL_PATTERN, self.url):
+            raise InvalidValueError("url", self.url, "http://HOST:PORT")
         if self.attention_chunk_size is not None and not 1 <= self.attention_chunk_size <= MAX_GROUP_SIZE:
             raise InvalidValueError("attention_chunk_size", self.attention_chunk_size, f"1 .. {MAX_GROUP_SIZE}")
 

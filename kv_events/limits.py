@@ -18,6 +18,8 @@ MAX_TOKENS_PER_QUERY = 4_194_304
 MAX_HASHES_PER_QUERY = 262_144
 MAX_BLOCK_SIZE = 65_536
 MAX_DP_RANK = 65_535
+MAX_RANKS = 1024
+"""Largest number of ranks that one entry or record of an engine names."""
 MAX_NAME_BYTES = 256
 """Largest UTF-8 length of a model, tenant or worker name."""
 
@@ -49,3 +51,8 @@ MAX_TOKEN_ID = 2**32 - 1
 
 SOCKET_FILES = 4
 """File descriptors of a connected ZMQ socket with a monitor."""
+
+URL_PATTERN = (
+    r"^https?://(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:/[A-Za-z0-9_.~-]+)*/?(?![\s\S])"
+)
+"""Addresses where engines take requests: `http://HOST:PORT`, with a path if wanted, without user names and queries."""

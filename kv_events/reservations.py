@@ -84,8 +84,7 @@ def time_of(record: ReservationRecord) -> float:
 
 
 def encode_reservation(record: ReservationRecord) -> bytes:
-    """Encode one record. Raises InvalidValueError naming the field that breaks a limit."""
-    check_reservation(record)
+    """Encode one record, whose fields were checked (`check_reservation`)."""
     return _encoder.encode(record)
 
 

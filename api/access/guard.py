@@ -50,7 +50,9 @@ def scope_of(method: str, path: str) -> str:
         return "decisions"
     if method in ("GET", "HEAD", "OPTIONS") or path in _READING_POSTS:
         return "read"
-    return "resync" if path.startswith("/workers/") and path.endswith("/resync") else "admin"
+    if path.startswith("/workers/") and path.endswith("/resync") and method == "POST":
+        return "resync"
+    return "register" if path == "/workers" or path.startswith("/workers/") else "admin"
 
 
 class Guard:

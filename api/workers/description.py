@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 
 from api.queries.encoding import age_ms
+from api.selection.answers import worker_name
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace, NamespaceKey, Namespaces
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.digest import digest_bytes, empty_digest
+from kv_events.http.worker_records import WorkerRecord
 from kv_events.http.workers import Listener, Worker
 from kv_events.remedies import remedy
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, MEDIA
@@ -102,17 +104,34 @@ def worker_streams(served: ViewSource, engines: Engines) -> Iterator[WorkerStrea
 
 
 async def list_workers(
-    served: ViewSource, engines: Engines, model: str | None, tenant: str | None
+    served: ViewSource, engines: Engines, records: Iterable[WorkerRecord], model: str | None, tenant: str | None
 ) -> AsyncIterator[bytes]:
-    """Yield each `Worker` as JSON. Other tasks run about once a millisecond. model, tenant: None selects all."""
+    """Yield each `Worker` as JSON. Other tasks run about once a millisecond. model, tenant: None selects all.
+
+    records: of workers, also of those without streams.
+    """
     readers = readers_of(engines)
     slice_began = time.perf_counter()
-    for worker in worker_streams(served, engines):
+    for worker, record in _with_records(worker_streams(served, engines), records):
         if model in (None, worker.key.model) and tenant in (None, worker.key.tenant):
-            yield _encoder.encode(_worker(served, worker, readers))
+            yield _encoder.encode(_worker(served, worker, record, readers))
         if time.perf_counter() - slice_began > _SLICE_S:
             await asyncio.sleep(0)
             slice_began = time.perf_counter()
+
+
+def _with_records(
+    workers: Iterable[WorkerStreams], records: Iterable[WorkerRecord]
+) -> Iterator[tuple[WorkerStreams, WorkerRecord]]:
+    known = {(each.model_name, each.routing_group, str(each.worker_id)): each for each in records}
+    left = dict(known)
+    for worker in workers:
+        model, tenant, _ = worker.key
+        left.pop((model, tenant, worker.name), None)
+        without = WorkerRecord(worker_id=worker_name(worker.name), model_name=model, routing_group=tenant)
+        yield worker, known.get((model, tenant, worker.name), without)
+    for (model, tenant, name), record in left.items():
+        yield WorkerStreams(NamespaceKey(model, tenant, record.block_size or 0), name, [], [], {}), record
 
 
 def _unheard_ranks(
@@ -180,24 +199,22 @@ def _groups(namespace: Namespace, views: list[View]) -> Iterator[tuple[str, View
                 yield name, found
 
 
-def _worker(served: ViewSource, worker: WorkerStreams, readers: Engines) -> Worker:
+def _worker(served: ViewSource, worker: WorkerStreams, record: WorkerRecord, readers: Engines) -> Worker:
     now, key = served.now(), worker.key
     known = {view.stream.dp_rank: _listener(served, view, readers, now) for view in worker.views}
     listeners = dict(sorted((known | worker.unheard).items()))
     groups: dict[str, dict[int, Listener]] = {}
     for group, view in worker.groups:
         groups.setdefault(group, {})[view.stream.dp_rank] = _listener(served, view, {}, now)
-    statuses = {each.status for each in listeners.values()}
+    statuses = {each.status for each in listeners.values()} or {"pending"}
     return Worker(
+        **(structs.asdict(record) | {"block_size": key.block_size}),
         instance_id=worker.name,
         status=next((status for status in ("active", "pending") if status in statuses), "failed"),
-        model_name=key.model,
-        routing_group=key.tenant,
-        block_size=key.block_size,
         endpoints={rank: each.endpoint for rank, each in listeners.items()},
         listeners=listeners,
-        state=least_trusted(ViewState(each.state) for each in listeners.values()).value,
-        age_ms=max(each.age_ms for each in listeners.values()),
+        state=least_trusted([ViewState(each.state) for each in listeners.values()] or [ViewState.STALE]).value,
+        age_ms=max((each.age_ms for each in listeners.values()), default=0),
         groups=groups,
         source="zmq" if any("://" in each.endpoint for each in listeners.values()) else "log",
     )

@@ -14,7 +14,7 @@ from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as
 from api.queries.large_bodies import Body, BodyFormat
 from api.queries.routes import RawEndpoint, json_response
-from api.workers.routes import selected_views
+from api.workers.routes import MAX_BODY_BYTES, selected_views
 from indexer.views import ViewState
 from kv_events.errors import InvalidValueError
 from kv_events.http.queries import DialectFields
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from indexer.consumer import Consumer
 
 logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 64 * 1024
 
 _ADDRESSES = ("endpoint", "replay_endpoint")
 _DEVICES = ("npu", "gpu", "xpu")

@@ -8,11 +8,13 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from api.problems import ProblemError, ProblemKind
+from api.selection.answers import worker_name
 from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
-from api.workers.capacity import place_of
+from api.workers.engine_metrics import place_of
 from bridge import EngineSettings
 from kv_events.engine_wire import LocateError, has_wildcard
 from kv_events.errors import InvalidValueError, shorten
+from kv_events.http.worker_records import WorkerRecord
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
 
@@ -127,6 +129,19 @@ def no_room(detail: str, engine: EngineSettings, status: int = 409) -> ProblemEr
 def stream_of(engine: EngineSettings) -> StreamId:
     """Return the identity of a rank. An address with self-named workers is known by its endpoint."""
     return StreamId(engine.model or "", engine.tenant, engine.worker or engine.endpoint, engine.dp_rank)
+
+
+def record_of(engine: EngineSettings) -> WorkerRecord:
+    """Return the record of an engine that the operator has named."""
+    return WorkerRecord(
+        worker_id=worker_name(engine.worker or ""),
+        model_name=engine.model or "",
+        routing_group=engine.tenant,
+        endpoint=engine.url,
+        block_size=engine.block_size,
+        data_parallel_start_rank=engine.dp_rank,
+        data_parallel_size=engine.num_ranks,
+    )
 
 
 def _conflict(detail: str, engine: EngineSettings) -> ProblemError:

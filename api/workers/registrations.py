@@ -8,8 +8,9 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import msgspec
 from prometheus_client.core import Metric
@@ -19,24 +20,27 @@ from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge, without_workers
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.capacity import Capacities, place_of
+from api.workers.engine_metrics import place_of
 from api.workers.registration_rules import (
     check_addresses,
     check_conflicts,
     check_speaks_zmq,
     no_room,
+    record_of,
     select_ranks,
     stream_of,
 )
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.fleet import EngineConflictError
 from bridge.metrics import BridgeMetrics
+from bridge.settings import TIERS
 from indexer.consumer import Consumer
 from indexer.index import IndexFullError
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from kv_events.errors import KvsightError
+from kv_events.http.worker_records import WorkerRecord
 from kv_events.log.memory import MemoryLog
-from kv_events.schema import ENGINE_UNHEARD
+from kv_events.schema import ENGINE_UNHEARD, MEDIA
 from kv_events.streams import StreamId, split_group
 
 logger = logging.getLogger(__name__)
@@ -50,6 +54,7 @@ _INDEX_TIMEOUT_S = 1.0
 _DROP_TIMEOUT_S = 5.0
 _POLL_S = 0.001
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_T = TypeVar("_T")
 _NOT_INDEXED = "the index has accepted none of its batches: see kvsight_records_rejected_total"
 
 
@@ -73,6 +78,7 @@ class Registrations:
         configured: engines that the operator has named. They need no permission, replace saved registrations of their
         names, and are not saved. Raises EngineConflictError if two of them have one name.
         """
+        configured = list(configured)
         self._configured: dict[StreamId, EngineSettings] = {}
         for rank in (engine.of_rank(offset) for engine in configured for offset in range(engine.num_ranks)):
             if (held := self._configured.setdefault(stream_of(rank), rank)) is not rank:
@@ -83,11 +89,16 @@ class Registrations:
         self._saved = None if store is None else SavedRegistrations(store)
         self._max_files = max_files
         named = {e for each in self._configured.values() for e in (each.endpoint, each.replay_endpoint) if e}
-        named |= {f"tcp://{place_of(each.metrics_url)}" for each in self._configured.values() if each.metrics_url}
-        self._allowed = AllowedAddresses(settings.register_allow, own_port, named)
-        self._fleet = Fleet.embedded(bridge, memory_log, self._allowed.locate)
-        self._engines: dict[StreamId, EngineSettings] = {}
-        self.capacities = Capacities(self._engines, self._allowed)
+        urls = [url for each in self._configured.values() for url in (each.metrics_url, each.url) if url]
+        named |= {f"tcp://{place_of(url)}" for url in urls}
+        self.allowed = AllowedAddresses(settings.register_allow, own_port, named)
+        self._fleet = Fleet.embedded(bridge, memory_log, self.allowed.locate)
+        self.engines: dict[StreamId, EngineSettings] = {}
+        """The registered ranks."""
+        self.num_changes = 0
+        """Ranks registered and unregistered so far."""
+        self.records = {each.worker: record_of(each) for each in reversed(configured) if each.worker and each.url}
+        """Records of workers, see `WorkerRecords`. They are saved with the registrations."""
         self._added_at: dict[StreamId, float] = {}
         self._lock = asyncio.Lock()  # one change at a time, saved before the next
         self._loaded = asyncio.Event()
@@ -98,10 +109,7 @@ class Registrations:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Read the saved and the new registrations inside the block."""
-        tasks = [
-            asyncio.create_task(self._maintain(), name="registrations"),
-            asyncio.create_task(self.capacities.follow(), name="capacities"),
-        ]
+        tasks = [asyncio.create_task(self._maintain(), name="registrations")]
         if self._settings.forget_engine_s is not None:
             tasks.append(asyncio.create_task(self._forget_gone(self._settings.forget_engine_s), name="forget-engines"))
         try:
@@ -146,16 +154,16 @@ class Registrations:
             raise ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1)
         self._num_checked += 1
         try:
-            await check_addresses(engine, self._allowed)
-            if self._engines.get(stream_of(engine)) != engine:
-                await check_speaks_zmq(engine, self._allowed)
+            await check_addresses(engine, self.allowed)
+            if self.engines.get(stream_of(engine)) != engine:
+                await check_speaks_zmq(engine, self.allowed)
         finally:
             self._num_checked -= 1
         await self._wait_until_loaded()
         async with self._lock:
-            if self._engines.get(stream_of(engine)) == engine:
+            if self.engines.get(stream_of(engine)) == engine:
                 return False
-            check_conflicts(self._engines, engine, is_peer=is_peer)
+            check_conflicts(self.engines, engine, is_peer=is_peer)
             self._check_room(engine)
             await self._add(engine)
             await self._save()
@@ -170,21 +178,44 @@ class Registrations:
         """
         await self._wait_until_loaded()
         async with self._lock:
-            selected = select_ranks(self._engines, worker, model, tenant, dp_rank)
+            selected = select_ranks(self.engines, worker, model, tenant, dp_rank)
             await self._remove(selected)
         return list(selected.values())
+
+    async def replace(self, before: Iterable[StreamId], wanted: Mapping[StreamId, EngineSettings]) -> None:
+        """Read ranks instead of those before. Ranks that stay as they are keep their pages. Raises as `add`."""
+        for engine in wanted.values():
+            await check_addresses(engine, self.allowed)
+        for stream in {*before, *wanted}:
+            if stream in self.engines and self.engines[stream] != wanted.get(stream):
+                await self.remove(stream.worker, stream.model, stream.tenant, stream.dp_rank)
+        for stream, engine in wanted.items():
+            if self.engines.get(stream) != engine:
+                await self.add(engine, is_peer=True)
+
+    async def save(self) -> None:
+        """Save registrations and records. If the store is unavailable, it is tried again later."""
+        await self._wait_until_loaded()
+        async with self._lock:
+            await self._save()
+
+    def room(self, stream: StreamId) -> dict[str, int]:
+        """Return for how many pages a rank has room, by medium, as far as its registration says it."""
+        capacity = self.engines[stream].capacity if stream in self.engines else {}
+        return {medium.value: capacity[tier] for medium, tier in zip(MEDIA, TIERS, strict=True) if tier in capacity}
 
     async def _remove(self, streams: Collection[StreamId]) -> None:
         for stream in streams:
             await self._fleet.remove(stream.worker, model=stream.model, tenant=stream.tenant, dp_rank=stream.dp_rank)
-            del self._engines[stream], self._added_at[stream]
+            del self.engines[stream], self._added_at[stream]
+            self.num_changes += 1
         await self._save()
         await self._forget(self._unread({stream._replace(dp_rank=0) for stream in streams}))
 
     def _check_room(self, engine: EngineSettings) -> None:
-        if len(self._engines) >= self._settings.max_registrations:
-            raise no_room(f"{len(self._engines)} ranks are registered already (--max-registrations)", engine)
-        engines = [*self._engines.values(), engine]
+        if len(self.engines) >= self._settings.max_registrations:
+            raise no_room(f"{len(self.engines)} ranks are registered already (--max-registrations)", engine)
+        engines = [*self.engines.values(), engine]
         if (num_files := sum(each.num_files for each in engines)) > self._max_files:
             limit = f"engines may use {self._max_files} file descriptors, and {num_files} would be needed"
             raise no_room(f"{limit}: raise the limit on open files (LimitNOFILE=, ulimit -n)", engine, 503)
@@ -198,13 +229,14 @@ class Registrations:
 
     async def _add(self, engine: EngineSettings) -> None:
         await self._fleet.add(engine)
-        self._engines[stream_of(engine)] = engine
+        self.engines[stream_of(engine)] = engine
         self._added_at[stream_of(engine)] = time.monotonic()
+        self.num_changes += 1
 
     async def _wait_until_indexed(self, stream: StreamId) -> None:
         """Wait until the first record of the stream, which was sent already, has been applied."""
         deadline = time.monotonic() + _INDEX_TIMEOUT_S
-        while stream in self._engines and self._consumer.namespaces.view(stream) is None:
+        while stream in self.engines and self._consumer.namespaces.view(stream) is None:
             if time.monotonic() > deadline:
                 logger.warning("%s was registered, but %s", stream.key, _NOT_INDEXED)
                 return
@@ -237,7 +269,7 @@ class Registrations:
 
     def _unread(self, workers: Collection[StreamId]) -> list[StreamId]:
         """Return the known streams of these workers that are no longer read. Batches may have named further ranks."""
-        read = {stream.stream for status in self._fleet.status() for stream in status.streams} | self._engines.keys()
+        read = {stream.stream for status in self._fleet.status() for stream in status.streams} | self.engines.keys()
         known = [view.stream for view in self._consumer.namespaces.views]
         return [s for s in known if s not in read and s._replace(model=split_group(s.model)[0], dp_rank=0) in workers]
 
@@ -293,16 +325,19 @@ class Registrations:
     async def _load(self) -> None:
         async with self._lock:
             for stream, engine in self._configured.items():
-                if stream not in self._engines:  # from an attempt before
+                if stream not in self.engines:  # from an attempt before
                     await self._restore(engine, None)
-        engines = [] if self._saved is None else await self._saved.load()
-        checks = (check_addresses(engine, self._allowed) for engine in engines)
+        engines, records = ([], []) if self._saved is None else await self._saved.load()
+        checks = (check_addresses(engine, self.allowed) for engine in engines)
         refusals = await asyncio.gather(*checks, return_exceptions=True)
         async with self._lock:
             for engine, refusal in zip(engines, refusals, strict=True):
                 if stream_of(engine) not in self._configured:
                     await self._restore(engine, refusal)
-            self._waiting_for = {stream for stream, engine in self._engines.items() if engine.worker is not None}
+            for record in records:
+                self.records.setdefault(str(record.worker_id), record)
+            self.num_changes += 1
+            self._waiting_for = {stream for stream, engine in self.engines.items() if engine.worker is not None}
             self._loaded.set()
 
     async def _await_first_reads(self) -> None:
@@ -323,7 +358,7 @@ class Registrations:
         try:
             if refusal is not None:
                 raise refusal
-            check_conflicts(self._engines, engine, is_peer=False)
+            check_conflicts(self.engines, engine, is_peer=False)
             self._check_room(engine)
             await self._add(engine)
         except KvsightError as error:
@@ -335,9 +370,9 @@ class Registrations:
             return
         self._unsaved.set()
         try:
-            await self._saved.save(
-                [each for stream, each in self._engines.items() if self._configured.get(stream) != each]
-            )
+            engines = [each for stream, each in self.engines.items() if self._configured.get(stream) != each]
+            named = {stream.worker for stream in self._configured}
+            await self._saved.save(engines, [each for name, each in self.records.items() if name not in named])
         except SnapshotStoreError as error:
             self.save_failures += 1
             logger.warning("registrations are not saved: %s", error)
@@ -357,6 +392,7 @@ class OtherWriterError(SnapshotStoreError):
 
 class _SavedList(msgspec.Struct):
     engines: list[msgspec.Raw]
+    records: list[msgspec.Raw] = []
     writer: str = ""
     """Process that saved the list. "" if there is none, or if it cannot be decoded."""
 
@@ -369,18 +405,19 @@ class SavedRegistrations:
         self._own_name = uuid.uuid4().hex
         self._writer_before = ""  # the process whose list this one took over
 
-    async def load(self) -> list[EngineSettings]:
-        """Return the saved registrations. Raises SnapshotStoreError."""
+    async def load(self) -> tuple[list[EngineSettings], list[WorkerRecord]]:
+        """Return the saved registrations and records. Raises SnapshotStoreError."""
         saved = _decoded(await self._store.load())
         self._writer_before = saved.writer
-        return _readable(saved.engines)
+        return _readable(saved.engines, EngineSettings), _readable(saved.records, WorkerRecord)
 
-    async def save(self, engines: Iterable[EngineSettings]) -> None:
+    async def save(self, engines: Iterable[EngineSettings], records: Iterable[WorkerRecord] = ()) -> None:
         """Replace the list. Raises SnapshotStoreError; if it is OtherWriterError, nothing was overwritten."""
         writer = _decoded(await self._store.load()).writer
         if writer not in ("", self._own_name, self._writer_before):
             raise OtherWriterError
-        await self._store.save([msgspec.json.encode({"engines": list(engines), "writer": self._own_name})])
+        image = {"engines": list(engines), "records": list(records), "writer": self._own_name}
+        await self._store.save([msgspec.json.encode(image)])
 
     async def close(self) -> None:
         """Close connections."""
@@ -395,11 +432,11 @@ def _decoded(data: bytes | None) -> _SavedList:
         return _SavedList([])
 
 
-def _readable(entries: Iterable[msgspec.Raw]) -> list[EngineSettings]:
-    engines = []
+def _readable(entries: Iterable[msgspec.Raw], kind: type[_T]) -> list[_T]:
+    found = []
     for entry in entries:
         try:
-            engines.append(msgspec.json.decode(entry, type=EngineSettings))
+            found.append(msgspec.json.decode(entry, type=kind))
         except _UNREADABLE as error:
             logger.warning("a saved registration cannot be decoded: %s", error)
-    return engines
+    return found

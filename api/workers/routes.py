@@ -5,29 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import nsmallest
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
-from api.openapi import answers, problem
+from api.openapi import answers, body_of, problem
 from api.problems import ProblemError, ProblemKind
+from api.queries.body_formats import decode_as, format_of
 from api.queries.encoding import age_ms
-from api.queries.routes import json_response
+from api.queries.routes import json_response, read_body
 from api.view_source import ViewSource, is_known, stream_pages
 from api.workers.description import list_workers
 from indexer.views import View
+from kv_events.http.worker_records import WorkerRecord
 from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker
 from kv_events.limits import MAX_DP_RANK
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
 
 if TYPE_CHECKING:
+    from api.workers.records import WorkerRecords
     from api.workers.registrations import Registrations
 
 MAX_PAGES_PER_ANSWER = 10_000
+MAX_BODY_BYTES = 64 * 1024
+_T = TypeVar("_T")
 _MAX_NAMES = 20
 
 
@@ -41,10 +46,12 @@ def worker_routes(
     served: ViewSource,
     registrations: Registrations | None = None,
     demand_resync: Callable[[View], None] | None = None,
+    records: WorkerRecords | None = None,
 ) -> APIRouter:
     """Return the routes. They are coroutines, because they read the views in the event loop that changes them.
 
     demand_resync: asks the publisher of a view to resend everything. None: no publisher listens, so there is no route.
+    records: of workers. None: they cannot be changed.
     """
     router = APIRouter(tags=["workers"])
 
@@ -55,7 +62,8 @@ def worker_routes(
         Group streams are shown with their worker, not as models of their own.
         """
         engines = {} if registrations is None else registrations.status()
-        found = [worker async for worker in list_workers(served, engines, model_name, routing_group)]
+        known = [] if records is None else records.all()
+        found = [worker async for worker in list_workers(served, engines, known, model_name, routing_group)]
         return json_response(b"[" + b",".join(found) + b"]")
 
     # worker names may contain slashes
@@ -86,6 +94,8 @@ def worker_routes(
         found = _single(selected or views, worker)
         return json_response(await _radix_view(served, found, limit, cursor))
 
+    if records is not None:
+        _add_record_routes(router, records)
     if demand_resync is None:
         return router
 
@@ -110,6 +120,39 @@ def worker_routes(
         return json_response(accepted, HTTPStatus.ACCEPTED)
 
     return router
+
+
+def _add_record_routes(router: APIRouter, records: WorkerRecords) -> None:
+    example = {"worker_id": 1, "model_name": "my-model", "block_size": 16, "endpoint": "http://10.0.0.1:8000"}
+    body = body_of(WorkerRecord, example)  # before the answers: requests need not have all fields of answers
+    changes = body_of(WorkerRecord, {"lifecycle": "draining"})
+    record = answers(WorkerRecord, "The record")
+    unknown = problem(404, "The worker has no record")
+    faulty = problem(403, "The service may not connect to an address") | problem(409, "A limit is reached")
+    faulty |= problem(422, "A field is invalid")
+
+    async def received(request: Request, kind: type[_T]) -> _T:
+        body_format = format_of(request.headers.get("content-type"))
+        text = await read_body(request.receive, request.headers.get("content-length"), MAX_BODY_BYTES)
+        return decode_as(kind, text, body_format)
+
+    @router.post("/workers", status_code=201, responses={201: record[200], **faulty}, openapi_extra=body)
+    async def put(request: Request) -> Response:
+        """Add or replace the record of a worker, and read the engines whose addresses it names.
+
+        A record that lacks something is kept as `incomplete`, with the reasons.
+        """
+        return json_response(await records.put(await received(request, WorkerRecord)), HTTPStatus.CREATED)
+
+    @router.patch("/workers/{worker:path}", responses={**record, **unknown, **faulty}, openapi_extra=changes)
+    async def patch(worker: str, request: Request) -> Response:
+        """Change fields of a record. null leaves a field. `{"lifecycle": "draining"}` keeps new requests away."""
+        return json_response(await records.patch(worker, await received(request, dict[str, Any])))
+
+    @router.delete("/workers/{worker:path}", responses={**record, **unknown})
+    async def delete(worker: str) -> Response:
+        """Forget the record of a worker, stop reading its engines, and drop their pages."""
+        return json_response(await records.remove(worker))
 
 
 def selected_views(

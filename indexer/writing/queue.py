@@ -92,6 +92,11 @@ class WriteQueue:
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
     @property
+    def has_log(self) -> bool:
+        """Whether records are written. Otherwise each one is dropped."""
+        return self._write is not None
+
+    @property
     def num_queued(self) -> int:
         """Records that wait to be written."""
         return len(self._queue)

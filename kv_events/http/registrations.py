@@ -46,7 +46,7 @@ class _Registration(msgspec.Struct, frozen=True, kw_only=True):
     capacity: Annotated[dict[Name, Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(max_length=4)] = {}
     """Tier (gpu, cpu, disk, external) -> pages that the rank has room for. Others are unknown."""
     metrics_url: MaybeEndpoint = None
-    """The engine's own metrics, http://HOST:PORT/metrics: they say how many pages fit on its device."""
+    """The engine's own metrics, http://HOST:PORT/metrics: they say its load and how many pages fit on its device."""
 
 
 class PeerRegistration(_Registration, frozen=True, kw_only=True):

@@ -17,6 +17,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why the recording of `kvsight serve --record` is degraded. Left out if it is not."""
 
 
+class Readiness(Status, frozen=True, kw_only=True):
+    """The service is ready."""
+
+    ready: bool
+    schedulable_workers: int
+    """Workers that POST /select may choose."""
+
+
 class ProblemDocument(msgspec.Struct, frozen=True, kw_only=True):
     """The body of every error (RFC 9457): for people (`detail`) and for programs (`type`, `field`, `value`).
 

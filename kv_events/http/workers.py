@@ -5,6 +5,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from kv_events.http.registrations import InstanceId
+from kv_events.http.worker_records import WorkerRecord
+
 State: TypeAlias = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["live", "syncing", "stale", "expired"]})]
 """The state of a view, from the most to the least trustworthy. Clients accept other words, too."""
 
@@ -46,17 +49,17 @@ class Listener(msgspec.Struct, frozen=True, kw_only=True):
     """What to do about the cause, in one sentence; empty if nothing is known."""
 
 
-class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a model."""
+class Worker(WorkerRecord, frozen=True, kw_only=True):
+    """One worker of a model, with the fields of its record if it has one."""
 
+    worker_id: InstanceId = ""
+    """`instance_id` as in the record."""
     instance_id: str
     status: str
     """`active` if any rank is, else `pending` if any rank is, else `failed`."""
-    model_name: str
-    routing_group: str
     block_size: int
-    """Tokens per page."""
-    endpoints: dict[int, str] = {}
+    """Tokens per page. 0: unknown."""
+    endpoints: dict[int, str] = msgspec.field(default_factory=dict)
     """DP rank -> endpoint."""
     listeners: dict[int, Listener]
     """DP rank -> stream."""
@@ -64,7 +67,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """The least trustworthy state among the ranks."""
     age_ms: int
     """The largest age among the ranks."""
-    groups: dict[str, dict[int, Listener]] = {}
+    groups: dict[str, dict[int, Listener]] = msgspec.field(default_factory=dict)
     """Group -> DP rank -> stream: recurrent states and sliding windows of hybrid models. They do not enter into
     `status`, `state` and `age_ms`; answers to queries have the least trusted state of all."""
     source: str = ""

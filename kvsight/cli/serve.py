@@ -44,7 +44,7 @@ _FLAGS = {
     "max_registrations": Flag(int, "Bound on registered engine ranks, for more than 1024."),
     "forget_engine_s": Flag(float, "Seconds until an unreachable engine is unregistered, if it may not come back."),
     **AWAY,
-    "policy": Flag(str, "How POST /select chooses, if not by overlap-load: session,warm-up,lmetric, ..."),
+    "policy": Flag(str, "How POST /select chooses, if not by cache and load: lmetric, priority, ..."),
     "predict_s": Flag(float, "Seconds that pages of placed requests count as held, if 2 do not suit. 0: never."),
     "reservation_ttl_s": Flag(float, "Seconds until a reservation expires, if requests last longer than 600."),
     "reuse_port": Flag(bool, "Share the port, if several services of this machine listen on it."),
@@ -116,7 +116,7 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
             own = bound.getsockname()[1], max_files, configured
             service = _embedded(indexer, settings, selection, registration, bridge, recording, *own)
         else:
-            service = _follower(indexer, settings, selection, shards, recording, url)
+            service = _follower(indexer, settings, selection, shards, registration, recording, url)
         err.print(f"kvsight listens on {url} (docs at /docs)")
         if indexer.is_embedded:
             err.print(_reading(configured))
@@ -134,6 +134,7 @@ def _follower(
     settings: ApiSettings,
     selection: SelectionSettings,
     shards: GroupSettings,
+    registration: RegistrationSettings,
     recording: RecordingThread | None,
     url: str,
 ) -> LiveService:
@@ -164,6 +165,7 @@ def _follower(
         group=group,
         selection=selection,
         reservations=reservations,
+        limits=registration,
     )
 
 
@@ -203,6 +205,5 @@ def _embedded(
     registrations = Registrations(*parts, own_port=port, max_files=max_files, configured=engines)
     reservations = create_exchange(indexer, selection.book(), recording)
     decisions = create_queue(indexer, DECISIONS, recording)
-    return LiveService(
-        consumer, settings, registrations, decisions, recording, selection=selection, reservations=reservations
-    )
+    given = registrations, decisions, recording
+    return LiveService(consumer, settings, *given, selection=selection, reservations=reservations, limits=registration)

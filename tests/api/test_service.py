@@ -33,7 +33,7 @@ NEED_MORE = {"/reservations", "/register", "/unregister", "/explain", "/tokenize
 async def test_health_and_readiness_of_a_running_consumer(client: AsyncClient, fed: HandFed) -> None:
     assert (await client.get("/health")).status_code == 200
     await async_wait_until(lambda: fed.consumer.ready, what="ready")
-    assert (await client.get("/ready")).json() == {"status": "ready"}
+    assert (await client.get("/ready")).json() == {"status": "ready", "ready": True, "schedulable_workers": 0}
 
 
 async def test_a_consumer_that_is_not_ready_reports_why(client: AsyncClient, fed: HandFed) -> None:
@@ -119,6 +119,7 @@ async def test_the_documentation_names_every_route(client: AsyncClient) -> None:
         "/unregister",
         "/events",
         "/workers",
+        "/workers/{worker}",
         "/workers/{worker}/view",
         "/workers/{worker}/resync",
         "/fleet",
@@ -149,12 +150,13 @@ async def test_the_examples_of_the_documentation_are_accepted(client: AsyncClien
     await fed.hold(Stream("engine-0", model="my-model", block_size=16), range(1, 17))
     document = (await client.get("/openapi.json")).json()
     for path, methods in document["paths"].items():
-        for operation in methods.values():
+        for method, operation in methods.items():
             for media_type, content in operation.get("requestBody", {}).get("content", {}).items():
                 encode = msgspec.json.encode if media_type.endswith("json") else msgspec.msgpack.encode
                 headers = {"Content-Type": media_type}
-                answer = await client.post(path, content=encode(content["example"]), headers=headers)
-                assert answer.status_code in ((404,) if path in NEED_MORE else (200, 202)), answer.text
+                url, body = path.replace("{worker}", "1"), encode(content["example"])
+                answer = await client.request(method, url, content=body, headers=headers)
+                assert answer.status_code in ((404,) if path in NEED_MORE else (200, 201, 202)), answer.text
 
 
 @pytest.mark.parametrize("is_replay", [False, True])

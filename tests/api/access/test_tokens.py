@@ -85,17 +85,23 @@ async def test_a_query_needs_the_scope_read(file: Path) -> None:
 
 def test_every_route_that_changes_something_needs_more_than_reading() -> None:
     paths = create_app(LiveService(HandFed().consumer, ApiSettings())).openapi()["paths"]
-    assert {method for operations in paths.values() for method in operations} == {"get", "post"}
-    posts = {path for path, operations in paths.items() if "post" in operations}
-    reading = {path for path in posts if scope_of("POST", path) == "read"}
-    assert reading == {"/query", "/query_by_hash", "/query/batch", "/explain", "/tokenize"}
-    assert {path: scope_of("POST", path) for path in posts - reading} == {
-        "/decisions": "decisions",
-        "/register": "register",
-        "/unregister": "register",
-        "/workers/{worker}/resync": "resync",
+    assert {method for operations in paths.values() for method in operations} == {"get", "post", "patch", "delete"}
+    changes = [(method.upper(), path) for path, operations in paths.items() for method in operations if method != "get"]
+    scopes = {(method, path): scope_of(method, path) for method, path in changes}
+    assert {path for (_, path), scope in scopes.items() if scope == "read"} == {
+        *("/query", "/query_by_hash", "/query/batch", "/explain", "/tokenize"),
+        *("/select", "/potential_loads", "/overlap_scores"),
     }
-    assert not posts & OPEN_PATHS
+    one, reservation = "/workers/{worker}", "/reservations/{reservation_id}"
+    assert {change: scope for change, scope in scopes.items() if scope != "read"} == {
+        **{("POST", path): "register" for path in ("/register", "/unregister", "/workers")},
+        **{(method, one): "register" for method in ("PATCH", "DELETE")},
+        ("POST", f"{one}/resync"): "resync",
+        **{("POST", path): "decisions" for path in ("/decisions", "/select_and_reserve", "/reservations")},
+        **{("POST", f"{reservation}/{step}"): "decisions" for step in ("prefill_complete", "output_block")},
+        ("DELETE", reservation): "decisions",
+    }
+    assert not {path for _, path in changes} & OPEN_PATHS
 
 
 async def test_tokens_change_while_the_service_runs(file: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from api.problems import ProblemError
 from api.view_source import stream_pages
 from api.workers.routes import _radix_view
+from kv_events.http.worker_records import WorkerRecord
 from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import ResyncRequest
 from tests.support.http_checks import check_problem
@@ -30,7 +31,8 @@ async def test_workers_have_the_peers_shape_and_more(client: httpx.AsyncClient, 
     (worker,) = (await client.get("/workers")).json()
     listeners = worker.pop("listeners")
     assert worker.pop("age_ms") >= 0
-    assert worker == {
+    record = WorkerRecord(worker_id=1, model_name="m")
+    assert worker == msgspec.to_builtins(record) | {
         "instance_id": "1",
         "source": "log",
         "status": "active",

@@ -1,0 +1,121 @@
+"""The load of engines, from their own metrics."""
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from api.workers.allowed_addresses import AllowedAddresses
+from api.workers.engine_metrics import metrics_of
+from api.workers.reports import Reports
+from kv_events.streams import StreamId
+from tests.support.engines.event_payloads import payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.log.hand_fed import HandFed
+from tests.support.servers.embedded_service import TOKENS, service
+from tests.support.servers.scripted_server import HANG_UP, Reply, scripted
+from tests.support.waiting import async_wait_until
+
+VLLM = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 5.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.025
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 1e-05
+vllm:cache_config_info{block_size="4",engine="0",num_gpu_blocks="400"} 1.0
+vllm:cache_config_info{block_size="4",engine="1",num_gpu_blocks="400"} 1.0
+"""
+SGLANG = """\
+sglang:num_running_reqs{dp_rank="0",model_name="m",tp_rank="0"} 3.0
+sglang:num_queue_reqs{dp_rank="0",model_name="m",tp_rank="0"} 2.0
+sglang:token_usage{dp_rank="0",model_name="m",tp_rank="0"} 0.5
+sglang:num_used_tokens{dp_rank="0",model_name="m",tp_rank="0"} 40.0
+sglang:max_total_num_tokens{dp_rank="0",model_name="m",tp_rank="0"} 1600.0
+"""
+
+
+@pytest.mark.parametrize("text", [VLLM, SGLANG])
+def test_running_and_waiting_requests_and_their_tokens_are_read(text: str) -> None:
+    assert metrics_of(text.encode(), 0) == (1600, 5, 40)
+    without_used = "".join(line for line in text.splitlines(keepends=True) if "num_used_tokens" not in line)
+    assert metrics_of(without_used.encode(), 0).used_tokens == (40 if text == VLLM else 800)
+    assert metrics_of(VLLM.encode(), 1) == (1600, 5, 0)
+    assert metrics_of(VLLM.encode(), 7) == (1600, 5, 40)  # no label names it: the first sample counts
+
+
+@pytest.mark.parametrize("text", ["", VLLM.replace("3.0", "-1"), SGLANG.replace("2.0", "1e300"), "vllm:x 1\n"])
+def test_no_load_is_made_of_absurd_numbers(text: str) -> None:
+    assert metrics_of(text.encode(), 0).requests is None
+
+
+async def reported(client: httpx.AsyncClient) -> list[tuple[int, int]]:
+    (model,) = (await client.get("/loads")).json()
+    return [(each.get("reported_requests"), each.get("reported_blocks")) for each in model["loads"]]
+
+
+async def test_loads_show_what_the_engine_of_a_record_reports() -> None:
+    async with scripted(*[HANG_UP] * 2, *[Reply(body=VLLM.encode())] * 600) as http, service() as served:
+        with ZmqEngine() as engine:
+            body: dict[str, Any] = {"worker_id": 1, "model_name": "m", "block_size": 4, "endpoint": http.url}
+            await served.client.post("/workers", json=body | {"kv_events_endpoints": {"0": engine.endpoint}})
+            await asyncio.to_thread(engine.wait_for_readers)
+            engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
+            await served.holds(16)
+
+            async def is_reported() -> bool:
+                await served.client.post("/select", json={"model_name": "m", "token_ids": TOKENS})
+                return await reported(served.client) == [(5, 10)]
+
+            await async_wait_until(is_reported, 60, "the engine's load")
+            (worker,) = (await served.client.get("/fleet")).json()["workers"]
+            assert worker["capacity"] == {"GPU": 400}
+            assert {request.line for request in http.requests} == {"GET /metrics HTTP/1.1"}
+
+
+async def follow(url: str, allow: str, until: Any) -> Reports:
+    """Read the metrics of one rank until a condition holds."""
+    fed, stream = HandFed(), StreamId("m", "default", "w", 0)
+    found = Reports(fed.consumer, lambda: {stream: url}, AllowedAddresses(allow))
+    task = asyncio.create_task(found.follow())
+    try:
+        await async_wait_until(lambda: until(found.of(stream)), 60, "a report")
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return found
+
+
+async def test_a_report_is_forgotten_after_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scripted(*[Reply(body=SGLANG.encode())] * 600) as http:
+        found = await follow(f"{http.url}/metrics", "*", lambda report: report is not None)
+    stream = StreamId("m", "default", "w", 0)
+    first = found.of(stream)
+    assert first is not None
+    assert found.of(stream) is first
+    assert found.room(stream) == 1600
+    monkeypatch.setattr(time, "time", lambda: first.at + 5.1)
+    assert found.of(stream) is None
+
+
+async def test_no_address_is_asked_that_is_not_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted(Reply(body=VLLM.encode())) as http:
+        await follow(f"{http.url}/metrics", "10.0.0.0/8", lambda _: "not permitted" in caplog.text)
+        assert not http.requests
+
+
+async def test_reports_of_ranks_that_share_an_address_cost_one_request() -> None:
+    fed = HandFed()
+    ranks = [StreamId("m", "default", "w", rank) for rank in (0, 1)]
+    async with scripted(*[Reply(body=VLLM.encode())] * 600) as http:
+        found = Reports(fed.consumer, lambda: dict.fromkeys(ranks, f"{http.url}/metrics"), AllowedAddresses("*"))
+        task = asyncio.create_task(found.follow())
+        await async_wait_until(lambda: all(map(found.of, ranks)), 60, "reports")
+        assert len(http.requests) == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert [report.requests for rank in ranks if (report := found.of(rank)) is not None] == [5, 5]
