@@ -19,6 +19,8 @@ OUTSIDE = (
     "benchmarks/README.md",
     "deploy/grafana/dashboards/kvsight.json",
     "deploy/helm/kvsight/values.yaml",
+    "deploy/envoy/envoy.yaml",
+    "deploy/kubernetes/inference-pool.yaml",
     "deploy/kubernetes/kvsight.yaml",
     "deploy/kubernetes/vllm-with-bridge.yaml",
     "deploy/prometheus/alerts.yml",

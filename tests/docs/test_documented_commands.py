@@ -37,6 +37,7 @@ NOT_HERE = {
     "VLLM_MODEL=Qwen/Qwen3-0.6B": "needs Docker and a GPU",
     "helm": "needs a cluster; tests/deploy/test_kubernetes.py renders the chart",
     "kubectl": "needs a cluster",
+    "envoy": "tests/routers run it with this configuration",
     "vllm": "needs a GPU; test_engine_plugins.py loads what the engine loads",
     "KVSIGHT_REPLACE_ZMQ=true": "the same",
     "python": "the same, for SGLang",
@@ -63,6 +64,7 @@ RUNS_ON = {
     "kvsight record": "recording",
     "kvsight demo --engine": "engine-2",
     "kvsight bridge": "reading",
+    "kvsight endpoint-picker": "picks endpoints",
     "curl -sN": "kvsight",
 }
 """Beginning of a command line that does not end by itself -> what it prints."""
