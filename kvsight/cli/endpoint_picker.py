@@ -33,7 +33,9 @@ def endpoint_picker(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Choose endpoints for Envoy, as the Gateway API Inference Extension asks for them.
+    """Choose endpoints for Envoy, which asks over gRPC.
+
+    The protocol is that of the endpoint pickers of the Gateway API Inference Extension.
 
     Without an answer of kvsight in time, the candidates take turns, or Envoy chooses. No request fails because of that.
 
