@@ -9,9 +9,10 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -35,13 +36,16 @@ _TOKENS = re.compile(rb"\[\s*\d")
 _body_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class Picked(NamedTuple):
+@dataclass(slots=True)
+class Picked:
     """The endpoints of a request."""
 
     endpoints: Sequence[str]
     """`ip:port`, the best one first. Empty: the caller chooses."""
     selection: Selection | None = None
     """What is booked. None: nothing is."""
+    last: asyncio.Task[None] | None = None
+    """What is being noted about it."""
 
 
 class TooManyRequestsError(KvsightError):
@@ -108,12 +112,12 @@ class Picker:
     def complete(self, picked: Picked) -> None:
         """Note that the first token has come. Does not wait."""
         if picked.selection is not None:
-            self._start(complete(str(picked.selection.selection_id)))
+            self._start(complete(str(picked.selection.selection_id)), picked)
 
     def release(self, picked: Picked) -> None:
         """Note that the request has ended. Does not wait."""
         if picked.selection is not None:
-            self._start(release(str(picked.selection.selection_id)))
+            self._start(release(str(picked.selection.selection_id)), picked)
 
     def served(self, picked: Picked, endpoint: str) -> Picked:
         """Note which endpoint answers. If it is another one, the booking moves there. Does not wait."""
@@ -124,8 +128,9 @@ class Picker:
         if worker is None:
             return Picked([endpoint])
         moved = msgspec.structs.replace(picked.selection, selection_id=self._name(), worker_id=worker)
-        self._start(book(moved))
-        return Picked([endpoint], moved)
+        served = Picked([endpoint], moved, picked.last)
+        self._start(book(moved), served)
+        return served
 
     async def follow_workers(self) -> NoReturn:
         """Learn the endpoints of the workers, again and again."""
@@ -188,12 +193,18 @@ class Picker:
             logger.warning("endpoints are chosen without kvsight: %s", trouble)
             self._silent_until = now + _SILENCE_S
 
-    def _start(self, call: Call[None]) -> None:
-        if len(self._tasks) < _MOST_TASKS:  # what is lost ends by itself after the service's time-to-live
-            task = asyncio.create_task(self._send(call))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _start(self, call: Call[None], picked: Picked | None = None) -> None:
+        """Send a call in the background, after what was noted before about the same request."""
+        if len(self._tasks) >= _MOST_TASKS:
+            return  # the booking ends by itself after the service's time-to-live
+        task = asyncio.create_task(self._send(call, None if picked is None else picked.last))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if picked is not None:
+            picked.last = task
 
-    async def _send(self, call: Call[None]) -> None:
+    async def _send(self, call: Call[None], earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None:
+            await earlier
         with suppress(KvsightError):
             await self._client.send(call)

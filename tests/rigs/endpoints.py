@@ -36,7 +36,7 @@ class EchoingEngine:
     server: ThreadingHTTPServer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.server = ThreadingHTTPServer(("127.0.0.1", free_port()), _handler(self))
+        self.server = _Server(("127.0.0.1", free_port()), _handler(self))
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     @property
@@ -48,6 +48,11 @@ class EchoingEngine:
         num_pages, first = len(tokens) // BLOCK_SIZE, abs(hash(tuple(tokens))) >> 8
         event = ["BlockStored", list(range(first, first + num_pages)), None, tokens, BLOCK_SIZE, None, "GPU"]
         self.events.send(msgspec.msgpack.encode([time.time(), [event], 0]))
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A client may disconnect."""
 
 
 def _handler(engine: EchoingEngine) -> type[BaseHTTPRequestHandler]:

@@ -1,12 +1,15 @@
 """The endpoint picker, asked by a real Envoy, with a real service that reads the events of three engines."""
 
 import json
+import os
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -61,21 +64,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("envoy")
     with ExitStack() as stack:
         engines = [EchoingEngine(stack.enter_context(ZmqEngine())) for _ in range(3)]
-        addresses, picker_port = [each.address for each in engines], free_port()
-        envoy = Envoy(folder, addresses, picker_port)
         service = stack.enter_context(ServiceProcess(folder))
         for number, each in enumerate(engines[:2]):
             record = {"worker_id": f"engine-{number}", "model_name": "m", "endpoint": f"http://{each.address}"}
             events = {"kv_events_endpoints": {"0": each.events.endpoint}, "block_size": BLOCK_SIZE}
             assert service.post("/workers", record | events).is_success
-        last = {"instance_id": addresses[2], "endpoint": engines[2].events.endpoint, "model_name": "m"}
+        last = {"instance_id": engines[2].address, "endpoint": engines[2].events.endpoint, "model_name": "m"}
         assert service.post("/register", last | {"block_size": BLOCK_SIZE}).is_success
         for each in engines:
             each.events.wait_for_readers()
-        flags = ("--url", service.url, "--port", picker_port, "--deadline-ms", 5000)  # the machine may be slow
-        picker = stack.enter_context(RunningCommand("endpoint-picker", *flags))
-        picker.wait_for("picks endpoints")
-        stack.enter_context(envoy)
+        picker_port, envoy = stack.enter_context(asking(service, [each.address for each in engines]))
         http = stack.enter_context(httpx.Client(base_url=envoy.url, verify=WITHOUT_TLS, timeout=60))
         whole = Site(engines, service, picker_port, envoy, http)
         for number in range(3):
@@ -83,6 +81,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             wait_until(lambda: _goes_to(whole, tokens, number), what="the picker to know the engine")  # noqa: B023
         wait_until(lambda: whole.booked() == 0, what="no bookings")
         yield whole
+
+
+@contextmanager
+def asking(service: ServiceProcess, engines: list[str], deadline_ms: int = 5000) -> Iterator[tuple[int, Envoy]]:
+    """Yield the port of a picker and an Envoy that asks it. deadline_ms: the machine may be slow."""
+    flags = ("--url", service.url, "--port", (port := free_port()), "--deadline-ms", deadline_ms)
+    envoy = Envoy(service.log.parent, engines, port)
+    with RunningCommand("endpoint-picker", *flags) as picker:
+        picker.wait_for("picks endpoints")
+        with envoy:
+            yield port, envoy
 
 
 def _goes_to(site: Site, tokens: list[int], number: int) -> bool:
@@ -106,7 +115,7 @@ def test_only_the_candidates_of_the_gateway_are_chosen(site: Site) -> None:
     for _ in range(3):
         answer = site.send({"model": "m", "prompt": prompt}, x_subset=site.addresses(1, 2))
         assert answer.headers["x-engine"] in site.addresses(1, 2).split(",")
-    answer = site.send({"model": "m", "prompt": prompt}, x_subset=site.addresses(1, 0))
+    answer = site.send({"model": "m", "prompt": site.prompt(0)}, x_subset=site.addresses(1, 0))
     assert answer.headers["x-engine"] == site.engines[0].address
     forced = {"model": "m", "prompt": prompt, "allowed_worker_ids": ["engine-0"], "pinned_worker": "engine-0"}
     assert site.send(forced, x_subset=site.addresses(1)).headers["x-engine"] == site.engines[1].address
@@ -122,16 +131,13 @@ def test_the_next_endpoint_is_tried_if_the_first_one_is_away_and_the_booking_mov
     with ZmqEngine() as events, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # does not listen
         gone = f"127.0.0.1:{closed.getsockname()[1]}"
-        flags = ("--url", site.service.url, "--port", (port := free_port()), "--deadline-ms", 5000)
         body = {"instance_id": gone, "endpoint": events.endpoint, "model_name": "m", "block_size": BLOCK_SIZE}
         assert site.service.post("/register", body).is_success
         events.wait_for_readers()
         tokens = [secrets.randbelow(100_000) for _ in range(PAGES * BLOCK_SIZE)]
         EchoingEngine(events).hold(tokens)
         wait_until(lambda: site.service.post("/query", {"model_name": "m", "token_ids": tokens}).json().get("scores"))
-        folder = site.service.log.parent
-        with RunningCommand("endpoint-picker", *flags) as picker, Envoy(folder, [gone, *_all(site)], port) as envoy:
-            picker.wait_for("picks endpoints")
+        with asking(site.service, [gone, *_all(site)]) as (_, envoy):
 
             def sent(hold: dict[str, str]) -> httpx.Response:
                 content = json.dumps({"model": "m", "prompt": tokens}).encode()
@@ -151,10 +157,10 @@ def test_the_next_endpoint_is_tried_if_the_first_one_is_away_and_the_booking_mov
                     each.let_go.set()
                 served = answer.result(60).headers["x-engine"]
             assert served in _all(site)
+            wait_until(lambda: site.booked() == 0, what="the release")
         for each in site.engines:
             each.let_go.clear()
         assert site.service.post("/unregister", {"instance_id": gone, "model_name": "m"}).is_success
-    wait_until(lambda: site.booked() == 0, what="the release")
 
 
 def _all(site: Site) -> list[str]:
@@ -225,32 +231,69 @@ def test_the_health_service_says_serving(site: Site) -> None:
             assert answer.status == health.HealthCheckResponse.SERVING
 
 
-def test_no_request_fails_when_the_service_is_killed_stopped_and_restarted(site: Site) -> None:
-    prompt, subset = site.prompt(0), site.addresses(1, 2)
-    stop, seen, failed = threading.Event(), list[str](), list[object]()
+def test_no_request_fails_or_waits_while_the_service_hangs(site: Site) -> None:
+    body = json.dumps({"model": "m", "prompt": site.prompt(0)}).encode()
+    with asking(site.service, _all(site), 100) as (_, envoy):
 
-    def ask(headers: dict[str, str]) -> None:
+        def used() -> str:
+            answer = httpx.post(f"{envoy.url}/v1/completions", content=body, timeout=60)
+            return str(answer.raise_for_status().headers["x-engine"])
+
+        wait_until(lambda: [used() for _ in range(3)] == [site.engines[0].address] * 3, what="the picker to choose")
+        os.kill(site.service.pid, signal.SIGSTOP)
+        try:
+            assert {used() for _ in range(20)} == set(_all(site))
+        finally:
+            os.kill(site.service.pid, signal.SIGCONT)
+        wait_until(lambda: [used() for _ in range(3)] == [site.engines[0].address] * 3, what="the picker to choose")
+        wait_until(lambda: site.booked() == 0, what="the release of what was booked too late")
+
+
+def test_a_request_above_the_limit_of_its_tenant_gets_429(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "limits.toml").write_text("[default]\nqueries_per_s = 1\n")
+    engine = site.engines[2]
+    with ServiceProcess(tmp_path, KVSIGHT_TENANT_LIMITS_FILE=tmp_path / "limits.toml") as service:
+        body = {"instance_id": engine.address, "endpoint": engine.events.endpoint, "model_name": "m"}
+        assert service.post("/register", body | {"block_size": BLOCK_SIZE}).is_success
+        engine.events.wait_for_readers()
+        engine.hold([secrets.randbelow(100_000) for _ in range(BLOCK_SIZE)])
+        content = json.dumps({"model": "m", "prompt": [1] * BLOCK_SIZE}).encode()
+        with asking(service, _all(site)) as (_, envoy):
+
+            def is_limited() -> bool:
+                return httpx.post(f"{envoy.url}/v1/completions", content=content, timeout=60).status_code == 429
+
+            wait_until(is_limited, what="a 429")
+
+
+def test_no_request_fails_when_the_service_is_killed_and_restarted(site: Site) -> None:
+    prompt, subset = site.prompt(0), site.addresses(1, 2)
+    body = {"model": "m", "prompt": prompt}
+    stop, failed, seen, of_subset = threading.Event(), list[object](), list[str](), list[str]()
+
+    def ask(used: list[str], headers: dict[str, str]) -> None:
         while not stop.is_set():
             try:
-                answer = site.send({"model": "m", "prompt": prompt}, **headers)
-                seen.append(answer.headers["x-engine"]) if answer.is_success else failed.append(answer)
+                used.append(site.send(body, **headers).raise_for_status().headers["x-engine"])
             except httpx.HTTPError as error:
                 failed.append(error)
 
     def more(number: int) -> None:
-        target = len(seen) + number
-        wait_until(lambda: len(seen) >= target or failed, 60, "answers")
+        target = len(seen) + number, len(of_subset) + number
+        wait_until(lambda: (len(seen) > target[0] and len(of_subset) > target[1]) or failed, 60, "answers")
 
     with ThreadPoolExecutor(2) as pool:
-        asking = [pool.submit(ask, each) for each in ({}, {"x_subset": subset})]
-        more(10)
+        askers = [pool.submit(ask, seen, {}), pool.submit(ask, of_subset, {"x_subset": subset})]
+        more(5)
         site.service.kill()
-        more(60)
-        used = {len(each.received) > 0 for each in site.engines}
-        site.service.start()
+        more(5)  # one may still have been chosen
+        killed_at = len(seen)
         more(20)
+        assert {*seen[killed_at:]} == {*_all(site)}
+        site.service.start()
+        more(5)
         stop.set()
-        for each in asking:
+        for each in askers:
             each.result(60)
     assert not failed
-    assert used == {True}
+    assert {*of_subset} == {*subset.split(",")}
