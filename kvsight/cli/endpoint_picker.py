@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kv_events.http.service import DEFAULT_URL
 from kvsight.cli.shared.console import UsageError, err
-from kvsight.cli.shared.flags import LOG_LINES, ApiToken, Url, with_flags
+from kvsight.cli.shared.flags import ApiToken, Url
 from kvsight.cli.shared.process import stop_signals
 from kvsight.extras import require
 
@@ -17,7 +17,6 @@ _TIMEOUT_S = 2.0
 """For what no request waits for."""
 
 
-@with_flags(LOG_LINES)
 def endpoint_picker(
     url: Url = DEFAULT_URL,
     api_token: ApiToken = None,
@@ -30,8 +29,6 @@ def endpoint_picker(
     deadline_ms: Annotated[int, typer.Option(help="Longest wait for a choice, in ms.", min=1, max=60_000)] = 250,
     tls_cert_file: Annotated[Path | None, typer.Option(help="Certificate, to serve TLS only.")] = None,
     tls_key_file: Annotated[Path | None, typer.Option(help="Its key, if that is in another file.")] = None,
-    *,
-    flags: dict[str, Any],
 ) -> None:
     """Choose endpoints for Envoy, which asks over gRPC.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
-from kvsight.routers.picking import Picked, Picker, TooManyRequestsError
+from kvsight.errors import KvsightHttpError
+from kvsight.routers.picking import TOO_MANY_REQUESTS, Picked, Picker
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 ENDPOINT = "x-gateway-destination-endpoint"
@@ -40,32 +42,30 @@ _REQUEST_TRAILERS = wire.ProcessingResponse(request_trailers=wire.TrailersRespon
 _RESPONSE_TRAILERS = wire.ProcessingResponse(response_trailers=wire.TrailersResponse())
 
 
-class EndpointPicker:
-    """Answers Envoy. Belongs to one event loop."""
+class _Held:
+    """Bytes of all bodies that wait for an endpoint."""
 
-    def __init__(self, picker: Picker) -> None:
-        self.picker = picker
-        self.held_bytes = 0
-        """Of bodies that wait for an endpoint."""
+    num_bytes = 0
 
-    async def process(
-        self, messages: AsyncIterator[wire.ProcessingRequest], _context: Any
-    ) -> AsyncIterator[wire.ProcessingResponse]:
-        """Answer the messages about one HTTP request, and end its booking when Envoy ends it, for whatever reason."""
-        exchange = _Exchange(self)
-        try:
-            async for message in messages:
-                for answer in await exchange.take(message):
-                    yield answer
-        finally:
-            exchange.end()
+
+async def _process(
+    picker: Picker, held: _Held, messages: AsyncIterator[wire.ProcessingRequest], _context: object
+) -> AsyncIterator[wire.ProcessingResponse]:
+    """Answer the messages about one HTTP request, and end its booking when Envoy ends it, for whatever reason."""
+    exchange = _Exchange(picker, held)
+    try:
+        async for message in messages:
+            for answer in await exchange.take(message):
+                yield answer
+    finally:
+        exchange.end()
 
 
 class _Exchange:
     """One HTTP request and its response."""
 
-    def __init__(self, service: EndpointPicker) -> None:
-        self._service = service
+    def __init__(self, picker: Picker, held: _Held) -> None:
+        self._picker, self._held = picker, held
         self._subset: Sequence[str] | None = None
         self._body: list[wire.HttpBody] | None = []  # None: its endpoint is chosen
         self._num_bytes = 0
@@ -97,7 +97,7 @@ class _Exchange:
     def end(self) -> None:
         """Note that the request has ended. Idempotent."""
         self._let_go()
-        self._service.picker.release(self._picked)
+        self._picker.release(self._picked)
         self._picked = Picked([])
 
     async def _take_body(self, part: wire.HttpBody) -> Sequence[wire.ProcessingResponse]:
@@ -105,8 +105,8 @@ class _Exchange:
             return (wire.ProcessingResponse(request_body=_unchanged(part)),)
         self._body.append(part)
         self._num_bytes += len(part.body)
-        self._service.held_bytes += len(part.body)
-        is_too_large = self._num_bytes > MAX_BODY_BYTES or self._service.held_bytes > MAX_HELD_BYTES
+        self._held.num_bytes += len(part.body)
+        is_too_large = self._num_bytes > MAX_BODY_BYTES or self._held.num_bytes > MAX_HELD_BYTES
         if part.end_of_stream or is_too_large:
             return await self._choose(is_whole=not is_too_large)
         return ()
@@ -118,23 +118,23 @@ class _Exchange:
         parts = self._body or []
         body = b"".join(part.body for part in parts) if is_whole else None
         try:
-            self._picked = await self._service.picker.pick(body, self._subset)
-        except TooManyRequestsError as error:
-            return (_refusal(429, str(error)),)
+            self._picked = await self._picker.pick(body, self._subset)
+        except KvsightHttpError as error:
+            return (_refusal(TOO_MANY_REQUESTS, error.title),)
         self._let_go()
         unchanged = (wire.ProcessingResponse(request_body=_unchanged(part)) for part in parts)
         return _to(",".join(self._picked.endpoints)), *unchanged
 
     def _let_go(self) -> None:
         if self._body is not None:
-            self._service.held_bytes -= self._num_bytes
+            self._held.num_bytes -= self._num_bytes
             self._body = None
 
     def _begin_response(self, message: wire.ProcessingRequest) -> None:
         headers = {header.key: header.raw_value for header in message.response_headers.headers.headers}
         self._is_streamed = not headers.get("content-type", b"").startswith(_WHOLE_JSON)
         if served := _served(message):
-            self._picked = self._service.picker.served(self._picked, served)
+            self._picked = self._picker.served(self._picked, served)
         if message.response_headers.end_of_stream:
             self.end()
 
@@ -143,7 +143,7 @@ class _Exchange:
             self.end()
         elif self._is_streamed and part.body:
             self._is_streamed = False
-            self._service.picker.complete(self._picked)
+            self._picker.complete(self._picked)
 
 
 @asynccontextmanager
@@ -152,9 +152,9 @@ async def serving(picker: Picker, address: str, certificate: tuple[Path, Path] |
 
     Raises OSError if the address cannot be used, or a file cannot be read.
     """
-    service, state = EndpointPicker(picker), health.HealthServicer()
+    held, state = _Held(), health.HealthServicer()
     process = grpc.stream_stream_rpc_method_handler(
-        service.process,
+        partial(_process, picker, held),
         request_deserializer=wire.ProcessingRequest.FromString,
         response_serializer=wire.ProcessingResponse.SerializeToString,
     )
@@ -163,14 +163,15 @@ async def serving(picker: Picker, address: str, certificate: tuple[Path, Path] |
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     port = _bind(server, address, certificate)
     await state.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(picker.close)
-        follower = asyncio.create_task(picker.follow_workers(), name="workers")
-        stack.callback(follower.cancel)
+    follower = asyncio.create_task(picker.follow_workers(), name="workers")
+    try:
         await server.start()
-        stack.push_async_callback(server.stop, _GRACE_S)
-        stack.push_async_callback(state.enter_graceful_shutdown)
         yield port
+    finally:
+        await state.enter_graceful_shutdown()
+        await server.stop(_GRACE_S)
+        follower.cancel()
+        await picker.close()
 
 
 def _bind(server: Any, address: str, certificate: tuple[Path, Path] | None) -> int:
@@ -208,18 +209,15 @@ def _metadata(message: wire.ProcessingRequest, namespace: str, key: str) -> Any:
 
 def _to(endpoints: str) -> wire.ProcessingResponse:
     """The answer to the headers of a request. Without endpoints, it removes a header that the caller may have set."""
-    header = base_pb2.HeaderValue(key=ENDPOINT, raw_value=endpoints.encode())
-    if not endpoints:
-        mutation = wire.HeaderMutation(remove_headers=[ENDPOINT])
-        return wire.ProcessingResponse(request_headers=_headers(mutation))
-    metadata = Struct()
-    metadata.get_or_create_struct("envoy.lb")[ENDPOINT] = endpoints
-    mutation = wire.HeaderMutation(set_headers=[base_pb2.HeaderValueOption(header=header, append_action=_OVERWRITE)])
-    return wire.ProcessingResponse(request_headers=_headers(mutation), dynamic_metadata=metadata)
-
-
-def _headers(mutation: wire.HeaderMutation) -> wire.HeadersResponse:
-    return wire.HeadersResponse(response=wire.CommonResponse(header_mutation=mutation, clear_route_cache=True))
+    metadata, mutation = Struct(), wire.HeaderMutation(remove_headers=[ENDPOINT])
+    if endpoints:
+        metadata.get_or_create_struct("envoy.lb")[ENDPOINT] = endpoints
+        header = base_pb2.HeaderValue(key=ENDPOINT, raw_value=endpoints.encode())
+        mutation = wire.HeaderMutation(
+            set_headers=[base_pb2.HeaderValueOption(header=header, append_action=_OVERWRITE)]
+        )
+    headers = wire.HeadersResponse(response=wire.CommonResponse(header_mutation=mutation, clear_route_cache=True))
+    return wire.ProcessingResponse(request_headers=headers, dynamic_metadata=metadata if endpoints else None)
 
 
 def _unchanged(part: wire.HttpBody) -> wire.BodyResponse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self, TypeVar
 
 import aiohttp
@@ -13,7 +12,6 @@ from kvsight.calls import Call
 from kvsight.errors import KvsightConnectionError
 
 T = TypeVar("T")
-_MOST_CONNECTIONS = 100
 _KEEPALIVE_S = 4.0  # the server closes idle connections after 5
 
 
@@ -23,7 +21,7 @@ class LightClient(BaseClient):
     _session: aiohttp.ClientSession
 
     def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
-        """Raises InvalidValueError. Arguments as those of `Client`; timeout_s: for the whole of each request."""
+        """Arguments as those of `Client`. timeout_s: for the whole of each request. Raises InvalidValueError."""
         super().__init__(url, token, timeout_s, None)
 
     async def send(self, call: Call[T]) -> T:
@@ -43,7 +41,7 @@ class LightClient(BaseClient):
     async def __aenter__(self) -> Self:
         auth = self._options.get("auth")
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=_MOST_CONNECTIONS, keepalive_timeout=_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(keepalive_timeout=_KEEPALIVE_S),
             headers=self._options.get("headers"),
             auth=aiohttp.BasicAuth(*auth) if auth else None,
             timeout=aiohttp.ClientTimeout(total=self._timeout_s),
@@ -51,7 +49,5 @@ class LightClient(BaseClient):
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()

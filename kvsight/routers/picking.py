@@ -28,10 +28,9 @@ logger = logging.getLogger(__name__)
 _CALLERS_FIELDS = frozenset({"cache_salt", "session_id"})
 _OWN_FIELDS = frozenset(SelectRequest.__struct_fields__) - _CALLERS_FIELDS
 """Fields of a selection that a caller's body must not set."""
-_MOST_ENDPOINTS = 3
-_MOST_TASKS = 1024
-_REFRESH_S = 1.0
-_SILENCE_S = 10.0
+TOO_MANY_REQUESTS = 429
+_MOST_ENDPOINTS, _MOST_TASKS = 3, 1024
+_REFRESH_S, _SILENCE_S = 1.0, 10.0
 _TOKENS = re.compile(rb"\[\s*\d")
 _body_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -46,10 +45,6 @@ class Picked:
     """What is booked. None: nothing is."""
     last: asyncio.Task[None] | None = None
     """What is being noted about it."""
-
-
-class TooManyRequestsError(KvsightError):
-    """kvsight refuses the request, because its token or its tenant has too many of them."""
 
 
 class _Worker(msgspec.Struct, frozen=True):
@@ -69,15 +64,11 @@ class Picker:
 
     def __init__(self, client: LightClient, model: str | None, tenant: str | None, deadline_s: float) -> None:
         """model: the name of the model in kvsight. None: as in each request. deadline_s: how long a choice may take."""
-        self._client = client
-        self._model = model
-        self._tenant = tenant
-        self._deadline_s = deadline_s
+        self._client, self._deadline_s = client, deadline_s
+        self._model, self._tenant = model, tenant
         self._addresses: Mapping[str, str] = {}  # of workers
         self._workers: Mapping[str, str] = {}  # by address
-        self._turn = count()
-        self._prefix = secrets.token_hex(8)
-        self._numbers = count()
+        self._prefix, self._numbers, self._turn = secrets.token_hex(8), count(), count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._silent_until = 0.0
 
@@ -85,7 +76,7 @@ class Picker:
         """Choose endpoints for a request, and book it.
 
         body: of OpenAI's or Anthropic's API. None: unknown. subset: the only candidates. None: all workers.
-        Raises TooManyRequestsError.
+        Raises KvsightHttpError (429) if the service limits the requests of the token or of the tenant.
         """
         workers = None if subset is None else [self._workers[each] for each in subset if each in self._workers]
         call = None if body is None or workers == [] or not self._workers else self._reserve(body, workers)
@@ -94,20 +85,14 @@ class Picker:
         name, question = call
         try:
             async with asyncio.timeout(self._deadline_s):
-                selection = await self._client.send(question)
-        except KvsightHttpError as error:
-            if error.status == 429:
-                raise TooManyRequestsError(str(error)) from error
-            self._note(str(error))
-            return self._in_turn(subset)
-        except (KvsightError, TimeoutError) as error:
-            self._start(release(name))  # it may be booked all the same
+                return self._picked(await self._client.send(question), subset)
+        except (KvsightError, TimeoutError, asyncio.CancelledError) as error:
+            if not isinstance(error, KvsightHttpError):
+                self._start(release(name))  # it may be booked all the same
+            if isinstance(error, asyncio.CancelledError) or getattr(error, "status", 0) == TOO_MANY_REQUESTS:
+                raise
             self._note(str(error) or f"no answer within {self._deadline_s:g} s")
-            return self._in_turn(subset)
-        except asyncio.CancelledError:
-            self._start(release(name))
-            raise
-        return self._picked(selection, subset)
+        return self._in_turn(subset)
 
     def complete(self, picked: Picked) -> None:
         """Note that the first token has come. Does not wait."""
@@ -124,8 +109,7 @@ class Picker:
         if picked.selection is None or endpoint == picked.endpoints[0]:
             return picked
         self.release(picked)
-        worker = self._workers.get(endpoint)
-        if worker is None:
+        if (worker := self._workers.get(endpoint)) is None:
             return Picked([endpoint])
         moved = msgspec.structs.replace(picked.selection, selection_id=self._name(), worker_id=worker)
         served = Picked([endpoint], moved, picked.last)
@@ -160,28 +144,23 @@ class Picker:
         for field in _OWN_FIELDS & fields.keys():
             del fields[field]
         if _TOKENS.match(fields.get("prompt", b"")):  # tokens need no engine, and no other field of the body matters
-            kept = fields.keys() & _CALLERS_FIELDS
-            fields = {"token_ids": fields["prompt"], **{each: fields[each] for each in kept}}
-        name = self._name()
-        more = {**fields, "selection_id": name, "explain": True}
-        return name, reserve(model, tenant=self._tenant, workers=workers, more=more)
+            fields = {"token_ids": fields["prompt"], **{each: fields[each] for each in fields.keys() & _CALLERS_FIELDS}}
+        fields |= {"selection_id": (name := self._name()), "explain": True}
+        return name, reserve(model, tenant=self._tenant, workers=workers, more=fields)
 
     def _picked(self, selection: Selection, subset: Sequence[str] | None) -> Picked:
         """Return the endpoints of the chosen worker and of the next best ones."""
-        ranked = [selection.worker_id, *(each.worker_id for each in selection.candidates or ())]
-        addresses = dict.fromkeys(self._addresses.get(str(worker), "") for worker in ranked)
-        first = self._addresses.get(str(selection.worker_id))
-        if first is None or (subset is not None and first not in subset):
+        workers = selection.worker_id, *(each.worker_id for each in selection.candidates or ())
+        addresses = [self._addresses.get(str(each), "") for each in workers]
+        known = [each for each in dict.fromkeys(addresses) if each and (subset is None or each in subset)]
+        if not known or known[0] != addresses[0]:
             self.release(Picked([], selection))
             return self._in_turn(subset)
-        known = [each for each in addresses if each and (subset is None or each in subset)]
         return Picked(known[:_MOST_ENDPOINTS], selection)
 
     def _in_turn(self, subset: Sequence[str] | None) -> Picked:
-        if not subset:
-            return Picked([])
-        first = next(self._turn) % len(subset)
-        return Picked([*subset[first:], *subset[:first]][:_MOST_ENDPOINTS])
+        first = next(self._turn) % len(subset) if subset else 0
+        return Picked([*subset[first:], *subset[:first]][:_MOST_ENDPOINTS] if subset else [])
 
     def _name(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"
