@@ -7,7 +7,11 @@ from kv_events.errors import KvsightError
 SERVE = ("aiohttp", "fastapi", "fastapi_offline", "httptools", "prometheus_client", "redis", "uvicorn", "yarl")
 """Modules that the extra `serve` brings."""
 
-_EXTRAS = {"serve": SERVE, "analysis": ("bokeh", "jinja2", "pyarrow"), "envoy": ("envoy", "grpc", "grpc_health")}
+_EXTRAS = {
+    "serve": SERVE,
+    "analysis": ("bokeh", "jinja2", "pyarrow"),
+    "envoy": ("envoy", "grpc", "grpc_health", "httpx_aiohttp"),
+}
 
 
 class MissingExtraError(KvsightError):

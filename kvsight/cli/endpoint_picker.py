@@ -13,9 +13,6 @@ from kvsight.cli.shared.flags import ApiToken, Url
 from kvsight.cli.shared.process import stop_signals
 from kvsight.extras import require
 
-_TIMEOUT_S = 2.0
-"""For what no request waits for."""
-
 
 def endpoint_picker(
     url: Url = DEFAULT_URL,
@@ -32,9 +29,8 @@ def endpoint_picker(
 ) -> None:
     """Choose endpoints for Envoy, which asks over gRPC.
 
-    The protocol is that of the endpoint pickers of the Gateway API Inference Extension.
-
-    Without an answer of kvsight in time, the candidates take turns, or Envoy chooses. No request fails because of that.
+    It is an endpoint picker of the Gateway API Inference Extension. Without an answer of kvsight in time, candidates
+    take turns, or Envoy chooses. No request fails because of that.
 
     Example: kvsight endpoint-picker --url http://localhost:8000
     """
@@ -42,15 +38,20 @@ def endpoint_picker(
     if tls_key_file is not None and tls_cert_file is None:
         raise UsageError("--tls-key-file needs --tls-cert-file")
     import uvloop
+    from httpx_aiohttp import AiohttpTransport
 
+    from kvsight.base_client import RetryPolicy
+    from kvsight.client import AsyncClient
     from kvsight.routers.endpoint_picker import serving
-    from kvsight.routers.light_client import LightClient
     from kvsight.routers.picking import Picker
 
     async def serve() -> None:
         stop = stop_signals()
         certificate = None if tls_cert_file is None else (tls_cert_file, tls_key_file or tls_cert_file)
-        async with LightClient(url, api_token, _TIMEOUT_S) as client:
+        client = AsyncClient(
+            url, token=api_token, timeout_s=2.0, retry=RetryPolicy(attempts=1), transport=AiohttpTransport()
+        )
+        async with client:
             picker = Picker(client, model, tenant, deadline_ms / 1000)
             async with serving(picker, f"{host}:{port}", certificate) as bound:
                 err.print(f"picks endpoints on {host}:{bound}; Ctrl-C stops")

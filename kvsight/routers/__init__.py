@@ -1,4 +1,1 @@
-"""What runs inside or beside other routers, and asks kvsight for them.
-
-Start at `picking`, which chooses endpoints, then `endpoint_picker`, which answers Envoy.
-"""
+"""What runs for other routers. Start at `picking`, then `endpoint_picker`, which answers Envoy."""

@@ -29,30 +29,20 @@ ENDPOINT = "x-gateway-destination-endpoint"
 """The header of a request, and the metadata of `envoy.lb`, that name its endpoints."""
 _SUBSET = "envoy.lb.subset_hint", f"{ENDPOINT}-subset"
 _SERVED = "envoy.lb", f"{ENDPOINT}-served"
-_SERVED_ATTRIBUTE = "upstream.address"
-MAX_BODY_BYTES = 8 * 2**20
-"""As many as kvsight takes. The endpoints of a larger body take turns."""
-MAX_HELD_BYTES = 256 * 2**20
-"""Of all bodies that wait for an endpoint. Further ones take turns."""
+MAX_BODY_BYTES, MAX_HELD_BYTES = 8 * 2**20, 256 * 2**20
+"""Of one body, as kvsight takes it, and of all that wait for an endpoint. Further bodies get endpoints in turn."""
 _OVERWRITE = base_pb2.HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
-_WHOLE_JSON = b"application/json"
 _GRACE_S = 5.0
 _RESPONSE_HEADERS = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
 _REQUEST_TRAILERS = wire.ProcessingResponse(request_trailers=wire.TrailersResponse())
 _RESPONSE_TRAILERS = wire.ProcessingResponse(response_trailers=wire.TrailersResponse())
 
 
-class _Held:
-    """Bytes of all bodies that wait for an endpoint."""
-
-    num_bytes = 0
-
-
 async def _process(
-    picker: Picker, held: _Held, messages: AsyncIterator[wire.ProcessingRequest], _context: object
+    picker: Picker, messages: AsyncIterator[wire.ProcessingRequest], _context: object
 ) -> AsyncIterator[wire.ProcessingResponse]:
     """Answer the messages about one HTTP request, and end its booking when Envoy ends it, for whatever reason."""
-    exchange = _Exchange(picker, held)
+    exchange = _Exchange(picker)
     try:
         async for message in messages:
             for answer in await exchange.take(message):
@@ -64,8 +54,10 @@ async def _process(
 class _Exchange:
     """One HTTP request and its response."""
 
-    def __init__(self, picker: Picker, held: _Held) -> None:
-        self._picker, self._held = picker, held
+    held_bytes = 0  # of all that wait
+
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
         self._subset: Sequence[str] | None = None
         self._body: list[wire.HttpBody] | None = []  # None: its endpoint is chosen
         self._num_bytes = 0
@@ -105,8 +97,8 @@ class _Exchange:
             return (wire.ProcessingResponse(request_body=_unchanged(part)),)
         self._body.append(part)
         self._num_bytes += len(part.body)
-        self._held.num_bytes += len(part.body)
-        is_too_large = self._num_bytes > MAX_BODY_BYTES or self._held.num_bytes > MAX_HELD_BYTES
+        _Exchange.held_bytes += len(part.body)
+        is_too_large = self._num_bytes > MAX_BODY_BYTES or _Exchange.held_bytes > MAX_HELD_BYTES
         if part.end_of_stream or is_too_large:
             return await self._choose(is_whole=not is_too_large)
         return ()
@@ -127,12 +119,12 @@ class _Exchange:
 
     def _let_go(self) -> None:
         if self._body is not None:
-            self._held.num_bytes -= self._num_bytes
+            _Exchange.held_bytes -= self._num_bytes
             self._body = None
 
     def _begin_response(self, message: wire.ProcessingRequest) -> None:
         headers = {header.key: header.raw_value for header in message.response_headers.headers.headers}
-        self._is_streamed = not headers.get("content-type", b"").startswith(_WHOLE_JSON)
+        self._is_streamed = not headers.get("content-type", b"").startswith(b"application/json")
         if served := _served(message):
             self._picked = self._picker.served(self._picked, served)
         if message.response_headers.end_of_stream:
@@ -152,9 +144,9 @@ async def serving(picker: Picker, address: str, certificate: tuple[Path, Path] |
 
     Raises OSError if the address cannot be used, or a file cannot be read.
     """
-    held, state = _Held(), health.HealthServicer()
+    state = health.HealthServicer()
     process = grpc.stream_stream_rpc_method_handler(
-        partial(_process, picker, held),
+        partial(_process, picker),
         request_deserializer=wire.ProcessingRequest.FromString,
         response_serializer=wire.ProcessingResponse.SerializeToString,
     )
@@ -196,10 +188,9 @@ def _subset(message: wire.ProcessingRequest) -> list[str] | None:
 def _served(message: wire.ProcessingRequest) -> str:
     """Return the endpoint that answers. Empty: Envoy does not say it."""
     value = _metadata(message, *_SERVED)
-    if value is not None:
-        return str(value.string_value)
-    fields = [struct.fields[_SERVED_ATTRIBUTE] for struct in message.attributes.values() if _SERVED_ATTRIBUTE in struct]
-    return str(fields[0].string_value) if fields else ""
+    for each in message.attributes.values():
+        value = value or each.fields.get("upstream.address")
+    return "" if value is None else str(value.string_value)
 
 
 def _metadata(message: wire.ProcessingRequest, namespace: str, key: str) -> Any:
@@ -213,9 +204,8 @@ def _to(endpoints: str) -> wire.ProcessingResponse:
     if endpoints:
         metadata.get_or_create_struct("envoy.lb")[ENDPOINT] = endpoints
         header = base_pb2.HeaderValue(key=ENDPOINT, raw_value=endpoints.encode())
-        mutation = wire.HeaderMutation(
-            set_headers=[base_pb2.HeaderValueOption(header=header, append_action=_OVERWRITE)]
-        )
+        option = base_pb2.HeaderValueOption(header=header, append_action=_OVERWRITE)
+        mutation = wire.HeaderMutation(set_headers=[option])
     headers = wire.HeadersResponse(response=wire.CommonResponse(header_mutation=mutation, clear_route_cache=True))
     return wire.ProcessingResponse(request_headers=headers, dynamic_metadata=metadata if endpoints else None)
 
@@ -226,6 +216,5 @@ def _unchanged(part: wire.HttpBody) -> wire.BodyResponse:
 
 
 def _refusal(status: int, why: str) -> wire.ProcessingResponse:
-    return wire.ProcessingResponse(
-        immediate_response=wire.ImmediateResponse(status=HttpStatus(code=status), body=why.encode(), details=why)
-    )
+    answer = wire.ImmediateResponse(status=HttpStatus(code=status), body=why.encode(), details=why)
+    return wire.ProcessingResponse(immediate_response=answer)

@@ -19,8 +19,8 @@ import msgspec
 from kv_events.errors import KvsightError
 from kv_events.http.selection import Selection, SelectRequest
 from kvsight.calls import Call, decode
+from kvsight.client import AsyncClient
 from kvsight.errors import KvsightHttpError
-from kvsight.routers.light_client import LightClient
 from kvsight.selection_calls import book, complete, release, reserve
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,8 @@ class Picked:
 
     endpoints: Sequence[str]
     """`ip:port`, the best one first. Empty: the caller chooses."""
-    selection: Selection | None = None
-    """What is booked. None: nothing is."""
-    last: asyncio.Task[None] | None = None
-    """What is being noted about it."""
+    selection: Selection | None = None  # what is booked
+    last: asyncio.Task[None] | None = None  # what is being noted about it
 
 
 class _Worker(msgspec.Struct, frozen=True):
@@ -62,13 +60,14 @@ class _Worker(msgspec.Struct, frozen=True):
 class Picker:
     """Chooses endpoints, and books what it chooses. Belongs to one event loop, and needs `follow_workers` in a task."""
 
-    def __init__(self, client: LightClient, model: str | None, tenant: str | None, deadline_s: float) -> None:
+    def __init__(self, client: AsyncClient, model: str | None, tenant: str | None, deadline_s: float) -> None:
         """model: the name of the model in kvsight. None: as in each request. deadline_s: how long a choice may take."""
         self._client, self._deadline_s = client, deadline_s
         self._model, self._tenant = model, tenant
         self._addresses: Mapping[str, str] = {}  # of workers
         self._workers: Mapping[str, str] = {}  # by address
-        self._prefix, self._numbers, self._turn = secrets.token_hex(8), count(), count()
+        prefix, self._turn = secrets.token_hex(8), count()
+        self._names = (f"{prefix}-{number}" for number in count())  # of reservations
         self._tasks: set[asyncio.Task[None]] = set()
         self._silent_until = 0.0
 
@@ -86,7 +85,7 @@ class Picker:
         try:
             async with asyncio.timeout(self._deadline_s):
                 return self._picked(await self._client.send(question), subset)
-        except (KvsightError, TimeoutError, asyncio.CancelledError) as error:
+        except (KvsightError, OSError, asyncio.CancelledError) as error:
             if not isinstance(error, KvsightHttpError):
                 self._start(release(name))  # it may be booked all the same
             if isinstance(error, asyncio.CancelledError) or getattr(error, "status", 0) == TOO_MANY_REQUESTS:
@@ -111,7 +110,7 @@ class Picker:
         self.release(picked)
         if (worker := self._workers.get(endpoint)) is None:
             return Picked([endpoint])
-        moved = msgspec.structs.replace(picked.selection, selection_id=self._name(), worker_id=worker)
+        moved = msgspec.structs.replace(picked.selection, selection_id=next(self._names), worker_id=worker)
         served = Picked([endpoint], moved, picked.last)
         self._start(book(moved), served)
         return served
@@ -123,7 +122,7 @@ class Picker:
         while True:
             try:
                 found = await self._client.send(question)
-            except KvsightError as error:
+            except (KvsightError, OSError) as error:
                 self._note(str(error))
                 found = []  # nobody waits for a service that is away
             self._addresses = {each.instance_id: each.address for each in found}
@@ -145,7 +144,7 @@ class Picker:
             del fields[field]
         if _TOKENS.match(fields.get("prompt", b"")):  # tokens need no engine, and no other field of the body matters
             fields = {"token_ids": fields["prompt"], **{each: fields[each] for each in fields.keys() & _CALLERS_FIELDS}}
-        fields |= {"selection_id": (name := self._name()), "explain": True}
+        fields |= {"selection_id": (name := next(self._names)), "explain": True}
         return name, reserve(model, tenant=self._tenant, workers=workers, more=fields)
 
     def _picked(self, selection: Selection, subset: Sequence[str] | None) -> Picked:
@@ -161,9 +160,6 @@ class Picker:
     def _in_turn(self, subset: Sequence[str] | None) -> Picked:
         first = next(self._turn) % len(subset) if subset else 0
         return Picked([*subset[first:], *subset[:first]][:_MOST_ENDPOINTS] if subset else [])
-
-    def _name(self) -> str:
-        return f"{self._prefix}-{next(self._numbers)}"
 
     def _note(self, trouble: str) -> None:
         """Log why kvsight does not choose, every ten seconds at most."""
@@ -185,5 +181,5 @@ class Picker:
     async def _send(self, call: Call[None], earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:
             await earlier
-        with suppress(KvsightError):
+        with suppress(KvsightError, OSError):
             await self._client.send(call)
