@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from kvsight.errors import KvsightHttpError
-from kvsight.routers.picking import TOO_MANY_REQUESTS, Picked, Picker
+from kvsight.routers.picking import Picked, Picker
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 ENDPOINT = "x-gateway-destination-endpoint"
@@ -32,7 +32,6 @@ _SERVED = "envoy.lb", f"{ENDPOINT}-served"
 MAX_BODY_BYTES, MAX_HELD_BYTES = 8 * 2**20, 256 * 2**20
 """Of one body, as kvsight takes it, and of all that wait for an endpoint. Further bodies get endpoints in turn."""
 _OVERWRITE = base_pb2.HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
-_GRACE_S = 5.0
 _RESPONSE_HEADERS = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
 _REQUEST_TRAILERS = wire.ProcessingResponse(request_trailers=wire.TrailersResponse())
 _RESPONSE_TRAILERS = wire.ProcessingResponse(response_trailers=wire.TrailersResponse())
@@ -112,7 +111,7 @@ class _Exchange:
         try:
             self._picked = await self._picker.pick(body, self._subset)
         except KvsightHttpError as error:
-            return (_refusal(TOO_MANY_REQUESTS, error.title),)
+            return (_refusal(429, error.title),)
         self._let_go()
         unchanged = (wire.ProcessingResponse(request_body=_unchanged(part)) for part in parts)
         return _to(",".join(self._picked.endpoints)), *unchanged
@@ -161,7 +160,7 @@ async def serving(picker: Picker, address: str, certificate: tuple[Path, Path] |
         yield port
     finally:
         await state.enter_graceful_shutdown()
-        await server.stop(_GRACE_S)
+        await server.stop(5.0)
         follower.cancel()
         await picker.close()
 

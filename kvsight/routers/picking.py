@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 _CALLERS_FIELDS = frozenset({"cache_salt", "session_id"})
 _OWN_FIELDS = frozenset(SelectRequest.__struct_fields__) - _CALLERS_FIELDS
 """Fields of a selection that a caller's body must not set."""
-TOO_MANY_REQUESTS = 429
 _MOST_ENDPOINTS, _MOST_TASKS = 3, 1024
 _REFRESH_S, _SILENCE_S = 1.0, 10.0
 _TOKENS = re.compile(rb"\[\s*\d")
@@ -88,7 +87,7 @@ class Picker:
         except (KvsightError, OSError, asyncio.CancelledError) as error:
             if not isinstance(error, KvsightHttpError):
                 self._start(release(name))  # it may be booked all the same
-            if isinstance(error, asyncio.CancelledError) or getattr(error, "status", 0) == TOO_MANY_REQUESTS:
+            if isinstance(error, asyncio.CancelledError) or getattr(error, "status", 0) == 429:
                 raise
             self._note(str(error) or f"no answer within {self._deadline_s:g} s")
         return self._in_turn(subset)
