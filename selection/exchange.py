@@ -26,11 +26,11 @@ from kv_events.reservations import (
     ReservationRecord,
     Reserved,
     decode_reservation,
-    encode_own,
+    encode_reservation,
     reservation_id,
 )
 from kv_events.runtime.supervised import keep_running
-from selection.book import LONGEST_S, Book, BookFullError
+from selection.book import LONGEST_S, MAX_RESERVATIONS, Book, BookFullError
 
 if TYPE_CHECKING:
     from indexer.sources.kafka import KafkaSource
@@ -40,18 +40,13 @@ logger = logging.getLogger(__name__)
 _PROBE_S = 1.0
 _MARGIN_S = 5.0
 """Most by which clocks of replicas differ."""
-_MAX_UNKNOWN = 2**17
 
 
 class ReservationExchange:
     """Writes this replica's records, and applies those of the others to the book. Belongs to one event loop."""
 
     def __init__(
-        self,
-        book: Book,
-        queue: WriteQueue,
-        source: KafkaSource | None = None,
-        clock: Callable[[], float] = time.time,
+        self, book: Book, queue: WriteQueue, source: KafkaSource | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         """queue: what writes the records. source: the topic. None: there are no other replicas. clock: returns seconds
         since 1970.
@@ -77,7 +72,7 @@ class ReservationExchange:
         Never waits. The fields must have been checked, see `kv_events.reservations.check_reservation`.
         """
         kind = "reserved" if isinstance(record, Reserved) else record.step
-        payload = encode_own(record) if self.queue.has_log else b""
+        payload = encode_reservation(record) if self.queue.has_log else b""
         return self.queue.put(kind, reservation_id(record), payload)
 
     def why_not_ready(self) -> str:
@@ -91,9 +86,8 @@ class ReservationExchange:
             if self._source is None:
                 yield
                 return
-            name = "reservations"
-            following = keep_running(lambda: self._follow(), name, logger, self._note_failure)
-            task = asyncio.create_task(following, name=name)
+            following = keep_running(self._follow, "reservations", logger, self._note_failure)
+            task = asyncio.create_task(following, name="reservations")
             try:
                 yield
             finally:
@@ -162,7 +156,7 @@ class ReservationExchange:
     def _restore(self, record: ReservationRecord, now: float) -> bool:
         name = reservation_id(record)
         if self.book.get(name) is None and isinstance(record, Progressed) and record.step != RELEASED:
-            if record.timestamp + self.book.ttl_s > now and len(self._unknown) < _MAX_UNKNOWN:
+            if record.timestamp + self.book.ttl_s > now and len(self._unknown) < MAX_RESERVATIONS:
                 self._unknown.add(name)
         else:
             self._unknown.discard(name)

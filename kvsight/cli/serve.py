@@ -44,7 +44,7 @@ _FLAGS = {
     "max_registrations": Flag(int, "Bound on registered engine ranks, for more than 1024."),
     "forget_engine_s": Flag(float, "Seconds until an unreachable engine is unregistered, if it may not come back."),
     **AWAY,
-    "policy": Flag(str, "How POST /select chooses, if not by overlap-load: session,warm-up,lmetric, ..."),
+    "policy": Flag(str, "How POST /select chooses, if not by cache and load: lmetric, priority, ..."),
     "predict_s": Flag(float, "Seconds that pages of placed requests count as held, if 2 do not suit. 0: never."),
     "reservation_ttl_s": Flag(float, "Seconds until a reservation expires, if requests last longer than 600."),
     "reuse_port": Flag(bool, "Share the port, if several services of this machine listen on it."),

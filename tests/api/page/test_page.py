@@ -13,7 +13,7 @@ from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
 from kv_events.http.queries import PeerAnswer, RfcAnswer
-from kv_events.http.service import Status
+from kv_events.http.service import Readiness, Status
 from kv_events.http.workers import RadixView, ResyncAccepted, Worker
 from tests.rigs.api import Serving
 from tests.support.http_checks import check_problem
@@ -274,7 +274,7 @@ def test_the_address_of_the_tokenizer_is_checked_at_the_start() -> None:
         ("GET", "/residency", None, Residency),
         ("GET", "/funnel", None, DecisionFunnel),
         ("GET", "/health", None, Status),
-        ("GET", "/ready", None, Status),
+        ("GET", "/ready", None, Readiness),
         ("POST", "/query", {"model_name": "m", "token_ids": TOKENS, "tier_weights": [1, 1, 1, 1]}, PeerAnswer),
         ("POST", "/query", {"model": "m", "block_size": 4, "token_ids": TOKENS}, RfcAnswer),
     ],
@@ -291,13 +291,14 @@ async def test_a_client_loses_nothing_of_an_answer(
 async def test_the_documentation_describes_the_structs(client: httpx.AsyncClient) -> None:
     document = (await client.get("/openapi.json")).json()
     schemas, paths = document["components"]["schemas"], document["paths"]
-    for path, name in (("/workers/{worker}/view", "RadixView"), ("/health", "Status"), ("/ready", "Status")):
+    for path, name in (("/workers/{worker}/view", "RadixView"), ("/health", "Status"), ("/ready", "Readiness")):
         (operation,) = paths[path].values()
         (content,) = operation["responses"]["200"]["content"].values()
         assert content["schema"] == {"$ref": f"#/components/schemas/{name}"}
     listed = paths["/workers"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     assert listed == {"type": "array", "items": {"$ref": "#/components/schemas/Worker"}}
-    assert set(schemas["Worker"]["required"]) == set(schemas["Worker"]["properties"])
+    may_be_absent = {"not_schedulable_reasons", "kv_events_endpoints"}
+    assert set(schemas["Worker"]["required"]) == set(schemas["Worker"]["properties"]) - may_be_absent
     assert "weighted" not in schemas["PeerInstance"]["required"]
     assert schemas["Worker"]["properties"]["state"]["enum"] == ["live", "syncing", "stale", "expired"]
     assert schemas["Listener"]["properties"]["counters"]["properties"]["gaps"] == {"type": "integer"}
