@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
@@ -90,7 +90,9 @@ class Outcome(NamedTuple):
         return self.cached / self.reusable
 
 
-async def run(url: str, waves: list[list[Messages]], at_once: int = 4, **options: Any) -> Outcome:
+async def run(
+    url: str, waves: list[list[Messages]], at_once: int = 4, headers: Mapping[str, str] | None = None, **options: Any
+) -> Outcome:
     """Send all turns to a router, several at once, and each wave after the one before. options: fields of bodies."""
     limit, seconds, seen = asyncio.Semaphore(at_once), list[float](), set[bytes]()
     cached = reusable = failures = 0
@@ -107,7 +109,7 @@ async def run(url: str, waves: list[list[Messages]], at_once: int = 4, **options
         else:
             failures += 1
 
-    async with httpx.AsyncClient(verify=WITHOUT_TLS, timeout=30) as client:
+    async with httpx.AsyncClient(headers=headers, verify=WITHOUT_TLS, timeout=30) as client:
         for wave in waves:
             await asyncio.gather(*map(send, wave))
     return Outcome(cached, reusable, failures, seconds)

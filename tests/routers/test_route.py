@@ -57,7 +57,7 @@ def test_requests_go_where_their_prompt_is_and_are_released(fleet: RoutedFleet) 
         assert route.get("/health").json()["workers"] == ["e0", "e1", "e2"]
         outcome = asyncio.run(run(route.url, conversations(12, 5), model="m"))
         assert outcome.failures == 0
-        assert outcome.share > 0.9  # in turn: about a third
+        assert outcome.share > 0.8  # in turn: about a half
         assert route.counted("kvsight") == 60
         wait_until(lambda: fleet.requests() == 0, what="all reservations to end")
 
