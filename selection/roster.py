@@ -20,6 +20,7 @@ from selection.candidates import Candidates, Tokens, selected
 from selection.kernels.weigh import RosterColumns
 
 _REFRESH_S = 0.1
+_NEW_S = 0.5  # an older report may count requests that have ended since
 
 
 class Found(NamedTuple):
@@ -132,6 +133,15 @@ class Roster:
     has_others: bool = False
     refreshed_at: float = -np.inf
 
+    def take_reports(self, before: Roster) -> None:
+        """Keep what was found from the newest reports. before: the roster until now."""
+        rows = {place: row for row, place in enumerate(zip(before.workers, before.dp_ranks, strict=True))}
+        for row, place in enumerate(zip(self.workers, self.dp_ranks, strict=True)):
+            if (old := rows.get(place)) is not None:
+                self.reports[row] = before.reports[old]
+                self.other_requests[row], self.other_blocks[row] = before.other_requests[old], before.other_blocks[old]
+        self.has_others = bool(self.other_requests.any() or self.other_blocks.any())
+
 
 class Rosters:
     """Keeps the roster of each namespace until it changes. One thread calls it."""
@@ -148,7 +158,10 @@ class Rosters:
         if kept is None:
             finalize(namespace, self._kept.pop, id(namespace), None)
         if kept is None or kept.state != state:
-            kept = self._kept[id(namespace)] = self._made(namespace, state)
+            kept, before = self._made(namespace, state), kept
+            self._kept[id(namespace)] = kept
+            if before is not None:
+                kept.take_reports(before)
         if not 0 <= now - kept.refreshed_at < _REFRESH_S:
             self._refresh(kept, namespace, now)
         return kept
@@ -249,7 +262,8 @@ class Rosters:
             if report is not roster.reports[row]:
                 number = int(roster.columns.places[row])
                 requests, blocks = (loads.requests[number], loads.decode_blocks[number]) if number >= 0 else (0, 0.0)
-                roster.other_requests[row] = max(0, report.requests - int(requests)) if report else 0
-                roster.other_blocks[row] = max(0, report.used_pages - round(float(blocks))) if report else 0
+                said = report if report is not None and now - report.at < _NEW_S else Report(now, 0, 0)
+                roster.other_requests[row] = max(0, said.requests - int(requests))
+                roster.other_blocks[row] = max(0, said.used_pages - round(float(blocks)))
                 roster.reports[row] = report
                 roster.has_others = bool(roster.other_requests.any() or roster.other_blocks.any())

@@ -78,25 +78,46 @@ class Selector:
                 choice = preferred(choice, row, "the target of the request")
         return Chosen(weighed, choice, round(weighed.candidates.computed.item(choice.row)), found)
 
-    def record(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> Reserved:
-        """Return the reservation of a choice."""
-        candidates, choice, found = chosen.weighed.candidates, chosen.choice, chosen.found
-        model, tenant, block_size = namespace.key
+    def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:
+        """Return the reservations of a choice: of the request and, if another worker computes its prompt, of that."""
+        name, choice = request.selection_id or f"{self._replica}-{next(self._numbers)}", chosen.choice
+        if choice.prefill is None:
+            return [self._record(name, choice.row, chosen.prefill_tokens, request, chosen, namespace, now)]
+        computed = round(chosen.weighed.candidates.computed.item(choice.prefill))
+        return [
+            self._record(name, choice.row, 0, request, chosen, namespace, now),
+            self._record(prefill_name(name), choice.prefill, computed, request, chosen, namespace, now),
+        ]
+
+    def _record(
+        self,
+        name: str,
+        row: int,
+        prefill_tokens: int,
+        request: SelectRequest,
+        chosen: Chosen,
+        namespace: Namespace,
+        now: float,
+    ) -> Reserved:
+        candidates, found = chosen.weighed.candidates, chosen.found
         decision = Decision(
             VERSION,
-            request.selection_id or f"{self._replica}-{next(self._numbers)}",
+            name,
             now,
-            model,
-            tenant,
-            block_size,
+            *namespace.key,
             found.tokens,
             found.hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes(),
-            candidates.workers[choice.row],
-            candidates.dp_ranks[choice.row],
-            int(candidates.held[choice.row, -1]),
-            _candidates_of(candidates, choice),
+            candidates.workers[row],
+            candidates.dp_ranks[row],
+            int(candidates.held[row, -1]),
+            _candidates_of(candidates, chosen.choice),
         )
-        return Reserved(VERSION, self._replica, decision, chosen.prefill_tokens, _session(request))
+        return Reserved(VERSION, self._replica, decision, prefill_tokens, _session(request))
+
+
+def prefill_name(reservation_id: str) -> str:
+    """Return the id under which the worker is booked that computes the prompt of a request for another one."""
+    return f"{reservation_id}/prefill"
 
 
 def asked_of(request: SelectRequest, found: Found, now: float) -> Asked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -27,6 +28,7 @@ from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Pro
 from selection.book import BookFullError
 from selection.exchange import ReservationExchange
 from selection.roster import Rosters
+from selection.selector import prefill_name
 
 _PENDING_S, _MAX_PENDING = 120.0, 4096
 
@@ -49,7 +51,7 @@ class Reservations:
         self._put = exchange.put
         self._replica = exchange.replica
         self._max_body_bytes = max_body_bytes
-        self._pending: OrderedDict[tuple[str, str, str], tuple[float, Reserved]] = OrderedDict()
+        self._pending: OrderedDict[tuple[str, str, str], tuple[float, list[Reserved]]] = OrderedDict()
 
     def namespace(self, model: str, tenant: str) -> Namespace:
         """Return the namespace of a model. Raises ProblemError (503, 409)."""
@@ -71,24 +73,27 @@ class Reservations:
             detail = f"selection {reservation_id} is already reserved or being reserved"
             raise ProblemError(409, ProblemKind.ALREADY_RESERVED, detail, "selection_id", reservation_id)
 
-    def add(self, record: Reserved, now: float) -> None:
-        """Book a reservation and send it to other replicas. Raises ProblemError (409, 422, 503)."""
-        self.check_new(record.decision.request_id)
+    def add(self, records: Sequence[Reserved], now: float) -> None:
+        """Book the reservations of a request, and send them to other replicas. Raises ProblemError (409, 422, 503)."""
+        for record in records:
+            self.check_new(record.decision.request_id)
         try:
-            check_text("selection_id", record.decision.request_id, MAX_REQUEST_ID_BYTES)
-            check_text("session_id", record.session or "-", MAX_REQUEST_ID_BYTES)
+            check_text("selection_id", records[-1].decision.request_id, MAX_REQUEST_ID_BYTES)
+            check_text("session_id", records[0].session or "-", MAX_REQUEST_ID_BYTES)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
-        try:
-            self._book.apply(record, now)
-        except BookFullError as error:
-            raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
-        self._put(record)
+        for record in records:
+            try:
+                self._book.apply(record, now)
+            except BookFullError as error:  # what is booked of the request expires
+                raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
+            self._put(record)
 
-    def keep_pending(self, record: Reserved, now: float) -> None:
+    def keep_pending(self, records: list[Reserved], now: float) -> None:
         """Keep a choice for the caller, who may reserve it within two minutes."""
-        key = record.decision.model, record.decision.tenant, record.decision.request_id
-        self._pending[key] = now + _PENDING_S, record
+        decision = records[0].decision
+        key = decision.model, decision.tenant, decision.request_id
+        self._pending[key] = now + _PENDING_S, records
         self._pending.move_to_end(key)
         if len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)
@@ -101,12 +106,12 @@ class Reservations:
         request = decode_as(ReserveRequest, body, body_format)
         now = self._served.now()
         if request.worker_id is None:
-            record = self._taken(request, now)
+            records = self._taken(request, now)
         else:
             request, prompt = await decoded(ReserveRequest, body, body_format)
-            record = self._explicit(request, prompt, now)
-        self.add(record, now)
-        decision = record.decision
+            records = [self._explicit(request, prompt, now)]
+        self.add(records, now)
+        decision = records[0].decision
         roster = self._rosters.of(self.namespace(decision.model, decision.tenant), now)
         rows = roster.rows.get(decision.worker)
         answer = Reservation(
@@ -119,15 +124,16 @@ class Reservations:
         )
         return json_response(answer, HTTPStatus.CREATED)
 
-    def _taken(self, request: ReserveRequest, now: float) -> Reserved:
-        """Return the reservation of an earlier selection. Raises ProblemError (404)."""
+    def _taken(self, request: ReserveRequest, now: float) -> list[Reserved]:
+        """Return the reservations of an earlier selection. Raises ProblemError (404)."""
         key = request.model_name, request.routing_group, request.selection_id
-        expires, record = self._pending.pop(key, (0.0, None))
-        if record is None or expires <= now:
+        expires, records = self._pending.pop(key, (0.0, []))
+        if expires <= now:
             scope = f"model={request.model_name} routing_group={request.routing_group}"
             why = "expired, already used, or never selected"
             raise _unknown(f"no pending selection {request.selection_id} for {scope} ({why})", request.selection_id)
-        return msgspec.structs.replace(record, decision=msgspec.structs.replace(record.decision, timestamp=now))
+        change = msgspec.structs.replace
+        return [change(record, decision=change(record.decision, timestamp=now)) for record in records]
 
     def _explicit(self, request: ReserveRequest, prompt: Prompt, now: float) -> Reserved:
         """Return a reservation of what the caller chose. Raises ProblemError."""
@@ -205,6 +211,9 @@ class Reservations:
         if not self._book.apply(record, now):
             raise _unknown(f"reservation {reservation_id} not found", reservation_id)
         self._put(record)
+        at_prefill = prefill_name(reservation_id)
+        if step in (PREFILL_COMPLETE, RELEASED) and self._book.get(at_prefill) is not None:
+            return self._progress(at_prefill, RELEASED)
         return json_response(Done())
 
 

@@ -107,12 +107,12 @@ class SelectionRoutes:
             raise _unavailable(str(error)) from None
         if not is_reserving and name is None:
             return selection_of(request, chosen, namespace, None)
-        record = self._selector.record(request, chosen, namespace, now)
-        answer = selection_of(request, chosen, namespace, record if is_reserving else None)
+        records = self._selector.records(request, chosen, namespace, now)
+        answer = selection_of(request, chosen, namespace, records[0] if is_reserving else None)
         if is_reserving:
-            self._reservations.add(record, now)
+            self._reservations.add(records, now)
         else:
-            self._reservations.keep_pending(record, now)
+            self._reservations.keep_pending(records, now)
         return answer
 
     async def _potential_loads(self, body: Body, body_format: BodyFormat) -> Response:

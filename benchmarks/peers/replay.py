@@ -1,6 +1,6 @@
 """Dynamo's mocker replay, in a process of its own.
 
-`python -m benchmarks.peers.replay TRACE WORKERS TTFT_S ITL_S SPEED ...`
+`python -m benchmarks.peers.replay TRACE REQUESTS WORKERS TTFT_S ITL_S SPEED ...`
 
 Prints a JSON list: one object for each router mode and speed. Needs Dynamo's package on the path.
 """
@@ -16,14 +16,17 @@ from typing import Any
 MODES = ("round_robin", "kv_router")
 
 
-def main(trace: str, workers: int, ttft_s: float, itl_s: float, speeds: list[float]) -> list[dict[str, Any]]:
+def main(
+    trace: str, num_requests: int, workers: int, ttft_s: float, itl_s: float, speeds: list[float]
+) -> list[dict[str, Any]]:
     """Return the rows of all runs, in the units of `bench_simulation.Row`."""
     core = import_module("dynamo._core")  # only in this process: it is in an environment of its own
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"  # it does not read compressed files
         content = Path(trace).read_bytes()
-        path.write_bytes(gzip.decompress(content) if trace.endswith(".gz") else content)
+        lines = (gzip.decompress(content) if trace.endswith(".gz") else content).splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:num_requests]))
         for speed in speeds:
             for mode in MODES:
                 found = core.run_mocker_trace_replay(
@@ -52,5 +55,7 @@ def main(trace: str, workers: int, ttft_s: float, itl_s: float, speeds: list[flo
 
 
 if __name__ == "__main__":
-    trace, workers, ttft_s, itl_s, *speeds = sys.argv[1:]
-    print(json.dumps(main(trace, int(workers), float(ttft_s), float(itl_s), [float(each) for each in speeds])))
+    trace, num_requests, workers, ttft_s, itl_s, *speeds = sys.argv[1:]
+    print(
+        json.dumps(main(trace, int(num_requests), int(workers), float(ttft_s), float(itl_s), list(map(float, speeds))))
+    )

@@ -106,12 +106,14 @@ class WriteQueue:
 
         kind: one of those of the contents. key: records with equal keys keep their order.
         """
+        if self._write is None:
+            self.dropped[NO_LOG] += 1
+            return NO_LOG
         offset, now_ms = self.accepted.total(), int(time.time() * 1000)
         record = LogRecord(0, offset, now_ms, key.encode(), payload, self.contents.channel)
-        reason = NO_LOG if self._write is None else QUEUE_FULL if self._is_full(record.memory_bytes) else None
-        if reason is not None:
-            self.dropped[reason] += 1
-            return reason
+        if self._is_full(record.memory_bytes):
+            self.dropped[QUEUE_FULL] += 1
+            return QUEUE_FULL
         self.accepted[kind] += 1
         self._queue.append(record)
         self._queued_bytes += record.memory_bytes

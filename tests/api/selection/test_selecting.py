@@ -1,6 +1,7 @@
 """What is chosen, what is booked, and what the answers say."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,12 +9,18 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
+from kv_events.decisions import VERSION, Decision
+from kv_events.reservations import Reserved
+from kv_events.streams import StreamId
 from kvsight import AsyncClient, KvsightHttpError
+from selection.book import Place
+from selection.roster import Found, Report, Rosters
 from selection.settings import SelectionSettings
 from tests.api.prompts.test_renderer import CHATS, FakeEngine, rendered, rendering
 from tests.rigs.api import asking, served
@@ -23,6 +30,7 @@ from tests.support.log.records import Stream
 BLOCK = 16
 PROMPT = list(range(1, 161))
 BODY = {"model_name": "m", "token_ids": PROMPT}
+PREFILL_DECODE = SelectionSettings(policy="prefill-decode,overlap-load")
 
 
 @asynccontextmanager
@@ -197,3 +205,68 @@ async def test_a_long_name_is_refused_before_anything_is_booked() -> None:
             answer = await client.post("/select_and_reserve", json={**BODY, field: "é" * 200})
             assert (answer.status_code, answer.json()["field"]) == (422, field)
         assert (await loads(client))["w0"] == (0, 0, 0)
+
+
+async def test_load_of_others_counts_until_it_is_booked_here() -> None:
+    """Of two workers, the engine of one says that it has requests which nobody booked."""
+    book = SelectionSettings().book()
+    reports: dict[str, Report] = {}
+    fed = HandFed()
+    for worker in ("w0", "w1"):
+        stream = StreamId("m", "default", worker, 0)
+        fed.consumer.namespaces.add_view(stream, BLOCK).last_batch_tick = time.monotonic()
+    (namespace,) = fed.consumer.namespaces
+
+    class Engines:
+        generation = 0
+
+        def get(self, *_worker: str) -> None:
+            return None
+
+        def report(self, place: Place) -> Report | None:
+            return reports.get(place.worker)
+
+    def shown(now: float) -> list[tuple[int, int]]:
+        nothing = np.zeros(0, np.int32), np.zeros((64, 4), np.uint32)
+        found = Found(np.zeros(0, np.uint64), 0, *nothing)
+        candidates = rosters.candidates(namespace, fed.consumer.freshness, found, now).candidates
+        return list(zip(candidates.requests.tolist(), candidates.decode_blocks.tolist(), strict=True))
+
+    rosters = Rosters(book, Engines())
+    assert shown(100.0) == [(0, 0), (0, 0)]
+    reports["w0"] = Report(101.0, 3, 40)
+    assert shown(101.1) == [(3, 40), (0, 0)]
+    hashes = np.arange(1, 11, dtype="<u8").tobytes()
+    decision = Decision(VERSION, "a", 101.2, "m", "default", BLOCK, 160, hashes, "w0", 0, None, [])
+    assert book.apply(Reserved(VERSION, "r", decision, 160), 101.2)
+    assert shown(101.3) == [(4, 50), (0, 0)]
+    reports["w0"] = Report(102.0, 4, 50)
+    assert shown(102.1) == [(4, 50), (0, 0)]  # three of others, and ours
+    reports["w0"] = Report(103.0, 1, 10)
+    assert shown(103.1) == [(1, 10), (0, 0)]
+    reports["w0"] = Report(104.0, 9, 90)  # nobody asked for a while; this may count what has ended
+    assert shown(106.0) == [(1, 10), (0, 0)]
+
+
+async def test_prefill_is_booked_where_the_prompt_is_computed() -> None:
+    async with fleet({0: range(9)}, {0: range(1)}, {0: range(1)}, selection=PREFILL_DECODE) as (client, _):
+        for number, role in enumerate(("decode", "prefill", "prefill")):
+            record = {"worker_id": f"w{number}", "model_name": "m", "role": role, "block_size": BLOCK}
+            record |= {"endpoint": f"http://w{number}:8000"}
+            assert (await client.post("/workers", json=record)).status_code == 201
+        new = {"token_ids": list(range(500, 660))}
+        first = await post(client, "/select_and_reserve", **new, selection_id="a")
+        second = await post(client, "/select_and_reserve", token_ids=list(range(700, 860)), selection_id="b")
+        held = await post(client, "/select_and_reserve", selection_id="c")
+        assert (first["worker_id"], second["worker_id"], held["worker_id"]) == ("w0", "w0", "w0")
+        assert {first["prefill"]["worker_id"], second["prefill"]["worker_id"]} == {"w1", "w2"}
+        assert "prefill" not in held
+        assert (await loads(client))["w0"] == (3, 16, 30)
+        assert {worker: load[:2] for worker, load in (await loads(client)).items() if worker != "w0"} == {
+            "w1": (1, 160),
+            "w2": (1, 160),
+        }
+        assert (await client.post("/reservations/a/prefill_complete")).is_success
+        for name in ("a", "b", "c"):
+            assert (await client.delete(f"/reservations/{name}")).is_success
+        assert set((await loads(client)).values()) == {(0, 0, 0)}
