@@ -1,6 +1,6 @@
 """What routers reuse with kvsight and without: `python -m benchmarks.bench_routers [--json FILE]`
 
-Three simulated engines with caches without bounds, `kvsight serve`, and 24 conversations of 6 turns, four groups of
+Three simulated engines with caches without bounds, `kvsight serve`, and 30 conversations of 4 turns, four groups of
 which share a long beginning. The share is of the tokens that one cache for all would have reused. Latencies are of
 whole requests, one at a time. The last row of a router is a run in whose middle kvsight is killed.
 """
@@ -19,7 +19,7 @@ from tests.support.commands import RunningCommand
 from tests.support.servers.child_process import free_port
 from tests.support.servers.litellm_proxy import HEADERS, MODEL, LiteLLMProxy
 
-CONVERSATIONS, TURNS, AT_ONCE, GOAL = 24, 6, (1, 2, 4), "95 %"
+CONVERSATIONS, TURNS, AT_ONCE, GOAL = 30, 4, (1, 2, 4), "95 %"
 _NOWHERE = "http://127.0.0.1:9"
 
 

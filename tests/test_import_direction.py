@@ -30,6 +30,7 @@ NEEDS_AN_EXTRA = (
     "engine_cache.pools.host",
     "engine_cache.pools.mamba",
     "engine_cache.storage.directory",
+    "kvsight.routers.litellm",
 )
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from kv_events.errors import KvsightError
 from kv_events.http.selection import SelectRequest
-from kv_events.http.workers import Worker
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kvsight.base_client import RetryPolicy
 from kvsight.client import AsyncClient
@@ -23,11 +22,9 @@ DEADLINE_S = 0.25
 """Longer than the 0.2 s that the service waits for the tokens of a text."""
 _LIST_EVERY_S = 2.0
 _FAILURES, _SILENT_S = 3, 1.0  # after so many without an answer between them, the service is not asked for so long
-AWAY_S = 5.0
-"""A worker that failed gets no requests for so long."""
+_AWAY_S = 5.0
 _OURS = frozenset(SelectRequest.__struct_fields__) - {"lora_name", "cache_salt", "session_id"}
 """Fields of a selection that callers of an engine do not choose."""
-
 _warnings = RateLimitedLogger(logging.getLogger(__name__), "requests go without kvsight")
 
 
@@ -37,7 +34,7 @@ class KnownWorker(NamedTuple):
     url: str
     """As `address_of` returns it."""
     model: str
-    """Empty: any."""
+    """Empty: the service does not know this worker."""
 
 
 class Placed(NamedTuple):
@@ -47,9 +44,9 @@ class Placed(NamedTuple):
     selection_id: str
 
 
-def address_of(url: str) -> str:
+def address_of(url: str | None) -> str:
     """Return an address without `/` and `/v1` at its end."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    return (url or "").rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class Placement:
@@ -85,14 +82,11 @@ class Placement:
         return [each for each in workers if self._away_until.get(each, 0.0) <= now] or list(workers)
 
     def leave_out(self, worker: str) -> None:
-        """Give a worker that failed no requests for some seconds."""
-        self._away_until[worker] = time.monotonic() + AWAY_S
+        """Give a worker that failed no requests for five seconds."""
+        self._away_until[worker] = time.monotonic() + _AWAY_S
 
     async def place(self, body: Mapping[str, Any], workers: Collection[str]) -> Placed | None:
-        """Choose a worker for the body of a request to an engine, and book it. None: choose without kvsight.
-
-        workers: the only candidates.
-        """
+        """Choose one of some workers for the body of a request to an engine, and book it. None: choose otherwise."""
         if not workers or time.monotonic() < self._silent_until:
             return None
         selection_id = uuid.uuid4().hex
@@ -102,22 +96,18 @@ class Placement:
         try:
             async with asyncio.timeout(self._deadline_s):
                 found = await self._client.reserve(model, workers=self.present(workers), more=fields)
-        except KvsightHttpError as error:
-            _warnings.warning("the service refuses: %s", error)
+        except (KvsightHttpError, TypeError, ValueError, RecursionError) as error:
+            _warnings.warning("the service refuses, or the body cannot be sent: %s", error)
+            return None
         except (TimeoutError, KvsightError) as error:
             self._num_failures += 1
             if self._num_failures >= _FAILURES:
                 self._silent_until = time.monotonic() + _SILENT_S
-            self._spawn(self._release_late(selection_id))
+            asyncio.get_running_loop().call_later(_SILENT_S, self.release, selection_id)  # it may still be booked
             _warnings.warning("%s", str(error) or f"no answer within {self._deadline_s:g} s")
-        except (TypeError, ValueError, RecursionError) as error:
-            _warnings.warning("the body cannot be sent: %s", error)
-        else:
-            self._num_failures = 0
-            if (worker := str(found.worker_id)) in workers:
-                return Placed(worker, selection_id)
-            self.release(selection_id)
-        return None
+            return None
+        self._num_failures = 0
+        return Placed(str(found.worker_id), selection_id)
 
     def complete(self, selection_id: str) -> None:
         """Note in the background that the first token of a request has come."""
@@ -139,20 +129,12 @@ class Placement:
         except KvsightError as error:
             _warnings.warning("the workers stay as they were: %s", error)
             return
-        heard = {each.instance_id: KnownWorker(self._address(each), each.model_name) for each in listed}
-        self._is_listed = True
-        self._known = {name: worker for name, worker in (self._given | heard).items() if worker.url}
-
-    def _address(self, worker: Worker) -> str:
-        """Return where a worker takes new requests. Empty: nowhere."""
-        given = self._given.get(worker.instance_id)
-        address = given.url if given else address_of(worker.endpoint or "")
-        return address if worker.is_schedulable else ""
-
-    async def _release_late(self, selection_id: str) -> None:
-        """Release what the service may still book after the deadline."""
-        await asyncio.sleep(_SILENT_S)
-        await self._quietly(self._client.release(selection_id))
+        known = dict(self._given)
+        for each in listed:
+            given = known.pop(each.instance_id, None)
+            if each.is_schedulable and (address := given.url if given else address_of(each.endpoint)):
+                known[each.instance_id] = KnownWorker(address, each.model_name)
+        self._known, self._is_listed = known, True
 
     async def _quietly(self, call: Coroutine[Any, Any, None]) -> None:
         with suppress(KvsightError):

@@ -62,12 +62,12 @@ def conversations(num: int, turns: int, seed: int = 0) -> list[list[Messages]]:
     def text(size: int) -> str:
         return "".join(numbers.choices("abcdefghijklmnopqrstuvwxyz ", k=size))
 
-    systems = [{"role": "system", "content": text(640)} for _ in range(4)]
+    systems = [{"role": "system", "content": text(320)} for _ in range(4)]
     chats: list[Messages] = [[systems[number % 4]] for number in range(num)]
     waves = []
     for _ in range(turns):
         for chat in chats:
-            chat.append({"role": "user", "content": text(160)})
+            chat.append({"role": "user", "content": text(480)})
         waves.append(numbers.sample([list(chat) for chat in chats], num))
         for chat in chats:
             chat.append({"role": "assistant", "content": "yes"})
