@@ -1,8 +1,9 @@
 """What routers reuse with kvsight and without: `python -m benchmarks.bench_routers [--json FILE]`
 
-Three simulated engines with caches without bounds, `kvsight serve`, and 30 conversations of 4 turns, four groups of
-which share a long beginning. The share is of the tokens that one cache for all would have reused. Latencies are of
-whole requests, one at a time. The last row of a router is a run in whose middle kvsight is killed.
+Three simulated engines with caches without bounds, `kvsight serve` with the policy session,overlap-load, and 30
+conversations of 4 turns, of which each fourth has the same beginning. The share is of the tokens that one cache for
+all would have reused. Latencies are of whole requests, one at a time. In the last row of a router, kvsight is killed
+in the middle.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from tests.support.commands import RunningCommand
 from tests.support.servers.child_process import free_port
 from tests.support.servers.litellm_proxy import HEADERS, MODEL, LiteLLMProxy
 
-CONVERSATIONS, TURNS, AT_ONCE, GOAL = 30, 4, (1, 2, 4), "95 %"
+CONVERSATIONS, TURNS, AT_ONCE, GOAL = 30, 4, (1, 4), "95 %"
 _NOWHERE = "http://127.0.0.1:9"
 
 
@@ -67,12 +68,15 @@ def _figures(name: str, start: Start) -> Iterator[Figure]:
         if at_once == 1:
             for percent in (50, 99):
                 yield figure(f"{name}: latency p{percent}", "ms", [1000 * percentile(outcome.seconds, percent)])
+    if name == "route":
+        share = _measured(start, 4, policy="overlap-load").share
+        yield figure(f"{name}, overlap-load alone: reused, 4 at once", "%", [100 * share])
     yield figure(f"{name}: failed, kvsight killed", "requests", [_measured(start, 4, kill=True).failures], "0")
 
 
-def _measured(start: Start, at_once: int, *, kill: bool = False) -> Outcome:
+def _measured(start: Start, at_once: int, *, kill: bool = False, policy: str = "session,overlap-load") -> Outcome:
     waves = conversations(CONVERSATIONS, TURNS)
-    with tempfile.TemporaryDirectory() as folder, RoutedFleet() as fleet, start(fleet, Path(folder)) as router:
+    with tempfile.TemporaryDirectory() as folder, RoutedFleet(policy) as fleet, start(fleet, Path(folder)) as router:
         asyncio.run(_send(router, conversations(2, 2, seed=1), at_once))  # connections, and imports of LiteLLM
         if kill:
             first = asyncio.run(_send(router, waves[: TURNS // 2], at_once))

@@ -22,14 +22,15 @@ Messages = list[dict[str, str]]
 class RoutedFleet:
     """`with RoutedFleet() as fleet:`, all parts as processes of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str = "session,overlap-load") -> None:
+        self._policy = policy
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         ports = [free_port() for _ in range(3)]
         self.engines = [self._stack.enter_context(SimulatedEngine({"zmq_port": port})) for port in ports]
         self.url = f"http://127.0.0.1:{(api := free_port())}"
-        flags = ["--tokenize-url", self.engines[0].url, "--tokenize-timeout-s", 2]
+        flags = ["--policy", self._policy, "--tokenize-url", self.engines[0].url, "--tokenize-timeout-s", 2]
         for number, (engine, port) in enumerate(zip(self.engines, ports, strict=True)):
             flags += ["--engine", f"e{number}=tcp://127.0.0.1:{port},model=m,block_size={PAGE},url={engine.url}"]
         self.kvsight = self._stack.enter_context(RunningCommand("serve", "--port", api, *flags))

@@ -137,6 +137,7 @@ def _tokens(body: dict[str, Any]) -> list[int]:
 def _handler(cache: _Cache, behaviour: Behaviour) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # an answer has two parts, of which the second would wait for an acknowledgement
 
         def date_time_string(self, timestamp: float | None = None) -> str:
             return super().date_time_string((timestamp or time.time()) + behaviour.clock_ahead_s)
