@@ -34,9 +34,10 @@ import numpy as np
 from kvsight import (
     AsyncClient, BatchApplied, BatchPosition, Client, ClientClosedError, ClientDropped, Decision, DecisionsAccepted,
     Evidence, Explanation, FeedEvent, Finding, Fleet, FleetRank, FleetWorker, InvalidValueError, KvsightConnectionError,
-    KvsightError, KvsightHttpError, Listener, Missing, Outcome, PeerAnswer, PeerInstance, Prompt, RadixView,
-    RetryPolicy, StateChange, StateChanged, StorageMedium, UnexpectedAnswerError, ViewPage, Worker, WorkerChoice,
-    WorkerExplanation, best_worker, rank_workers, sequence_hashes,
+    KvsightError, KvsightHttpError, Listener, Load, Missing, ModelLoads, Outcome, Overlap, PeerAnswer, PeerInstance,
+    PrefillWorker, Prompt, RadixView, RetryPolicy, Selection, Source, StateChange, StateChanged, StorageMedium,
+    UnexpectedAnswerError, ViewPage, WeighedCandidate, Worker, WorkerChoice, WorkerExplanation, best_worker,
+    rank_workers, sequence_hashes,
 )
 
 url, tokens = sys.argv[1], list(range(1, 17))
@@ -77,6 +78,13 @@ with Client(url, retry=RetryPolicy(attempts=2)) as client:
     except InvalidValueError as error:
         assert error.field == "token_ids[0]" and not isinstance(error, UnexpectedAnswerError), error
     assert client.resync("one") == [worker.endpoints[0]]
+    with client.placed("m", tokens, more={"explain": True, "sources": True}) as placed:
+        assert isinstance(placed, Selection) and isinstance(placed.overlap, Overlap), placed
+        assert isinstance(placed.candidates[0], WeighedCandidate) and not placed.prefill, placed
+        assert placed.sources == [], placed
+        (loads,) = client.loads()
+        assert isinstance(loads, ModelLoads) and isinstance(loads.loads[0], Load), loads
+        assert loads.loads[0].active_requests == 1 and Source and PrefillWorker, loads
 try:
     client.health()
     raise AssertionError("a closed client answers")
