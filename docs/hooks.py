@@ -26,6 +26,7 @@ OUTSIDE = (
     "deploy/prometheus/alerts.yml",
     "docker-compose.yml",
     "examples/debug_a_routing_anomaly.md",
+    "examples/litellm.yaml",
     "examples/record_a_routing_anomaly.py",
     "examples/router.py",
     "examples/small_router.py",

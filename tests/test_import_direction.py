@@ -31,6 +31,7 @@ NEEDS_AN_EXTRA = (
     "engine_cache.pools.mamba",
     "engine_cache.storage.directory",
     "kvsight.routers.endpoint_picker",
+    "kvsight.routers.litellm",
 )
 
 

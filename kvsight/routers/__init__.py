@@ -1,1 +1,1 @@
-"""What runs for other routers. Start at `picking`, then `endpoint_picker`, which answers Envoy."""
+"""Adapters for routers that people run. Each asks kvsight where a request goes, and lets the router do the rest."""
