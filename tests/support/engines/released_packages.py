@@ -1,5 +1,6 @@
 """Released packages of other projects for tests. They are cached in `~/.cache/kvsight`."""
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -57,12 +58,15 @@ def environment(name: str, requirements: Sequence[str]) -> Path:
     """
     folder = CACHE / name
     python, is_complete = folder / "bin" / "python", folder / "complete"
-    if not is_complete.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        command = (str(python), *_PIP[1:], "install", *requirements)
-        _run_pip(command, name, limit_s=_INSTALL_S)
-        is_complete.touch()
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the tests wait for this one
+        if not is_complete.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            command = (str(python), *_PIP[1:], "install", *requirements)
+            _run_pip(command, name, limit_s=_INSTALL_S)
+            is_complete.touch()
     return python
 
 
