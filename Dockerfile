@@ -31,7 +31,7 @@ RUN useradd --system --uid 10001 --create-home kvsight \
     && install --directory --owner=kvsight /opt/kernels /var/lib/kvsight/records
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     wheel=$(echo /wheels/*.whl) \
-    && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve,otel]"
+    && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve,otel,envoy]"
 USER kvsight
 WORKDIR /home/kvsight
 RUN kvsight compile-kernels

@@ -166,7 +166,14 @@ class LiveService(Service):
             chosen = selection or SelectionSettings()
             exchange = reservations or ReservationExchange(chosen.book(), WriteQueue(None, contents=RESERVATIONS))
             self.selection = SelectionService(
-                consumer, chosen, self._records, exchange, self.renderer.render, self._tenants, settings.max_body_bytes
+                consumer,
+                chosen,
+                self._records,
+                exchange,
+                self.renderer.render,
+                self._tenants,
+                self._may_answer,
+                settings.max_body_bytes,
             )
             self.endpoints |= self.selection.endpoints()
         self.middleware = [] if group is None else [group.middleware()]
@@ -199,12 +206,14 @@ class LiveService(Service):
         if self.selection is not None:
             self.routers.append(self.selection.router())
 
+    def _may_answer(self) -> bool:
+        return self.settings.answer_before_ready or self._consumer.ready
+
     def _query_routes(self, local: LocalAnswers) -> QueryRoutes:
-        consumer, settings = self._consumer, self.settings
         return QueryRoutes(
             local if self._group is None else self._group.gatherer,
-            lambda: settings.answer_before_ready or consumer.ready,
-            settings.max_body_bytes,
+            self._may_answer,
+            self.settings.max_body_bytes,
             self._tenants,
             self.renderer.tokens,
         )
@@ -285,8 +294,13 @@ class LiveService(Service):
         return self._records.num_schedulable()
 
     def why_not_ready(self) -> str:
-        registrations = self._registrations
-        return self._consumer.why_not_ready() or (registrations and registrations.why_not_ready()) or ""
+        registrations, selection = self._registrations, self.selection
+        return (
+            self._consumer.why_not_ready()
+            or (registrations and registrations.why_not_ready())
+            or (selection and selection.exchange.why_not_ready())
+            or ""
+        )
 
     async def metrics(self) -> bytes:
         return await metrics_text(self.http_metrics.registry)

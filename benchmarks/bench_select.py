@@ -1,8 +1,9 @@
 """The selection service against Dynamo's: `python -m benchmarks.bench_select [--json FILE]`
 
 Simulated engines hold the prompts, each service reads them itself, and wrk asks over 16 connections. Each request has
-its own last page, traceparent and x-request-id. Rows with `reserve` book each choice; no reservation is released, so
-both books grow. Both services run at the same time, and take turns.
+its own last page, traceparent and x-request-id. Rows with `reserve` book each choice. No reservation is released:
+Dynamo's book grows, and kvsight's reservations expire after five seconds. Both services run at the same time, and take
+turns.
 """
 
 import shutil
@@ -22,6 +23,7 @@ from benchmarks.report import Figure, figure, main, percentile
 
 WORKERS, ASKED_PAGES, HALF_LOAD_PAGES, ROUNDS = (8, 64), (8, 64, 512), 64, 5
 _PEER_THREADS = 2
+_KVSIGHT = KVSIGHT._replace(command=[*KVSIGHT.command, "--reservation-ttl-s", "5"])
 
 
 def _peer() -> Service | None:
@@ -54,7 +56,7 @@ def _run() -> Iterator[Figure]:
         sys.exit("this needs wrk, and pip must be able to install ai-dynamo-runtime")
     for num_workers in WORKERS:
         with ExitStack() as stack:
-            services = [stack.enter_context(running(each)) for each in (KVSIGHT, peer)]
+            services = [stack.enter_context(running(each)) for each in (_KVSIGHT, peer)]
             stack.enter_context(holding(services, num_workers, _add, _is_filled))
             yield from _figures(services, num_workers)
 

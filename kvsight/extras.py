@@ -7,7 +7,11 @@ from kv_events.errors import KvsightError
 SERVE = ("aiohttp", "fastapi", "fastapi_offline", "httptools", "prometheus_client", "redis", "uvicorn", "yarl")
 """Modules that the extra `serve` brings."""
 
-_EXTRAS = {"serve": SERVE, "analysis": ("bokeh", "jinja2", "pyarrow")}
+_EXTRAS = {
+    "serve": SERVE,
+    "analysis": ("bokeh", "jinja2", "pyarrow"),
+    "envoy": ("envoy", "grpc", "grpc_health", "httpx_aiohttp"),
+}
 
 
 class MissingExtraError(KvsightError):
@@ -15,7 +19,7 @@ class MissingExtraError(KvsightError):
 
 
 def missing(extra: str) -> list[str]:
-    """The modules of an extra that are not installed. extra: `serve` or `analysis`."""
+    """The modules of an extra that are not installed. extra: `serve`, `analysis` or `envoy`."""
     return [module for module in _EXTRAS[extra] if find_spec(module) is None]
 
 

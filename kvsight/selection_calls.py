@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
+from msgspec import UNSET
 
 from kv_events.http.selection import ModelLoads, Selection
 from kv_events.tokens import token_array
@@ -15,6 +16,7 @@ from kvsight.calls import Call, decode
 from kvsight.prompts import Integers
 
 _JSON = "application/json"
+_BOOKED = ("selection_id", "model_name", "routing_group", "worker_id", "sequence_hashes", "isl_tokens")
 
 
 def select(
@@ -65,6 +67,13 @@ def complete(selection_id: str) -> Call[None]:
 def release(selection_id: str) -> Call[None]:
     """Release the reservation of a request that has ended."""
     return Call("DELETE", f"/reservations/{quote(selection_id, '')}", _done, may_repeat=False)
+
+
+def book(selection: Selection) -> Call[None]:
+    """Book a request on a worker that the caller chose: a selection whose id and worker were replaced."""
+    fields = {name: getattr(selection, name) for name in _BOOKED}
+    body = msgspec.json.encode({name: value for name, value in fields.items() if value is not UNSET})
+    return Call("POST", "/reservations", _done, content=body, content_type=_JSON, may_repeat=False)
 
 
 def loads(model: str | None = None, tenant: str | None = None) -> Call[list[ModelLoads]]:

@@ -92,6 +92,7 @@ class Book:
         *,
         max_reservations: int = MAX_RESERVATIONS,
         max_pages: int = MAX_PAGES,
+        max_places: int = MAX_PLACES,
     ) -> None:
         """ttl_s: seconds without a record after which a reservation expires. predict_s: seconds for which the pages of
         a new one count as held; 0: they do not.
@@ -105,7 +106,11 @@ class Book:
         """What is booked, by the number of a place. The arrays change with the book."""
         self._max = max_reservations
         self._max_pages = max_pages
+        self.num_changes = 0
+        """Changes with the numbers of places."""
+        self._max_places = max_places
         self._places: dict[Place, int] = {}
+        self._free: list[int] = []  # numbers of places that were forgotten
         self._reservations: OrderedDict[str, Reservation] = OrderedDict()  # the one that expires first comes first
         self._pages = make_pages(max_pages)
         self._pinned = pin(self._pages)
@@ -136,11 +141,6 @@ class Book:
     def all_booked(self) -> dict[Place, Booked]:
         """Return what is booked on each rank that has reservations."""
         return {place: booked for place in self._places if (booked := self.booked(*place)).requests}
-
-    @property
-    def num_places(self) -> int:
-        """Places that have a number."""
-        return len(self._places)
 
     def lengths(self, hashes: U64Array, places: npt.NDArray[np.int32], now: float, out: npt.NDArray[np.int64]) -> None:
         """Write how many leading pages of a prompt are booked at places, and how many are predicted.
@@ -219,7 +219,7 @@ class Book:
         if num_live(self._pages.table) + len(hashes) > self._max_pages:
             raise BookFullError(f"{self._max_pages} pages are booked")
         place = self._number(Place(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0))
-        until = decision.timestamp + self.predict_s if self.predict_s else _NEVER
+        until = min(decision.timestamp, now) + self.predict_s if self.predict_s else _NEVER
         num_booked, num_new = book(self._pinned, hashes, place, until)
         reservation = Reservation(record, place, hashes[:num_booked], record.prefill_tokens, at)
         self.loads.prefill_tokens[place] += record.prefill_tokens
@@ -255,7 +255,7 @@ class Book:
         self.loads.prefill_tokens[place] -= ended.prefill_tokens
         self.loads.decode_blocks[place] -= num_gone + ended.output_blocks - ended.decayed
         self.loads.requests[place] -= 1
-        if (until := decision.timestamp + self.predict_s) > now:
+        if (until := min(decision.timestamp, now) + self.predict_s) > now:
             self._predicted.append((until, place, ended.hashes))
 
     def _touch(self, reservation: Reservation, at: float) -> None:
@@ -266,13 +266,22 @@ class Book:
     def _number(self, place: Place) -> int:
         number = self._places.get(place)
         if number is None:
-            number = len(self._places)
-            if number == MAX_PLACES:
-                raise BookFullError(f"requests were placed on {MAX_PLACES} ranks of workers")
+            if len(self._places) == self._max_places:
+                self._free_places()
+            number = self._free.pop() if self._free else len(self._places)
             self._places[place] = number
+            self.num_changes += 1
             if number == len(self.loads.requests):
                 self._grow()
         return number
+
+    def _free_places(self) -> None:
+        """Forget places where nothing is booked or predicted. Raises BookFullError if there is none."""
+        used = {each.place for each in self._reservations.values()} | {place for _, place, _ in self._predicted}
+        self._free = [number for number in self._places.values() if number not in used]
+        if not self._free:
+            raise BookFullError(f"requests are placed on {self._max_places} ranks of workers")
+        self._places = {place: number for place, number in self._places.items() if number in used}
 
     def _grow(self) -> None:
         grown = _loads(2 * len(self.loads.requests))

@@ -219,7 +219,7 @@ def _next_turn() -> int:
 
 def _by_temperature(costs: Costs, temperature: float) -> int:
     """Return a random row. See `OverlapLoadPolicy`."""
-    weights = np.exp((costs.min() - costs) / (temperature * max(float(np.ptp(costs)), 1e-9)))
+    weights = np.exp((costs.min() - costs) / (max(temperature, 1e-6) * max(float(np.ptp(costs)), 1e-9)))
     return int(_random.choice(len(costs), p=weights / weights.sum()))
 
 

@@ -20,7 +20,7 @@ from selection.candidates import Candidates, Tokens, selected
 from selection.kernels.weigh import RosterColumns
 
 _REFRESH_S = 0.1
-_NEW_S = 0.5  # an older report may count requests that have ended since
+_NEW_S = 1.5  # an older report may count requests that have ended since
 
 
 class Found(NamedTuple):
@@ -110,7 +110,7 @@ class Roster:
     """The ranks that may be chosen, in the order of their views' numbers."""
 
     state: tuple[int, int, int]
-    """`Namespace.num_changes`, `Directory.generation` and `Book.num_places` when this was made."""
+    """`Namespace.num_changes`, `Directory.generation` and `Book.num_changes` when this was made."""
     workers: list[str]
     dp_ranks: list[int]
     streams: list[int]
@@ -153,7 +153,7 @@ class Rosters:
 
     def of(self, namespace: Namespace, now: float) -> Roster:
         """Return the roster of a namespace. now: seconds since 1970."""
-        state = namespace.num_changes, self._directory.generation, self._book.num_places
+        state = namespace.num_changes, self._directory.generation, self._book.num_changes
         kept = self._kept.get(id(namespace))
         if kept is None:
             finalize(namespace, self._kept.pop, id(namespace), None)

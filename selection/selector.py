@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from selection.candidates import Asked, Candidates, Choice, Policy
 from selection.policies import preferred
 from selection.roster import Found, Rosters, Weighed
 
-_MAX_CANDIDATES = 16
+_MAX_CANDIDATES, _MAX_POLICIES = 16, 4096
 
 
 class NoCandidateError(KvsightError):
@@ -35,6 +36,8 @@ class Chosen(NamedTuple):
     prefill_tokens: int
     """Tokens that the worker must compute, those on slower tiers in part."""
     found: Found
+    everyone: Weighed
+    """Those whom the request did not permit, too."""
 
     @property
     def row(self) -> int:
@@ -45,10 +48,11 @@ class Chosen(NamedTuple):
 class Selector:
     """Chooses workers for the prompts of one service. One thread calls it."""
 
-    def __init__(self, rosters: Rosters, policy: Policy, replica: str) -> None:
-        """replica: name of this process in records."""
+    def __init__(self, rosters: Rosters, create_policy: Callable[[], Policy], replica: str) -> None:
+        """create_policy: called once for each model and tenant. replica: name of this process in records."""
         self._rosters = rosters
-        self._policy = policy
+        self._create_policy = create_policy
+        self._policies: dict[tuple[str, str], Policy] = {}
         self._replica = replica
         self._numbers = count(1)
 
@@ -63,20 +67,29 @@ class Selector:
         self, request: SelectRequest, namespace: Namespace, freshness: Freshness, found: Found, now: float
     ) -> Chosen:
         """Choose a worker for a prompt. now: seconds since 1970. Raises NoCandidateError."""
-        weighed = self.weigh(namespace, freshness, found, now)
+        weighed = everyone = self.weigh(namespace, freshness, found, now)
         if request.allowed_worker_ids is not None or request.pinned_worker is not None:
             weighed = weighed.among(_allowed(request, weighed.candidates))
             if not weighed.rows:
                 raise NoCandidateError("no endpoints available to route work")
         asked = asked_of(request, found, now)
-        choice = self._policy.choose(asked, weighed.candidates)
+        choice = self._policy(namespace).choose(asked, weighed.candidates)
         if request.affinity_target is not None:
             worker, rank = str(request.affinity_target.worker_id), request.affinity_target.dp_rank
             places = zip(weighed.candidates.workers, weighed.candidates.dp_ranks, strict=True)
             row = next((i for i, each in enumerate(places) if each[0] == worker and rank in (None, each[1])), None)
             if row is not None:
                 choice = preferred(choice, row, "the target of the request")
-        return Chosen(weighed, choice, round(weighed.candidates.computed.item(choice.row)), found)
+        return Chosen(weighed, choice, round(weighed.candidates.computed.item(choice.row)), found, everyone)
+
+    def _policy(self, namespace: Namespace) -> Policy:
+        scope = namespace.key[:2]
+        policy = self._policies.get(scope)
+        if policy is None:
+            if len(self._policies) == _MAX_POLICIES:
+                self._policies.clear()  # what they remember of earlier choices is lost
+            policy = self._policies[scope] = self._create_policy()
+        return policy
 
     def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:
         """Return the reservations of a choice: of the request and, if another worker computes its prompt, of that."""

@@ -16,7 +16,7 @@ class SelectionSettings(KvsightSettings):
     """How POST /select chooses: overlap-load, lmetric or priority, perhaps after session, session-hard, warm-up or
     prefill-decode, joined with commas.
     """
-    reservation_ttl_s: float = Field(600.0, gt=0)
+    reservation_ttl_s: float = Field(600.0, gt=0, le=3600)
     """Seconds after which a reservation expires of which nothing was heard. Longer than the longest request."""
     predict_s: float = Field(2.0, ge=0)
     """Seconds for which the pages of a placed request count as held before its engine says so. 0: not at all."""

@@ -38,7 +38,7 @@ EXTRAS_OF = {
     "indexer": ("serve",),
     "analysis": ("analysis",),
     "api": ("serve", "tokenizers"),
-    "kvsight": ("serve",),
+    "kvsight": ("serve", "envoy"),
 }
 """The extras that some modules of a package import: in `publisher`, `bridge` and `kvsight` only for metrics."""
 FOUND_BY_NAME = {"cramjam", "opentelemetry-exporter-otlp-proto-http"}
@@ -86,12 +86,12 @@ def test_a_package_imports_only_what_its_install_brings(package: str) -> None:
 
 def test_nothing_is_declared_that_no_package_imports() -> None:
     everything = set().union(*map(imported, PACKAGES))
-    extras = ("serve", "engine", "mooncake", "compression", "otel", "tokenizers")
+    extras = ("serve", "engine", "mooncake", "compression", "otel", "tokenizers", "envoy")
     assert declared(*extras) - everything == FOUND_BY_NAME
 
 
 def test_every_dependency_has_an_upper_bound() -> None:
-    extras = ("serve", "engine", "mooncake", "compression", "otel", "tokenizers")
+    extras = ("serve", "engine", "mooncake", "compression", "otel", "tokenizers", "envoy")
     lines = [*PROJECT["dependencies"], *(line for e in extras for line in PROJECT["optional-dependencies"][e])]
     foreign = [line for line in lines if not line.startswith("kvsight[")]
     assert [line for line in foreign if not re.search(r",<\d", line)] == []

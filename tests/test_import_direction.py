@@ -30,6 +30,8 @@ NEEDS_AN_EXTRA = (
     "engine_cache.pools.host",
     "engine_cache.pools.mamba",
     "engine_cache.storage.directory",
+    "kvsight.routers.endpoint_picker",
+    "kvsight.routers.litellm",
 )
 
 

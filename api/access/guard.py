@@ -98,7 +98,7 @@ def check_tokens(tokens: TokenRegistry, open_paths: Set[str] = OPEN_PATHS) -> Ch
 def check_origin(is_allowed_host: IsAllowedHost) -> Check:
     """Return the check of heads: faulty ones, other hosts, and changes that pages of other sites ask for are refused.
 
-    `FastPath` answers without it: it takes only good heads with an allowed host, and changes nothing.
+    `FastPath` answers without it: it takes only good heads with an allowed host, and no change that a page asks for.
     """
 
     def check(scope: Scope) -> ProblemError | None:

@@ -6,6 +6,7 @@ query comes later, because the other members are asked. Their requests are answe
 """
 
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -36,6 +37,7 @@ from kv_events.runtime.tracing import open_spans
 logger = logging.getLogger(__name__)
 
 _SELECTING = ("/select", "/select_and_reserve")
+_OF_PAGES = re.compile(rb"\n(?:origin|sec-fetch-site)[ \t]*:", re.IGNORECASE)
 _PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
 _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
 
@@ -150,10 +152,11 @@ class FastPath:
             reply = self._group.members.get(head.path)
             return None if reply is None or head.caller.content_type not in _PACKED else reply(data[start:])
         if head.path in _SELECTING:
-            is_fast = (
-                self._select is not None and self._tenants is None and head.caller.content_type == "application/json"
-            )
-            return self._select(head.path, data, start) if is_fast and self._select is not None else None
+            if head.path != "/select" and _OF_PAGES.search(data, 0, start):
+                return None  # FastAPI's middleware judges what pages of other sites ask for
+            is_json = head.caller.content_type == "application/json"
+            is_fast = self._select is not None and self._tenants is None and is_json
+            return self._select(head.path, data, start) if is_fast and self._select else None
         if head.caller.content_type == "application/json":
             return self._answer_json(self._templates[head.path], data, start)
         return self._answer_packed(head, data[start:]) if head.caller.content_type in _PACKED else None

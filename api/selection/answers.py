@@ -100,6 +100,7 @@ def _shown(candidates: Candidates, costs: npt.NDArray[np.float64]) -> list[Weigh
             requests=int(candidates.requests[row]),
         )
         for row in np.argsort(costs, kind="stable")[:_NUM_SHOWN].tolist()
+        if np.isfinite(costs[row])
     ]
 
 
@@ -108,8 +109,8 @@ def sources_of(chosen: Chosen, block_size: int) -> list[Source]:
 
     What a rank holds is a prefix, so the longest one of each tier, fastest first, covers all that anyone holds.
     """
-    (roster, rows, candidates), row = chosen.weighed, chosen.choice.row
-    start, found = int(candidates.held[row, -1]), list[Source]()
+    roster, rows, candidates = chosen.everyone
+    start, found = int(chosen.weighed.candidates.held[chosen.choice.row, -1]), list[Source]()
     for tier, medium in enumerate(MEDIA):
         peer = int(candidates.held[:, tier].argmax())
         if (end := int(candidates.held[peer, tier])) > start:

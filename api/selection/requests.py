@@ -50,8 +50,8 @@ class Prompt(NamedTuple):
     """Why the tokens of a text are not known. Empty: they are, or there was none."""
 
 
-async def decoded_text(body: Body, body_format: BodyFormat, render: Render) -> tuple[SelectRequest, Prompt]:
-    """Decode a request whose prompt is text, and let an engine make its tokens. Raises ProblemError.
+async def decoded_text(body: Body, body_format: BodyFormat) -> tuple[SelectRequest, Mapping[str, Any]]:
+    """Decode a request whose prompt is text. Returns the whole body, too. Raises ProblemError.
 
     Without a `session_id`, the first messages are the key of the session.
     """
@@ -59,10 +59,14 @@ async def decoded_text(body: Body, body_format: BodyFormat, render: Render) -> t
     fields = {name: given[name] for name in SelectRequest.__struct_fields__ if name in given and name not in _FIELDS}
     fields.setdefault("model_name", given.get("model", "default"))
     fields.setdefault("session_id", _session_of(given))
-    request = decode_as(SelectRequest, msgspec.msgpack.encode(fields), MSGPACK)
+    return decode_as(SelectRequest, msgspec.msgpack.encode(fields), MSGPACK), given
+
+
+async def rendered_prompt(request: SelectRequest, given: Mapping[str, Any], render: Render) -> Prompt:
+    """Let an engine make the tokens of a body with text. Raises ProblemError."""
     rendered = await render(given)
     question = replace(question_of(request, "token_ids"), media=rendered.media)
-    return request, Prompt(question, rendered.token_ids, None, None, rendered.degraded)
+    return Prompt(question, rendered.token_ids, None, None, rendered.degraded)
 
 
 def _session_of(given: Mapping[str, Any]) -> str | None:
@@ -101,6 +105,8 @@ def _prompt_of(request: SelectRequest | ReserveRequest, long: Mapping[str, Promp
     booked = None if request.sequence_hashes is UNSET else _unsigned(request.sequence_hashes)
     if "token_ids" in given:
         field = "token_ids"
+    elif isinstance(request, ReserveRequest) and request.worker_id is None:
+        return Prompt(question_of(request, "token_ids"), np.zeros(0, np.uint32), None, None)  # `/select` got it
     elif booked is None:
         raise _missing("sequence_hashes is required without token_ids", "sequence_hashes")
     elif isinstance(request, ReserveRequest):

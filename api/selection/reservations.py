@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -15,7 +15,7 @@ from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as, format_of
 from api.queries.large_bodies import Body, BodyFormat
-from api.queries.routes import RawEndpoint, json_response
+from api.queries.routes import RawEndpoint, json_response, read_body
 from api.selection.answers import loads_of, worker_name
 from api.selection.requests import Prompt, decoded
 from api.view_source import ViewSource
@@ -23,14 +23,16 @@ from indexer.namespaces import Namespace
 from kv_events.decisions import VERSION, Decision, check_text
 from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
-from kv_events.limits import MAX_REQUEST_ID_BYTES
+from kv_events.limits import MAX_OUTPUT_BLOCKS, MAX_PAGES_PER_DECISION, MAX_REQUEST_ID_BYTES
 from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
 from selection.book import BookFullError
 from selection.exchange import ReservationExchange
 from selection.roster import Rosters
 from selection.selector import prefill_name
 
-_PENDING_S, _MAX_PENDING = 120.0, 4096
+_PENDING_S, _MAX_PENDING, _MAX_PENDING_PAGES = 120.0, 4096, 2**22
+_PAGE_BYTES = 8
+_MAX_STEP_BYTES = 1024
 
 
 class Reservations:
@@ -41,22 +43,26 @@ class Reservations:
         served: ViewSource,
         rosters: Rosters,
         exchange: ReservationExchange,
+        is_ready: Callable[[], bool],
         max_body_bytes: int,
     ) -> None:
-        """exchange: gets each record after it was applied to its book."""
+        """exchange: gets each record after it was applied to its book. is_ready: whether workers may be chosen yet."""
         self._served = served
         self._exchange = exchange
         self._book = exchange.book
         self._rosters = rosters
         self._put = exchange.put
         self._replica = exchange.replica
+        self._is_ready = is_ready
         self._max_body_bytes = max_body_bytes
+        self._pending_pages = 0
         self._pending: OrderedDict[tuple[str, str, str], tuple[float, list[Reserved]]] = OrderedDict()
 
     def namespace(self, model: str, tenant: str) -> Namespace:
         """Return the namespace of a model. Raises ProblemError (503, 409)."""
-        if why := self._exchange.why_not_ready():
-            raise ProblemError(503, ProblemKind.UNAVAILABLE, why, retry_after_s=1)
+        self._check_ready()
+        if not self._is_ready():
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
         found = self._served.namespaces.find(model, tenant)
         if not found:
             detail = f"no schedulable workers for model={model} routing_group={tenant}"
@@ -66,6 +72,10 @@ class Reservations:
             detail = f"workers of model={model} routing_group={tenant} use block sizes {sizes}, expected one"
             raise ProblemError(HTTPStatus.CONFLICT, ProblemKind.BLOCK_SIZE, detail)
         return found[0]
+
+    def _check_ready(self) -> None:
+        if why := self._exchange.why_not_ready():
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, why, retry_after_s=1)
 
     def check_new(self, reservation_id: str) -> None:
         """Check that an id is not in use. Raises ProblemError (409)."""
@@ -93,26 +103,35 @@ class Reservations:
         """Keep a choice for the caller, who may reserve it within two minutes."""
         decision = records[0].decision
         key = decision.model, decision.tenant, decision.request_id
+        self._forget_pending(key)
         self._pending[key] = now + _PENDING_S, records
-        self._pending.move_to_end(key)
-        if len(self._pending) > _MAX_PENDING:
-            self._pending.popitem(last=False)
+        self._pending_pages += len(decision.sequence_hashes) // _PAGE_BYTES
+        while (first := next(iter(self._pending))) and (
+            len(self._pending) > _MAX_PENDING
+            or self._pending_pages > _MAX_PENDING_PAGES
+            or self._pending[first][0] <= now
+        ):
+            self._forget_pending(first)
+
+    def _forget_pending(self, key: tuple[str, str, str]) -> None:
+        _, records = self._pending.pop(key, (0.0, []))
+        for record in records[:1]:
+            self._pending_pages -= len(record.decision.sequence_hashes) // _PAGE_BYTES
 
     def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
         return {"/reservations": RawEndpoint(self._reserve, self._max_body_bytes)}
 
     async def _reserve(self, body: Body, body_format: BodyFormat) -> Response:
-        request = decode_as(ReserveRequest, body, body_format)
-        now = self._served.now()
-        if request.worker_id is None:
-            records = self._taken(request, now)
-        else:
-            request, prompt = await decoded(ReserveRequest, body, body_format)
-            records = [self._explicit(request, prompt, now)]
+        request, prompt = await decoded(ReserveRequest, body, body_format)
+        now, namespace = self._served.now(), self.namespace(request.model_name, request.routing_group)
+        is_pending = request.worker_id is None
+        records = self._taken(request, now) if is_pending else [self._explicit(request, prompt, namespace, now)]
         self.add(records, now)
         decision = records[0].decision
-        roster = self._rosters.of(self.namespace(decision.model, decision.tenant), now)
+        if is_pending:
+            self._forget_pending((decision.model, decision.tenant, decision.request_id))
+        roster = self._rosters.of(namespace, now)
         rows = roster.rows.get(decision.worker)
         answer = Reservation(
             selection_id=decision.request_id,
@@ -127,7 +146,7 @@ class Reservations:
     def _taken(self, request: ReserveRequest, now: float) -> list[Reserved]:
         """Return the reservations of an earlier selection. Raises ProblemError (404)."""
         key = request.model_name, request.routing_group, request.selection_id
-        expires, records = self._pending.pop(key, (0.0, []))
+        expires, records = self._pending.get(key, (0.0, []))
         if expires <= now:
             scope = f"model={request.model_name} routing_group={request.routing_group}"
             why = "expired, already used, or never selected"
@@ -135,10 +154,9 @@ class Reservations:
         change = msgspec.structs.replace
         return [change(record, decision=change(record.decision, timestamp=now)) for record in records]
 
-    def _explicit(self, request: ReserveRequest, prompt: Prompt, now: float) -> Reserved:
+    def _explicit(self, request: ReserveRequest, prompt: Prompt, namespace: Namespace, now: float) -> Reserved:
         """Return a reservation of what the caller chose. Raises ProblemError."""
-        worker, namespace = str(request.worker_id), self.namespace(request.model_name, request.routing_group)
-        roster, key = self._rosters.of(namespace, now), namespace.key
+        worker, roster, key = str(request.worker_id), self._rosters.of(namespace, now), namespace.key
         ranks = [roster.dp_ranks[row] for row in roster.rows.get(worker, ())]
         scope = f"model={key.model} routing_group={key.tenant}"
         if not ranks:
@@ -150,7 +168,7 @@ class Reservations:
         if hashes is None:
             hashes = prompt.question.hashes(prompt.numbers, key.block_size)
         tokens = len(hashes) * key.block_size if prompt.tokens is None else prompt.tokens
-        pages = hashes.astype("<u8", copy=False).tobytes()
+        pages = hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes()
         decision = Decision(VERSION, request.selection_id, now, *key, tokens, pages, worker, rank, None, [])
         return Reserved(VERSION, self._replica, decision, request.effective_prefill_tokens, request.session_id or "")
 
@@ -167,7 +185,8 @@ class Reservations:
         @router.post("/reservations/{reservation_id:path}/output_block", response_class=Response, responses=done)
         async def output_block(reservation_id: str, request: Request) -> Response:
             """Note that a request has filled another page. The body may be `{"decay_fraction": 0.5}`."""
-            body, given = await request.body(), OutputBlock()
+            given = OutputBlock()
+            body = await read_body(request.receive, request.headers.get("content-length"), _MAX_STEP_BYTES)
             if body:
                 given = decode_as(OutputBlock, body, format_of(request.headers.get("content-type")))
             if given.decay_fraction is not None and not 0 <= given.decay_fraction <= 1:
@@ -204,9 +223,11 @@ class Reservations:
         return ModelLoads(model_name=model, routing_group=tenant, loads=loads)
 
     def _progress(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> Response:
+        self._check_ready()
         now = self._served.now()
         known = self._book.get(reservation_id)
         blocks = known.output_blocks + 1 if known is not None and step == OUTPUT_BLOCK else 0
+        blocks = min(blocks, MAX_OUTPUT_BLOCKS)
         record = Progressed(VERSION, self._replica, reservation_id, now, step, decay_fraction, blocks)
         if not self._book.apply(record, now):
             raise _unknown(f"reservation {reservation_id} not found", reservation_id)

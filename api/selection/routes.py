@@ -19,7 +19,7 @@ from api.queries.large_bodies import Body, BodyFormat
 from api.queries.routes import Handler, RawEndpoint, json_response
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
-from api.selection.requests import Prompt, Render, decoded, decoded_text, in_thread, question_of
+from api.selection.requests import Prompt, Render, decoded, decoded_text, in_thread, question_of, rendered_prompt
 from api.selection.reservations import Reservations
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
@@ -129,18 +129,25 @@ class SelectionRoutes:
 
     async def _asked(self, body: Body, body_format: BodyFormat) -> tuple[SelectRequest, Namespace, Found]:
         if await in_thread(body, has_text, body, body_format):
-            request, prompt = await decoded_text(body, body_format, self._render)
+            request, given = await decoded_text(body, body_format)
+            self._admit(request)  # before an engine is asked
+            prompt = await rendered_prompt(request, given, self._render)
         else:
             request, prompt = await decoded(SelectRequest, body, body_format)
+            self._admit(request)
         namespace, question, numbers = self._namespace(request), prompt.question, prompt.numbers
-        if self._tenants is not None:
-            self._tenants.admit(question)
         if question.media:
             hashes = question.hashes(numbers, namespace.key.block_size)
             question, prompt = replace(question, field="seq_hashes", media=()), prompt._replace(tokens=len(numbers))
             numbers = hashes
         held = self._writer.find(question, numbers, namespace, self._served.freshness)
         return request, namespace, _found(held, prompt, namespace)
+
+    def _admit(self, request: SelectRequest) -> None:
+        """Check that there are workers of the model, and count the request for its tenant. Raises ProblemError."""
+        self._namespace(request)
+        if self._tenants is not None:
+            self._tenants.admit(question_of(request, "token_ids"))
 
     def _weighed(self, namespace: Namespace, found: Found) -> Weighed:
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from fastapi import APIRouter
 
 from api.access.rate_limits import TenantRates
@@ -28,16 +31,17 @@ class SelectionService:
         exchange: ReservationExchange,
         render: Render,
         tenants: TenantRates | None,
+        is_ready: Callable[[], bool],
         max_body_bytes: int,
     ) -> None:
         """exchange: has the book, and gets each record after it was applied. render: see `Render`.
 
-        tenants: bounds on their requests, if any.
+        tenants: bounds on their requests, if any. is_ready: whether workers may be chosen yet.
         """
         self.exchange = exchange
         rosters = Rosters(exchange.book, directory)
-        selector = Selector(rosters, create_policy(settings.policy), exchange.replica)
-        self._reservations = Reservations(served, rosters, exchange, max_body_bytes)
+        selector = Selector(rosters, partial(create_policy, settings.policy), exchange.replica)
+        self._reservations = Reservations(served, rosters, exchange, is_ready, max_body_bytes)
         self._routes = SelectionRoutes(served, selector, self._reservations, render, tenants, max_body_bytes)
         self.answer = self._routes.answer
         """See `SelectionRoutes`."""

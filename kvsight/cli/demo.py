@@ -69,7 +69,7 @@ def demo(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Run simulated engines, the index and the API in one process.
+    """Run simulated engines, the index and the API together.
 
     Compares routing policies on a generated workload. hiradix and himamba have a host and a disk tier. Then runs a live
     fleet, serves the page that shows it, and asks the API which worker holds a prompt. Needs no Kafka, Redis, Docker or

@@ -50,7 +50,7 @@ def query(
     api_token: ApiToken = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a running indexer how much of a prompt each worker holds.
+    """Ask an indexer how much of a prompt each worker holds.
 
     The prompt is a file with the body of POST /query or /query_by_hash, such as {"model_name": "m", "token_ids": [1,
     2, 3]}. Or give --model with --tokens, or with --text and --tokenize-url, the address of a vLLM or SGLang engine.

@@ -64,7 +64,7 @@ def test_the_help_of_a_setting_says_when_to_set_it() -> None:
 def test_the_page_of_commands_has_every_command_and_no_flag_that_does_not_exist() -> None:
     page = (DOCS / "commands.md").read_text()
     titles = " ".join(re.findall(r"^## (.*`.*)$", page, re.MULTILINE))
-    assert set(re.findall(r"`(?:kvsight )?(\w+)`", titles)) == COMMANDS.keys()
+    assert set(re.findall(r"`(?:kvsight )?([\w-]+)`", titles)) == COMMANDS.keys()
     options = {flag for leaf in LEAVES.values() for each in leaf.params for flag in (*each.opts, *each.secondary_opts)}
     of_engines = {"--enable-prompt-tokens-details", "--enable-cache-report"}
     assert set(re.findall(r"`(--[a-z-]+)", page)) - options - {"--version"} == of_engines

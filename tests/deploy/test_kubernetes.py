@@ -65,6 +65,8 @@ CASES = {
     "group": GROUP,
 }
 VERSIONS = ("1.27", "1.34")
+FOREIGN = ("monitoring.coreos.com", "gateway.networking.k8s.io", "inference.networking.k8s.io")
+"""Of operators and extensions, not of Kubernetes itself."""
 each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
 
 
@@ -91,8 +93,8 @@ def variables(name: str, values: dict[str, Any]) -> dict[str, Any]:
 
 def check(objects: list[dict[str, Any]], version: str) -> None:
     for each in objects:
-        if each["apiVersion"].startswith("monitoring.coreos.com/"):
-            continue  # of the Prometheus operator, not of Kubernetes
+        if each["apiVersion"].partition("/")[0] in FOREIGN:
+            continue
         kubernetes_validate.validate(each, version, strict=True)
 
 
@@ -306,3 +308,19 @@ def test_chart_image_and_package_have_one_version() -> None:
     assert {chart["version"], chart["appVersion"], project["version"]} == {project["version"]}
     for file in (DEPLOY / "kubernetes").glob("*.yaml"):
         assert set(re.findall(r"image: kvsight:(\S+)", file.read_text())) == {project["version"]}
+
+
+def test_the_pool_names_the_picker_whose_pods_take_its_requests() -> None:
+    objects = {
+        each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes/inference-pool.yaml").read_text())
+    }
+    pool, service, pod = (objects[kind]["spec"] for kind in ("InferencePool", "Service", "Deployment"))
+    (container_,) = pod["template"]["spec"]["containers"]
+    (port,), (found,) = service["ports"], container_["ports"]
+    assert pool["endpointPickerRef"]["name"] == objects["Service"]["metadata"]["name"]
+    assert pool["endpointPickerRef"]["port"]["number"] == port["port"] == found["containerPort"]
+    assert service["selector"].items() <= pod["template"]["metadata"]["labels"].items()
+    assert port["targetPort"] == found["name"]
+    check_command_line(container_["args"])
+    (engines,) = yaml.safe_load_all((DEPLOY / "kubernetes/vllm-with-bridge.yaml").read_text())
+    assert pool["selector"]["matchLabels"] == engines["spec"]["selector"]["matchLabels"]

@@ -87,7 +87,7 @@ def test_lists_of_engines_are_what_the_bridge_reads(tmp_path: Path) -> None:
     named = {("kvsight", "bridge"), ("kvsight", "serve")}
     found = [words for _, words in commands() if tuple(words[:2]) in named and "--engine" in words]
     engines = [parse_engine(words[words.index("--engine") + 1], words[words.index("--model") + 1]) for words in found]
-    assert {engine.worker for engine in engines} == {"engine-0", "pool-a"}
+    assert {engine.worker for engine in engines} == {"engine-0", "pool-a", "10.0.0.1:8000"}
 
 
 def test_files_of_tokens_and_limits_are_what_the_service_reads(tmp_path: Path) -> None:

@@ -35,8 +35,10 @@ NOT_HERE = {
     "make chaos": "takes ten minutes; a short run is in tests/chaos",
     "kvsight serve --kafka localhost:9092 --allowed-hosts kvsight.example,localhost,127.0.0.1": "see test_browsers.py",
     "VLLM_MODEL=Qwen/Qwen3-0.6B": "needs Docker and a GPU",
+    "KVSIGHT_URL=http://kvsight:8000": "runs in tests/routers/test_litellm.py",
     "helm": "needs a cluster; tests/deploy/test_kubernetes.py renders the chart",
     "kubectl": "needs a cluster",
+    "envoy": "tests/routers run it with this configuration",
     "vllm": "needs a GPU; test_engine_plugins.py loads what the engine loads",
     "KVSIGHT_REPLACE_ZMQ=true": "the same",
     "python": "the same, for SGLang",
@@ -63,6 +65,8 @@ RUNS_ON = {
     "kvsight record": "recording",
     "kvsight demo --engine": "engine-2",
     "kvsight bridge": "reading",
+    "kvsight endpoint-picker": "picks endpoints",
+    "kvsight route": "routes on",
     "curl -sN": "kvsight",
 }
 """Beginning of a command line that does not end by itself -> what it prints."""

@@ -179,3 +179,32 @@ def test_a_full_book_refuses_and_has_room_again() -> None:
     assert book.booked("m", "default", "w1", 0) == (2, 32, 2)
     assert book.apply(Progressed(VERSION, "x", "a", 1.0, RELEASED), 1.0)
     assert book.apply(reserved("c", "w1", [3], 1.0), 1.0)
+
+
+def test_numbers_of_places_are_used_again() -> None:
+    book = Book(TTL_S, PREDICT_S, max_places=3)
+    for number in range(3):
+        assert book.apply(reserved(f"r{number}", f"w{number}", [1], 0.0), 0.0)
+    with pytest.raises(BookFullError, match="3 ranks"):
+        book.apply(reserved("r3", "w3", [1], 0.0), 0.0)
+    assert book.apply(Progressed(VERSION, "x", "r1", 1.0, RELEASED), 1.0)
+    with pytest.raises(BookFullError):  # its page still counts as held
+        book.apply(reserved("r3", "w3", [1], 1.0), 1.0)
+    before = book.num_changes
+    assert book.apply(reserved("r3", "w3", [2], PREDICT_S), PREDICT_S)
+    assert book.num_changes > before
+    assert book.place(Place("m", "default", "w1", 0)) == -1
+    assert [book.booked("m", "default", f"w{number}", 0)[0] for number in range(4)] == [1, 0, 1, 1]
+
+
+def test_a_replica_whose_clock_is_ahead_leaves_no_pages_behind() -> None:
+    book = Book(TTL_S, PREDICT_S)
+    assert book.apply(reserved("a", "w1", [1, 2], 1e9), 10.0)
+    assert book.apply(reserved("b", "w1", [3], 10.0), 10.0)
+    for name in ("a", "b"):
+        assert book.apply(Progressed(VERSION, "x", name, 10.0, RELEASED), 10.0)
+    book.expire(10.0 + PREDICT_S)
+    out, places = np.zeros((1, 2), np.int64), np.array([book.place(Place("m", "default", "w1", 0))], np.int32)
+    for first in (1, 3):
+        book.lengths(np.array([first], np.uint64), places, 10.0, out)
+        assert out.tolist() == [[0, 0]]

@@ -108,7 +108,7 @@ class LogInput:
         from selection.past import PastBook
 
         book = PastBook(self.folder).at(Timeline(self.folder), moment, views)
-        return book if book.num_places else None
+        return book if book.num_changes else None
 
     def views_before(self) -> Replay:
         """Return the views before the first record. Notes it if they are unknown, and why. Raises OSError."""

@@ -57,7 +57,7 @@ def replay(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Rebuild the router's views as of some moment, and query them.
+    """Rebuild and query the router's views of some moment.
 
     --at is a time (ISO 8601, 15:27, -5m or @SECONDS since 1970), a record's index in an event log, or
     PARTITION:OFFSET,... of a Kafka topic. A time without a zone is local; 15:27 is today's, or yesterday's if that is

@@ -16,6 +16,7 @@ from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.decisions import VERSION, Decision
+from kv_events.limits import MAX_PAGES_PER_DECISION
 from kv_events.reservations import Reserved
 from kv_events.streams import StreamId
 from kvsight import AsyncClient, KvsightHttpError
@@ -270,3 +271,51 @@ async def test_prefill_is_booked_where_the_prompt_is_computed() -> None:
         for name in ("a", "b", "c"):
             assert (await client.delete(f"/reservations/{name}")).is_success
         assert set((await loads(client)).values()) == {(0, 0, 0)}
+
+
+async def test_models_and_tenants_do_not_share_what_a_policy_remembers() -> None:
+    fed, hard = HandFed(), SelectionSettings(policy="session-hard,overlap-load")
+    async with asking(create_app(LiveService(fed.consumer, ApiSettings(), selection=hard))) as client:
+        for tenant, order in (("a", (9, 1)), ("b", (1, 9))):
+            for number, pages in enumerate(order):
+                stream = Stream(worker=f"w{number}", model="m", tenant=tenant, block_size=BLOCK)
+                await fed.hold(stream, PROMPT, {0: range(pages)})
+        chosen = [
+            (await post(client, "/select", routing_group=tenant, session_id="s"))["worker_id"] for tenant in "abab"
+        ]
+        assert chosen == ["w0", "w1", "w0", "w1"]
+
+
+@pytest.mark.parametrize("line", [{"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}])
+async def test_a_page_of_another_site_books_nothing(line: dict[str, str]) -> None:
+    fed = HandFed()
+    async with served(fed.consumer) as client:
+        await fed.hold(Stream(worker="w0", model="m", block_size=BLOCK), PROMPT)
+        assert (await client.post("/select_and_reserve", json=BODY, headers=line)).status_code == 403
+        assert (await loads(client))["w0"] == (0, 0, 0)
+        assert (await client.post("/select_and_reserve", json=BODY)).status_code == 200
+
+
+async def test_bounds_of_reservations() -> None:
+    async with fleet({0: range(3)}) as (client, _):
+        place = {"model_name": "m", "worker_id": "w0", "dp_rank": 0, "selection_id": "many"}
+        hashes = list(range(1, MAX_PAGES_PER_DECISION + 10))
+        assert (await client.post("/reservations", json={**place, "sequence_hashes": hashes})).status_code == 201
+        assert (await loads(client))["w0"][2] == MAX_PAGES_PER_DECISION
+        large = await client.post("/reservations/many/output_block", content=b" " * 2000)
+        assert large.status_code == 413
+        cold = await post(client, "/select", router_config_override={"router_temperature": 1e-320})
+        assert cold["worker_id"] == "w0"
+
+
+async def test_nobody_is_chosen_before_the_log_is_applied() -> None:
+    fed = HandFed()
+    app = create_app(LiveService(fed.consumer, ApiSettings(answer_before_ready=False)))
+    async with asking(app) as client:
+        await fed.hold(Stream(worker="w0", model="m", block_size=BLOCK), PROMPT)
+        assert (await client.post("/select", json=BODY)).is_success
+    unready = create_app(LiveService(HandFed().consumer, ApiSettings(answer_before_ready=False)))
+    transport = httpx.ASGITransport(unready)  # whose consumer does not run
+    async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        answer = await client.post("/select", json=BODY)
+        assert (answer.status_code, "not applied yet" in answer.text) == (503, True)

@@ -1,5 +1,6 @@
 """Released packages of other projects for tests. They are cached in `~/.cache/kvsight`."""
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvsight"
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 _DOWNLOAD_S = 90
+_INSTALL_S = 400  # of hundreds of MB
 
 
 def files_of(package: str, version: str, names: Sequence[str]) -> Path:
@@ -49,6 +51,25 @@ def installed(package: str, version: str) -> Path:
     return folder
 
 
+def environment(name: str, requirements: Sequence[str]) -> Path:
+    """Return the Python of a new environment with some packages and all that they need.
+
+    name: of its folder. Skips the test if pip cannot install them.
+    """
+    folder = CACHE / name
+    python, is_complete = folder / "bin" / "python", folder / "complete"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the tests wait for this one
+        if not is_complete.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            command = (str(python), *_PIP[1:], "install", *requirements)
+            _run_pip(command, name, limit_s=_INSTALL_S)
+            is_complete.touch()
+    return python
+
+
 def load_module(path: Path, name: str) -> ModuleType:
     """Import one file as a module of that name, outside its package."""
     spec = importlib.util.spec_from_file_location(name, path)
@@ -59,10 +80,10 @@ def load_module(path: Path, name: str) -> ModuleType:
     return module
 
 
-def _run_pip(command: Sequence[str], what: str) -> None:
+def _run_pip(command: Sequence[str], what: str, limit_s: float = _DOWNLOAD_S) -> None:
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_DOWNLOAD_S)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit_s)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"pip cannot get {what}: {error.stderr.strip().splitlines()[-1:]}")
     except subprocess.TimeoutExpired:
-        pytest.skip(f"pip did not get {what} within {_DOWNLOAD_S} s")
+        pytest.skip(f"pip did not get {what} within {limit_s:g} s")

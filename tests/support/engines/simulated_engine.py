@@ -128,9 +128,16 @@ class _Cache:
         return min(len(held), kept, (len(tokens) - 1) // size) * size
 
 
+def _tokens(body: dict[str, Any]) -> list[int]:
+    """The bytes of a prompt or of a chat, of which a longer one begins with a shorter one."""
+    prompt = body.get("prompt", "".join(f"<{m['role']}>{m['content']}" for m in body.get("messages", ())))
+    return list(prompt.encode()) if isinstance(prompt, str) else prompt
+
+
 def _handler(cache: _Cache, behaviour: Behaviour) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # an answer has two parts, of which the second would wait for an acknowledgement
 
         def date_time_string(self, timestamp: float | None = None) -> str:
             return super().date_time_string((timestamp or time.time()) + behaviour.clock_ahead_s)
@@ -149,19 +156,44 @@ def _handler(cache: _Cache, behaviour: Behaviour) -> type[BaseHTTPRequestHandler
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             match self.path:
                 case "/tokenize":
-                    self._answer(json.dumps({"tokens": list(body["prompt"].encode())}))
+                    self._answer(json.dumps({"tokens": _tokens(body)}))
                 case "/v1/completions":
-                    cached = cache.compute(body["prompt"])
-                    details = {"prompt_tokens_details": {"cached_tokens": cached}} if behaviour.reports_cached else {}
-                    self._answer(json.dumps({"usage": {"prompt_tokens": len(body["prompt"]), **details}}))
+                    self._answer(json.dumps({"usage": self._usage(body), "choices": [{"index": 0, "text": "yes"}]}))
+                case "/v1/chat/completions" if body.get("stream"):
+                    self._stream({"id": "c", "model": behaviour.model, "created": 0}, self._usage(body))
+                case "/v1/chat/completions":
+                    message = {"role": "assistant", "content": "yes"}
+                    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                    answer = {"id": "c", "object": "chat.completion", "created": 0, "model": behaviour.model}
+                    self._answer(json.dumps({**answer, "choices": [choice], "usage": self._usage(body)}))
                 case _:
                     self.send_error(404)
 
         def log_message(self, *_: object) -> None:
             """Write no access log."""
 
+        def _usage(self, body: dict[str, Any]) -> dict[str, Any]:
+            """Compute the prompt of a body."""
+            tokens = _tokens(body)
+            cached = cache.compute(tokens)
+            details = {"prompt_tokens_details": {"cached_tokens": cached}} if behaviour.reports_cached else {}
+            return {"prompt_tokens": len(tokens), "completion_tokens": 1, "total_tokens": len(tokens) + 1, **details}
+
+        def _stream(self, common: dict[str, Any], usage: dict[str, Any]) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            common["object"] = "chat.completion.chunk"
+            for delta, reason in (({"role": "assistant", "content": "y"}, None), ({"content": "es"}, "stop")):
+                choices = [{"index": 0, "delta": delta, "finish_reason": reason}]
+                self.wfile.write(f"data: {json.dumps({**common, 'choices': choices})}\n\n".encode())
+            self.wfile.write(f"data: {json.dumps({**common, 'choices': [], 'usage': usage})}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
         def _answer(self, text: str) -> None:
             self.send_response(200)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text.encode())

@@ -1,0 +1,95 @@
+"""What routers reuse with kvsight and without: `python -m benchmarks.bench_routers [--json FILE]`
+
+Three simulated engines with caches without bounds, `kvsight serve` with the policy session,overlap-load, and 30
+conversations of 4 turns, of which each fourth has the same beginning. The share is of the tokens that one cache for
+all would have reused. Latencies are of whole requests, one at a time. In the last row of a router, kvsight is killed
+in the middle.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks.report import Figure, figure, main, percentile
+from tests.rigs.routed_fleet import Messages, Outcome, RoutedFleet, conversations
+from tests.rigs.routed_fleet import run as send
+from tests.support.commands import RunningCommand
+from tests.support.servers.child_process import free_port
+from tests.support.servers.litellm_proxy import HEADERS, MODEL, LiteLLMProxy
+
+CONVERSATIONS, TURNS, AT_ONCE, GOAL = 30, 4, (1, 4), "95 %"
+_NOWHERE = "http://127.0.0.1:9"
+
+
+class _Router(Protocol):
+    url: str
+
+
+class _Route(RunningCommand):
+    def __init__(self, *words: object) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__("route", "--port", port, *words)
+        self.wait_for("routes on")
+
+
+Start = Callable[[RoutedFleet, Path], AbstractContextManager[_Router]]
+
+
+def _in_turn(fleet: RoutedFleet, _folder: Path) -> _Route:
+    workers = [word for n, each in enumerate(fleet.engines) for word in ("--worker", f"e{n}={each.url}")]
+    return _Route("--url", _NOWHERE, *workers)
+
+
+def _litellm(more: object) -> Start:
+    return lambda fleet, folder: LiteLLMProxy(folder, fleet.url, [each.url for each in fleet.engines], more)
+
+
+ROUTERS: dict[str, Start] = {
+    "route": lambda fleet, _folder: _Route("--url", fleet.url),
+    "route, in turn": _in_turn,
+    "litellm with kvsight": _litellm(None),
+    "litellm, simple-shuffle": _litellm({"litellm_settings": {}}),
+}
+
+
+def run() -> list[Figure]:
+    """Return all figures."""
+    return [each for name, start in ROUTERS.items() for each in _figures(name, start)]
+
+
+def _figures(name: str, start: Start) -> Iterator[Figure]:
+    for at_once in AT_ONCE:
+        outcome = _measured(start, at_once)
+        yield figure(f"{name}: reused, {at_once} at once", "%", [100 * outcome.share], GOAL)
+        if at_once == 1:
+            for percent in (50, 99):
+                yield figure(f"{name}: latency p{percent}", "ms", [1000 * percentile(outcome.seconds, percent)])
+    if name == "route":
+        share = _measured(start, 4, policy="overlap-load").share
+        yield figure(f"{name}, overlap-load alone: reused, 4 at once", "%", [100 * share])
+    yield figure(f"{name}: failed, kvsight killed", "requests", [_measured(start, 4, kill=True).failures], "0")
+
+
+def _measured(start: Start, at_once: int, *, kill: bool = False, policy: str = "session,overlap-load") -> Outcome:
+    waves = conversations(CONVERSATIONS, TURNS)
+    with tempfile.TemporaryDirectory() as folder, RoutedFleet(policy) as fleet, start(fleet, Path(folder)) as router:
+        asyncio.run(_send(router, conversations(2, 2, seed=1), at_once))  # connections, and imports of LiteLLM
+        if kill:
+            first = asyncio.run(_send(router, waves[: TURNS // 2], at_once))
+            fleet.kill_kvsight()
+            second = asyncio.run(_send(router, waves[TURNS // 2 :], at_once))
+            return second._replace(failures=first.failures + second.failures)
+        return asyncio.run(_send(router, waves, at_once))
+
+
+async def _send(router: _Router, waves: list[list[Messages]], at_once: int) -> Outcome:
+    is_route = isinstance(router, _Route)
+    return await send(router.url, waves, at_once, None if is_route else HEADERS, model="m" if is_route else MODEL)
+
+
+if __name__ == "__main__":
+    main("routers", run)

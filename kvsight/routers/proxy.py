@@ -1,0 +1,167 @@
+"""A small reverse proxy for OpenAI-compatible engines, which sends each request where kvsight says."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kvsight.routers.placement import KnownWorker, Placed, Placement
+
+_MAX_BODY_BYTES = 64 * 2**20
+_CONNECT_S, _SILENCE_S = 2.0, 600.0  # an engine may compute a long prompt, or wait for its turn
+_MOST_ATTEMPTS = 3
+_PROMPTS = ("/completions", "/messages", "/responses")
+_ELSEWHERE = frozenset({502, 503, 504})
+_OF_ONE_HOP = re.compile("connection|expect|host|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade", re.I)
+_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # by aiohttp, if the caller sends none
+_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class RouteProxy:
+    """The proxy as an application of aiohttp. Closes the placement at its end."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._turn = count()
+        self._warnings = RateLimitedLogger(logging.getLogger(__name__), "route")
+        self._registry = registry = CollectorRegistry()
+        name, labels = "kvsight_route", ["worker", "chosen_by"]
+        self._requests = Counter(f"{name}_requests", "Requests sent to workers", labels, registry=registry)
+        self._failures = Counter(f"{name}_failures", "Answers that failed", ["worker"], registry=registry)
+        self._seconds = Histogram(f"{name}_choice_seconds", "Time to choose a worker", registry=registry)
+        self._http: aiohttp.ClientSession
+
+    def app(self) -> web.Application:
+        """Return the application."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.cleanup_ctx.append(self._running)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        return app
+
+    async def _running(self, _app: web.Application) -> AsyncGenerator[None]:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=_ADDED,
+        )
+        async with self._http:
+            yield
+        await self._placement.aclose()
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        workers = sorted(await self._placement.workers())
+        return web.json_response({"status": "ok", "workers": workers}) if workers else _refusal(503)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), content_type="text/plain")
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        """Choose a worker and pass its answer on. One that fails before the first byte is followed by another one."""
+        content = await request.read()
+        body: dict[str, Any] | None = None
+        with suppress(msgspec.DecodeError, RecursionError):  # the engine says what is wrong
+            body = msgspec.json.decode(content, type=dict[str, Any]) if request.path.endswith(_PROMPTS) else None
+        with self._seconds.time():
+            workers = _serving(await self._placement.workers(), body)
+            placed = await self._placed(body, workers)
+        try:
+            for worker in self._order(workers, placed):
+                self._requests.labels(worker, "kvsight" if placed and worker == placed.worker else "turn").inc()
+                try:
+                    answer = await self._ask(workers[worker].url, request, content)
+                    first = await _first(answer)
+                except _ERRORS as error:
+                    self._failed(worker, error)
+                else:
+                    if placed and answer.content_type == "text/event-stream":
+                        self._placement.complete(placed.selection_id)
+                    return await self._pass_on(request, worker, answer, first)
+        finally:
+            if placed:
+                self._placement.release(placed.selection_id)
+        return _refusal(502 if workers else 503)
+
+    async def _placed(self, body: dict[str, Any] | None, workers: Mapping[str, KnownWorker]) -> Placed | None:
+        new = sum(not worker.model for worker in workers.values())  # used in turn, they send events and become known
+        if body is None or not workers or secrets.randbelow(len(workers)) < new:
+            return None
+        return await self._placement.place(body, workers)
+
+    def _order(self, workers: Mapping[str, KnownWorker], placed: Placed | None) -> Sequence[str]:
+        """Return workers to ask, one after the other: the chosen one, and the others in turn."""
+        present = self._placement.present(workers)
+        turn = next(self._turn) % max(1, len(present))
+        chosen = [placed.worker] if placed and placed.worker in workers else []
+        return list(dict.fromkeys([*chosen, *present[turn:], *present[:turn]]))[:_MOST_ATTEMPTS]
+
+    async def _ask(self, url: str, request: web.Request, content: bytes) -> aiohttp.ClientResponse:
+        headers = [(name, value) for name, value in request.headers.items() if not _OF_ONE_HOP.fullmatch(name)]
+        target = f"{url}{request.raw_path}"
+        return await self._http.request(
+            request.method, target, headers=headers, data=content or None, allow_redirects=False
+        )
+
+    async def _pass_on(
+        self, request: web.Request, worker: str, answer: aiohttp.ClientResponse, chunk: bytes
+    ) -> web.StreamResponse:
+        """Send an answer to the caller as it comes. A caller that goes away ends the engine's request, too."""
+        passed = web.StreamResponse(status=answer.status, reason=answer.reason)
+        passed.headers.extend([each for each in answer.headers.items() if not _OF_ONE_HOP.fullmatch(each[0])])
+        passed.headers["X-Kvsight-Worker"] = worker
+        try:
+            await passed.prepare(request)
+            while chunk:
+                await passed.write(chunk)
+                try:
+                    chunk = await answer.content.readany()
+                except _ERRORS as error:
+                    self._failed(worker, error)
+                    if request.transport is not None:
+                        request.transport.abort()  # the caller must not take a part for the whole
+                    return passed
+            await passed.write_eof()
+        finally:
+            answer.close()
+        return passed
+
+    def _failed(self, worker: str, error: Exception) -> None:
+        self._failures.labels(worker).inc()
+        self._placement.leave_out(worker)
+        self._warnings.warning("%s fails: %r", worker, error)
+
+
+async def _first(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the first bytes of an answer. Raises one of `_ERRORS`, also for some statuses."""
+    try:
+        if answer.status in _ELSEWHERE:
+            answer.raise_for_status()
+        return await answer.content.readany()
+    except BaseException:
+        answer.close()
+        raise
+
+
+def _serving(workers: Mapping[str, KnownWorker], body: Mapping[str, Any] | None) -> Mapping[str, KnownWorker]:
+    """Return the workers of the model that a request names, else all."""
+    model = None if body is None else body.get("model")
+    return {name: worker for name, worker in workers.items() if worker.model in (model, "")} or workers
+
+
+def _refusal(status: int) -> web.Response:
+    message = "no worker is known" if status == 503 else "no worker answers"
+    return web.json_response({"error": {"message": f"kvsight route: {message}", "code": status}}, status=status)

@@ -1,0 +1,102 @@
+"""`kvsight route` with real processes: where requests go, and what callers see of failures."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.rigs.routed_fleet import RoutedFleet, conversations, run
+from tests.support.commands import RunningCommand, kvsight
+from tests.support.http_checks import WITHOUT_TLS
+from tests.support.servers.child_process import free_port
+from tests.support.waiting import wait_until
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "which city is it? " * 8}]}
+DEAD_URL = "http://127.0.0.1:9"
+pytestmark = pytest.mark.timing("several processes must start and answer within their time")
+
+
+@pytest.fixture
+def fleet() -> Iterator[RoutedFleet]:
+    with RoutedFleet() as running:
+        yield running
+
+
+class Route:
+    """The command beside a test."""
+
+    def __init__(self, *words: object) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self.command = RunningCommand("route", "--port", port, *words)
+        self._http = httpx.Client(base_url=self.url, verify=WITHOUT_TLS, timeout=30)
+
+    def chat(self, **fields: object) -> httpx.Response:
+        return self._http.post("/v1/chat/completions", json=CHAT | fields)
+
+    def get(self, path: str) -> httpx.Response:
+        return self._http.get(path)
+
+    def counted(self, chosen_by: str) -> float:
+        lines = [line for line in self.get("/metrics").text.splitlines() if f'chosen_by="{chosen_by}"' in line]
+        return sum(float(line.split()[-1]) for line in lines if "_total" in line)
+
+    def __enter__(self) -> "Route":
+        self.command.__enter__()
+        self.command.wait_for("routes on")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+        self.command.__exit__()
+
+
+def test_requests_go_where_their_prompt_is_and_are_released(fleet: RoutedFleet) -> None:
+    with Route("--url", fleet.url) as route:
+        assert route.get("/health").json()["workers"] == ["e0", "e1", "e2"]
+        outcome = asyncio.run(run(route.url, conversations(12, 5), model="m"))
+        assert outcome.failures == 0
+        assert outcome.share > 0.8  # in turn: about a half
+        assert route.counted("kvsight") == 60
+        wait_until(lambda: fleet.requests() == 0, what="all reservations to end")
+
+
+def test_a_stream_is_passed_on_as_it_is_and_other_paths_reach_an_engine(fleet: RoutedFleet) -> None:
+    with Route("--url", fleet.url) as route:
+        answer = route.chat(stream=True)
+        events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        assert answer.headers["content-type"] == "text/event-stream"
+        assert events.pop() == "[DONE]"
+        parts = [json.loads(event)["choices"] for event in events]
+        assert "".join(part[0]["delta"]["content"] for part in parts if part) == "yes"
+        assert route.get("/v1/models").json()["data"][0]["id"] == "m"
+        assert route.get("/unknown").status_code == 404
+        wait_until(lambda: fleet.requests() == 0, what="the reservation to end")
+
+
+def test_no_request_fails_when_kvsight_or_an_engine_is_killed(fleet: RoutedFleet) -> None:
+    first, second = conversations(12, 4)[:2], conversations(12, 4)[2:]
+    with Route("--url", fleet.url) as route:
+        assert asyncio.run(run(route.url, first, model="m")).failures == 0
+        fleet.kill_kvsight()
+        assert asyncio.run(run(route.url, second, model="m")).failures == 0
+        assert route.counted("turn") == 24
+        fleet.engines[1].kill()
+        assert asyncio.run(run(route.url, second, model="m")).failures == 0
+        for engine in fleet.engines:
+            engine.kill()
+        assert route.chat().status_code == 502
+
+
+def test_without_kvsight_the_workers_of_the_flags_take_turns(fleet: RoutedFleet) -> None:
+    flags = [word for number, each in enumerate(fleet.engines) for word in ("--worker", f"w{number}={each.url}/v1/")]
+    with Route("--url", DEAD_URL, *flags) as route:
+        assert [route.chat().headers["x-kvsight-worker"] for _ in range(6)] == ["w0", "w1", "w2"] * 2
+
+
+def test_without_any_worker_it_says_so() -> None:
+    with Route("--url", DEAD_URL) as route:
+        assert (route.chat().status_code, route.get("/health").status_code) == (503, 503)
+        assert "no worker is known" in route.chat().json()["error"]["message"]
+    assert "--worker" in kvsight("route", "--worker", "e0").stderr
