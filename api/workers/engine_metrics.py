@@ -50,13 +50,12 @@ def metrics_of(text: bytes, dp_ranks: Iterable[int]) -> list[EngineMetrics]:
     said = []
     for rank in (b"%d" % dp_rank for dp_rank in dp_ranks):
         room = _believed(of_rank(rank, b"cache_config_info", b"max_total_num_tokens")) or None
-        running = of_rank(rank, b"num_requests_running", b"num_running_reqs")
-        waiting = of_rank(rank, b"num_requests_waiting", b"num_queue_reqs")
+        names = (b"num_requests_running", b"num_running_reqs"), (b"num_requests_waiting", b"num_queue_reqs")
+        counts = [of_rank(rank, *each) for each in names]
         used = of_rank(rank, b"num_used_tokens")
         if used < 0 and room is not None:
             used = room * of_rank(rank, b"kv_cache_usage_perc", b"token_usage")
-        requests = running + waiting if min(running, waiting) >= 0 else -1.0
-        said.append(EngineMetrics(room, _believed(requests), _believed(used)))
+        said.append(EngineMetrics(room, _believed(sum(counts) if min(counts) >= 0 else -1.0), _believed(used)))
     return said
 
 

@@ -151,9 +151,9 @@ class WorkerRecords:
         both = self._records, self._records | {worker: record}
         now, then = (sum(max(1, len(each.ranks)) for each in records.values()) for records in both)
         if then > max(now, self._most):
-            detail = f"records may have {self._most} ranks in all (--max-registrations), and would have {then}"
+            detail = f"data_parallel_size: records may have {self._most} ranks in all (--max-registrations), not {then}"
             value = "data_parallel_size", len(record.ranks)
-            raise ProblemError(409, ProblemKind.TOO_MANY_REGISTRATIONS, f"{value[0]}: {detail}", *value)
+            raise ProblemError(409, ProblemKind.TOO_MANY_REGISTRATIONS, detail, *value)
 
     async def _checked(self, record: WorkerRecord) -> _Checked:
         """Check a record and its addresses, outside the lock, because this takes up to some seconds a rank."""

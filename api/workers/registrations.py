@@ -163,9 +163,7 @@ class Registrations:
         async with self._lock:
             if self.engines.get(stream_of(engine)) == engine:
                 return False
-            check_conflicts(self.engines, engine, is_peer=is_peer)
-            self._check_room([engine])
-            await self._add(engine)
+            await self._add([engine], is_peer=is_peer)
             await self._save()
         await self._wait_until_indexed([engine])
         return True
@@ -191,12 +189,7 @@ class Registrations:
             if leaving := [stream for stream in streams if self.engines[stream] != wanted.get(stream)]:
                 await self._remove(leaving)
             new = [engine for stream, engine in wanted.items() if stream not in self.engines]
-            for engine in new:
-                check_conflicts(self.engines, engine, is_peer=True)
-            if new:
-                self._check_room(new)
-            for engine in new:
-                await self._add(engine)
+            await self._add(new, is_peer=True)
         await self._wait_until_indexed(new)
 
     async def save(self) -> None:
@@ -233,11 +226,16 @@ class Registrations:
 
     # --- the log ----------------------------------------------------------------------------------------------------
 
-    async def _add(self, engine: EngineSettings) -> None:
-        await self._fleet.add(engine)
-        self.engines[stream_of(engine)] = engine
-        self._added_at[stream_of(engine)] = time.monotonic()
-        self.num_changes += 1
+    async def _add(self, new: Sequence[EngineSettings], *, is_peer: bool) -> None:
+        for engine in new:
+            check_conflicts(self.engines, engine, is_peer=is_peer)
+        if new:
+            self._check_room(new)
+        for engine in new:
+            await self._fleet.add(engine)
+            self.engines[stream_of(engine)] = engine
+            self._added_at[stream_of(engine)] = time.monotonic()
+            self.num_changes += 1
 
     async def _wait_until_indexed(self, engines: Iterable[EngineSettings]) -> None:
         """Wait until the first record of each rank, which was sent already, has been applied."""
@@ -365,9 +363,7 @@ class Registrations:
         try:
             if refusal is not None:
                 raise refusal
-            check_conflicts(self.engines, engine, is_peer=False)
-            self._check_room([engine])
-            await self._add(engine)
+            await self._add([engine], is_peer=False)
         except KvsightError as error:
             logger.warning("registration of %s is dropped: %s", stream_of(engine).key, error)
 

@@ -117,9 +117,9 @@ async def test_answers_are_those_of_the_peer_except_that_it_moves_a_worker_to_an
             given = {} if body is None else {"json": body}
             check_equal(peer.request(method, path, **given), await client.request(method, path, **given))
         for scope in ({"model_name": "n"}, {"routing_group": "g"}):
-            moved = {"json": record(3, **scope)}
-            assert peer.request("POST", "/workers", **moved).status_code == 201
-            problem = check_problem(await client.post("/workers", **moved), 409)
+            moved = record(3, **scope)
+            assert peer.request("POST", "/workers", json=moved).status_code == 201
+            problem = check_problem(await client.post("/workers", json=moved), 409)
             assert problem["field"] == "worker_id"
             assert "model=m routing_group=default" in problem["detail"]
         (kept,) = (each for each in (await client.get("/workers?model_name=m")).json() if each["worker_id"] == 3)
