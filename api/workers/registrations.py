@@ -236,6 +236,7 @@ class Registrations:
             self.engines[stream_of(engine)] = engine
             self._added_at[stream_of(engine)] = time.monotonic()
             self.num_changes += 1
+            await asyncio.sleep(0)  # to start a reader takes milliseconds
 
     async def _wait_until_indexed(self, engines: Iterable[EngineSettings]) -> None:
         """Wait until the first record of each rank, which was sent already, has been applied."""
