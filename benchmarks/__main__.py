@@ -19,6 +19,7 @@ NAMES = (
     "storage",
     "bridge",
     "http",
+    "select",
     "hostile",
     "page",
     "end_to_end",
