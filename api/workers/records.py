@@ -54,6 +54,8 @@ class WorkerRecords:
         self._engines: Mapping[StreamId, EngineSettings] = {} if registrations is None else registrations.engines
         self._lock = asyncio.Lock()  # one change at a time
         self._num_changes = 0
+        self._urls: tuple[int, Mapping[StreamId, str]] = -1, {}  # of the metrics, and `generation` when they were found
+        self._kept: dict[str, tuple[tuple[int, ...], WorkerRecord]] = {}  # what `_judged` returned, and why
         self._reports = Reports(
             consumer,
             self._metrics_urls,
@@ -78,8 +80,7 @@ class WorkerRecords:
     def get(self, worker: str, model: str, tenant: str) -> WorkerRecord | None:
         """Return the record of a worker as of now. None: it has none for this model and tenant."""
         record = self._records.get(worker)
-        is_meant = record is not None and (record.model_name, record.routing_group) == (model, tenant)
-        return self._judged(record) if record is not None and is_meant else None
+        return self._judged(record) if record is not None and _scope(record) == (model, tenant) else None
 
     def report(self, place: Place) -> Report | None:
         """Return the load of a rank. None: its engine has not said it for five seconds."""
@@ -102,7 +103,8 @@ class WorkerRecords:
         Media that are not named are unknown.
         """
         record = self._records.get(stream.worker)
-        named = record.total_kv_blocks if record is not None and stream in _streams_of(record) else None
+        is_named = record is not None and stream[:2] == _scope(record) and stream.dp_rank in record.ranks
+        named = record.total_kv_blocks if record is not None and is_named else None
         pages = named or (self._reports.room(stream) // block_size if block_size else 0)
         found = {MEDIA[0].value: pages} if pages else {}
         return found if self._registrations is None else found | self._registrations.room(stream)
@@ -124,11 +126,24 @@ class WorkerRecords:
             encoded = msgspec.json.encode({name: value for name, value in merged.items() if value is not UNSET})
             return await self._put(decode_as(WorkerRecord, encoded, JSON))
 
+    def _check_room(self, record: WorkerRecord) -> None:
+        """Raises ProblemError (409) if there is no room for a record, or if the worker has one of another scope."""
+        worker = str(record.worker_id)
+        before = self._records.get(worker)
+        if before is not None and _scope(before) != _scope(record):
+            scope = f"model={before.model_name} routing_group={before.routing_group}"
+            detail = f"worker {worker} is already registered for {scope}"
+            raise ProblemError(409, ProblemKind.ALREADY_REGISTERED, detail, "worker_id", record.worker_id)
+        both = self._records, self._records | {worker: record}
+        now, then = (sum(max(1, len(each.ranks)) for each in records.values()) for records in both)
+        if then > max(now, self._most):
+            detail = f"data_parallel_size: records may have {self._most} ranks in all (--max-registrations), not {then}"
+            value = "data_parallel_size", len(record.ranks)
+            raise ProblemError(409, ProblemKind.TOO_MANY_REGISTRATIONS, detail, *value)
+
     async def _put(self, record: WorkerRecord) -> WorkerRecord:
         worker = str(record.worker_id)
-        if worker not in self._records and len(self._records) >= self._most:
-            detail = f"{self._most} workers have records already (--max-registrations)"
-            raise ProblemError(409, ProblemKind.TOO_MANY_REGISTRATIONS, detail, "worker_id", record.worker_id)
+        self._check_room(record)
         self._records[worker] = structs.replace(
             record,
             not_schedulable_reasons=await self._read(record),
@@ -146,6 +161,7 @@ class WorkerRecords:
                 named = record.model_name, record.routing_group, worker
                 await self._registrations.replace([each for each in self._engines if each[:3] == named], {})
             del self._records[worker]
+            self._kept.pop(worker, None)
             await self._changed()
         return structs.replace(record, lifecycle="unschedulable", not_schedulable_reasons=UNSET)
 
@@ -191,7 +207,13 @@ class WorkerRecords:
         return found
 
     def _judged(self, record: WorkerRecord) -> WorkerRecord:
-        """Return a record with its lifecycle as of now."""
+        """Return a record with its lifecycle as of now. It is judged again when it, a rank or a view has changed."""
+        namespaces, worker = self._consumer.namespaces, str(record.worker_id)
+        num_views = sum(len(each.views) for each in namespaces.find(*_scope(record)))
+        state = self.generation, namespaces.num_dropped, num_views
+        kept = self._kept.get(worker)
+        if kept is not None and kept[0] == state:
+            return kept[1]
         unread = [each.dp_rank for each in _sources(record) if not self._has_events(each)]
         reasons = (
             self._lacks(record)
@@ -199,7 +221,9 @@ class WorkerRecords:
             or [f"this service does not read the events of dp_rank {rank}" for rank in unread]
         )
         lifecycle = "incomplete" if reasons else "draining" if record.lifecycle == "draining" else "schedulable"
-        return structs.replace(record, lifecycle=lifecycle, not_schedulable_reasons=reasons or UNSET)
+        judged = structs.replace(record, lifecycle=lifecycle, not_schedulable_reasons=reasons or UNSET)
+        self._kept[worker] = state, judged
+        return judged
 
     def _lacks(self, record: WorkerRecord) -> list[str]:
         """Return what must be known before the ranks of a record can be read, in Dynamo's words."""
@@ -217,21 +241,28 @@ class WorkerRecords:
 
     def _metrics_urls(self) -> Mapping[StreamId, str]:
         """Return the address of the metrics of each rank: as registered, or else at the endpoint of its worker."""
+        if self._urls[0] == self.generation:
+            return self._urls[1]
         urls = {
             stream: f"{record.endpoint.rstrip('/')}/metrics"
             for record in self._records.values()
             if record.endpoint is not None and record.endpoint.startswith("http://")
             for stream in _streams_of(record)
         }
-        return urls | {stream: each.metrics_url for stream, each in self._engines.items() if each.metrics_url}
+        urls |= {stream: each.metrics_url for stream, each in self._engines.items() if each.metrics_url}
+        self._urls = self.generation, urls
+        return urls
 
 
 def _streams_of(record: WorkerRecord) -> list[StreamId]:
     """Return the ranks of a worker."""
-    first = record.data_parallel_start_rank or 0
-    size = 1 if record.data_parallel_size is None else record.data_parallel_size
-    named = record.model_name, record.routing_group, str(record.worker_id)
-    return [StreamId(*named, rank) for rank in range(first, first + size)]
+    named = *_scope(record), str(record.worker_id)
+    return [StreamId(*named, rank) for rank in record.ranks]
+
+
+def _scope(record: WorkerRecord) -> tuple[str, str]:
+    """Return the model and the tenant of a worker."""
+    return record.model_name, record.routing_group
 
 
 def _sources(record: WorkerRecord) -> dict[StreamId, str]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
-from api.http_pool import HttpAnswer, HttpPool, NoAnswerError
+from api.http_pool import HttpPool, NoAnswerError
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.engine_metrics import metrics_of, place_of
+from api.workers.engine_metrics import EngineMetrics, metrics_of, place_of
 from indexer.consumer import Consumer
 from kv_events.errors import KvsightError
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
@@ -24,8 +24,10 @@ _LOOK_EVERY_S = 0.25
 _FRESH_S = 5.0
 """Age at which a load is no longer believed."""
 _TIMEOUT_S = 2.0
-_MAX_BYTES = 8 * 2**20
+_MAX_BYTES = 2 * 2**20
 _AT_ONCE = 64
+_LARGE = 64 * 1024
+"""A longer text is read in another thread."""
 
 
 class Reports:
@@ -84,18 +86,20 @@ class Reports:
                 address = parts._replace(netloc=place.removeprefix("tcp://")).geturl()
                 answer = await pool.send("GET", address, _TIMEOUT_S, {"Host": parts.netloc})
             pause_s = _ASK_EVERY_S
-            for stream in streams:
-                self._take(stream, answer, at)
+            if answer.status != HTTPStatus.OK:
+                raise ValueError(f"status {answer.status}")  # noqa: TRY301
+            args = answer.body, [stream.dp_rank for stream in streams]
+            said = await asyncio.to_thread(metrics_of, *args) if len(answer.body) > _LARGE else metrics_of(*args)
+            for stream, metrics in zip(streams, said, strict=True):
+                self._take(stream, metrics, at)
         except (NoAnswerError, KvsightError, ValueError) as error:
             _limited_logger.warning("of %s at %s: %s", streams[0].key, url, error)
         finally:
             self._due[url] = time.monotonic() + pause_s
 
-    def _take(self, stream: StreamId, answer: HttpAnswer, at: float) -> None:
-        """Keep what an answer says of a rank. Raises ValueError if it does not say all."""
-        if answer.status != HTTPStatus.OK:
-            raise ValueError(f"status {answer.status}")
-        room, requests, used_tokens = metrics_of(answer.body, stream.dp_rank)
+    def _take(self, stream: StreamId, said: EngineMetrics, at: float) -> None:
+        """Keep what an engine says of a rank. Raises ValueError if it does not say all."""
+        room, requests, used_tokens = said
         if room is not None:
             self._rooms[stream] = room
         if requests is not None:

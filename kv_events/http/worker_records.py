@@ -56,6 +56,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_preferred_weight: float | None = None
 
     @property
+    def ranks(self) -> range:
+        """The DP ranks of the worker."""
+        first = self.data_parallel_start_rank or 0
+        return range(first, first + (1 if self.data_parallel_size is None else self.data_parallel_size))
+
+    @property
     def is_schedulable(self) -> bool:
         """Whether the worker gets new requests."""
         return self.lifecycle == "schedulable"

@@ -69,9 +69,9 @@ async def test_an_engines_own_metrics_say_how_much_fits(text: str) -> None:
 
 @pytest.mark.parametrize("number", ["1e999", "1e300", "0", "5" * 30])
 def test_room_of_absurd_size_is_not_believed(number: str) -> None:
-    assert metrics_of(b"sglang:max_total_num_tokens %s\n" % number.encode(), 0).room is None
+    assert metrics_of(b"sglang:max_total_num_tokens %s\n" % number.encode(), [0])[0].room is None
     vllm = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{number}"}} 1.0'
-    assert metrics_of(vllm.encode(), 0).room is None
+    assert metrics_of(vllm.encode(), [0])[0].room is None
 
 
 async def test_the_metrics_of_a_configured_engine_need_no_permission() -> None:

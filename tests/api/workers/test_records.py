@@ -44,7 +44,8 @@ def events(*ranks: int) -> dict[str, Any]:
 
 DIALECT: list[tuple[str, str, Any]] = [
     ("GET", "/workers", None),
-    ("POST", "/workers", {"worker_id": 1}),
+    ("POST", "/workers", {"worker_id": 6}),
+    ("DELETE", "/workers/6", None),
     ("POST", "/workers", {}),
     ("POST", "/workers", record(1)),
     ("POST", "/workers", record(2, **events(0), total_kv_blocks=1000, max_num_batched_tokens=8192)),
@@ -67,7 +68,7 @@ DIALECT: list[tuple[str, str, Any]] = [
     ("PATCH", "/workers/2", {"total_kv_blocks": "x"}),
     ("PATCH", "/workers/2", []),
     ("PATCH", "/workers/9", {"total_kv_blocks": 2000}),
-    ("POST", "/workers", record(2, **events(4), model_name="n")),
+    ("POST", "/workers", record(5, **events(4), model_name="n")),
     ("GET", "/workers?model_name=n", None),
     ("GET", "/workers?model_name=m", None),
     ("DELETE", "/workers/9", None),
@@ -110,11 +111,19 @@ def check_equal(peer: httpx.Response, own: httpx.Response) -> None:
         assert {name: other[name] for name in one} == one
 
 
-async def test_answers_are_those_of_the_peer(peer: PeerIndexer) -> None:
+async def test_answers_are_those_of_the_peer_except_that_it_moves_a_worker_to_another_model(peer: PeerIndexer) -> None:
     async with ours() as client:
         for method, path, body in DIALECT:
             given = {} if body is None else {"json": body}
             check_equal(peer.request(method, path, **given), await client.request(method, path, **given))
+        for scope in ({"model_name": "n"}, {"routing_group": "g"}):
+            moved = record(3, **scope)
+            assert peer.request("POST", "/workers", json=moved).status_code == 201
+            problem = check_problem(await client.post("/workers", json=moved), 409)
+            assert problem["field"] == "worker_id"
+            assert "model=m routing_group=default" in problem["detail"]
+        (kept,) = (each for each in (await client.get("/workers?model_name=m")).json() if each["worker_id"] == 3)
+        assert kept["kv_events_endpoint"] == f"tcp://127.0.0.1:{PORTS[1]}"
 
 
 @asynccontextmanager
@@ -249,3 +258,27 @@ async def test_the_number_of_records_is_bounded() -> None:
         answers = [(await client.post("/workers", json={"worker_id": n})).status_code for n in range(1026)]
         assert answers == [201] * 1024 + [409] * 2
         assert (await client.post("/workers", json={"worker_id": 3})).status_code == 201
+
+
+async def test_the_ranks_of_all_records_are_bounded() -> None:
+    async with ours() as client:  # 1024 ranks
+        assert (await client.post("/workers", json=record(1, data_parallel_size=600))).status_code == 201
+        problem = check_problem(await client.post("/workers", json=record(2, data_parallel_size=425)), 409)
+        assert (problem["field"], problem["value"]) == ("data_parallel_size", 425)
+        assert (await client.post("/workers", json=record(2, data_parallel_size=424))).status_code == 201
+        check_problem(await client.patch("/workers/1", json={"data_parallel_size": 601}), 409)
+        assert (await client.patch("/workers/1", json={"data_parallel_size": 599})).status_code == 200
+
+
+async def test_a_record_is_judged_again_once_its_stream_is_known_and_once_it_is_forgotten(
+    client: httpx.AsyncClient, fed: HandFed
+) -> None:
+    async def lifecycle() -> Any:
+        return [each["lifecycle"] for each in (await client.get("/workers")).json()]
+
+    await client.post("/workers", json=record("7"))
+    assert await lifecycle() == ["incomplete"]
+    await fed.hold(Stream("7"), TOKENS)
+    assert await lifecycle() == ["schedulable"]
+    await fed.consumer.forget([view.stream for view in fed.consumer.namespaces.views])
+    assert await lifecycle() == ["incomplete"]

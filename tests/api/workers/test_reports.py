@@ -41,16 +41,35 @@ sglang:max_total_num_tokens{dp_rank="0",model_name="m",tp_rank="0"} 1600.0
 
 @pytest.mark.parametrize("text", [VLLM, SGLANG])
 def test_running_and_waiting_requests_and_their_tokens_are_read(text: str) -> None:
-    assert metrics_of(text.encode(), 0) == (1600, 5, 40)
+    assert metrics_of(text.encode(), [0])[0] == (1600, 5, 40)
     without_used = "".join(line for line in text.splitlines(keepends=True) if "num_used_tokens" not in line)
-    assert metrics_of(without_used.encode(), 0).used_tokens == (40 if text == VLLM else 800)
-    assert metrics_of(VLLM.encode(), 1) == (1600, 5, 0)
-    assert metrics_of(VLLM.encode(), 7) == (1600, 5, 40)  # no label names it: the first sample counts
+    assert metrics_of(without_used.encode(), [0])[0].used_tokens == (40 if text == VLLM else 800)
+    assert metrics_of(VLLM.encode(), [1])[0] == (1600, 5, 0)
+    assert metrics_of(VLLM.encode(), [7])[0] == (1600, 5, 40)  # no label names it: the first sample counts
 
 
 @pytest.mark.parametrize("text", ["", VLLM.replace("3.0", "-1"), SGLANG.replace("2.0", "1e300"), "vllm:x 1\n"])
 def test_no_load_is_made_of_absurd_numbers(text: str) -> None:
-    assert metrics_of(text.encode(), 0).requests is None
+    assert metrics_of(text.encode(), [0])[0].requests is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm:num_requests_running{\n" * 80_000,
+        "vllm:num_requests_running{" + "}" * 2**21,
+        "vllm:num_requests_running{" + "a" * 2**21 + "} 1\n",
+        "vllm:num_requests_running{" + 'a="' * 2**19 + "} 1\n",
+    ],
+)
+def test_hostile_texts_take_time_in_proportion_to_their_length(text: str) -> None:
+    began = time.monotonic()
+    metrics_of(text.encode(), range(1024))
+    assert time.monotonic() - began < 10  # milliseconds; with the square of the length, many minutes
+
+
+def test_a_label_may_contain_a_brace() -> None:
+    assert metrics_of(VLLM.replace('name="m"', 'name="{m}"').encode(), [0, 1]) == [(1600, 5, 40), (1600, 5, 0)]
 
 
 async def reported(client: httpx.AsyncClient) -> list[tuple[int, int]]:
