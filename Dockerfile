@@ -31,7 +31,9 @@ RUN useradd --system --uid 10001 --create-home kvsight \
     && install --directory --owner=kvsight /opt/kernels /var/lib/kvsight/records
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     wheel=$(echo /wheels/*.whl) \
-    && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve,otel,envoy]"
+    && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve,otel,envoy]" \
+    # xds-protos overwrites modules of opentelemetry-proto with older ones
+    && pip install --quiet --no-cache-dir --root-user-action=ignore --force-reinstall --no-deps opentelemetry-proto
 USER kvsight
 WORKDIR /home/kvsight
 RUN kvsight compile-kernels

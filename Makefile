@@ -31,6 +31,8 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing kvsight and its tests' needs into $(VENV) (torch is large: minutes on a new machine)"
 	@$(PIP) $(EDITABLE) '.[dev]'
+	@# xds-protos overwrites modules of opentelemetry-proto with older ones
+	@$(PIP) --force-reinstall --no-deps opentelemetry-proto
 	@touch $@ $(VENV)/.installed
 
 .PHONY: demo

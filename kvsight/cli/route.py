@@ -22,7 +22,7 @@ _Workers = Annotated[
 @with_flags(LOG_LINES)
 def route(
     url: Url = DEFAULT_URL,
-    token: ApiToken = None,
+    api_token: ApiToken = None,
     host: Annotated[str, typer.Option(help="Address to listen on: 0.0.0.0 if callers run elsewhere.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on. 0: any free one.", min=0, max=65_535)] = 9000,
     worker: _Workers = None,
@@ -51,7 +51,7 @@ def route(
 
         from kvsight.routers.proxy import RouteProxy
 
-        app = RouteProxy(Placement(url, token=token, workers=workers)).app()
+        app = RouteProxy(Placement(url, token=api_token, workers=workers)).app()
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         stop = stop_signals()
         await runner.setup()

@@ -72,4 +72,5 @@ def test_secrets_have_no_flags_because_other_users_see_command_lines() -> None:
     assert {flag for flag in named if not flag.endswith(("-file", "-command"))} == {
         "--api-token",  # of client commands; the variable is preferred
         *("--tls-key", "--tokens", "--tokenize-url"),  # a file, the prompt, an address
+        *("--tokenize-at-once", "--tokenize-timeout-s"),  # numbers
     }

@@ -123,7 +123,7 @@ async def test_content_types_are_json_and_msgpack(client: AsyncClient, fed: Hand
 
 async def test_wrong_methods_and_paths_are_problems(client: AsyncClient) -> None:
     assert check_problem(await client.get("/query"), 405)["detail"] == "GET is not supported here"
-    check_problem(await client.post("/workers"), 405)
+    check_problem(await client.post("/fleet"), 405)
     check_problem(await client.get("/no/such"), 404)
     assert "/no/such" in check_problem(await client.post("/no/such"), 404)["detail"]
 
