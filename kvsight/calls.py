@@ -293,12 +293,12 @@ def unregister(
 def _registration(path: str, fields: Mapping[str, object]) -> Call[None]:
     """The body is JSON, which Dynamo's indexer accepts, too."""
     content = msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
-    return Call("POST", path, _nothing, content=content, content_type=_JSON, may_repeat=False)
+    return Call("POST", path, nothing, content=content, content_type=_JSON, may_repeat=False)
 
 
 def events() -> Call[None]:
     """The refusal of an event stream, as an error. The clients read the stream itself."""
-    return Call("GET", "/events", _nothing, may_repeat=False)
+    return Call("GET", "/events", nothing, may_repeat=False)
 
 
 # --- the service ----------------------------------------------------------------------------------------------------
@@ -367,5 +367,5 @@ def _phrase(status: int) -> str:
         return "Unknown status"
 
 
-def _nothing(_data: bytes) -> None:
+def nothing(_data: bytes) -> None:
     """For answers whose status says everything."""

@@ -58,7 +58,7 @@ async def decoded_text(body: Body, body_format: BodyFormat) -> tuple[SelectReque
     given = await in_thread(body, decode_as, dict, body, body_format)
     fields = {name: given[name] for name in SelectRequest.__struct_fields__ if name in given and name not in _FIELDS}
     fields.setdefault("model_name", given.get("model", "default"))
-    fields.setdefault("session_id", _session_of(given))
+    fields.setdefault("session_id", await in_thread(body, _session_of, given))  # images may be in the messages
     return decode_as(SelectRequest, msgspec.msgpack.encode(fields), MSGPACK), given
 
 
