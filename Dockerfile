@@ -33,7 +33,8 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     wheel=$(echo /wheels/*.whl) \
     && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve,otel,envoy]" \
     # xds-protos overwrites modules of opentelemetry-proto with older ones
-    && pip install --quiet --no-cache-dir --root-user-action=ignore --force-reinstall --no-deps opentelemetry-proto
+    && pip install --quiet --no-cache-dir --root-user-action=ignore --force-reinstall --no-deps \
+    "opentelemetry-proto==$(python -c 'from importlib.metadata import version; print(version("opentelemetry-proto"))')"
 USER kvsight
 WORKDIR /home/kvsight
 RUN kvsight compile-kernels

@@ -32,7 +32,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing kvsight and its tests' needs into $(VENV) (torch is large: minutes on a new machine)"
 	@$(PIP) $(EDITABLE) '.[dev]'
 	@# xds-protos overwrites modules of opentelemetry-proto with older ones
-	@$(PIP) --force-reinstall --no-deps opentelemetry-proto
+	@$(PIP) --force-reinstall --no-deps opentelemetry-proto==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("opentelemetry-proto"))')
 	@touch $@ $(VENV)/.installed
 
 .PHONY: demo
