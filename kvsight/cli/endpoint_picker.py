@@ -17,9 +17,6 @@ from kvsight.extras import require
 def endpoint_picker(
     url: Url = DEFAULT_URL,
     api_token: ApiToken = None,
-    model: Annotated[
-        str | None, typer.Option(help="The model's name in kvsight, if requests have another one.")
-    ] = None,
     tenant: Annotated[str | None, typer.Option(help="The tenant, if it is not the default one.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on, if Envoy runs elsewhere.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65_535)] = 9002,
@@ -40,21 +37,17 @@ def endpoint_picker(
     import uvloop
     from httpx_aiohttp import AiohttpTransport
 
-    from kvsight.base_client import RetryPolicy
-    from kvsight.client import AsyncClient
     from kvsight.routers.endpoint_picker import serving
-    from kvsight.routers.picking import Picker
+    from kvsight.routers.placement import Placement
 
     async def serve() -> None:
         stop = stop_signals()
         certificate = None if tls_cert_file is None else (tls_cert_file, tls_key_file or tls_cert_file)
-        client = AsyncClient(
-            url, token=api_token, timeout_s=2.0, retry=RetryPolicy(attempts=1), transport=AiohttpTransport()
+        placement = Placement(
+            url, token=api_token, deadline_s=deadline_ms / 1000, tenant=tenant, transport=AiohttpTransport()
         )
-        async with client:
-            picker = Picker(client, model, tenant, deadline_ms / 1000)
-            async with serving(picker, f"{host}:{port}", certificate) as bound:
-                err.print(f"picks endpoints on {host}:{bound}; Ctrl-C stops")
-                await stop.wait()
+        async with serving(placement, f"{host}:{port}", certificate) as bound:
+            err.print(f"picks endpoints on {host}:{bound}; Ctrl-C stops")
+            await stop.wait()
 
     uvloop.run(serve())

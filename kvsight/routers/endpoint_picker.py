@@ -6,10 +6,11 @@ request with its endpoints as a header and as metadata.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from kvsight.errors import KvsightHttpError
-from kvsight.routers.picking import Picked, Picker
+from kvsight.routers.placement import KnownWorker, Placed, Placement, body_of
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 ENDPOINT = "x-gateway-destination-endpoint"
@@ -31,14 +32,64 @@ _SUBSET = "envoy.lb.subset_hint", f"{ENDPOINT}-subset"
 _SERVED = "envoy.lb", f"{ENDPOINT}-served"
 MAX_BODY_BYTES, MAX_HELD_BYTES = 8 * 2**20, 256 * 2**20
 """Of one body, as kvsight takes it, and of all that wait for an endpoint. Further bodies get endpoints in turn."""
+_MOST_ENDPOINTS = 3
 _OVERWRITE = base_pb2.HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _RESPONSE_HEADERS = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
 _REQUEST_TRAILERS = wire.ProcessingResponse(request_trailers=wire.TrailersResponse())
 _RESPONSE_TRAILERS = wire.ProcessingResponse(response_trailers=wire.TrailersResponse())
 
 
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    endpoints: Sequence[str] = ()
+    """`ip:port`, the best one first. Empty: Envoy chooses."""
+    placed: Placed | None = None
+
+
+class EndpointPicker:
+    """Chooses endpoints, with kvsight and, without it, in turn."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self._turn = count()
+        self._known: Mapping[str, KnownWorker] = {}
+        self._workers: Mapping[str, str] = {}  # by address
+
+    async def pick(self, body: bytes | None, subset: Sequence[str] | None) -> _Picked:
+        """Choose endpoints for a request, and book it.
+
+        body: of OpenAI's or Anthropic's API. None: unknown. subset: the only candidates. None: all workers.
+        Raises KvsightHttpError (429), see `Placement.place_within_limits`.
+        """
+        known = await self.placement.workers()
+        if known is not self._known:
+            self._known = known
+            self._workers = {_address(each): name for name, each in known.items()}
+        workers = list(known) if subset is None else [self._workers[each] for each in subset if each in self._workers]
+        fields = None if body is None else body_of(body)
+        placed = None if fields is None else await self.placement.place_within_limits(fields, workers)
+        if placed is not None:
+            return _Picked([_address(known[each]) for each in placed.workers[:_MOST_ENDPOINTS]], placed)
+        first = next(self._turn) % len(subset) if subset else 0
+        return _Picked([*subset[first:], *subset[:first]][:_MOST_ENDPOINTS] if subset else [])
+
+    def served(self, picked: _Picked, endpoint: str) -> _Picked:
+        """Note which endpoint answers. If it is another one, the booking moves there."""
+        if picked.placed is None or endpoint == picked.endpoints[0]:
+            return picked
+        if (worker := self._workers.get(endpoint)) is not None:
+            return _Picked([endpoint], self.placement.move(picked.placed, worker))
+        self.placement.release(picked.placed.selection_id)
+        return _Picked([endpoint])
+
+
+def _address(worker: KnownWorker) -> str:
+    """Return `ip:port`."""
+    return worker.url.partition("://")[2].partition("/")[0]
+
+
 async def _process(
-    picker: Picker, messages: AsyncIterator[wire.ProcessingRequest], _context: object
+    picker: EndpointPicker, messages: AsyncIterator[wire.ProcessingRequest], _context: object
 ) -> AsyncIterator[wire.ProcessingResponse]:
     """Answer the messages about one HTTP request, and end its booking when Envoy ends it, for whatever reason."""
     exchange = _Exchange(picker)
@@ -55,12 +106,12 @@ class _Exchange:
 
     held_bytes = 0  # of all that wait
 
-    def __init__(self, picker: Picker) -> None:
+    def __init__(self, picker: EndpointPicker) -> None:
         self._picker = picker
         self._subset: Sequence[str] | None = None
         self._body: list[wire.HttpBody] | None = []  # None: its endpoint is chosen
         self._num_bytes = 0
-        self._picked = Picked([])
+        self._picked = _Picked()
         self._is_streamed = False  # the response, and its first token has not come
 
     async def take(self, message: wire.ProcessingRequest) -> Sequence[wire.ProcessingResponse]:
@@ -88,8 +139,9 @@ class _Exchange:
     def end(self) -> None:
         """Note that the request has ended. Idempotent."""
         self._let_go()
-        self._picker.release(self._picked)
-        self._picked = Picked([])
+        if self._picked.placed is not None:
+            self._picker.placement.release(self._picked.placed.selection_id)
+            self._picked = _Picked()
 
     async def _take_body(self, part: wire.HttpBody) -> Sequence[wire.ProcessingResponse]:
         if self._body is None:
@@ -134,18 +186,22 @@ class _Exchange:
             self.end()
         elif self._is_streamed and part.body:
             self._is_streamed = False
-            self._picker.complete(self._picked)
+            if self._picked.placed is not None:
+                self._picker.placement.complete(self._picked.placed.selection_id)
 
 
 @asynccontextmanager
-async def serving(picker: Picker, address: str, certificate: tuple[Path, Path] | None = None) -> AsyncIterator[int]:
-    """Serve inside the block. Yields the port. certificate: files of the certificate and its key, for TLS.
+async def serving(
+    placement: Placement, address: str, certificate: tuple[Path, Path] | None = None
+) -> AsyncIterator[int]:
+    """Serve inside the block, and close the placement at its end. Yields the port.
 
+    certificate: files of the certificate and its key, for TLS.
     Raises OSError if the address cannot be used, or a file cannot be read.
     """
     state = health.HealthServicer()
     process = grpc.stream_stream_rpc_method_handler(
-        partial(_process, picker),
+        partial(_process, EndpointPicker(placement)),
         request_deserializer=wire.ProcessingRequest.FromString,
         response_serializer=wire.ProcessingResponse.SerializeToString,
     )
@@ -154,15 +210,13 @@ async def serving(picker: Picker, address: str, certificate: tuple[Path, Path] |
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     port = _bind(server, address, certificate)
     await state.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-    follower = asyncio.create_task(picker.follow_workers(), name="workers")
     try:
         await server.start()
         yield port
     finally:
         await state.enter_graceful_shutdown()
         await server.stop(5.0)
-        follower.cancel()
-        await picker.close()
+        await placement.aclose()
 
 
 def _bind(server: Any, address: str, certificate: tuple[Path, Path] | None) -> int:

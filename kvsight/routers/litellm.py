@@ -99,7 +99,8 @@ class KvsightCallback(CustomLogger):
         if placed is None:
             return deployments
         chosen = workers[placed.worker]
-        metadata[_KEY] = {**placed._asdict(), "tried": tried, "deployments": [_id(each) for each in chosen]}
+        note = {"worker": placed.worker, "selection_id": placed.selection_id, "tried": tried}
+        metadata[_KEY] = note | {"deployments": [_id(each) for each in chosen]}
         return chosen
 
     def _placement(self) -> Placement:

@@ -5,26 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import time
 import uuid
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import httpx
+import msgspec
+
 from kv_events.errors import KvsightError
-from kv_events.http.selection import SelectRequest
+from kv_events.http.selection import Selection, SelectRequest
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kvsight import selection_calls
 from kvsight.base_client import RetryPolicy
+from kvsight.calls import Call
 from kvsight.client import AsyncClient
 from kvsight.errors import KvsightHttpError
 
 DEADLINE_S = 0.25
 """Longer than the 0.2 s that the service waits for the tokens of a text."""
-_LIST_EVERY_S = 2.0
+_LIST_EVERY_S, _CALL_S = 2.0, 2.0
 _FAILURES, _SILENT_S = 3, 1.0  # after so many without an answer between them, the service is not asked for so long
 _AWAY_S = 5.0
+_MOST_NOTED = 4096
 _OURS = frozenset(SelectRequest.__struct_fields__) - {"lora_name", "cache_salt", "session_id"}
 """Fields of a selection that callers of an engine do not choose."""
+_IS_ADDRESS = re.compile(r"[\w.-]+:\d+|\[[\da-fA-F:]+\]:\d+")
+_TOKENS = re.compile(rb"\[\s*\d")
+_body_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _warnings = RateLimitedLogger(logging.getLogger(__name__), "requests go without kvsight")
 
 
@@ -37,11 +49,23 @@ class KnownWorker(NamedTuple):
     """Empty: the service does not know this worker."""
 
 
-class Placed(NamedTuple):
-    """A request that was booked on a worker."""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A request that was booked."""
 
-    worker: str
-    selection_id: str
+    workers: tuple[str, ...]
+    """The chosen one, and the next best ones."""
+    selection: Selection
+
+    @property
+    def worker(self) -> str:
+        """The chosen one."""
+        return self.workers[0]
+
+    @property
+    def selection_id(self) -> str:
+        """The name of its reservation."""
+        return str(self.selection.selection_id)
 
 
 def address_of(url: str | None) -> str:
@@ -49,14 +73,42 @@ def address_of(url: str | None) -> str:
     return (url or "").rstrip("/").removesuffix("/v1").rstrip("/")
 
 
+def body_of(content: bytes) -> Mapping[str, Any] | None:
+    """Return the fields of a JSON body, which are decoded no further. None: it is no object."""
+    try:
+        return _body_decoder.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def model_of(body: Mapping[str, Any]) -> str | None:
+    """Return the model that a body names."""
+    model = body.get("model")
+    with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        model = msgspec.json.decode(model) if isinstance(model, msgspec.Raw) else model
+    return model if isinstance(model, str) else None
+
+
 class Placement:
-    """Asks the service where requests go. Nothing here raises or waits longer. Belongs to one event loop."""
+    """Asks the service where requests go. Nothing here waits longer than the deadline. Belongs to one event loop."""
 
     def __init__(
-        self, url: str, *, token: str | None, deadline_s: float = DEADLINE_S, workers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        *,
+        token: str | None,
+        deadline_s: float = DEADLINE_S,
+        workers: Mapping[str, str] | None = None,
+        tenant: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """workers: name -> address, of those whose address the service does not know. Raises InvalidValueError."""
-        self._client = AsyncClient(url, token=token, timeout_s=deadline_s, retry=RetryPolicy(attempts=1))
+        """workers: name -> address, of those whose address the service does not know. transport: see `AsyncClient`.
+
+        Raises InvalidValueError.
+        """
+        retry = RetryPolicy(attempts=1)
+        self._client = AsyncClient(url, token=token, timeout_s=_CALL_S, retry=retry, transport=transport)
+        self._tenant = tenant
         self._deadline_s = deadline_s
         self._given = {name: KnownWorker(address_of(at), "") for name, at in (workers or {}).items()}
         self._known = dict(self._given)
@@ -65,13 +117,13 @@ class Placement:
         self._listed_at = self._silent_until = -math.inf
         self._num_failures = 0  # since the last answer
         self._away_until: dict[str, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._noted: dict[str, asyncio.Task[None]] = {}  # by reservation, what is being sent about it
 
     async def workers(self) -> Mapping[str, KnownWorker]:
         """Return the workers that take new requests, as last heard. Calls before the first list wait for it."""
         now = time.monotonic()
         if self._listing is None or now > self._listed_at + _LIST_EVERY_S:
-            self._listed_at, self._listing = now, self._spawn(self._list())
+            self._listed_at, self._listing = now, asyncio.create_task(self._list())
         if not self._is_listed:
             await asyncio.wait([self._listing], timeout=self._deadline_s)
         return self._known
@@ -86,62 +138,107 @@ class Placement:
         self._away_until[worker] = time.monotonic() + _AWAY_S
 
     async def place(self, body: Mapping[str, Any], workers: Collection[str]) -> Placed | None:
-        """Choose one of some workers for the body of a request to an engine, and book it. None: choose otherwise."""
+        """Choose one of some workers for a request, and book it. None: choose otherwise. Never raises.
+
+        body: what the engine gets, or what `body_of` returned.
+        """
+        with suppress(KvsightHttpError):
+            return await self.place_within_limits(body, workers)
+        return None
+
+    async def place_within_limits(self, body: Mapping[str, Any], workers: Collection[str]) -> Placed | None:
+        """Place a request. Raises KvsightHttpError (429) if the service limits the requests of the tenant or token."""
         if not workers or time.monotonic() < self._silent_until:
             return None
         selection_id = uuid.uuid4().hex
-        models = {known.model for name in workers if (known := self._known.get(name)) and known.model}
-        model = models.pop() if len(models) == 1 else str(body.get("model", "default"))
-        fields = {name: value for name, value in body.items() if name not in _OURS} | {"selection_id": selection_id}
         try:
             async with asyncio.timeout(self._deadline_s):
-                found = await self._client.reserve(model, workers=self.present(workers), more=fields)
+                selection = await self._client.send(self._reserve(body, workers, selection_id))
         except (KvsightHttpError, TypeError, ValueError, RecursionError) as error:
             _warnings.warning("the service refuses, or the body cannot be sent: %s", error)
+            if isinstance(error, KvsightHttpError) and error.status == 429:
+                raise
             return None
-        except (TimeoutError, KvsightError) as error:
+        except (asyncio.CancelledError, OSError, KvsightError) as error:
+            asyncio.get_running_loop().call_later(_SILENT_S, self.release, selection_id)  # it may still be booked
+            if isinstance(error, asyncio.CancelledError):
+                raise
             self._num_failures += 1
             if self._num_failures >= _FAILURES:
                 self._silent_until = time.monotonic() + _SILENT_S
-            asyncio.get_running_loop().call_later(_SILENT_S, self.release, selection_id)  # it may still be booked
             _warnings.warning("%s", str(error) or f"no answer within {self._deadline_s:g} s")
             return None
         self._num_failures = 0
-        return Placed(str(found.worker_id), selection_id)
+        found = [selection.worker_id, *(each.worker_id for each in selection.candidates or ())]
+        return Placed(tuple(dict.fromkeys(map(str, found))), selection)
 
     def complete(self, selection_id: str) -> None:
         """Note in the background that the first token of a request has come."""
-        self._spawn(self._quietly(self._client.complete(selection_id)))
+        self._note(selection_id, selection_calls.complete(selection_id))
 
     def release(self, selection_id: str) -> None:
         """Release a reservation in the background. If that fails, it ends after the service's time-to-live."""
-        self._spawn(self._quietly(self._client.release(selection_id)))
+        self._note(selection_id, selection_calls.release(selection_id))
+
+    def move(self, placed: Placed, worker: str) -> Placed:
+        """Book a request on another worker, which serves it, in the background. Returns the new booking."""
+        self.release(placed.selection_id)
+        moved = msgspec.structs.replace(placed.selection, selection_id=uuid.uuid4().hex, worker_id=worker)
+        self._note(str(moved.selection_id), selection_calls.book(moved))
+        return Placed((worker,), moved)
 
     async def aclose(self) -> None:
         """Wait for what is under way, and close the connections."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._deadline_s)
+        if tasks := [*self._noted.values(), *([self._listing] if self._listing else ())]:
+            await asyncio.wait(tasks, timeout=_CALL_S)
         await self._client.aclose()
+
+    def _reserve(self, body: Mapping[str, Any], workers: Collection[str], selection_id: str) -> Call[Selection]:
+        """Return the request for a reservation. Its model is the one that all candidates have, if they have one."""
+        models = {known.model for name in workers if (known := self._known.get(name)) and known.model}
+        model = models.pop() if len(models) == 1 else model_of(body) or "default"
+        fields = {name: value for name, value in body.items() if name not in _OURS}
+        prompt = fields.get("prompt")
+        if _is_tokens(prompt):  # they need no engine, and no other field of the body matters
+            fields = {name: fields[name] for name in ("cache_salt", "lora_name", "session_id") if name in fields}
+            fields["token_ids"] = prompt
+        fields |= {"selection_id": selection_id, "explain": True}
+        return selection_calls.reserve(model, tenant=self._tenant, workers=self.present(workers), more=fields)
 
     async def _list(self) -> None:
         try:
-            listed = await self._client.workers()
-        except KvsightError as error:
+            listed = await self._client.workers(tenant=self._tenant)
+        except (OSError, KvsightError) as error:
             _warnings.warning("the workers stay as they were: %s", error)
             return
         known = dict(self._given)
         for each in listed:
             given = known.pop(each.instance_id, None)
-            if each.is_schedulable and (address := given.url if given else address_of(each.endpoint)):
+            named = f"http://{each.instance_id}" if _IS_ADDRESS.fullmatch(each.instance_id) else None
+            address = given.url if given else address_of(each.endpoint or named)
+            if each.is_schedulable and address:
                 known[each.instance_id] = KnownWorker(address, each.model_name)
         self._known, self._is_listed = known, True
 
-    async def _quietly(self, call: Coroutine[Any, Any, None]) -> None:
-        with suppress(KvsightError):
-            await call
+    def _note(self, selection_id: str, call: Call[None]) -> None:
+        """Send a call in the background, after what was noted before about the same reservation."""
+        earlier = self._noted.get(selection_id)
+        if len(self._noted) < _MOST_NOTED or earlier is not None:
+            self._noted[selection_id] = task = asyncio.create_task(self._send(call, earlier))
+            task.add_done_callback(partial(self._forget, selection_id))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _forget(self, selection_id: str, task: asyncio.Task[None]) -> None:
+        if self._noted.get(selection_id) is task:
+            del self._noted[selection_id]
+
+    async def _send(self, call: Call[None], earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None:
+            await earlier
+        with suppress(OSError, KvsightError):
+            await self._client.send(call)
+
+
+def _is_tokens(prompt: Any) -> bool:
+    if isinstance(prompt, msgspec.Raw):
+        return _TOKENS.match(prompt) is not None
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -6,17 +6,15 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
 from itertools import count
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
-from kvsight.routers.placement import KnownWorker, Placed, Placement
+from kvsight.routers.placement import KnownWorker, Placed, Placement, body_of, model_of
 
 _MAX_BODY_BYTES = 64 * 2**20
 _CONNECT_S, _SILENCE_S = 2.0, 600.0  # an engine may compute a long prompt, or wait for its turn
@@ -73,21 +71,21 @@ class RouteProxy:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         """Choose a worker and pass its answer on. One that fails before the first byte is followed by another one."""
         content = await request.read()
-        body: dict[str, Any] | None = None
-        with suppress(msgspec.DecodeError, RecursionError):  # the engine says what is wrong
-            body = msgspec.json.decode(content, type=dict[str, Any]) if request.path.endswith(_PROMPTS) else None
+        body = body_of(content) if request.path.endswith(_PROMPTS) else None  # the engine says what is wrong
         with self._seconds.time():
             workers = _serving(await self._placement.workers(), body)
             placed = await self._placed(body, workers)
         try:
             for worker in self._order(workers, placed):
-                self._requests.labels(worker, "kvsight" if placed and worker == placed.worker else "turn").inc()
+                self._requests.labels(worker, "kvsight" if placed and worker in placed.workers else "turn").inc()
                 try:
                     answer = await self._ask(workers[worker].url, request, content)
                     first = await _first(answer)
                 except _ERRORS as error:
                     self._failed(worker, error)
                 else:
+                    if placed and worker != placed.worker:
+                        placed = self._placement.move(placed, worker)
                     if placed and answer.content_type == "text/event-stream":
                         self._placement.complete(placed.selection_id)
                     return await self._pass_on(request, worker, answer, first)
@@ -96,17 +94,17 @@ class RouteProxy:
                 self._placement.release(placed.selection_id)
         return _refusal(502 if workers else 503)
 
-    async def _placed(self, body: dict[str, Any] | None, workers: Mapping[str, KnownWorker]) -> Placed | None:
+    async def _placed(self, body: Mapping[str, Any] | None, workers: Mapping[str, KnownWorker]) -> Placed | None:
         new = sum(not worker.model for worker in workers.values())  # used in turn, they send events and become known
         if body is None or not workers or secrets.randbelow(len(workers)) < new:
             return None
         return await self._placement.place(body, workers)
 
     def _order(self, workers: Mapping[str, KnownWorker], placed: Placed | None) -> Sequence[str]:
-        """Return workers to ask, one after the other: the chosen one, and the others in turn."""
+        """Return workers to ask, one after the other: the chosen one, the next best ones, and the others in turn."""
         present = self._placement.present(workers)
         turn = next(self._turn) % max(1, len(present))
-        chosen = [placed.worker] if placed and placed.worker in workers else []
+        chosen = placed.workers if placed else ()
         return list(dict.fromkeys([*chosen, *present[turn:], *present[:turn]]))[:_MOST_ATTEMPTS]
 
     async def _ask(self, url: str, request: web.Request, content: bytes) -> aiohttp.ClientResponse:
@@ -158,7 +156,7 @@ async def _first(answer: aiohttp.ClientResponse) -> bytes:
 
 def _serving(workers: Mapping[str, KnownWorker], body: Mapping[str, Any] | None) -> Mapping[str, KnownWorker]:
     """Return the workers of the model that a request names, else all."""
-    model = None if body is None else body.get("model")
+    model = None if body is None else model_of(body)
     return {name: worker for name, worker in workers.items() if worker.model in (model, "")} or workers
 
 
