@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from base64 import b64encode
 from collections.abc import Generator, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,24 +88,20 @@ class BaseClient:
     _http: httpx.Client | httpx.AsyncClient
 
     def __init__(self, url: str, token: str | None, timeout_s: float, retry: RetryPolicy | None) -> None:
-        if not isinstance(url, str):  # a value of another type may contain a password as well, so it is not shown
-            raise InvalidValueError("url", type(url).__name__, "text")
+        self._address, authorization = address_and_authorization(url, token)
         check_type("timeout_s", timeout_s, int | float)
         if not 0 < timeout_s < math.inf:
             raise InvalidValueError("timeout_s", timeout_s, "seconds, above 0")
         check_type("retry", retry, RetryPolicy | None)
-        self._shown_url = _CREDENTIALS.sub(r"\1...@", url).rstrip("/")
+        self._shown_url = _shown(url)
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
-        base_url = _checked(url, self._shown_url)
-        bare_url = base_url.copy_with(userinfo=b"")  # httpx logs addresses
-        self._address = str(bare_url).rstrip("/")
         self._checked_names: Set[str] = frozenset()  # of workers: known ones, and those that were warned of
         self._headers: dict[str | None, httpx.Headers] = {}  # by content type
         self._extensions = {"timeout": httpx.Timeout(timeout_s).as_dict()}
         self._options: dict[str, Any] = {
-            "base_url": bare_url,
-            **_authorization(base_url, token),
+            "base_url": self._address,  # without a password, because httpx logs addresses
+            "headers": authorization,
             "timeout": timeout_s,
             "limits": httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=_KEEPALIVE_S),
         }
@@ -157,7 +154,7 @@ class BaseClient:
     def _headers_of(self, content_type: str | None) -> httpx.Headers:
         if content_type not in self._headers:
             more = {} if content_type is None else {"Content-Type": content_type}
-            self._headers[content_type] = httpx.Headers(_HEADERS | self._options.get("headers", {}) | more)
+            self._headers[content_type] = httpx.Headers(_HEADERS | self._options["headers"] | more)
         return self._headers[content_type]
 
     def _result(self, call: Call[T], outcome: AttemptResult) -> T:
@@ -182,19 +179,26 @@ def _joined(base: str, path: str) -> httpx.URL:
     return httpx.URL(base + path)
 
 
-def _checked(url: str, shown: str) -> httpx.URL:
+def address_and_authorization(url: str, token: str | None) -> tuple[str, dict[str, str]]:
+    """Return a service's address without credentials, and the header that has them. Raises InvalidValueError."""
+    if not isinstance(url, str):  # a value of another type may contain a password as well, so it is not shown
+        raise InvalidValueError("url", type(url).__name__, "text")
     expected = "an address such as http://HOST:PORT"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL:
-        raise InvalidValueError("url", shown, expected) from None
+        raise InvalidValueError("url", _shown(url), expected) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidValueError("url", shown, expected)
-    return parsed
+        raise InvalidValueError("url", _shown(url), expected)
+    return str(parsed.copy_with(userinfo=b"")).rstrip("/"), _authorization(parsed, token)
 
 
-def _authorization(url: httpx.URL, token: str | None) -> dict[str, Any]:
-    """Arguments for httpx. Errors do not contain the credentials."""
+def _shown(url: str) -> str:
+    return _CREDENTIALS.sub(r"\1...@", url).rstrip("/")
+
+
+def _authorization(url: httpx.URL, token: str | None) -> dict[str, str]:
+    """Errors do not contain the credentials."""
     if token is not None and not isinstance(token, str):
         raise InvalidValueError("token", type(token).__name__, "text")
     if token and not _TOKEN.fullmatch(token):
@@ -202,5 +206,7 @@ def _authorization(url: httpx.URL, token: str | None) -> dict[str, Any]:
     if token and url.userinfo:
         raise InvalidValueError("token", f"{len(token)} characters", "no user in `url` besides: both are credentials")
     if token:
-        return {"headers": {"Authorization": f"Bearer {token}"}}
-    return {"auth": (url.username, url.password)} if url.userinfo else {}
+        return {"Authorization": f"Bearer {token}"}
+    if url.userinfo:
+        return {"Authorization": f"Basic {b64encode(f'{url.username}:{url.password}'.encode()).decode()}"}
+    return {}

@@ -10,7 +10,7 @@ SERVE = ("aiohttp", "fastapi", "fastapi_offline", "httptools", "prometheus_clien
 _EXTRAS = {
     "serve": SERVE,
     "analysis": ("bokeh", "jinja2", "pyarrow"),
-    "envoy": ("envoy", "grpc", "grpc_health", "httpx_aiohttp"),
+    "envoy": ("aiohttp", "envoy", "grpc", "grpc_health", "yarl"),
 }
 
 

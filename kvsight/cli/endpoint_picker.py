@@ -35,7 +35,6 @@ def endpoint_picker(
     if tls_key_file is not None and tls_cert_file is None:
         raise UsageError("--tls-key-file needs --tls-cert-file")
     import uvloop
-    from httpx_aiohttp import AiohttpTransport
 
     from kvsight.routers.endpoint_picker import serving
     from kvsight.routers.placement import Placement
@@ -43,9 +42,7 @@ def endpoint_picker(
     async def serve() -> None:
         stop = stop_signals()
         certificate = None if tls_cert_file is None else (tls_cert_file, tls_key_file or tls_cert_file)
-        placement = Placement(
-            url, token=api_token, deadline_s=deadline_ms / 1000, tenant=tenant, transport=AiohttpTransport()
-        )
+        placement = Placement(url, token=api_token, deadline_s=deadline_ms / 1000, tenant=tenant)
         async with serving(placement, f"{host}:{port}", certificate) as bound:
             err.print(f"picks endpoints on {host}:{bound}; Ctrl-C stops")
             await stop.wait()

@@ -12,26 +12,28 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlencode
 
-import httpx
 import msgspec
 
+from api.http_pool import HttpPool, NoAnswerError
 from kv_events.errors import KvsightError
 from kv_events.http.selection import Selection, SelectRequest
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
-from kvsight import selection_calls
-from kvsight.base_client import RetryPolicy
+from kvsight import calls, selection_calls
+from kvsight.base_client import address_and_authorization
 from kvsight.calls import Call
-from kvsight.client import AsyncClient
 from kvsight.errors import KvsightHttpError
+
+T = TypeVar("T")
 
 DEADLINE_S = 0.25
 """Longer than the 0.2 s that the service waits for the tokens of a text."""
 _LIST_EVERY_S, _CALL_S = 2.0, 2.0
 _FAILURES, _SILENT_S = 3, 1.0  # after so many without an answer between them, the service is not asked for so long
 _AWAY_S = 5.0
-_MOST_NOTED = 4096
+_MOST_NOTED, _MAX_ANSWER_BYTES = 4096, 2**26
 _OURS = frozenset(SelectRequest.__struct_fields__) - {"lora_name", "cache_salt", "session_id"}
 """Fields of a selection that callers of an engine do not choose."""
 _IS_ADDRESS = re.compile(r"[\w.-]+:\d+|\[[\da-fA-F:]+\]:\d+")
@@ -100,14 +102,10 @@ class Placement:
         deadline_s: float = DEADLINE_S,
         workers: Mapping[str, str] | None = None,
         tenant: str | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """workers: name -> address, of those whose address the service does not know. transport: see `AsyncClient`.
-
-        Raises InvalidValueError.
-        """
-        retry = RetryPolicy(attempts=1)
-        self._client = AsyncClient(url, token=token, timeout_s=_CALL_S, retry=retry, transport=transport)
+        """workers: name -> address, of those whose address the service does not know. Raises InvalidValueError."""
+        self._url, self._headers = address_and_authorization(url, token)
+        self._pool = HttpPool(_MAX_ANSWER_BYTES)
         self._tenant = tenant
         self._deadline_s = deadline_s
         self._given = {name: KnownWorker(address_of(at), "") for name, at in (workers or {}).items()}
@@ -152,21 +150,20 @@ class Placement:
             return None
         selection_id = uuid.uuid4().hex
         try:
-            async with asyncio.timeout(self._deadline_s):
-                selection = await self._client.send(self._reserve(body, workers, selection_id))
+            selection = await self._ask(self._reserve(body, workers, selection_id), self._deadline_s)
         except (KvsightHttpError, TypeError, ValueError, RecursionError) as error:
             _warnings.warning("the service refuses, or the body cannot be sent: %s", error)
             if isinstance(error, KvsightHttpError) and error.status == 429:
                 raise
             return None
-        except (asyncio.CancelledError, OSError, KvsightError) as error:
+        except (asyncio.CancelledError, NoAnswerError, KvsightError) as error:
             asyncio.get_running_loop().call_later(_SILENT_S, self.release, selection_id)  # it may still be booked
             if isinstance(error, asyncio.CancelledError):
                 raise
             self._num_failures += 1
             if self._num_failures >= _FAILURES:
                 self._silent_until = time.monotonic() + _SILENT_S
-            _warnings.warning("%s", str(error) or f"no answer within {self._deadline_s:g} s")
+            _warnings.warning("%s", error)
             return None
         self._num_failures = 0
         found = [selection.worker_id, *(each.worker_id for each in selection.candidates or ())]
@@ -191,7 +188,7 @@ class Placement:
         """Wait for what is under way, and close the connections."""
         if tasks := [*self._noted.values(), *([self._listing] if self._listing else ())]:
             await asyncio.wait(tasks, timeout=_CALL_S)
-        await self._client.aclose()
+        await self._pool.close()
 
     def _reserve(self, body: Mapping[str, Any], workers: Collection[str], selection_id: str) -> Call[Selection]:
         """Return the request for a reservation. Its model is the one that all candidates have, if they have one."""
@@ -207,8 +204,8 @@ class Placement:
 
     async def _list(self) -> None:
         try:
-            listed = await self._client.workers(tenant=self._tenant)
-        except (OSError, KvsightError) as error:
+            listed = await self._ask(calls.workers(tenant=self._tenant), _CALL_S)
+        except (NoAnswerError, KvsightError) as error:
             _warnings.warning("the workers stay as they were: %s", error)
             return
         known = dict(self._given)
@@ -234,8 +231,16 @@ class Placement:
     async def _send(self, call: Call[None], earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:
             await earlier
-        with suppress(OSError, KvsightError):
-            await self._client.send(call)
+        with suppress(NoAnswerError, KvsightError):
+            await self._ask(call, _CALL_S)
+
+    async def _ask(self, call: Call[T], deadline_s: float) -> T:
+        """Raises NoAnswerError, KvsightHttpError, UnexpectedAnswerError."""
+        params = urlencode({name: value for name, value in (call.params or {}).items() if value is not None})
+        headers = self._headers if call.content_type is None else self._headers | {"Content-Type": call.content_type}
+        target = f"{self._url}{call.path}{'?' if params else ''}{params}"
+        answer = await self._pool.send(call.method, target, deadline_s, headers, call.content or b"")
+        return call.result(self._url, answer.status, answer.body)
 
 
 def _is_tokens(prompt: Any) -> bool:
