@@ -188,7 +188,7 @@ class LiveService(Service):
             local,
             self._tenants,
             None if group is None else group.fast_answers(has_tenants=self._tenants is not None),
-            None if self.selection is None else self.selection.answer,
+            {} if self.selection is None else self.selection.text_routes(),
         )
         for routes in (
             RegisterRoutes(registrations, consumer),

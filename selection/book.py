@@ -107,13 +107,14 @@ class Book:
         self._max = max_reservations
         self._max_pages = max_pages
         self.num_changes = 0
-        """Changes with the numbers of places."""
+        """Changes with the numbers of places, and whenever other arrays replace `loads`."""
         self._max_places = max_places
         self._places: dict[Place, int] = {}
         self._free: list[int] = []  # numbers of places that were forgotten
         self._reservations: OrderedDict[str, Reservation] = OrderedDict()  # the one that expires first comes first
-        self._pages = make_pages(max_pages)
-        self._pinned = pin(self._pages)
+        self.pages = make_pages(max_pages)
+        """For kernels."""
+        self._pinned = pin(self.pages)
         self._pin_loads()
         self._predicted: deque[tuple[float, int, U64Array]] = deque()  # pages of ended ones: until, place, hashes
 
@@ -216,7 +217,7 @@ class Book:
         if len(self._reservations) >= self._max:
             raise BookFullError(f"{self._max} requests are reserved")
         hashes = np.frombuffer(decision.sequence_hashes, "<u8")
-        if num_live(self._pages.table) + len(hashes) > self._max_pages:
+        if num_live(self.pages.table) + len(hashes) > self._max_pages:
             raise BookFullError(f"{self._max_pages} pages are booked")
         place = self._number(Place(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0))
         until = min(decision.timestamp, now) + self.predict_s if self.predict_s else _NEVER

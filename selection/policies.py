@@ -7,8 +7,9 @@ decides in all other cases: `session,warm-up,overlap-load`.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -43,10 +44,23 @@ class OverlapLoadPolicy:
         scale = asked.options.get("prefill_load_scale", 1.0) / candidates.block_size
         prefill, computed, blocks = candidates.prefill_tokens, candidates.computed, candidates.decode_blocks
         costs = np.empty(len(computed))
-        row = least_work(prefill, computed, blocks, scale, _next_turn(), costs)
+        row = least_work(prefill, computed, blocks, scale, next_turns(), costs)
         if temperature := asked.options.get("router_temperature"):
             row = _by_temperature(costs, temperature)
         return Choice(row, costs, "the least work for prefill and decode")
+
+    def scale_of_work(self, options: Mapping[str, float], block_size: int) -> float | None:
+        """See `LeastWork`."""
+        scale = options.get("prefill_load_scale", 1.0) / block_size
+        return None if options.get("router_temperature") else scale
+
+
+@runtime_checkable
+class LeastWork(Protocol):
+    """A policy that chooses as the kernel `least_work` does, so that other kernels can."""
+
+    def scale_of_work(self, options: Mapping[str, float], block_size: int) -> float | None:
+        """Return the scale for the kernel. None: requests with these options need `Policy.choose`."""
 
 
 class LmetricPolicy:
@@ -209,12 +223,13 @@ def seed_choices(seed: int) -> None:
 
 def lowest(costs: Costs, candidates: Candidates) -> int:
     """Return the row with the lowest cost. Of several, those that compute least take turns."""
-    return lowest_cost(costs, candidates.computed, _next_turn())
+    return lowest_cost(costs, candidates.computed, next_turns())
 
 
-def _next_turn() -> int:
-    _turn[0] += 1
-    return _turn[0]
+def next_turns(count: int = 1) -> int:
+    """Return the first turn of some choices among equals. See `lowest_cost`."""
+    _turn[0] += count
+    return _turn[0] - count + 1
 
 
 def _by_temperature(costs: Costs, temperature: float) -> int:

@@ -105,7 +105,7 @@ class NothingKnown:
         return None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Roster:
     """The ranks that may be chosen, in the order of their views' numbers."""
 
@@ -126,11 +126,7 @@ class Roster:
     candidates: Candidates
     """All ranks, in the memory of `columns`."""
     all_rows: range
-    other_requests: Tokens
-    """[n] requests of an engine that are not booked here, as the next."""
-    other_blocks: Tokens
     reports: list[Report | None]
-    has_others: bool = False
     refreshed_at: float = -np.inf
 
     def take_reports(self, before: Roster) -> None:
@@ -139,8 +135,8 @@ class Roster:
         for row, place in enumerate(zip(self.workers, self.dp_ranks, strict=True)):
             if (old := rows.get(place)) is not None:
                 self.reports[row] = before.reports[old]
-                self.other_requests[row], self.other_blocks[row] = before.other_requests[old], before.other_blocks[old]
-        self.has_others = bool(self.other_requests.any() or self.other_blocks.any())
+                self.columns.other_requests[row] = before.columns.other_requests[old]
+                self.columns.other_blocks[row] = before.columns.other_blocks[old]
 
 
 class Rosters:
@@ -172,7 +168,7 @@ class Rosters:
         numbers = block_size, -(-found.tokens // block_size), found.tokens
         times = now, freshness.expired_before()
         count = self._book.weigh(found.hashes, found.streams, found.pages, roster.pinned, numbers, times)
-        if count == len(roster.streams) and not roster.has_others:
+        if count == len(roster.streams):
             return Weighed(roster, roster.all_rows, roster.candidates)
         rows = roster.columns.rows[:count].tolist()
         candidates = selected(roster.candidates, list(range(count)))
@@ -182,8 +178,6 @@ class Rosters:
             candidates._replace(
                 workers=[roster.workers[row] for row in rows],
                 dp_ranks=[roster.dp_ranks[row] for row in rows],
-                decode_blocks=candidates.decode_blocks + roster.other_blocks[rows],
-                requests=candidates.requests + roster.other_requests[rows],
                 pages=roster.pages[rows],
                 roles=[roster.roles[row] for row in rows],
             ),
@@ -211,6 +205,8 @@ class Rosters:
             ),
             namespace.columns.faults,
             namespace.columns.last_batch_tick,
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int64),
             np.zeros(namespace.index.most_streams, np.int32),
             np.zeros((size, 2), np.int64),
             np.zeros(size, np.int32),
@@ -219,7 +215,7 @@ class Rosters:
             np.zeros(size),
             *(np.zeros(size, np.int64) for _ in range(3)),
         )
-        pages, requests, blocks = (np.zeros(size, np.int64) for _ in range(3))
+        pages = np.zeros(size, np.int64)
         candidates = Candidates(
             workers,
             dp_ranks,
@@ -246,8 +242,6 @@ class Rosters:
             pages=pages,
             candidates=candidates,
             all_rows=range(size),
-            other_requests=requests,
-            other_blocks=blocks,
             reports=[None] * size,
         )
 
@@ -263,7 +257,6 @@ class Rosters:
                 number = int(roster.columns.places[row])
                 requests, blocks = (loads.requests[number], loads.decode_blocks[number]) if number >= 0 else (0, 0.0)
                 said = report if report is not None and now - report.at < _NEW_S else Report(now, 0, 0)
-                roster.other_requests[row] = max(0, said.requests - int(requests))
-                roster.other_blocks[row] = max(0, said.used_pages - round(float(blocks)))
+                roster.columns.other_requests[row] = max(0, said.requests - int(requests))
+                roster.columns.other_blocks[row] = max(0, said.used_pages - round(float(blocks)))
                 roster.reports[row] = report
-                roster.has_others = bool(roster.other_requests.any() or roster.other_blocks.any())

@@ -16,8 +16,8 @@ from kv_events.http.selection import SelectRequest
 from kv_events.limits import MAX_PAGES_PER_DECISION
 from kv_events.reservations import Reserved
 from selection.candidates import Asked, Candidates, Choice, Policy
-from selection.policies import preferred
-from selection.roster import Found, Rosters, Weighed
+from selection.policies import LeastWork, preferred
+from selection.roster import Found, Roster, Rosters, Weighed
 
 _MAX_CANDIDATES, _MAX_POLICIES = 16, 4096
 
@@ -82,6 +82,12 @@ class Selector:
                 choice = preferred(choice, row, "the target of the request")
         return Chosen(weighed, choice, round(weighed.candidates.computed.item(choice.row)), found, everyone)
 
+    def work(self, request: SelectRequest, namespace: Namespace, now: float) -> tuple[Roster, float] | None:
+        """Return what `least_work` needs to choose for requests like this one now. None: only `choose` can."""
+        policy, block_size = self._policy(namespace), namespace.key.block_size
+        scale = policy.scale_of_work(_options(request), block_size) if isinstance(policy, LeastWork) else None
+        return None if scale is None else (self._rosters.of(namespace, now), scale)
+
     def _policy(self, namespace: Namespace) -> Policy:
         scope = namespace.key[:2]
         policy = self._policies.get(scope)
@@ -135,12 +141,15 @@ def prefill_name(reservation_id: str) -> str:
 
 def asked_of(request: SelectRequest, found: Found, now: float) -> Asked:
     """Return what a policy needs to know about a request. now: seconds since 1970."""
-    given = request.router_config_override
-    options: dict[str, float] = {}
-    if given is not None:
-        options = {name: value for name in given.__struct_fields__ if (value := getattr(given, name)) is not None}
     priority = request.strict_priority + request.priority_jump
-    return Asked(found.tokens, _session(request), priority, options, now)
+    return Asked(found.tokens, _session(request), priority, _options(request), now)
+
+
+def _options(request: SelectRequest) -> dict[str, float]:
+    given = request.router_config_override
+    if given is None:
+        return {}
+    return {name: value for name in given.__struct_fields__ if (value := getattr(given, name)) is not None}
 
 
 def _session(request: SelectRequest) -> str:

@@ -9,22 +9,23 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple
 
 from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
 from api.fast.heads import Head, HeadReader
-from api.fast.kernel_connections import KernelConnections
+from api.fast.kernel_connections import DirectPlan, KernelConnections
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
 from api.fast.kernels.query import Times
 from api.fast.local_answers import LocalAnswers
 from api.fast.request_templates import RequestTemplate
-from api.fast.templates import BodyTemplate, TemplateCache
-from api.fast.writer import Plan
+from api.fast.templates import BodyTemplate, Question, TemplateCache
 from api.problems import ProblemError
 from api.queries.body_formats import format_of
-from api.queries.large_bodies import is_large
+from api.queries.large_bodies import JSON, is_large
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from api.telemetry.requests import end_request, start_request
@@ -36,7 +37,7 @@ from kv_events.runtime.tracing import open_spans
 
 logger = logging.getLogger(__name__)
 
-_SELECTING = ("/select", "/select_and_reserve")
+_RESERVE = "/select_and_reserve"
 _OF_PAGES = re.compile(rb"\n(?:origin|sec-fetch-site)[ \t]*:", re.IGNORECASE)
 _PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
 _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
@@ -51,6 +52,18 @@ class GroupAnswers(NamedTuple):
     """Queries: body and its media type -> JSON."""
 
 
+class TextRoute(NamedTuple, Generic[Question]):
+    """How the requests to one path are answered whose prompt is an array in a JSON text."""
+
+    templates: TemplateCache[Question]
+    answer: Callable[[Question, bytes, int, int], bytes | None]
+    """Answers a request whose numbers are `text[start:end]`, between the brackets. Returns None, and has changed
+    nothing, if the text must be read or answered in another way. Raises ProblemError.
+    """
+    direct_plan: Callable[[Question], DirectPlan | None]
+    """Returns how kernels answer such requests now, or None if they must not. Raises ProblemError."""
+
+
 class FastPath:
     """Answers queries of one application."""
 
@@ -63,22 +76,19 @@ class FastPath:
         answers: LocalAnswers,
         tenants: TenantRates | None = None,
         group: GroupAnswers | None = None,
-        select: Callable[[str, bytes, int], bytes | None] | None = None,
+        selections: Mapping[str, TextRoute[Any]] = MappingProxyType({}),
     ) -> None:
         """tenants: bounds on their queries, if any. group: how a member of a group answers. None: `answers` does.
 
-        select: see `SelectionRoutes.answer`. None: all its requests are passed to FastAPI.
+        selections: how those who choose workers are answered, by path.
         """
-        self._select = select
         self._tenants = tenants
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if group is None else {}
         self._group = group
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
         self.heads = HeadReader(
-            [*fields, *(_SELECTING if select is not None else ())]
-            if group is None
-            else [*group.members, *group.queries],
+            [*fields, *selections] if group is None else [*group.members, *group.queries],
             tokens,
             max_body_bytes,
             with_traces=with_traces,
@@ -91,7 +101,16 @@ class FastPath:
         self._limited_logger = RateLimitedLogger(logger, "fast path")
         self._headers: list[tuple[bytes, bytes]] = []
         self._encoded_headers = b""
-        self._templates = {path: TemplateCache(names) for path, names in fields.items()}
+        self._routes: dict[str, TextRoute[Any]] = {
+            path: TextRoute(
+                TemplateCache(names, partial(decode_question, body_format=JSON, fields=names)),
+                answers.answer_text,
+                answers.direct_plan,
+            )
+            for path, names in fields.items()
+        }
+        if tenants is None:
+            self._routes |= selections  # FastAPI counts those of tenants
         self._fields = fields
         # each request may be sampled, which the kernels of direct connections cannot decide
         can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
@@ -151,35 +170,33 @@ class FastPath:
         if self._group is not None:
             reply = self._group.members.get(head.path)
             return None if reply is None or head.caller.content_type not in _PACKED else reply(data[start:])
-        if head.path in _SELECTING:
-            if head.path != "/select" and _OF_PAGES.search(data, 0, start):
-                return None  # FastAPI's middleware judges what pages of other sites ask for
-            is_json = head.caller.content_type == "application/json"
-            is_fast = self._select is not None and self._tenants is None and is_json
-            return self._select(head.path, data, start) if is_fast and self._select else None
+        if head.path == _RESERVE and _OF_PAGES.search(data, 0, start):
+            return None  # FastAPI's middleware judges what pages of other sites ask for
         if head.caller.content_type == "application/json":
-            return self._answer_json(self._templates[head.path], data, start)
-        return self._answer_packed(head, data[start:]) if head.caller.content_type in _PACKED else None
+            route = self._routes.get(head.path)
+            return None if route is None else self._answer_json(route, data, start)
+        is_packed = head.caller.content_type in _PACKED and head.path in self._fields
+        return self._answer_packed(head, data[start:]) if is_packed else None
 
-    def _answer_json(self, templates: TemplateCache, data: bytes, start: int) -> bytes | None:
-        expected = templates.expected(data, start)
-        body = None if expected is None else self._answer_template(expected, data, start)
+    def _answer_json(self, route: TextRoute[Any], data: bytes, start: int) -> bytes | None:
+        expected = route.templates.expected(data, start)
+        body = None if expected is None else self._answer_template(route, expected, data, start)
         if body is None:
-            read = templates.read(data, start)
-            body = None if read is None or read == expected else self._answer_template(read, data, start)
+            read = route.templates.read(data, start)
+            body = None if read is None or read == expected else self._answer_template(route, read, data, start)
         return body
 
-    def _answer_template(self, template: BodyTemplate, data: bytes, start: int) -> bytes | None:
+    def _answer_template(
+        self, route: TextRoute[Any], template: BodyTemplate[Any], data: bytes, start: int
+    ) -> bytes | None:
         question, before, after = template
         rate = self._rate(question)
         if rate is not None and rate.wait_s():
             return None
-        answered = self._answers.answer_text(question, data, start + len(before))
-        if answered is None or data[answered[1] :] != after:
-            return None
-        if rate is not None:
+        answer = route.answer(question, data, start + len(before), len(data) - len(after))
+        if answer is not None and rate is not None:
             rate.note()
-        return answered[0]
+        return answer
 
     def _answer_packed(self, head: Head, body: bytes) -> bytes | None:
         if is_large(body):
@@ -204,21 +221,20 @@ class FastPath:
     def request_template(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
         """Return the template of a request that was answered here. None: its connection cannot be direct."""
         is_plain = head.caller.content_type == "application/json" and head.caller.limit is None
-        if not is_plain or head.path not in self._templates:
+        if not is_plain or head.path not in self._routes:
             return None
-        template = self._templates[head.path].read(data, start)
-        if template is None or self._rate(template.question) is not None:
-            return None
-        return RequestTemplate.of(head, template, self.heads.generation)
+        template = self._routes[head.path].templates.read(data, start)
+        found = None if template is None else RequestTemplate.of(head, template, self.heads.generation)
+        return None if found is None or self._plan(found) is None else found
 
-    def _plan(self, template: RequestTemplate) -> Plan | None:
+    def _plan(self, template: RequestTemplate) -> DirectPlan | None:
         """Return how requests of a direct connection are answered now, or None if they must not be."""
         if template.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
             return None
         if self._rate(template.question) is not None:
             return None
         try:
-            return self._answers.direct_plan(template.question)
+            return self._routes[template.path].direct_plan(template.question)
         except ProblemError:
             return None
         except Exception as error:  # noqa: BLE001  (FastAPI's route reports it, if it fails as well)
@@ -230,7 +246,7 @@ class FastPath:
         return b"msgpack" if self._group is not None and head.path in self._group.members else b"json"
 
     def _times(self) -> Times:
-        return (time.time(), *self._consumer.freshness.bounds())
+        return (self._consumer.now(), *self._consumer.freshness.bounds())
 
     def encoded_headers(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         """Return the server's name and the date as header lines. uvicorn makes a new list of them every second."""

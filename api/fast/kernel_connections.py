@@ -35,7 +35,7 @@ from api.fast.kernels.connections import (
 from api.fast.kernels.head import NUM_FOUND
 from api.fast.kernels.query import Times
 from api.fast.request_templates import RequestTemplate, TemplateTable
-from api.fast.writer import Plan, texts
+from api.fast.writer import texts
 from kv_events.kernels.bundles import pin
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
@@ -64,6 +64,17 @@ class Owner(Protocol):
         """Close the connection at once."""
 
 
+class DirectPlan(Protocol):
+    """How requests with one template are answered now."""
+
+    @property
+    def answer_bytes(self) -> int:
+        """Bound on the size of an answer."""
+
+    def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, times: Times) -> int:
+        """Answer `count` requests, as the kernel of this name does."""
+
+
 class _Pending(NamedTuple):
     """A connection with which its owner goes on. See `Owner.resume`."""
 
@@ -77,7 +88,7 @@ class KernelConnections:
 
     def __init__(
         self,
-        plan: Callable[[RequestTemplate], Plan | None],
+        plan: Callable[[RequestTemplate], DirectPlan | None],
         times: Callable[[], Times],
         note: Callable[[str, float, int], None],
     ) -> None:

@@ -52,22 +52,19 @@ class LocalAnswers:
                 return written
         return general_answer(question, numbers, asked, freshness, now)
 
-    def answer_text(self, question: ParsedQuery, text: bytes, start: int) -> tuple[bytes, int] | None:
-        """Answer a query whose numbers are in a JSON text. start: index after the "[".
-
-        Returns the answer and the index of the "]", or None if another decoder or encoder is needed. Raises
-        ProblemError.
-        """
+    def answer_text(self, question: ParsedQuery, text: bytes, start: int, end: int) -> bytes | None:
+        """See `TextRoute`."""
         asked = self._namespaces_of(question)
         if len(asked) > 1 or not question.is_usual:
             return None
         served = self._served
-        return self._writer.write_text(question, text, start, asked[0], served.freshness, served.now())
+        written = self._writer.write_text(question, text, start, asked[0], served.freshness, served.now())
+        return written[0] if written is not None and written[1] == end else None
 
     def direct_plan(self, question: ParsedQuery) -> Plan | None:
-        """Return how `serve_ready` answers a query about tokens, or None if it cannot. Raises ProblemError."""
+        """See `TextRoute`."""
         asked = self._namespaces_of(question)
-        if len(asked) > 1 or asked[0].groups or not question.is_usual:
+        if len(asked) > 1 or asked[0].groups or not question.is_usual or question.field != "token_ids":
             return None
         return self._writer.plan(question, asked[0])
 

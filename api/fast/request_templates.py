@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from api.fast.kernels.connections import (
     add_template,
 )
 from api.fast.templates import BodyTemplate
-from kv_events.http.parsed_query import ParsedQuery
 from kv_events.kernels.bundles import pin
 
 _MAX_KEPT, _TEXT_BYTES = 2**12, 2**20
@@ -29,7 +28,8 @@ class RequestTemplate(NamedTuple):
     """What requests have in common that ask the same about different prompts."""
 
     path: str
-    question: ParsedQuery
+    question: Any
+    """As the route of the path decodes it."""
     pieces: tuple[bytes, ...]
     """Request line; values of Content-Type, Host and Authorization, the last one empty if any is accepted; the body
     before the numbers, and after them."""
@@ -37,9 +37,9 @@ class RequestTemplate(NamedTuple):
     """`HeadReader.generation` when the head was accepted."""
 
     @classmethod
-    def of(cls, head: Head, template: BodyTemplate, generation: int) -> RequestTemplate | None:
+    def of(cls, head: Head, template: BodyTemplate[Any], generation: int) -> RequestTemplate | None:
         """Return the template of a request, or None if a kernel cannot read such requests."""
-        if head.content_length > MAX_REQUEST_BYTES or template.question.field != "token_ids":
+        if head.content_length > MAX_REQUEST_BYTES:
             return None
         if max(template.before.count(b"["), template.after.count(b"]")) > MOST_ARRAYS:
             return None

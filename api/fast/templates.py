@@ -10,14 +10,11 @@ or of a field that occurs twice. A kernel reads the real numbers.
 
 import re
 import secrets
-from collections.abc import Collection
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from api.fast.kernels.connections import MAX_TEMPLATE_BYTES
 from api.problems import ProblemError
-from api.queries.large_bodies import JSON
-from api.queries.parsing import decode_question
-from kv_events.http.parsed_query import ParsedQuery
 
 _MAX_KEPT = 4096
 
@@ -25,34 +22,38 @@ _SENTINELS = [secrets.randbits(32) for _ in range(3)]
 """Numbers that no client can know."""
 
 _Value = TypeVar("_Value")
+Question = TypeVar("Question")
+
+Decode: TypeAlias = Callable[[bytes], tuple[Question, Iterable[int]]]
+"""Returns the question of a body and the numbers of its prompt. Raises ProblemError."""
 
 
-class BodyTemplate(NamedTuple):
+class BodyTemplate(NamedTuple, Generic[Question]):
     """What a template asks, and what surrounds the numbers of a body."""
 
-    question: ParsedQuery
+    question: Question
     before: bytes
     """What comes before the numbers, up to the "["."""
     after: bytes
     """What must follow the numbers, from the "]" on."""
 
 
-class TemplateCache:
-    """Recognises the JSON queries of one route."""
+class TemplateCache(Generic[Question]):
+    """Recognises the JSON bodies of one route."""
 
-    def __init__(self, fields: tuple[str, ...]) -> None:
+    def __init__(self, fields: Collection[str], decode: Decode[Question]) -> None:
         """fields: names of the arrays that the route accepts as a prompt."""
-        self._fields = fields
+        self._decode = decode
         self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
-        self._last: dict[bytes, BodyTemplate] = {}  # by the text before the numbers, the newest one
-        self._kept: dict[bytes, ParsedQuery | None] = {}
+        self._last: dict[bytes, BodyTemplate[Question]] = {}  # by the text before the numbers, the newest one
+        self._kept: dict[bytes, Question | None] = {}
 
-    def expected(self, data: bytes, start: int) -> BodyTemplate | None:
+    def expected(self, data: bytes, start: int) -> BodyTemplate[Question] | None:
         """Return the template that the body data[start:] is likely to have, judged by its beginning and its end."""
         last = self._last.get(data[start : data.find(b"[", start) + 1])
         return last if last is not None and data.endswith(last.after) else None
 
-    def read(self, data: bytes, start: int) -> BodyTemplate | None:
+    def read(self, data: bytes, start: int) -> BodyTemplate[Question] | None:
         """Return the template of the body data[start:], or None if msgspec must decode it."""
         found = self._array.search(data, start)
         if found is None:
@@ -69,25 +70,20 @@ class TemplateCache:
             _keep(self._last, before, template)
         return template
 
-    def _decoded(self, before: bytes, after: bytes) -> ParsedQuery | None:
+    def _decoded(self, before: bytes, after: bytes) -> Question | None:
         """Return the question of a template. before: up to the "["; after: from the "]" on."""
         template = before + after
         if template not in self._kept:
-            _keep(self._kept, template, query_of_template(before, after, self._fields))
+            _keep(self._kept, template, self._question(before, after))
         return self._kept[template]
 
-
-def query_of_template(before: bytes, after: bytes, fields: Collection[str]) -> ParsedQuery | None:
-    """Return the question of a new template, or None if msgspec must decode bodies that have it.
-
-    before: up to the "["; after: from the "]" on. fields: names of the arrays that the route accepts as a prompt.
-    """
-    body = before + ",".join(map(str, _SENTINELS)).encode() + after
-    try:
-        question, numbers = decode_question(body, JSON, fields)
-    except ProblemError:
-        return None
-    return question if numbers.tolist() == _SENTINELS else None
+    def _question(self, before: bytes, after: bytes) -> Question | None:
+        """Return the question of a new template, or None if msgspec must decode bodies that have it."""
+        try:
+            question, numbers = self._decode(before + ",".join(map(str, _SENTINELS)).encode() + after)
+        except ProblemError:
+            return None
+        return question if list(numbers) == _SENTINELS else None
 
 
 def _keep(kept: dict[bytes, _Value], key: bytes, value: _Value) -> None:

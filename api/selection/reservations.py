@@ -49,7 +49,7 @@ class Reservations:
         """exchange: gets each record after it was applied to its book. is_ready: whether workers may be chosen yet."""
         self._served = served
         self._exchange = exchange
-        self._book = exchange.book
+        self.book = exchange.book
         self._rosters = rosters
         self._put = exchange.put
         self._replica = exchange.replica
@@ -79,7 +79,7 @@ class Reservations:
 
     def check_new(self, reservation_id: str) -> None:
         """Check that an id is not in use. Raises ProblemError (409)."""
-        if self._book.get(reservation_id) is not None:
+        if self.book.get(reservation_id) is not None:
             detail = f"selection {reservation_id} is already reserved or being reserved"
             raise ProblemError(409, ProblemKind.ALREADY_RESERVED, detail, "selection_id", reservation_id)
 
@@ -94,7 +94,7 @@ class Reservations:
             raise ProblemError.of_value(error) from None
         for record in records:
             try:
-                self._book.apply(record, now)
+                self.book.apply(record, now)
             except BookFullError as error:  # what is booked of the request expires
                 raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
             self._put(record)
@@ -215,25 +215,25 @@ class Reservations:
 
     def _loads(self, namespace: Namespace) -> ModelLoads:
         now, (model, tenant, _) = self._served.now(), namespace.key
-        self._book.expire(now)
+        self.book.expire(now)
         roster = self._rosters.of(namespace, now)
         places = roster.columns.places
-        columns = [np.where(places >= 0, each[places], 0) for each in self._book.loads]
+        columns = [np.where(places >= 0, each[places], 0) for each in self.book.loads]
         loads = loads_of(roster, range(len(places)), *columns)
         return ModelLoads(model_name=model, routing_group=tenant, loads=loads)
 
     def _progress(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> Response:
         self._check_ready()
         now = self._served.now()
-        known = self._book.get(reservation_id)
+        known = self.book.get(reservation_id)
         blocks = known.output_blocks + 1 if known is not None and step == OUTPUT_BLOCK else 0
         blocks = min(blocks, MAX_OUTPUT_BLOCKS)
         record = Progressed(VERSION, self._replica, reservation_id, now, step, decay_fraction, blocks)
-        if not self._book.apply(record, now):
+        if not self.book.apply(record, now):
             raise _unknown(f"reservation {reservation_id} not found", reservation_id)
         self._put(record)
         at_prefill = prefill_name(reservation_id)
-        if step in (PREFILL_COMPLETE, RELEASED) and self._book.get(at_prefill) is not None:
+        if step in (PREFILL_COMPLETE, RELEASED) and self.book.get(at_prefill) is not None:
             return self._progress(at_prefill, RELEASED)
         return json_response(Done())
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import secrets
 from dataclasses import replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -13,29 +12,29 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from api.access.rate_limits import TenantRates
+from api.fast.fast_path import TextRoute
+from api.fast.templates import TemplateCache
 from api.fast.writer import AnswerWriter, PromptFound
 from api.problems import ProblemError, ProblemKind
-from api.queries.large_bodies import Body, BodyFormat
+from api.queries.body_formats import decode_as
+from api.queries.large_bodies import JSON, Body, BodyFormat
 from api.queries.routes import Handler, RawEndpoint, json_response
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
+from api.selection.direct import SelectionPlan, selection_table
+from api.selection.kernels.select import SelectionTable
 from api.selection.requests import Prompt, Render, decoded, decoded_text, in_thread, question_of, rendered_prompt
 from api.selection.reservations import Reservations
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Selection, SelectRequest
-from selection.roster import Found, Weighed
+from selection.roster import Found, Roster, Weighed
 from selection.selector import NoCandidateError, Selector
 
-_SENTINELS = [secrets.randbits(32) for _ in range(3)]
-"""Numbers that no client can know, see `api.fast.templates`."""
-_SENTINEL_TEXT = b",".join(b"%d" % each for each in _SENTINELS)
-_ARRAY = re.compile(rb'"token_ids" ?: ?\[')
-_MAX_TEMPLATE_BYTES = 2**16
 _NO_NUMBERS = np.zeros(0, np.uint32)
 _RESERVE = "/select_and_reserve"
-
-_decoder = msgspec.json.Decoder(SelectRequest)
+_ONLY_PYTHON = ("selection_id", "isl_tokens", "allowed_worker_ids", "pinned_worker", "affinity_target")
+"""Fields that kernels do not know."""
 
 
 class SelectionRoutes:
@@ -58,6 +57,7 @@ class SelectionRoutes:
         self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._writer = AnswerWriter()
+        self._tables: WeakKeyDictionary[Roster, tuple[SelectionTable, int]] = WeakKeyDictionary()
 
     def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
@@ -69,29 +69,35 @@ class SelectionRoutes:
         }
         return {path: RawEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
 
-    def answer(self, path: str, data: bytes, start: int) -> bytes | None:
-        """Return the answer to a JSON body data[start:] with tokens. None: FastAPI's route must answer.
+    def text_routes(self) -> dict[str, TextRoute[SelectRequest]]:
+        """Path -> how JSON bodies with tokens are answered."""
+        templates = TemplateCache(("token_ids",), _decoded_text)
+        return {
+            "/select": TextRoute(templates, partial(self._answer, is_reserving=False), self._direct_plan),
+            _RESERVE: TextRoute(templates, partial(self._answer, is_reserving=True), lambda _: None),
+        }
 
-        path: /select or /select_and_reserve. Raises ProblemError, and nothing is booked then.
-        """
-        array = _ARRAY.search(data, start)
-        if array is None:
-            return None
-        first, end = array.end(), data.find(b"]", array.end())
-        if end < 0 or first - start + len(data) - end > _MAX_TEMPLATE_BYTES:
-            return None
-        try:
-            request = _decoder.decode(data[start:first] + _SENTINEL_TEXT + data[end:])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
-        if request.token_ids != _SENTINELS or request.sequence_hashes is not UNSET or request.media:
-            return None
+    def _answer(self, request: SelectRequest, text: bytes, start: int, end: int, *, is_reserving: bool) -> bytes | None:
         namespace, question = self._namespace(request), question_of(request, "token_ids")
-        read = self._writer.find_text(question, data, first, namespace, self._served.freshness)
+        read = self._writer.find_text(question, text, start, namespace, self._served.freshness)
         if read is None or read[1] != end:
             return None
         found = _found(read[0], Prompt(question, _NO_NUMBERS, None, request.isl_tokens), namespace)
-        return msgspec.json.encode(self._placed(request, found, namespace, is_reserving=path == _RESERVE))
+        return msgspec.json.encode(self._placed(request, found, namespace, is_reserving=is_reserving))
+
+    def _direct_plan(self, request: SelectRequest) -> SelectionPlan | None:
+        is_plain = all(getattr(request, field) is None for field in _ONLY_PYTHON)
+        if not is_plain or request.explain or request.sources:
+            return None
+        namespace = self._namespace(request)
+        work = None if namespace.groups else self._selector.work(request, namespace, self._served.now())
+        if work is None:
+            return None
+        roster, scale = work
+        if roster not in self._tables:
+            self._tables[roster] = selection_table(roster, self._reservations.book, namespace)
+        found = self._writer.plan(question_of(request, "token_ids"), namespace)
+        return SelectionPlan(found, scale, *self._tables[roster])
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
         request, namespace, found = await self._asked(body, body_format)
@@ -157,6 +163,14 @@ class SelectionRoutes:
 
     def _namespace(self, request: SelectRequest) -> Namespace:
         return self._reservations.namespace(request.model_name, request.routing_group)
+
+
+def _decoded_text(body: bytes) -> tuple[SelectRequest, list[int]]:
+    """Decode a body. The list is empty if it is not the prompt, or not all of it."""
+    request = decode_as(SelectRequest, body, JSON)
+    if request.token_ids is UNSET or request.sequence_hashes is not UNSET or request.media:
+        return request, []
+    return request, request.token_ids
 
 
 def _unavailable(detail: str) -> ProblemError:

@@ -43,7 +43,7 @@ class SelectionService:
         selector = Selector(rosters, partial(create_policy, settings.policy), exchange.replica)
         self._reservations = Reservations(served, rosters, exchange, is_ready, max_body_bytes)
         self._routes = SelectionRoutes(served, selector, self._reservations, render, tenants, max_body_bytes)
-        self.answer = self._routes.answer
+        self.text_routes = self._routes.text_routes
         """See `SelectionRoutes`."""
 
     def endpoints(self) -> dict[str, RawEndpoint]:

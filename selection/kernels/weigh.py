@@ -28,6 +28,10 @@ class RosterColumns(NamedTuple):
     """[streams] `ViewColumns.faults`."""
     last_batch_tick: F64Vector
     """[streams] `ViewColumns.last_batch_tick`."""
+    other_requests: I64Vector
+    """Requests of the rank's engine that are not booked here."""
+    other_blocks: I64Vector
+    """Their pages."""
     found: I32Vector
     """[streams] scratch: 1 for those that hold a part of the prompt, else 0."""
     lengths: I64Matrix
@@ -86,12 +90,13 @@ def weigh(
         device, host = roster.predicted[count], max(roster.predicted[count], roster.held[count, HOST])
         saved = device + HOST_CREDIT * (host - device) + DISK_CREDIT * max(0, roster.held[count, NUM_MEDIA - 1] - host)
         roster.computed[count] = max(0.0, prompt_tokens - saved)
-        roster.decode_blocks[count] = prompt_blocks - roster.lengths[row, 0]
-        roster.prefill_tokens[count] = roster.requests[count] = int64(0)
+        roster.decode_blocks[count] = prompt_blocks - roster.lengths[row, 0] + roster.other_blocks[row]
+        roster.prefill_tokens[count] = int64(0)
+        roster.requests[count] = roster.other_requests[row]
         if place >= 0:
             roster.prefill_tokens[count] = loads.prefill_tokens[place]
             roster.decode_blocks[count] += int64(np.floor(loads.decode_blocks[place] + 0.5))
-            roster.requests[count] = loads.requests[place]
+            roster.requests[count] += loads.requests[place]
         count += 1
     for i in range(streams.shape[0]):
         roster.found[streams[i]] = int32(0)

@@ -170,7 +170,7 @@ def _put_float(out: U8Vector, at: int, value: float) -> int:
 
 
 @inline_helper
-def _put_key(out: U8Vector, at: int, number: int, rank: I32) -> int:
+def put_key(out: U8Vector, at: int, number: int, rank: I32) -> int:
     """Write the key of a rank. number: how many keys precede it."""
     if number > 0:
         at = _put_byte(out, at, _COMMA)
@@ -274,7 +274,7 @@ def _put_ranks(out: U8Vector, at: int, found: _Found, first: int, tier: int, wit
     while stream >= 0:
         num_pages = found.pages[stream, tier]
         if with_zeros or num_pages > 0:
-            at = _put_key(out, at, written, found.table.ranks[stream])
+            at = put_key(out, at, written, found.table.ranks[stream])
             at = _put_tokens(out, at, num_pages, found.block_size)
             written += 1
         stream = _following(found, stream)
@@ -352,7 +352,7 @@ def _put_weighted(out: U8Vector, at: int, found: _Found, held: _Holdings, weight
     written, stream = 0, held.first
     while stream >= 0:
         row = found.pages[stream]
-        at = _put_key(out, at, written, found.table.ranks[stream])
+        at = put_key(out, at, written, found.table.ranks[stream])
         at = _put_float(out, at, _weighted(row[GPU], row[CPU], row[DISK], row[EXTERNAL], block_size, weights))
         if at < 0:
             return at

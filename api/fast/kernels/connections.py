@@ -37,7 +37,8 @@ request is not complete, or has no known template.
 
 _LINE, _CONTENT_TYPE, _HOST, _AUTHORIZATION, _BEFORE, _AFTER = range(6)
 NUM_PIECES = 6
-_BEGIN, _END, _NUMBERS, _NUMBERS_END = range(4)
+_BEGIN, _END, NUMBERS, NUMBERS_END = range(4)
+"""Columns of `SocketBuffers.borders`."""
 MAX_TEMPLATE_BYTES, MOST_ARRAYS = 2**12, 2
 """Bounds on the text around the numbers, and on the arrays in it, on each side, for requests that are recognised."""
 _SHORT_ARRAY_BYTES = 64
@@ -228,7 +229,7 @@ def _recognise(data: U8Vector, borders: I64Matrix, number: int, lines: I64Matrix
                 continue  # not the numbers, but a short array after them
             _set(pieces, _BEFORE, body, start)
             _set(pieces, _AFTER, end, stop)
-            borders[number, _NUMBERS], borders[number, _NUMBERS_END] = start, end
+            borders[number, NUMBERS], borders[number, NUMBERS_END] = start, end
             template = _template_of(data, templates)
             if template >= 0:
                 return template
@@ -283,6 +284,19 @@ def _keep_rest(
     return stop
 
 
+@helper
+def send_answer(sockets: SocketBuffers, number: int, at: int, body: U8Vector, num_bytes: int, head_size: int) -> int:
+    """Send the answer to a request, and write its outcome.
+
+    at: end of the rests of other answers. Returns it, with that of this one.
+    """
+    sent, head_bytes = _write(sockets, sockets.connections[number], body, num_bytes, head_size)
+    if sent < head_bytes + num_bytes:
+        return _keep_rest(sockets, number, at, body, num_bytes, head_bytes, sent)
+    sockets.outcomes[number] = ANSWERED
+    return at
+
+
 @kernel
 def answer_requests(
     sockets: SocketBuffers,
@@ -313,13 +327,9 @@ def answer_requests(
         if at + sockets.head.shape[0] + answer_bytes > sockets.rests.shape[0]:
             continue
         borders = sockets.borders[number]
-        length, end, _ = answer_query(sockets.data[: borders[_END]], borders[_NUMBERS], *others)
-        if length < 0 or end != borders[_NUMBERS_END]:
+        length, end, _ = answer_query(sockets.data[: borders[_END]], borders[NUMBERS], *others)
+        if length < 0 or end != borders[NUMBERS_END]:
             continue
-        sent, head_bytes = _write(sockets, sockets.connections[number], buffers.out, length, head_size)
-        if sent < head_bytes + length:
-            at = _keep_rest(sockets, number, at, buffers.out, length, head_bytes, sent)
-        else:
-            sockets.outcomes[number] = ANSWERED
-            answered += 1
+        at = send_answer(sockets, number, at, buffers.out, length, head_size)
+        answered += sockets.outcomes[number] == ANSWERED
     return answered

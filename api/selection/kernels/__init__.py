@@ -1,0 +1,1 @@
+"""The kernel of selections over direct connections. Start at `select`."""

@@ -1,0 +1,154 @@
+"""Kernels answer `POST /select` over direct connections as the service's routes do, and see every change at once."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api.app import create_app
+from api.fast.fast_path import FastPath
+from api.fast.heads import Head
+from api.server import running_server
+from api.service import LiveService
+from api.settings import ApiSettings
+from indexer.settings import IndexerSettings
+from selection.policies import seed_choices
+from selection.settings import SelectionSettings
+from tests.rigs.raw_http import Line, body_of, request, run
+from tests.support.effort import num_examples
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
+
+BLOCK, PAGES = 16, 8
+PROMPT = list(range(1, BLOCK * PAGES + 1))
+OK = b"HTTP/1.1 200 OK"
+
+held = st.dictionaries(st.integers(0, 2), st.integers(1, PAGES).map(range), max_size=3)
+ranks = st.dictionaries(
+    st.tuples(st.sampled_from(["0", "12", 'quo"te', "ü"]), st.integers(0, 2)), held, min_size=1, max_size=6
+)
+lengths = st.integers(1, len(PROMPT))
+asked = st.fixed_dictionaries(
+    {"token_ids": lengths.map(lambda length: PROMPT[:length])},
+    optional={
+        "is_eagle": st.booleans(),
+        "cache_salt": st.sampled_from(["a", None]),
+        "router_config_override": st.sampled_from([{"prefill_load_scale": 0.3}, {"prefill_load_scale": 0}, {}]),
+        "session_id": st.just("s"),
+    },
+)
+
+
+class Fleet:
+    """A service with a connection that is direct, and another one, whose requests FastAPI answers."""
+
+    def __init__(self, fed: HandFed, direct: Line, single: Line) -> None:
+        self.fed, self._direct, self._single = fed, direct, single
+
+    async def post(self, path: str, **fields: Any) -> bytes:
+        """Return the status of a request that FastAPI answers."""
+        return (await self._single.ask(request(body_of(**fields), f"{path}?")))[0]
+
+    async def agree(self, **fields: Any) -> dict[str, Any]:
+        """Ask on both connections, with the same turn among equals. Returns the answer."""
+        answers = []
+        for line, path in ((self._single, "/select?"), (self._direct, "/select"), (self._direct, "/select")):
+            seed_choices(1)
+            answers.append(await line.ask(request(body_of(**fields), path)))
+        assert answers[0] == answers[1] == answers[2]
+        answer: dict[str, Any] = json.loads(answers[0][2])
+        return answer
+
+
+@asynccontextmanager
+async def a_fleet(
+    held: dict[tuple[str, int], dict[int, range]], selection: SelectionSettings | None = None
+) -> AsyncIterator[Fleet]:
+    """Run a service of ranks. held: worker and rank -> parts of `PROMPT`, as in `HandFed.hold`."""
+    fed, api = HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600)), ApiSettings(port=0)
+    async with running_server(create_app(LiveService(fed.consumer, api, selection=selection)), api) as url:
+        for (worker, rank), tiers in held.items():
+            await fed.hold(Stream(worker, dp_rank=rank, block_size=BLOCK), PROMPT, tiers)
+        direct, single = await Line.connect(url), await Line.connect(url)
+        for _ in range(3):
+            await direct.ask(request(body_of(token_ids=PROMPT), "/select"))
+        try:
+            yield Fleet(fed, direct, single)
+        finally:
+            await direct.close()
+            await single.close()
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Head]:
+    """The heads of requests that no kernel answers."""
+    taken: list[Head] = []
+    answer = FastPath.answer
+
+    def noted(fast_path: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
+        taken.append(head)
+        return answer(fast_path, head, data, start)
+
+    monkeypatch.setattr(FastPath, "answer", noted)
+    return taken
+
+
+@given(ranks, st.lists(asked, min_size=1, max_size=4), st.lists(lengths, max_size=4))
+@settings(max_examples=num_examples(60))
+def test_kernels_answer_as_the_routes_do(
+    held: dict[tuple[str, int], dict[int, range]], asked: list[dict[str, Any]], booked: list[int]
+) -> None:
+    async def ask() -> None:
+        async with a_fleet(held) as fleet:
+            for length in booked:
+                assert await fleet.post("/select_and_reserve", token_ids=PROMPT[:length]) == OK
+            for fields in asked:
+                await fleet.agree(**fields)
+
+    run(ask())
+
+
+async def test_a_kernel_sees_each_change_at_once(taken: list[Head]) -> None:
+    async with a_fleet({("1", 0): {0: range(4)}, ("2", 0): {}}) as fleet:
+        del taken[:]
+        assert (await fleet.agree(token_ids=PROMPT))["worker_id"] == 1
+        for number in range(9):  # their pages are predicted, so that only the load counts
+            assert await fleet.post("/select_and_reserve", token_ids=PROMPT, selection_id=f"r{number}") == OK
+            await fleet.agree(token_ids=PROMPT)
+        await fleet.fed.hold(Stream("3", block_size=BLOCK), PROMPT)
+        assert (await fleet.agree(token_ids=PROMPT))["worker_id"] == 3
+        assert not [head for head in taken if head.path == "/select"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"selection_id": "a"},
+        {"explain": True},
+        {"sources": True},
+        {"isl_tokens": 0},
+        {"allowed_worker_ids": [1]},
+        {"pinned_worker": {"worker_id": 1, "dp_rank": 0}},
+        {"affinity_target": {"worker_id": 1}},
+        {"allowed_worker_ids": []},
+        {"model_name": "unknown"},
+        {"token_ids": [1.5]},
+    ],
+)
+async def test_other_selections_are_answered_by_python(fields: dict[str, Any]) -> None:
+    async with a_fleet({("1", 0): {0: range(4)}, ("2", 0): {}}) as fleet:
+        for _ in range(3):
+            await fleet.agree(**{"token_ids": PROMPT, **fields})
+            await fleet.agree(token_ids=PROMPT)
+
+
+@pytest.mark.parametrize("policy", ["lmetric", "session,overlap-load"])
+async def test_other_policies_are_asked(policy: str, taken: list[Head]) -> None:
+    async with a_fleet({("1", 0): {0: range(4)}, ("2", 0): {}}, SelectionSettings(policy=policy)) as fleet:
+        del taken[:]
+        await fleet.agree(token_ids=PROMPT)
+        assert len(taken) == 2
