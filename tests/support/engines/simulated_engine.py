@@ -153,7 +153,13 @@ def _handler(cache: _Cache, behaviour: Behaviour) -> type[BaseHTTPRequestHandler
                     self.send_error(404)
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            content = self.rfile.read(int(self.headers["content-length"]))
+            try:
+                body = json.loads(content)
+                _tokens(body)
+            except (AttributeError, ValueError, TypeError, KeyError):
+                self.send_error(400)
+                return
             match self.path:
                 case "/tokenize":
                     self._answer(json.dumps({"tokens": _tokens(body)}))

@@ -1,0 +1,81 @@
+"""HAProxy and nginx with the Lua of `deploy/`, three engines and a real `kvsight serve`."""
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.rigs.routed_fleet import RoutedFleet, conversations, run
+from tests.support.http_checks import WITHOUT_TLS
+from tests.support.servers.lua_routers import HAProxy, LuaRouter, Nginx
+from tests.support.waiting import wait_until
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "which city is it? " * 8}]}
+pytestmark = pytest.mark.timing("several processes must start and answer within their time")
+
+
+@pytest.fixture
+def fleet() -> Iterator[RoutedFleet]:
+    with RoutedFleet() as running:
+        yield running
+
+
+@pytest.fixture(params=[HAProxy, Nginx])
+def router(fleet: RoutedFleet, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LuaRouter]:
+    with request.param(tmp_path, fleet.url, [each.url for each in fleet.engines]) as running:
+        yield running
+
+
+def chat(router: LuaRouter, **fields: object) -> httpx.Response:
+    return httpx.post(f"{router.url}/v1/chat/completions", json=CHAT | fields, timeout=30, verify=WITHOUT_TLS)
+
+
+def test_requests_go_where_their_prompt_is_and_are_released(fleet: RoutedFleet, router: LuaRouter) -> None:
+    outcome = asyncio.run(run(router.url, conversations(12, 5), model="m"))
+    assert outcome.failures == 0
+    assert outcome.share > 0.8  # in turn: about a half
+    wait_until(lambda: fleet.requests() == 0, what="all reservations to end")
+
+
+def test_a_stream_passes_and_other_requests_reach_an_engine(fleet: RoutedFleet, router: LuaRouter) -> None:
+    answer = chat(router, stream=True)
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert answer.headers["content-type"] == "text/event-stream"
+    assert events.pop() == "[DONE]"
+    parts = [json.loads(event)["choices"] for event in events]
+    assert "".join(part[0]["delta"]["content"] for part in parts if part) == "yes"
+    assert httpx.get(f"{router.url}/v1/models", verify=WITHOUT_TLS).json()["data"][0]["id"] == "m"
+    for body in (b"", b"[1, 2]", b'{"model": "m", "messages"', b"\x00\xff}"):
+        refusal = httpx.post(f"{router.url}/v1/chat/completions", content=body, timeout=30, verify=WITHOUT_TLS)
+        assert refusal.status_code == 400
+    wait_until(lambda: fleet.requests() == 0, what="the reservations to end")
+
+
+def test_a_caller_does_not_choose_its_worker(router: LuaRouter) -> None:
+    assert chat(router).is_success
+    for number in range(3):
+        answer = chat(router, allowed_worker_ids=[f"e{number}"], selection_id="same")
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_large_body_passes(router: LuaRouter) -> None:
+    assert chat(router, ignored="x" * 20_000_000).is_success
+
+
+def test_no_request_fails_when_kvsight_hangs_or_an_engine_is_killed(fleet: RoutedFleet, router: LuaRouter) -> None:
+    first, second = conversations(12, 4)[:2], conversations(12, 4)[2:]
+    assert asyncio.run(run(router.url, first, model="m")).failures == 0
+    fleet.kvsight.send(signal.SIGSTOP)
+    began = time.monotonic()
+    assert asyncio.run(run(router.url, second, model="m")).failures == 0
+    assert time.monotonic() - began < 24 * 0.25  # it is not asked each time
+    fleet.kvsight.send(signal.SIGCONT)
+    fleet.engines[1].kill()
+    assert asyncio.run(run(router.url, second, model="m")).failures == 0
+    fleet.kill_kvsight()
+    assert asyncio.run(run(router.url, second, model="m")).failures == 0

@@ -1,0 +1,87 @@
+"""HAProxy and nginx of the distribution, with the configurations in `deploy/` in front of the engines of a test."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from tests.support.servers.child_process import RestartableServer, free_port
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+
+
+class LuaRouter(RestartableServer):
+    """A router. Engine n is the worker `e{n}`."""
+
+    program: str
+
+    def __init__(self, folder: Path, kvsight: str | None, engines: Sequence[str]) -> None:
+        """kvsight: its address. None: the router asks nobody. engines: addresses."""
+        if (found := shutil.which(self.program, path="/usr/sbin:/usr/bin")) is None:
+            pytest.skip(f"{self.program} is not installed")
+        self._port, self._log = free_port(), folder / f"{self.program}.log"
+        self.url = f"http://127.0.0.1:{self._port}"
+        hosts = {f"e{number}": each.partition("://")[2] for number, each in enumerate(engines)}
+        self._command = [found, *self.words(folder, kvsight and kvsight.partition("://")[2], hosts)]
+
+    def words(self, folder: Path, kvsight: str | None, engines: dict[str, str]) -> list[str]:
+        """Write the configuration, and return the arguments of the program. All addresses are `host:port`."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Start or restart, and block until it listens."""
+        self.start(self._command, self._log, self._port)
+
+    def __enter__(self) -> Self:
+        self.restart()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class HAProxy(LuaRouter):
+    """`with HAProxy(folder, kvsight, engines) as router:`"""
+
+    program = "haproxy"
+
+    def words(self, folder: Path, kvsight: str | None, engines: dict[str, str]) -> list[str]:
+        text = (DEPLOY / "haproxy/haproxy.cfg").read_text().replace("127.0.0.1:9000", f"127.0.0.1:{self._port}")
+        text = text.replace("127.0.0.1:9001", f"127.0.0.1:{free_port()}")
+        text = text.replace("lua-load kvsight.lua", f"lua-load {DEPLOY / 'haproxy/kvsight.lua'}")
+        text = text.replace("server kvsight 127.0.0.1:8000", f"server kvsight {kvsight or '127.0.0.1:9'}")
+        servers = "".join(f"    server {name} {at}\n" for name, at in engines.items())
+        text, count = re.subn(r"(    server engine-.*\n)+", servers, text)
+        assert count == 1
+        if kvsight is None:
+            text = "\n".join(line for line in text.splitlines() if "lua" not in line) + "\n"
+        (folder / "haproxy.cfg").write_text(text)
+        return ["-db", "-f", str(folder / "haproxy.cfg")]
+
+
+class Nginx(LuaRouter):
+    """`with Nginx(folder, kvsight, engines) as router:`. Skips the test if it has no Lua."""
+
+    program = "nginx"
+
+    def words(self, folder: Path, kvsight: str | None, engines: dict[str, str]) -> list[str]:
+        if not Path("/usr/lib/nginx/modules/ngx_http_lua_module.so").exists():
+            pytest.skip("libnginx-mod-http-lua is not installed")
+        text = (DEPLOY / "nginx/nginx.conf").read_text().replace("127.0.0.1:9000", f"127.0.0.1:{self._port}")
+        text = text.replace("modules/", "/usr/lib/nginx/modules/").replace("/etc/nginx/?.lua", f"{DEPLOY}/nginx/?.lua")
+        text = text.replace("port = 8000", f"port = {(kvsight or ':9').partition(':')[2]}")
+        servers = "".join(f'["{name}"] = "{at}",\n' for name, at in engines.items())
+        text, count = re.subn(r'(\s+\["engine-.*\n)+', f"\n{servers}", text)
+        assert count == 1
+        if kvsight is None:
+            text = "\n".join(line for line in text.splitlines() if "_by_lua_block { kvsight" not in line)
+            text = text.replace("server 0.0.0.1;  # never used", "".join(f"server {at};\n" for at in engines.values()))
+        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        folders = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in kinds)
+        (folder / "nginx.conf").write_text(
+            "user root;\ndaemon off;\n" + text.replace("http {\n", f"http {{\n{folders}")
+        )
+        return ["-p", str(folder), "-c", str(folder / "nginx.conf")]
