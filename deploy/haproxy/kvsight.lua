@@ -33,11 +33,12 @@ core.register_task(function()
     end
 end)
 
--- Returns the names of the servers that are not down, as the items of a JSON array.
+-- Returns the names of the servers that take new requests, as the items of a JSON array.
 local function candidates(backend)
     local names = {}
     for name, server in pairs(core.backends[backend].servers) do
-        if not server:get_stats().status:find("^DOWN") then
+        local status = server:get_stats().status -- others: DOWN, DRAIN, MAINT, NOLB
+        if status:find("^UP") or status == "no check" then
             table.insert(names, '"' .. name .. '"')
         end
     end
