@@ -12,7 +12,6 @@ from kvsight.cli.shared.console import err
 from kvsight.cli.shared.flags import LOG_LINES, ApiToken, Url, with_flags
 from kvsight.cli.shared.process import stop_signals
 from kvsight.extras import require
-from kvsight.routers.placement import Placement
 
 _Workers = Annotated[
     list[str] | None, typer.Option(help="A worker, if kvsight lacks its address: NAME=http://HOST:PORT.")
@@ -49,6 +48,7 @@ def route(
     async def serve() -> None:
         from aiohttp import web
 
+        from kvsight.routers.placement import Placement
         from kvsight.routers.proxy import RouteProxy
 
         app = RouteProxy(Placement(url, token=api_token, workers=workers)).app()
