@@ -5,6 +5,9 @@
 local PROXY = os.getenv("KVSIGHT_PROXY")
 local FAILURES, SILENT_S = 3, 1 -- after so many without an answer between them, the service is not asked for so long
 local MOST_NOTED = 4096
+-- fields by which callers could choose a worker: of two fields with one name the last one counts
+local NOT_OF_CALLERS = '"pinned_worker":null,"affinity_target":null,"router_config_override":null,'
+    .. '"priority_jump":0,"strict_priority":0'
 
 local noted = {} -- what the service is still to be told
 local failures, silent_until = 0, 0
@@ -53,14 +56,14 @@ core.register_action("kvsight", { "http-req" }, function(txn)
     end
     count = count + 1
     local id = prefix .. "-" .. count
-    -- of two fields with one name the last one counts, so callers cannot set these
-    local own = string.format(',"selection_id":"%s","allowed_worker_ids":[%s]}', id, candidates(txn.f:be_name()))
-    local answer = ask("post", "/select_and_reserve", body:sub(1, last - 1) .. own)
+    local own = string.format('"selection_id":"%s","allowed_worker_ids":[%s]', id, candidates(txn.f:be_name()))
+    local asked = body:sub(1, last - 1) .. "," .. NOT_OF_CALLERS .. "," .. own .. "}"
+    local answer = ask("post", "/select_and_reserve", asked)
     if answer.status == 200 then
         failures = 0
         txn:set_var("txn.kvsight_id", id)
         txn:set_var("txn.kvsight_worker", answer.body:match('"worker_id":"?([^",}]+)'))
-    elseif answer.status == 0 or answer.status >= 500 then
+    elseif not (answer.headers["content-type"] or { [0] = "" })[0]:find("^application/") then -- the proxy's own answer
         failures = failures + 1
         silent_until = failures >= FAILURES and core.now().sec + SILENT_S or 0
         note("delete", "/reservations/" .. id) -- it may be booked all the same

@@ -7,6 +7,9 @@ local DEADLINE_MS = 250
 local MOST_TRIES, AWAY_S = 3, 5 -- an engine that cannot be reached gets no requests for so long
 local FAILURES, SILENT_S = 3, 1 -- after so many without an answer between them, the service is not asked for so long
 local MOST_BODY_BYTES = 8 * 1024 * 1024
+-- fields by which callers could choose a worker: of two fields with one name the last one counts
+local NOT_OF_CALLERS = '"pinned_worker":null,"affinity_target":null,"router_config_override":null,'
+    .. '"priority_jump":0,"strict_priority":0'
 
 local Kvsight = {}
 Kvsight.__index = Kvsight
@@ -83,18 +86,21 @@ function Kvsight:choose()
     end
     self.count = self.count + 1
     local id = string.format("nginx-%s-%d-%d-%d", ngx.var.hostname, ngx.worker.pid(), ngx.time(), self.count)
-    -- of two fields with one name the last one counts, so callers cannot set these
     local own = json.encode({ selection_id = id, allowed_worker_ids = present, explain = true })
-    local status, answer = self:ask("POST", "/select_and_reserve", text:gsub("}%s*$", "") .. "," .. own:sub(2))
+    local asked = text:gsub("}%s*$", "") .. "," .. NOT_OF_CALLERS .. "," .. own:sub(2)
+    local status, answer = self:ask("POST", "/select_and_reserve", asked)
     local selection = status == 200 and json.decode(answer)
     if selection then
         self.failures = 0
         ngx.ctx.booked = id
-        for number = #selection.candidates, 1, -1 do
-            table.insert(order, 1, tostring(selection.candidates[number].worker_id))
+        local best = { selection, unpack(selection.candidates or {}) }
+        for number = #best, 1, -1 do
+            local name = tostring(best[number].worker_id)
+            if self.options.engines[name] then
+                table.insert(order, 1, name)
+            end
         end
-        table.insert(order, 1, tostring(selection.worker_id))
-    elseif not status or status >= 500 then
+    elseif not status then
         self.failures = self.failures + 1
         self.silent_until = self.failures >= FAILURES and ngx.now() + SILENT_S or 0
         self:note("DELETE", "/reservations/" .. id) -- it may be booked all the same

@@ -1,10 +1,14 @@
 """Applications for the tests of the API, under the event loop of production."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+import pytest
+
+from api.fast.heads import Head
 from kv_events.runtime.event_loops import new_event_loop
 from tests.rigs.api import client, fed, serving
+from tests.rigs.raw_http import heads_taken
 
 __all__ = ["client", "fed", "serving"]
 
@@ -12,3 +16,10 @@ __all__ = ["client", "fed", "serving"]
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run tests on the loop of the server."""
     return {"uvloop": new_event_loop}
+
+
+@pytest.fixture
+def taken() -> Iterator[list[Head]]:
+    """See `heads_taken`."""
+    with heads_taken() as heads:
+        yield heads

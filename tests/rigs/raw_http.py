@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import uvloop
 
 from api.app import create_app
+from api.fast.fast_path import FastPath
+from api.fast.heads import Head
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
@@ -68,6 +71,20 @@ class Line:
             await self.writer.drain()
             await asyncio.sleep(0)
         return await self.answer()
+
+
+@contextmanager
+def heads_taken() -> Iterator[list[Head]]:
+    """Yield the heads of requests that reach the fast path in Python, because no kernel answers them."""
+    taken: list[Head] = []
+    answer = FastPath.answer
+
+    def noted(fast_path: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
+        taken.append(head)
+        return answer(fast_path, head, data, start)
+
+    with patch.object(FastPath, "answer", noted):
+        yield taken
 
 
 Connect = Callable[..., Coroutine[Any, Any, Line]]

@@ -4,13 +4,15 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.rigs.endpoints import EchoingEngine
 from tests.rigs.routed_fleet import RoutedFleet, conversations, run
+from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.lua_routers import HAProxy, LuaRouter, Nginx
 from tests.support.waiting import wait_until
@@ -25,7 +27,10 @@ def fleet() -> Iterator[RoutedFleet]:
         yield running
 
 
-@pytest.fixture(params=[HAProxy, Nginx])
+ROUTERS = pytest.mark.parametrize("start", [HAProxy, Nginx], ids=["HAProxy", "nginx"])
+
+
+@pytest.fixture(params=[HAProxy, Nginx], ids=["HAProxy", "nginx"])
 def router(fleet: RoutedFleet, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LuaRouter]:
     with request.param(tmp_path, fleet.url, [each.url for each in fleet.engines]) as running:
         yield running
@@ -59,8 +64,29 @@ def test_a_stream_passes_and_other_requests_reach_an_engine(fleet: RoutedFleet, 
 def test_a_caller_does_not_choose_its_worker(router: LuaRouter) -> None:
     assert chat(router).is_success
     for number in range(3):
-        answer = chat(router, allowed_worker_ids=[f"e{number}"], selection_id="same")
+        wish = {"worker_id": f"e{number}", "dp_rank": 0}
+        given = {"allowed_worker_ids": [f"e{number}"], "pinned_worker": wish, "affinity_target": wish}
+        answer = chat(router, selection_id="same", **given)
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@ROUTERS
+def test_a_stream_passes_as_it_comes_and_a_stand_in_for_the_service_gets_the_token(
+    start: Callable[..., LuaRouter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSIGHT_API_TOKEN", "secret")
+    with ZmqEngine() as events:
+        engine = EchoingEngine(events)
+        address, content = f"http://{engine.address}", json.dumps(CHAT)
+        with start(tmp_path, address, [address]) as router:
+            target = f"{router.url}/v1/chat/completions"
+            with httpx.stream("POST", target, content=content, headers={"x-hold": "1"}, timeout=20) as answer:
+                first = next(parts := answer.iter_raw())
+                assert len(first) == len(content) // 2
+                engine.let_go.set()
+                assert (first + b"".join(parts)).decode() == content
+        (asked,) = [each for each in engine.received if each.path == "/select_and_reserve"]
+        assert {name.lower(): value for name, value in asked.headers.items()}["authorization"] == "Bearer secret"
 
 
 def test_a_large_body_passes(router: LuaRouter) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from api.app import create_app
 from api.fast import connection, request_templates
-from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.server import running_server
 from api.service import LiveService
@@ -17,20 +16,6 @@ from api.settings import ApiSettings
 from tests.rigs.raw_http import HEALTH, QUERY, TOKENS, Connect, Line, a_service, body_of, prompts, request
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[Head]:
-    """The heads of requests that no kernel answers."""
-    taken: list[Head] = []
-    answer = FastPath.answer
-
-    def noted(fast_path: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
-        taken.append(head)
-        return answer(fast_path, head, data, start)
-
-    monkeypatch.setattr(FastPath, "answer", noted)
-    return taken
 
 
 async def test_requests_that_are_alike_do_not_reach_the_protocol(connect: Connect, taken: list[Head]) -> None:

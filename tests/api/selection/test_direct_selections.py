@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.app import create_app
-from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.settings import IndexerSettings
+from kv_events.schema import CLOSED
 from selection.policies import seed_choices
 from selection.settings import SelectionSettings
-from tests.rigs.raw_http import Line, body_of, request, run
+from tests.rigs.raw_http import Line, body_of, heads_taken, request, run
 from tests.support.effort import num_examples
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -83,20 +83,6 @@ async def a_fleet(
             await single.close()
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[Head]:
-    """The heads of requests that no kernel answers."""
-    taken: list[Head] = []
-    answer = FastPath.answer
-
-    def noted(fast_path: FastPath, head: Head, data: bytes, start: int) -> bytes | None:
-        taken.append(head)
-        return answer(fast_path, head, data, start)
-
-    monkeypatch.setattr(FastPath, "answer", noted)
-    return taken
-
-
 @given(ranks, st.lists(asked, min_size=1, max_size=4), st.lists(lengths, max_size=4))
 @settings(max_examples=num_examples(60))
 def test_kernels_answer_as_the_routes_do(
@@ -107,7 +93,9 @@ def test_kernels_answer_as_the_routes_do(
             for length in booked:
                 assert await fleet.post("/select_and_reserve", token_ids=PROMPT[:length]) == OK
             for fields in asked:
-                await fleet.agree(**fields)
+                with heads_taken() as taken:
+                    await fleet.agree(**fields)
+                assert len(taken) <= 1  # Python answers the first request with a template, a kernel the next one
 
     run(ask())
 
@@ -119,8 +107,10 @@ async def test_a_kernel_sees_each_change_at_once(taken: list[Head]) -> None:
         for number in range(9):  # their pages are predicted, so that only the load counts
             assert await fleet.post("/select_and_reserve", token_ids=PROMPT, selection_id=f"r{number}") == OK
             await fleet.agree(token_ids=PROMPT)
-        await fleet.fed.hold(Stream("3", block_size=BLOCK), PROMPT)
+        await fleet.fed.hold(third := Stream("3", block_size=BLOCK), PROMPT)
         assert (await fleet.agree(token_ids=PROMPT))["worker_id"] == 3
+        await fleet.fed.feed(third.batch(degraded_reason=CLOSED))
+        assert (await fleet.agree(token_ids=PROMPT))["worker_id"] != 3
         assert not [head for head in taken if head.path == "/select"]
 
 

@@ -2,7 +2,8 @@
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -16,20 +17,14 @@ DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 class LuaRouter(RestartableServer):
     """A router. Engine n is the worker `e{n}`."""
 
-    program: str
-
-    def __init__(self, folder: Path, kvsight: str | None, engines: Sequence[str]) -> None:
+    def __init__(self, program: str, configure: "Configure", folder: Path, kvsight: str | None, engines: Sequence[str]):
         """kvsight: its address. None: the router asks nobody. engines: addresses."""
-        if (found := shutil.which(self.program, path="/usr/sbin:/usr/bin")) is None:
-            pytest.skip(f"{self.program} is not installed")
-        self._port, self._log = free_port(), folder / f"{self.program}.log"
+        if (found := shutil.which(program, path="/usr/sbin:/usr/bin")) is None:
+            pytest.skip(f"{program} is missing: apt-get install {program}")
+        self._port, self._log = free_port(), folder / f"{program}.log"
         self.url = f"http://127.0.0.1:{self._port}"
         hosts = {f"e{number}": each.partition("://")[2] for number, each in enumerate(engines)}
-        self._command = [found, *self.words(folder, kvsight and kvsight.partition("://")[2], hosts)]
-
-    def words(self, folder: Path, kvsight: str | None, engines: dict[str, str]) -> list[str]:
-        """Write the configuration, and return the arguments of the program. All addresses are `host:port`."""
-        raise NotImplementedError
+        self._command = [found, *configure(folder, self._port, kvsight and kvsight.partition("://")[2], hosts)]
 
     def restart(self) -> None:
         """Start or restart, and block until it listens."""
@@ -43,45 +38,41 @@ class LuaRouter(RestartableServer):
         self.close()
 
 
-class HAProxy(LuaRouter):
-    """`with HAProxy(folder, kvsight, engines) as router:`"""
-
-    program = "haproxy"
-
-    def words(self, folder: Path, kvsight: str | None, engines: dict[str, str]) -> list[str]:
-        text = (DEPLOY / "haproxy/haproxy.cfg").read_text().replace("127.0.0.1:9000", f"127.0.0.1:{self._port}")
-        text = text.replace("127.0.0.1:9001", f"127.0.0.1:{free_port()}")
-        text = text.replace("lua-load kvsight.lua", f"lua-load {DEPLOY / 'haproxy/kvsight.lua'}")
-        text = text.replace("server kvsight 127.0.0.1:8000", f"server kvsight {kvsight or '127.0.0.1:9'}")
-        servers = "".join(f"    server {name} {at}\n" for name, at in engines.items())
-        text, count = re.subn(r"(    server engine-.*\n)+", servers, text)
-        assert count == 1
-        if kvsight is None:
-            text = "\n".join(line for line in text.splitlines() if "lua" not in line) + "\n"
-        (folder / "haproxy.cfg").write_text(text)
-        return ["-db", "-f", str(folder / "haproxy.cfg")]
+Configure = Callable[[Path, int, str | None, dict[str, str]], list[str]]
+"""Writes a configuration: folder, port, kvsight, engines by name. Returns the arguments of the program."""
 
 
-class Nginx(LuaRouter):
-    """`with Nginx(folder, kvsight, engines) as router:`. Skips the test if it has no Lua."""
+def _haproxy(folder: Path, port: int, kvsight: str | None, engines: dict[str, str]) -> list[str]:
+    text = (DEPLOY / "haproxy/haproxy.cfg").read_text().replace("127.0.0.1:9000", f"127.0.0.1:{port}")
+    text = text.replace("127.0.0.1:9001", f"127.0.0.1:{free_port()}")
+    text = text.replace("lua-load kvsight.lua", f"lua-load {DEPLOY / 'haproxy/kvsight.lua'}")
+    text = text.replace("server kvsight 127.0.0.1:8000", f"server kvsight {kvsight or '127.0.0.1:9'}")
+    servers = "".join(f"    server {name} {at}\n" for name, at in engines.items())
+    text, count = re.subn(r"(    server engine-.*\n)+", servers, text)
+    assert count == 1
+    if kvsight is None:
+        text = "\n".join(line for line in text.splitlines() if "lua" not in line) + "\n"
+    (folder / "haproxy.cfg").write_text(text)
+    return ["-db", "-f", str(folder / "haproxy.cfg")]
 
-    program = "nginx"
 
-    def words(self, folder: Path, kvsight: str | None, engines: dict[str, str]) -> list[str]:
-        if not Path("/usr/lib/nginx/modules/ngx_http_lua_module.so").exists():
-            pytest.skip("libnginx-mod-http-lua is not installed")
-        text = (DEPLOY / "nginx/nginx.conf").read_text().replace("127.0.0.1:9000", f"127.0.0.1:{self._port}")
-        text = text.replace("modules/", "/usr/lib/nginx/modules/").replace("/etc/nginx/?.lua", f"{DEPLOY}/nginx/?.lua")
-        text = text.replace("port = 8000", f"port = {(kvsight or ':9').partition(':')[2]}")
-        servers = "".join(f'["{name}"] = "{at}",\n' for name, at in engines.items())
-        text, count = re.subn(r'(\s+\["engine-.*\n)+', f"\n{servers}", text)
-        assert count == 1
-        if kvsight is None:
-            text = "\n".join(line for line in text.splitlines() if "_by_lua_block { kvsight" not in line)
-            text = text.replace("server 0.0.0.1;  # never used", "".join(f"server {at};\n" for at in engines.values()))
-        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-        folders = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in kinds)
-        (folder / "nginx.conf").write_text(
-            "user root;\ndaemon off;\n" + text.replace("http {\n", f"http {{\n{folders}")
-        )
-        return ["-p", str(folder), "-c", str(folder / "nginx.conf")]
+def _nginx(folder: Path, port: int, kvsight: str | None, engines: dict[str, str]) -> list[str]:
+    if not Path("/usr/lib/nginx/modules/ngx_http_lua_module.so").exists():
+        pytest.skip("Lua is missing: apt-get install libnginx-mod-http-lua lua-cjson")
+    text = (DEPLOY / "nginx/nginx.conf").read_text().replace("127.0.0.1:9000", f"127.0.0.1:{port}")
+    text = text.replace("modules/", "/usr/lib/nginx/modules/").replace("/etc/nginx/?.lua", f"{DEPLOY}/nginx/?.lua")
+    text = text.replace("port = 8000", f"port = {(kvsight or ':9').partition(':')[2]}")
+    servers = "".join(f'["{name}"] = "{at}",\n' for name, at in engines.items())
+    text, count = re.subn(r'(\s+\["engine-.*\n)+', f"\n{servers}", text)
+    assert count == 1
+    if kvsight is None:
+        text = "\n".join(line for line in text.splitlines() if "_by_lua_block { kvsight" not in line)
+        text = text.replace("server 0.0.0.1;  # never used", "".join(f"server {at};\n" for at in engines.values()))
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    folders = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in kinds)
+    (folder / "nginx.conf").write_text("user root;\ndaemon off;\n" + text.replace("http {\n", f"http {{\n{folders}"))
+    return ["-p", str(folder), "-c", str(folder / "nginx.conf")]
+
+
+HAProxy, Nginx = partial(LuaRouter, "haproxy", _haproxy), partial(LuaRouter, "nginx", _nginx)
+"""`with HAProxy(folder, kvsight, engines) as router:`. Both skip the test if their packages are missing."""
