@@ -19,6 +19,7 @@ from tests.rigs.routed_fleet import run as send
 from tests.support.commands import RunningCommand
 from tests.support.servers.child_process import free_port
 from tests.support.servers.litellm_proxy import HEADERS, MODEL, LiteLLMProxy
+from tests.support.servers.lua_routers import HAProxy, LuaRouter, Nginx
 
 CONVERSATIONS, TURNS, AT_ONCE, GOAL = 30, 4, (1, 4), "95 %"
 _NOWHERE = "http://127.0.0.1:9"
@@ -48,9 +49,17 @@ def _litellm(more: object) -> Start:
     return lambda fleet, folder: LiteLLMProxy(folder, fleet.url, [each.url for each in fleet.engines], more)
 
 
+def _lua(start: Callable[[Path, str | None, list[str]], LuaRouter], *, asks: bool) -> Start:
+    return lambda fleet, folder: start(folder, fleet.url if asks else None, [each.url for each in fleet.engines])
+
+
 ROUTERS: dict[str, Start] = {
     "route": lambda fleet, _folder: _Route("--url", fleet.url),
     "route, in turn": _in_turn,
+    "haproxy with kvsight": _lua(HAProxy, asks=True),
+    "haproxy, leastconn": _lua(HAProxy, asks=False),
+    "nginx with kvsight": _lua(Nginx, asks=True),
+    "nginx, in turn": _lua(Nginx, asks=False),
     "litellm with kvsight": _litellm(None),
     "litellm, simple-shuffle": _litellm({"litellm_settings": {}}),
 }
@@ -87,8 +96,8 @@ def _measured(start: Start, at_once: int, *, kill: bool = False, policy: str = "
 
 
 async def _send(router: _Router, waves: list[list[Messages]], at_once: int) -> Outcome:
-    is_route = isinstance(router, _Route)
-    return await send(router.url, waves, at_once, None if is_route else HEADERS, model="m" if is_route else MODEL)
+    headers, model = (HEADERS, MODEL) if isinstance(router, LiteLLMProxy) else (None, "m")
+    return await send(router.url, waves, at_once, headers, model=model)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def model_of(body: Mapping[str, Any]) -> str | None:
 
 
 class Placement:
-    """Asks the service where requests go. Nothing here waits longer than the deadline. Belongs to one event loop."""
+    """Asks the service where requests go. No request waits longer than the deadline. Belongs to one event loop."""
 
     def __init__(
         self,
