@@ -81,6 +81,7 @@ class Subscriber:
         self._num_connected = 0  # connections ever made
         self._num_handled = 0  # of these, those that the engine streams know
         self._away_since: float | None = None
+        self._checked_idle_at = -math.inf
         self._began_at = time.monotonic()
         self._why_unlocated: str | None = None
         self._explaining: asyncio.Task[None] | None = None
@@ -288,7 +289,7 @@ class Subscriber:
             self._address = address
 
     async def _check_idle(self, live: Backlog) -> None:
-        now = time.monotonic()
+        now = self._checked_idle_at = time.monotonic()
         if not (self._connections or self._engine.binds) and now >= self._locate_at:
             await self._follow_name(live.socket)
         if self._away_since is not None:
@@ -309,10 +310,12 @@ class Subscriber:
                     await engine_stream.check(live)
 
     def _wait_ms(self) -> int:
-        waits = [self._settings.bridge_idle_check_s]
+        wait_s = self._settings.bridge_idle_check_s
         if self._away_since is not None:
-            waits.append(self._away_since + self._settings.bridge_away_s - time.monotonic())
-        return max(1, int(1000 * min(wait for wait in waits if wait > 0 or len(waits) == 1) or 1))
+            expires_at = self._away_since + self._settings.bridge_away_s
+            if self._checked_idle_at < expires_at:  # the outage was not yet too long when last checked
+                wait_s = min(wait_s, expires_at - time.monotonic())
+        return max(1, math.ceil(1000 * wait_s))
 
 
 CONNECTION_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED

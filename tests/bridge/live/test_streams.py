@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bridge.engine import EngineConnection
 from bridge.stream import sequence_check
 from bridge.stream.engine_stream import EngineStream
 from kv_events.codec import decode_batch
@@ -97,6 +98,18 @@ async def test_the_bridge_shows_what_its_engine_holds_or_says_that_it_does_not(
 ) -> None:
     counted, _ = await Play.follow(script, **opening)
     assert {name: counted[name] for name in counters} == counters
+
+
+async def test_pages_expire_on_time_while_the_bridge_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def busy(_: EngineConnection) -> None:
+        await asyncio.sleep(0.3)  # longer than the rest of the time until the pages expire
+
+    monkeypatch.setattr(EngineConnection, "_tidy_up", busy)
+    async with bridged(replay=False, settings={"bridge_away_s": 0.2}) as (engine, bridge):
+        engine.send(store(0))
+        await bridge.shows(pages(0))
+        await asyncio.to_thread(engine.stop)
+        await bridge.shows(set())
 
 
 @pytest.mark.parametrize("layout", ["old", "new"])
