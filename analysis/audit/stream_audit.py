@@ -121,6 +121,7 @@ class StreamAudit:
             report.streams.append(stream.report)
         report.unreadable = dict(replay.applier.dead_letters.counts)
         report.pages = self.book.counts()
+        report.lifetime_p50_s = self.book.median_lifetimes()
         report.untracked = self.book.num_untracked
         report.orphans = self.book.num_orphans(len(self._streams))
         report.rates = self._rates()

@@ -137,10 +137,14 @@ def _page_lines(report: AuditReport, width: int) -> Iterator[str]:
 
     totals = [sum(counts[medium] for counts in report.pages.values()) for medium in range(len(MEDIA))]
     yield ""
-    columns = [Column("pages", [text.format(churn=report.churn_s) for text in PAGE_COUNTS.values()])]
+    texts = [text.format(churn=report.churn_s) for text in PAGE_COUNTS.values()]
+    columns = [Column("pages", [*texts, "held until removed (p50)"])]
     for medium, tier in enumerate(MEDIA.values()):
         if totals[medium] or (not any(totals) and not medium):
-            columns.append(Column(tier, [report.pages[name][medium] for name in PAGE_COUNTS]))
+            counts = [str(report.pages[name][medium]) for name in PAGE_COUNTS]
+            held_s = report.lifetime_p50_s[medium]
+            lifetime = None if held_s is None else duration(round(held_s * 1000))
+            columns.append(Column(tier, [*counts, lifetime], is_number=True))
     yield from table_lines(columns, width)
     yield f"{count(report.orphans, 'page')} held at the end whose parent is not held: no prompt can use them"
     if report.untracked:
