@@ -41,6 +41,8 @@ class StreamReport(msgspec.Struct, kw_only=True):
     heartbeats: int = 0
     bytes: int = 0
     epochs: int = 0
+    restarts: int = 0
+    """Later epochs in which the engine was heard. A bridge begins one also when it gives up an engine's pages."""
     gaps: int = 0
     missing_batches: int = 0
     earlier_batches: int = 0

@@ -120,7 +120,7 @@ def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
     columns = [
         Column("stream", [each.stream for each in shown]),
         Column("batches", [each.batches for each in shown], rank=3),
-        Column("epochs", [each.epochs for each in shown], rank=2),
+        Column("restarts", [each.restarts for each in shown], rank=2),
         Column("gaps", [each.gaps for each in shown]),
         Column("lost", [each.lost_batches for each in shown], rank=2),
         Column("wrong digests", [each.digest_mismatches for each in shown]),
