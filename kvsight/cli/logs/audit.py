@@ -12,10 +12,9 @@ from urllib.parse import quote
 import msgspec
 import typer
 
-from kv_events.log.format import list_segments
 from kv_events.runtime.words import count, duration, local_time, natural_order, printable
-from kvsight.cli.logs.reading import EXIT_DAMAGED, LogFolder, LogInput
-from kvsight.cli.shared.console import HtmlReport, check_html, out, print_result, progress_bar, write_html
+from kvsight.cli.logs.reading import EXIT_DAMAGED, LogFolder, LogInput, byte_progress
+from kvsight.cli.shared.console import HtmlReport, check_html, out, print_result, write_html
 from kvsight.cli.shared.flags import AsJson
 from kvsight.cli.shared.process import load_kernels
 from kvsight.cli.shared.streams import MEDIA
@@ -55,13 +54,7 @@ def audit(
 
     load_kernels()
     series = None if html is None else AuditCurves()
-    with progress_bar() as bar:
-        task = bar.add_task("records", total=None)
-        first_index = list_segments(log)[0].first_index
-
-        def show(next_index: int) -> None:
-            bar.update(task, completed=next_index - first_index)
-
+    with byte_progress("auditing", 2 * source.num_bytes) as show:  # it reads the log twice
         report = audit_log(log, churn, show, known_damage, series)
     if examples is not None and report.funnel is not None:
         _write_examples(examples, report.funnel)
