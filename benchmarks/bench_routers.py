@@ -20,6 +20,7 @@ from tests.support.commands import RunningCommand
 from tests.support.servers.child_process import free_port
 from tests.support.servers.litellm_proxy import HEADERS, MODEL, LiteLLMProxy
 from tests.support.servers.lua_routers import HAProxy, LuaRouter, Nginx
+from tests.support.servers.ray_apps import RayApp, ray_serve
 
 CONVERSATIONS, TURNS, AT_ONCE, GOAL = 30, 4, (1, 4), "95 %"
 _NOWHERE = "http://127.0.0.1:9"
@@ -53,6 +54,10 @@ def _lua(start: Callable[[Path, str | None, list[str]], LuaRouter], *, asks: boo
     return lambda fleet, folder: start(folder, fleet.url if asks else None, [each.url for each in fleet.engines])
 
 
+def _ray(start: Callable[[list[str], str | None], RayApp], *, asks: bool) -> Start:
+    return lambda fleet, _folder: start([each.url for each in fleet.engines], fleet.url if asks else None)
+
+
 ROUTERS: dict[str, Start] = {
     "route": lambda fleet, _folder: _Route("--url", fleet.url),
     "route, in turn": _in_turn,
@@ -62,6 +67,8 @@ ROUTERS: dict[str, Start] = {
     "nginx, in turn": _lua(Nginx, asks=False),
     "litellm with kvsight": _litellm(None),
     "litellm, simple-shuffle": _litellm({"litellm_settings": {}}),
+    "ray serve with kvsight": _ray(ray_serve, asks=True),
+    "ray serve, power of two choices": _ray(ray_serve, asks=False),
 }
 
 

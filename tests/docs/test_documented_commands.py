@@ -35,7 +35,7 @@ NOT_HERE = {
     "make chaos": "takes ten minutes; a short run is in tests/chaos",
     "kvsight serve --kafka localhost:9092 --allowed-hosts kvsight.example,localhost,127.0.0.1": "see test_browsers.py",
     "VLLM_MODEL=Qwen/Qwen3-0.6B": "needs Docker and a GPU",
-    "KVSIGHT_URL=http://kvsight:8000": "runs in tests/routers/test_litellm.py",
+    "KVSIGHT_URL=http://kvsight:8000": "runs in test_litellm.py and test_ray.py",
     "helm": "needs a cluster; tests/deploy/test_kubernetes.py renders the chart",
     "kubectl": "needs a cluster",
     "envoy": "tests/routers run it with this configuration",
