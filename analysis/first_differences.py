@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from kv_events.codec import batch_number
 from kv_events.http.log import BatchInLog
 from kv_events.log.moments import LogMoment
-from kv_events.log.reader import scan_log
+from kv_events.log.reader import RecordChunk
 from kv_events.records import Channel, LogRecord
 
 _MOST_WAITING = 2**18
@@ -65,9 +64,9 @@ class _Stream:
         return self.parted or ((before, after) if before or after else None)
 
 
-def records_before(folder: Path, moment: LogMoment) -> Iterator[tuple[int, LogRecord]]:
-    """Yield the records of a log before a moment, with their indices. Damaged parts are left out."""
-    for chunk in scan_log(folder, lambda _: None):
+def records_before(chunks: Iterable[RecordChunk], moment: LogMoment) -> Iterator[tuple[int, LogRecord]]:
+    """Yield the records of a log before a moment, with their indices."""
+    for chunk in chunks:
         for row in np.flatnonzero(chunk.before(moment)).tolist():
             yield chunk.first_index + row, chunk.record(row)
 

@@ -16,7 +16,7 @@ class StreamChange(NamedTuple):
     """Numbers of the batches that are missing. Empty: the batch is out of order. None: there is no gap."""
     begins_epoch: bool
     is_restart: bool
-    """Whether the worker has begun again, with the same page size or another one."""
+    """Whether the worker has begun again, with the same page size or another one, and is heard."""
     is_resynced: bool
     """Whether a resync has ended."""
     is_wrong: bool

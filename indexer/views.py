@@ -121,6 +121,8 @@ class View:
     """Partition of the newest batch in the log."""
     is_delayed: bool = False
     """Whether the newest batch was delayed, or is being applied after a silence."""
+    _is_new_epoch: bool = False
+    """Whether the engine has restarted if it is heard: a bridge begins an epoch also when it gives an engine up."""
     _degraded_reason: str = ""
     _first_missing: int | None = None
     _times: memoryview[float] = field(init=False, repr=False)
@@ -312,6 +314,9 @@ class View:
         """Compare the digests after a batch. If they are equal, the view is correct regardless of earlier errors."""
         self.is_delayed = self._times[column.SECONDS] > LATE_S
         self.degraded_reason = batch.degraded_reason
+        if self._is_new_epoch and batch.degraded_reason != ENGINE_UNHEARD:
+            self._is_new_epoch = False
+            self.numbers[column.RESTARTS] += 1
         if self.marks is not None:
             if self.last_batch_tick - self.resync_began > _LONGEST_RESYNC_S:
                 self.mark_stale(RESYNC_CUT_OFF)
@@ -353,7 +358,7 @@ class View:
 
     def _begin_epoch(self, batch: DecodedBatch, *, is_restart: bool) -> None:
         if is_restart:
-            self.numbers[column.RESTARTS] += 1
+            self._is_new_epoch = True
             self.mark_stale("restart")
         if batch.seq == 0 and not (batch.steps and isinstance(batch.steps[0], SnapshotBegin)):
             batch.steps.insert(0, AllBlocksCleared())  # a new incarnation without a resync holds nothing

@@ -20,7 +20,7 @@ from kv_events.codec import batch_time
 from kv_events.decisions import DecisionRecord, decode_decision
 from kv_events.errors import RecordRejectedError
 from kv_events.log.event_log import EventLogReader
-from kv_events.log.reader import OnDamage, scan_log
+from kv_events.log.reader import RecordChunk, scan_log
 from kv_events.records import Channel, LogRecord
 from kv_events.reservations import (
     CHOICES,
@@ -40,7 +40,7 @@ _BESIDE = -1
 def audit_log(
     folder: Path,
     churn_s: float = CHURN_S,
-    on_chunk: Callable[[int], None] = lambda _: None,
+    on_read: Callable[[int], None] = lambda _: None,
     known_damage: Sequence[str] = (),
     series: AuditCurves | None = None,
 ) -> AuditReport:
@@ -48,8 +48,8 @@ def audit_log(
 
     The log is read twice: for the decisions, then for everything else. Memory is needed for the pages that are held at
     one time and for the distinct pages, about 130 bytes each, and for decisions, of which at most about 1 GiB is in
-    memory, but none for records of events. churn_s: seconds for which pages are expected to stay. on_chunk: called now
-    and then with the index of the next record. known_damage: what the caller has found, for the report. series:
+    memory, but none for records of events. churn_s: seconds for which pages are expected to stay. on_read: called now
+    and then with the bytes that were read since. known_damage: what the caller has found, for the report. series:
     collects what happened over time.
 
     Raises EventLogError if there is no such log. Damaged parts are named in the report.
@@ -59,7 +59,7 @@ def audit_log(
     damage = [*known_damage, *filter(None, [beginning.fault])]
     events = StreamAudit(churn_s, beginning.views, series)
     funnel = DecisionAudit(events, series)
-    with closing(SortedDecisions(folder)) as decisions:
+    with closing(SortedDecisions(folder, on_read)) as decisions:
         for chunk in scan_log(folder, lambda error: damage.append(str(error))):
             for row in np.flatnonzero(chunk.channels == Channel.EVENTS).tolist():
                 index, record = chunk.first_index + row, chunk.record(row)
@@ -67,7 +67,7 @@ def audit_log(
                     for decision in decisions.before(_batch_ms(record), index):
                         funnel.take(decision)
                 events.apply(index, record)
-            on_chunk(chunk.next_index)
+            on_read(chunk.end - chunk.position)
         for decision in decisions.rest():
             funnel.take(decision)
         report = events.report()
@@ -95,7 +95,8 @@ class SortedDecisions:
     before the events.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_read: Callable[[int], None]) -> None:
+        """on_read: see `audit_log`."""
         self.unreadable = 0
         """Records that cannot be decoded."""
         self.damage: list[str] = []
@@ -105,9 +106,12 @@ class SortedDecisions:
         self._places = array("q")
         """Of each record: its time in milliseconds, its index in the log, the byte at which the file has it, and its
         channel."""
-        self._read_all(folder, lambda _: None)  # the audit reads this log again
+        for chunk in scan_log(folder, lambda _: None):  # the audit reads this log again
+            self._add_all(chunk)
+            on_read(chunk.end - chunk.position)
         for beside in FOLDERS_BESIDE:
-            self._read_all(folder / beside, lambda error: self.damage.append(str(error)), _BESIDE)
+            for chunk in scan_log(folder / beside, lambda error: self.damage.append(str(error))):
+                self._add_all(chunk, _BESIDE)
         self._file.flush()
         self._ordered = self._in_order()
         self._next = next(self._ordered, None)
@@ -131,11 +135,10 @@ class SortedDecisions:
         """Delete the temporary file."""
         self._file.close()
 
-    def _read_all(self, folder: Path, on_damage: OnDamage, given: int | None = None) -> None:
+    def _add_all(self, chunk: RecordChunk, given: int | None = None) -> None:
         """given: index of all records. None: their own."""
-        for chunk in scan_log(folder, on_damage):
-            for row in np.flatnonzero(np.isin(chunk.channels, CHOICES)).tolist():
-                self._add(chunk.first_index + row if given is None else given, chunk.record(row))
+        for row in np.flatnonzero(np.isin(chunk.channels, CHOICES)).tolist():
+            self._add(chunk.first_index + row if given is None else given, chunk.record(row))
 
     def _add(self, index: int, record: LogRecord) -> None:
         try:

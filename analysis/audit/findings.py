@@ -79,14 +79,13 @@ def _of_the_streams(report: AuditReport) -> Iterator[Finding]:
             "before it; pages that were stored in them count as not held"
         )
         yield Finding(kind="before the log", weight=0.0, text=text)
-    restarts = sum(max(0, each.epochs - 1) for each in streams)
-    if restarts:
-        restarted = sum(each.epochs > 1 for each in streams)
-        most = sorted((each for each in streams if each.epochs > 1), key=lambda each: -each.epochs)[:_MOST_NAMED]
-        named = ", ".join(f"{name(each.stream)} {count(each.epochs - 1, 'time')}" for each in most)
-        named += f" and {restarted - len(most):,} more" if restarted > len(most) else ""
-        text = f"{count(restarted, 'stream')} restarted, and lost their pages: {named}"
-        yield Finding(kind="restart", weight=restarted / len(streams), text=text)
+    restarted = sorted((each for each in streams if each.restarts), key=lambda each: -each.restarts)
+    if restarted:
+        most = restarted[:_MOST_NAMED]
+        named = ", ".join(f"{name(each.stream)} {count(each.restarts, 'time')}" for each in most)
+        named += f" and {len(restarted) - len(most):,} more" if len(restarted) > len(most) else ""
+        text = f"{count(len(restarted), 'stream')} restarted, and lost their pages: {named}"
+        yield Finding(kind="restart", weight=len(restarted) / len(streams), text=text)
     yield from _of_the_engines(streams)
     not_live = sum(each.not_live_s for each in streams)
     whole = len(streams) * (report.last_time - report.first_time)

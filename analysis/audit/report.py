@@ -41,6 +41,8 @@ class StreamReport(msgspec.Struct, kw_only=True):
     heartbeats: int = 0
     bytes: int = 0
     epochs: int = 0
+    restarts: int = 0
+    """Later epochs in which the engine was heard. A bridge begins one also when it gives up an engine's pages."""
     gaps: int = 0
     missing_batches: int = 0
     earlier_batches: int = 0
@@ -226,6 +228,9 @@ class AuditReport(msgspec.Struct, kw_only=True):
     although not held), churned (removed within `churn_s`), bounced (back within `churn_s`, while on another medium),
     swept (dropped by a clear, a restart or a resync).
     """
+    lifetime_p50_s: list[float | None] = []
+    """Seconds for which half of the removed pages were held at most, for each medium. Pages that were held before the
+    log do not count. None: none was removed."""
     orphans: int = 0
     """Pages held at the end whose parent is not held by their worker: no prompt can use them."""
     untracked: int = 0

@@ -7,7 +7,15 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.kernels import residency as residency_kernels
-from analysis.kernels.residency import COUNT_NAMES, UNTRACKED, KnownPages, PageArrays, Residencies
+from analysis.kernels.residency import (
+    COUNT_NAMES,
+    DOUBLING,
+    NUM_LIFETIMES,
+    UNTRACKED,
+    KnownPages,
+    PageArrays,
+    Residencies,
+)
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table
@@ -90,6 +98,7 @@ class ResidencyIndex:
                 requests=np.zeros(capacity, np.uint32),
             ),
             np.zeros(UNTRACKED + 1, np.int64),
+            np.zeros((NUM_MEDIA, NUM_LIFETIMES), np.int64),
         )
         self._pinned = pin(self._book)
         self._facts = np.zeros(9, np.int64)
@@ -160,6 +169,16 @@ class ResidencyIndex:
         """Return name -> pages for each medium."""
         rows = self._book.counts[:UNTRACKED].reshape(len(COUNT_NAMES), NUM_MEDIA)
         return dict(zip(COUNT_NAMES, rows.tolist(), strict=True))
+
+    def median_lifetimes(self) -> list[float | None]:
+        """Return how many seconds, within 3%, half of the removed pages were held on each medium; None without any."""
+        medians: list[float | None] = []
+        for classes in self._book.lifetimes:
+            total = np.cumsum(classes)
+            found = int(np.searchsorted(total, total[-1] / 2))
+            shift = max(0, found // DOUBLING - 1)
+            medians.append((found - shift * DOUBLING + 0.5) * 2**shift / 1000 if total[-1] else None)
+        return medians
 
     @property
     def totals(self) -> npt.NDArray[np.int64]:

@@ -121,6 +121,7 @@ class StreamAudit:
             report.streams.append(stream.report)
         report.unreadable = dict(replay.applier.dead_letters.counts)
         report.pages = self.book.counts()
+        report.lifetime_p50_s = self.book.median_lifetimes()
         report.untracked = self.book.num_untracked
         report.orphans = self.book.num_orphans(len(self._streams))
         report.rates = self._rates()
@@ -164,8 +165,9 @@ class StreamAudit:
         if change.gap is not None:
             self._note_gap(stream, batch, change.gap, is_known=is_known)
         stream.report.epochs += change.begins_epoch
-        if change.gap is not None or change.is_restart:
-            self._end_resync(stream, bounded(batch.timestamp), is_complete=False)  # a gap and a restart cut it off
+        stream.report.restarts += change.is_restart
+        if change.gap is not None or change.begins_epoch:
+            self._end_resync(stream, bounded(batch.timestamp), is_complete=False)  # both cut it off
         self._note_steps(stream, batch, was_swept=change.is_resynced)
         is_bad = change.is_wrong and (change.is_resynced or not stream.is_partial)
         stream.report.digest_mismatches += is_bad

@@ -74,7 +74,8 @@ def left(
     if cause == "cleared":
         return f"{was}. The worker cleared its cache {later}."
     if cause == "restarted":
-        return f"{was}. The engine or its publisher restarted: its new epoch dropped the page {later}."
+        why = "the engine or its publisher restarted, or the engine was not heard for too long"
+        return f"{was}. A new epoch dropped the page {later}: {why}."
     return f"{was}. The worker resent all that it holds, without this page; the resync ended {later}."
 
 

@@ -276,7 +276,7 @@ class PromptTracer(ApplyObserver):
         change = trace.history.note(view, batch)
         if change.begins_epoch:
             trace.gaps.clear()
-        if change.gap is not None or change.is_restart:
+        if change.gap is not None or change.begins_epoch:
             _abandon_resync(trace)
         if change.gap:
             trace.gaps.append(Gap(change.gap.start, change.gap.stop - 1, before, at))

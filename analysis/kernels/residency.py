@@ -3,8 +3,19 @@
 from typing import NamedTuple
 
 from kv_events.kernels import page_table_ops
-from kv_events.kernels.bundles import I64Vector, U8Input, U8Vector, U16Vector, U32Matrix, U32Vector, U64Input, U64Vector
+from kv_events.kernels.bundles import (
+    I64Matrix,
+    I64Vector,
+    U8Input,
+    U8Vector,
+    U16Vector,
+    U32Matrix,
+    U32Vector,
+    U64Input,
+    U64Vector,
+)
 from kv_events.kernels.declare import inline_helper, kernel
+from kv_events.kernels.instructions import leading_zeros
 from kv_events.kernels.numbers import U64, int64, uint8, uint16, uint32, uint64
 from kv_events.kernels.page_table import HIGH_WATER, Table
 from kv_events.schema import NUM_MEDIA
@@ -14,6 +25,10 @@ STORED, REMOVED, DOUBLE, ORPHAN, UNKNOWN, CHURNED, BOUNCED, SWEPT = range(8)
 COUNT_NAMES = ("stored", "removed", "double", "orphan", "unknown", "churned", "bounced", "swept")
 UNTRACKED = NUM_MEDIA * len(COUNT_NAMES)
 """Place of the count of pages for which there was no room."""
+
+DOUBLING = 16
+"""Classes of lifetimes between a time and twice that time. Shorter ones than this, in milliseconds, have their own."""
+NUM_LIFETIMES = DOUBLING * 29
 
 _HELD = uint8(0x0F)
 
@@ -62,11 +77,20 @@ class PageArrays(NamedTuple):
     known: KnownPages
     counts: I64Vector
     """[4 * counts + 1] see the names above: index `count * 4 + medium`."""
+    lifetimes: I64Matrix
+    """[4, NUM_LIFETIMES] removed pages by the time that they were held on a medium, see `_lifetime`."""
 
 
 @inline_helper
 def _count(counts: I64Vector, what: int, medium: int) -> None:
     counts[what * NUM_MEDIA + medium] += 1
+
+
+@inline_helper
+def _lifetime(ms: int) -> int:
+    """Return the class of a lifetime: its highest five bits, and how many follow them."""
+    shift = max(int64(0), 59 - leading_zeros(uint64(ms | 1)))
+    return shift * DOUBLING + (ms >> shift)
 
 
 @inline_helper
@@ -160,8 +184,11 @@ def remove(book: PageArrays, hashes: U64Input, facts: I64Vector) -> None:
             _count(book.counts, UNKNOWN, medium)
             continue
         _count(book.counts, REMOVED, medium)
-        if int64(uint32(now - held.since[entry, medium])) < churn_ms:
+        held_ms = int64(uint32(now - held.since[entry, medium]))
+        if held_ms < churn_ms:
             _count(book.counts, CHURNED, medium)
+        if held.began[entry] > 0:  # not before the log
+            book.lifetimes[medium, _lifetime(held_ms)] += 1
         held.media[entry] = (held.media[entry] & ~bit) | left
         held.since[entry, medium] = now
         if not _is_held(held, entry):

@@ -38,6 +38,7 @@ from api.fast.kernels.query import (
     Times,
     answer_query,
 )
+from api.queries.encoding import hint_of
 from api.queries.kernels.numbers import read_hashes
 from indexer.freshness import Freshness
 from indexer.index import Matches
@@ -137,8 +138,7 @@ class AnswerWriter:
         """
         kind = _GIVEN[question.field]
         tokens, hashes = (numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)
-        length, _ = self._write(question, (kind, b"", 0, tokens, hashes), namespace, freshness, now)
-        return None if length < 0 else self._buffers.out[:length].tobytes()
+        return self._write(question, (kind, b"", 0, tokens, hashes), namespace, freshness, now)[0]
 
     def write_text(
         self, question: ParsedQuery, text: bytes, start: int, namespace: Namespace, freshness: Freshness, now: float
@@ -149,25 +149,33 @@ class AnswerWriter:
         """
         prompt: _Prompt = (TEXT, text, start, _NO_TOKENS, _NO_HASHES)
         if question.field == "token_ids":
-            length, end = self._write(question, prompt, namespace, freshness, now)
+            answer, end = self._write(question, prompt, namespace, freshness, now)
         else:
             kind = _GIVEN[question.field]
             count, end = read_hashes(text, start, self._hashes, kind == LOCAL_HASHES)
             prompt = (kind, b"", 0, _NO_TOKENS, self._hashes[: max(0, count)])
-            length = -1 if end < 0 else self._write(question, prompt, namespace, freshness, now)[0]
-        return None if length < 0 else (self._buffers.out[:length].tobytes(), end)
+            answer = None if end < 0 else self._write(question, prompt, namespace, freshness, now)[0]
+        return None if answer is None else (answer, end)
 
     def _write(
         self, question: ParsedQuery, prompt: _Prompt, namespace: Namespace, freshness: Freshness, now: float
-    ) -> tuple[int, int]:
-        """Return the length of the answer, -1 if there is none, and the index of the "]" of a text."""
+    ) -> tuple[bytes | None, int]:
+        """Return the answer, if there is one, and the index of the "]" of a text."""
         plan = self.plan(question, namespace)
         times = (now, *freshness.bounds())
         if not namespace.groups:
-            length, end, _ = plan.answer(prompt, UNKNOWN, 0, times)
-            return length, end
-        found, end = self._find(plan, prompt, namespace, freshness)
-        return (-1 if found is None else plan.answer(prompt, found.num_streams, 1, times)[0]), end
+            length, end, num_positions = plan.answer(prompt, UNKNOWN, 0, times)
+        else:
+            found, end = self._find(plan, prompt, namespace, freshness)
+            num_positions = 0 if found is None else found.num_positions
+            length = -1 if found is None else plan.answer(prompt, found.num_streams, 1, times)[0]
+        if length < 0:
+            return None, end
+        answer, block_size = self._buffers.out[:length].tobytes(), namespace.key.block_size
+        if question.is_peer and prompt[0] in (TEXT, TOKENS) and num_positions < block_size:
+            hint = msgspec.json.encode(hint_of(question, num_positions, [block_size]))
+            answer = b'%b,"hint":%b}' % (answer[:-1], hint)
+        return answer, end
 
     def _find(
         self, plan: Plan, prompt: _Prompt, namespace: Namespace, freshness: Freshness

@@ -5,7 +5,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.encoding import encode_answer
+from api.queries.encoding import encode_answer, hint_of
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
 from indexer.scores import score_all
@@ -44,8 +44,11 @@ def general_answer(
     question: ParsedQuery, numbers: PromptArray, asked: Sequence[Namespace], freshness: Freshness, now: float
 ) -> bytes:
     """Return the answer to any query as JSON. asked: see `namespaces_of`. now: seconds since 1970."""
-    scores = score_all(asked, partial(question.hashes, numbers), freshness, question.num_positions(numbers))
-    return encode_answer(question, scores, now)
+    num_positions = question.num_positions(numbers)
+    scores = score_all(asked, partial(question.hashes, numbers), freshness, num_positions)
+    return encode_answer(
+        question, scores, now, hint_of(question, num_positions, [each.key.block_size for each in asked])
+    )
 
 
 def namespaces_of(

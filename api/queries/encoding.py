@@ -1,5 +1,6 @@
 """Answers to queries as structs that msgspec encodes: for queries that `api.fast.writer` does not take."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -8,14 +9,19 @@ from msgspec import UNSET, UnsetType
 from indexer.scores import WorkerScore
 from kv_events.http.parsed_query import ParsedQuery
 from kv_events.http.queries import Missing, PeerAnswer, PeerInstance, RankBlocks, RfcInstance
+from kv_events.runtime.words import partial_page
 
 _encoder = msgspec.json.Encoder()
 
 
 def encode_answer(
-    question: ParsedQuery, scores: list[WorkerScore], now: float, missing: list[Missing] | UnsetType = UNSET
+    question: ParsedQuery,
+    scores: list[WorkerScore],
+    now: float,
+    hint: str | UnsetType = UNSET,
+    missing: list[Missing] | UnsetType = UNSET,
 ) -> bytes:
-    """Return the answer as JSON. now: seconds since 1970. missing: what the answer of a group lacks."""
+    """Return the answer as JSON. now: seconds since 1970. hint: see `hint_of`. missing: what a group's answer lacks."""
     if question.is_peer:
         workers = {each.worker: PeerInstance(**_fields(each, question, now)) for each in scores}
         on_device = {
@@ -23,11 +29,19 @@ def encode_answer(
             for each in scores
             if each.tiers.gpu
         }
-        return _encoder.encode(PeerAnswer(scores=on_device, instances=workers, missing=missing))
+        return _encoder.encode(PeerAnswer(scores=on_device, instances=workers, missing=missing, hint=hint))
     asked = [each for each in scores if question.instance is None or each.worker == question.instance]
     return _encoder.encode(
         {question.tenant: {each.worker: RfcInstance(**_fields(each, question, now)) for each in asked}}
     )
+
+
+def hint_of(question: ParsedQuery, num_positions: int | None, block_sizes: Iterable[int]) -> str | UnsetType:
+    """Return `PeerAnswer.hint`. block_sizes: those of the model's workers."""
+    smallest = min(block_sizes, default=0)
+    if num_positions is None or num_positions >= smallest:
+        return UNSET
+    return partial_page(num_positions, "token pair" if question.is_bigram else "token", smallest)
 
 
 def _fields(worker: WorkerScore, question: ParsedQuery, now: float) -> dict[str, Any]:

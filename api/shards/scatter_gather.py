@@ -18,7 +18,7 @@ from msgspec import UNSET
 from api.http_pool import NoAnswerError
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import Answered, check_block_size, unknown_model
-from api.queries.encoding import age_ms, encode_answer
+from api.queries.encoding import age_ms, encode_answer, hint_of
 from api.shards.members import Members
 from api.shards.wire import (
     ANY_BLOCK_SIZE,
@@ -273,7 +273,8 @@ class ScatterGather:
                 return problem
         now = time.time()
         scores = worker_scores(each._replace(last_batch_at=now - each.last_batch_at / 1000) for each in prompt.streams)
-        return encode_answer(question, scores, now, missing or UNSET)
+        hint = hint_of(question, question.num_positions(prompt.numbers), prompt.block_sizes)
+        return encode_answer(question, scores, now, hint, missing or UNSET)
 
     async def _ask(
         self, prompts: list[ShardPrompt], *, has_patience: bool = False

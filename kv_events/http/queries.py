@@ -143,6 +143,8 @@ class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
     instances: dict[str, PeerInstance]
     missing: list[Missing] | UnsetType = UNSET
     """What the answer lacks because a member of a shard group did not answer. Absent: nothing."""
+    hint: str | UnsetType = UNSET
+    """Why no worker can hold any of the prompt: it is shorter than a page. Absent: it is not."""
 
 
 class RankBlocks(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,6 +49,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def partial_page(number: int, noun: str, block_size: int) -> str:
+    """Why no worker can hold any of a prompt."""
+    return f"{count(number, noun)}: less than one page of {block_size}"
+
+
 def local_time(seconds: float) -> str:
     """A time in the local zone, with the zone's offset. seconds: since 1970.
 

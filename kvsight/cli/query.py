@@ -12,6 +12,7 @@ from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hash_seed import SEED_VARIABLE, parse_seed, process_seed
 from kv_events.http.service import DEFAULT_URL
 from kv_events.limits import MAX_BLOCK_SIZE
+from kv_events.runtime.words import partial_page
 from kvsight.cli.shared.answers import Asked, answer_lines
 from kvsight.cli.shared.console import UsageError, out, print_result, waiting
 from kvsight.cli.shared.flags import ApiToken, AsJson, Url
@@ -136,7 +137,7 @@ def hashes_of(
 
 def _hash_lines(found: Mapping[str, Any]) -> Iterator[str]:
     if not found["seq_hashes"]:
-        yield f"{found['num_tokens']} tokens: less than one page of {found['block_size']}"
+        yield partial_page(found["num_tokens"], "token", found["block_size"])
         return
     rows = [(title, page, value) for field, title in _TITLES.items() for page, value in enumerate(found[field])]
     columns = [

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from analysis.audit.audit import audit_log
-from analysis.audit.curves import AuditCurves
+from analysis.audit.curves import RESTART, AuditCurves
 from analysis.audit.report import AuditReport
 from kv_events.decisions import VERSION, Candidate, Decision, Outcome, encode_decision
 from kv_events.log.event_log import EventLogWriter
@@ -121,6 +123,20 @@ def test_the_streams_that_restarted_are_named(tmp_path: Path) -> None:
         records += beats(calm, restless, seconds=range(second, second + 1))
     _, found = audited(tmp_path, *records)
     assert found["restart"] == "1 stream restarted, and lost their pages: default/m/restless/0 3 times"
+
+
+@pytest.mark.parametrize(("reasons", "times"), [(["engine not heard"] * 2, 0), (["engine not heard", ""], 1)])
+def test_an_engine_that_is_not_heard_again_has_not_restarted(tmp_path: Path, reasons: list[str], times: int) -> None:
+    """A bridge gives up the pages of an engine that it misses: it begins an epoch without them."""
+    dead = Stream("dead")
+    records = [dead.batch(stored((0, [1]))), dead.batch(now=START, degraded_reason="engine not heard")]
+    dead.restart()
+    records += [dead.batch(now=START + number, degraded_reason=each) for number, each in enumerate(reasons, 1)]
+    report, found = audited(tmp_path, *records)
+    assert ("restart" in found, report.streams[0].restarts) == (times > 0, times)
+    series = AuditCurves()
+    audit_log(tmp_path, series=series)
+    assert sum(mark.kind == RESTART for mark in series.marks) == times
 
 
 def test_a_reason_that_comes_and_goes_counts_its_batches_again(tmp_path: Path) -> None:

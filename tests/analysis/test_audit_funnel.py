@@ -99,7 +99,7 @@ def test_decisions_are_in_the_order_of_their_times(tmp_path: Path) -> None:
             (beside if number % 3 == 0 else log).append(outcome(number, time_s))
         log.append(LogRecord(0, 0, 1, b"", b"garbage", Channel.DECISIONS))
     middle_ms = 1_700_000_000_000 + 20_000
-    with closing(SortedDecisions(tmp_path)) as decisions:
+    with closing(SortedDecisions(tmp_path, lambda _: None)) as decisions:
         assert (len(decisions), decisions.unreadable, decisions.damage) == (NUM_DECISIONS, 1, [])
         first = [each.timestamp for each in decisions.before(middle_ms, 0) if isinstance(each, Outcome)]
         rest = [each.timestamp for each in decisions.rest() if isinstance(each, Outcome)]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import pytest
@@ -52,6 +53,7 @@ class Model:
     def __init__(self) -> None:
         self.streams: dict[str, Seen] = {}
         self.pages: Counter[tuple[str, int]] = Counter()
+        self.lifetimes: list[list[float]] = [[], [], [], []]
         self.stores: Counter[int] = Counter()
         self.resync_pages = 0
         self.num_resyncs = 0
@@ -159,6 +161,7 @@ class Model:
                 continue
             self.pages["removed", tier] += 1
             self.pages["churned", tier] += ms(now) - ms(since) < CHURN_S * 1000
+            self.lifetimes[tier].append((ms(now) - ms(since)) / 1000)
             seen.left[page, tier] = now
             if not seen.holds(page):
                 self.forget_left(seen, page)
@@ -282,6 +285,8 @@ def test_an_audit_counts_what_a_model_counts(tmp_path: Path, seed: int) -> None:
     assert len(report.streams) == len(model.streams)
     counted = {(name, tier): count for name, counts in report.pages.items() for tier, count in enumerate(counts)}
     assert {key: count for key, count in counted.items() if count} == {k: c for k, c in model.pages.items() if c}
+    for p50_s, lifetimes in zip(report.lifetime_p50_s, model.lifetimes, strict=True):
+        assert p50_s == (pytest.approx(median_low(lifetimes), 0.035, 0.001) if lifetimes else None)
     assert report.orphans == model.num_orphans()
     assert (report.num_resyncs, report.resync_pages) == (model.num_resyncs, model.resync_pages)
     assert sum(report.unreadable.values()) == log.num_unreadable

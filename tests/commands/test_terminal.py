@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -19,7 +20,7 @@ from kv_events.records import LogRecord
 from tests.support.commands import ENVIRONMENT, KVSIGHT, RunningCommand, kvsight, served_log
 from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
-from tests.support.terminal import COLUMNS, on_terminal
+from tests.support.terminal import COLUMNS, Screen, on_terminal
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timing("a command must show its lines within seconds")
@@ -83,6 +84,20 @@ def test_a_replay_shows_whole_names_and_says_why_others_are_absent(
     assert [line.split()[0] for line in lines[2:4]] == [LONG, "engine-2"]
     assert "engine-9: does not hold the first page" in lines
     assert any(line.startswith("engine-10: expired, last heard 60.") for line in lines), shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "bars"), [("audit LOG", ["auditing"]), ("replay LOG --diff", ["replaying", "comparing"])]
+)
+def test_reading_a_log_shows_how_far_it_is(recorded: Path, tmp_path: Path, words: str, bars: list[str]) -> None:
+    """On a terminal only: elsewhere, each step would be a line."""
+    command = [recorded if word == "LOG" else word for word in words.split()]
+    if "--diff" in command:
+        command.append(shutil.copytree(recorded, tmp_path / "copy"))
+    with Screen(*command) as screen:
+        assert screen.end(180) == 0
+    assert all(bar in screen.text for bar in bars)
+    assert kvsight(*command).stderr.count("MiB") == 0
 
 
 @pytest.mark.parametrize("screen", SCREENS)

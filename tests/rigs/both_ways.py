@@ -4,7 +4,6 @@ import asyncio
 import re
 import socket
 import time
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +11,11 @@ import numpy.typing as npt
 from api.fast.heads import Caller, Head
 from api.fast.request_templates import RequestTemplate
 from api.problems import ProblemError
+from api.queries.answers import general_answer
 from api.queries.body_formats import format_of
-from api.queries.encoding import encode_answer
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.service import LiveService
 from api.settings import ApiSettings
-from indexer.scores import score_all
 from kv_events.hashing import sequence_hashes
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
@@ -55,7 +53,8 @@ class BothWays:
         assert _AGE.sub(b"", answered) == self._expected(body, path, content_type), body
         template = self._fast_path.request_template(accepted, data, len(head))
         if template is not None:
-            assert self.agree_directly(template, [body, body], path) == [True, True]
+            has_hint = b'"hint":' in answered  # which kernels do not write
+            assert self.agree_directly(template, [body, body], path) == [not has_hint] * 2
         return True
 
     def agree_directly(self, template: RequestTemplate, bodies: list[bytes], path: str = "/query") -> list[bool]:
@@ -87,8 +86,7 @@ class BothWays:
         except ProblemError:
             return None
         namespaces = self._consumer.namespaces.find(question.model, question.tenant)
-        scores = score_all(namespaces, partial(question.hashes, numbers), self._consumer.freshness)
-        return _AGE.sub(b"", encode_answer(question, scores, time.time()))
+        return _AGE.sub(b"", general_answer(question, numbers, namespaces, self._consumer.freshness, time.time()))
 
     async def _ask_directly(self, template: RequestTemplate, requests: list[bytes]) -> list[bytes | None]:
         """Return the answers without ages, None for those requests that were returned."""

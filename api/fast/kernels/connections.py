@@ -327,8 +327,10 @@ def answer_requests(
         if at + sockets.head.shape[0] + answer_bytes > sockets.rests.shape[0]:
             continue
         borders = sockets.borders[number]
-        length, end, _ = answer_query(sockets.data[: borders[_END]], borders[NUMBERS], *others)
+        length, end, num_positions = answer_query(sockets.data[: borders[_END]], borders[NUMBERS], *others)
         if length < 0 or end != borders[NUMBERS_END]:
+            continue
+        if num_positions < block_size and layout.has_scores[0]:  # the answer needs a hint
             continue
         at = send_answer(sockets, number, at, buffers.out, length, head_size)
         answered += sockets.outcomes[number] == ANSWERED

@@ -127,10 +127,10 @@ def answer_query(
     workers have group streams or 0, bytes at the beginning of `buffers.out` that the caller has written. seeds: of
     local hashes, of sequence hashes. times: see `put_answer`.
 
-    Returns (bytes of the answer, index of the "]" in the text, 0). The bytes are -1 if a weighted number needs another
-    form. The index is -1 if the text must be read in another way. With group streams, the first call only finds: it
-    returns (number of streams, index of the "]", number of the prompt's tokens or token pairs, or of its hashes). The
-    caller then shortens what was found, in `buffers`, to what can be reused, and calls again.
+    Returns (bytes of the answer, index of the "]" in the text, number of the prompt's tokens or token pairs, or of its
+    hashes). The bytes are -1 if a weighted number needs another form. The index is -1 if the text must be read in
+    another way. With group streams, the first call only finds: it returns the number of streams in place of the bytes.
+    The caller then shortens what was found, in `buffers`, to what can be reused, and calls again.
     """
     kind, block_size, is_bigram, found, has_weights, has_groups, begin = question
     end, num_positions = start, len(hashes)
@@ -156,4 +156,4 @@ def answer_query(
     weights = buffers.weights[: has_weights * NUM_MEDIA]
     streams, pages = buffers.streams[:found], buffers.pages
     length = put_answer(buffers.out, begin, table, layout, times, streams, pages, group_states, block_size, weights)
-    return int64(length), end, int64(0)
+    return int64(length), end, int64(num_positions)

@@ -12,10 +12,9 @@ from urllib.parse import quote
 import msgspec
 import typer
 
-from kv_events.log.format import list_segments
 from kv_events.runtime.words import count, duration, local_time, natural_order, printable
-from kvsight.cli.logs.reading import EXIT_DAMAGED, LogFolder, LogInput
-from kvsight.cli.shared.console import HtmlReport, check_html, out, print_result, progress_bar, write_html
+from kvsight.cli.logs.reading import EXIT_DAMAGED, LogFolder, LogInput, byte_progress
+from kvsight.cli.shared.console import HtmlReport, check_html, out, print_result, write_html
 from kvsight.cli.shared.flags import AsJson
 from kvsight.cli.shared.process import load_kernels
 from kvsight.cli.shared.streams import MEDIA
@@ -55,13 +54,7 @@ def audit(
 
     load_kernels()
     series = None if html is None else AuditCurves()
-    with progress_bar() as bar:
-        task = bar.add_task("records", total=None)
-        first_index = list_segments(log)[0].first_index
-
-        def show(next_index: int) -> None:
-            bar.update(task, completed=next_index - first_index)
-
+    with byte_progress("auditing", 2 * source.num_bytes) as show:  # it reads the log twice
         report = audit_log(log, churn, show, known_damage, series)
     if examples is not None and report.funnel is not None:
         _write_examples(examples, report.funnel)
@@ -120,7 +113,7 @@ def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
     columns = [
         Column("stream", [each.stream for each in shown]),
         Column("batches", [each.batches for each in shown], rank=3),
-        Column("epochs", [each.epochs for each in shown], rank=2),
+        Column("restarts", [each.restarts for each in shown], rank=2),
         Column("gaps", [each.gaps for each in shown]),
         Column("lost", [each.lost_batches for each in shown], rank=2),
         Column("wrong digests", [each.digest_mismatches for each in shown]),
@@ -137,10 +130,14 @@ def _page_lines(report: AuditReport, width: int) -> Iterator[str]:
 
     totals = [sum(counts[medium] for counts in report.pages.values()) for medium in range(len(MEDIA))]
     yield ""
-    columns = [Column("pages", [text.format(churn=report.churn_s) for text in PAGE_COUNTS.values()])]
+    texts = [text.format(churn=report.churn_s) for text in PAGE_COUNTS.values()]
+    columns = [Column("pages", [*texts, "held until removed (p50)"])]
     for medium, tier in enumerate(MEDIA.values()):
         if totals[medium] or (not any(totals) and not medium):
-            columns.append(Column(tier, [report.pages[name][medium] for name in PAGE_COUNTS]))
+            counts = [str(report.pages[name][medium]) for name in PAGE_COUNTS]
+            held_s = report.lifetime_p50_s[medium]
+            lifetime = None if held_s is None else duration(round(held_s * 1000))
+            columns.append(Column(tier, [*counts, lifetime], is_number=True))
     yield from table_lines(columns, width)
     yield f"{count(report.orphans, 'page')} held at the end whose parent is not held: no prompt can use them"
     if report.untracked:

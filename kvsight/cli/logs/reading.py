@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
@@ -34,6 +34,14 @@ LARGE_BYTES = 64 * _MIB
 _MOST_SHOWN = 20
 
 LogFolder: TypeAlias = Annotated[Path, typer.Argument(help="Folder of an event log.")]
+
+
+@contextmanager
+def byte_progress(what: str, num_bytes: int, shared: Progress | None = None) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar, or a line of a shared one. Gives a function to call with the bytes that were read since."""
+    with progress_bar() if shared is None else nullcontext(shared) as bar:
+        task = bar.add_task(f"{what} (MiB)", total=num_bytes / _MIB)
+        yield lambda more: bar.advance(task, more / _MIB)
 
 
 @dataclass
@@ -68,14 +76,12 @@ class LogInput:
         """
         from kv_events.log.reader import scan_log, torn_tail
 
-        with progress_bar() if shared is None else nullcontext(shared) as bar:
-            task = bar.add_task(f"{what} (MiB)", total=self.num_bytes // _MIB)
-            done, last = 0, None
+        last = None
+        with byte_progress(what, self.num_bytes, shared) as show:
             for chunk in scan_log(self.folder, self.damage.append):
-                done += chunk.end - chunk.position
                 chunk.note_in(self.extent)
                 yield chunk
-                bar.update(task, completed=done // _MIB)
+                show(chunk.end - chunk.position)
                 last = chunk
         self.tail = torn_tail(self.folder, last, self.damage)
 
@@ -90,7 +96,8 @@ class LogInput:
 
         self.write_missing_frames()
         timeline = Timeline(self.folder)
-        views, extent = timeline.at(moment), timeline.extent
+        with waiting("replaying"):
+            views, extent = timeline.at(moment), timeline.extent
         extent.name = self.extent.name
         if moment.offsets is not None:
             with waiting("reading"):

@@ -25,7 +25,7 @@ from kvsight.cli.shared.console import (
     print_json,
     print_lines,
     print_result,
-    waiting,
+    progress_bar,
 )
 from kvsight.cli.shared.flags import HTTP, KAFKA, ApiToken, AsJson, with_flags
 from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels
@@ -157,8 +157,7 @@ def _replay(source: LogInput | TopicInput, moment: LogMoment) -> tuple[Replay, L
 
     if isinstance(source, TopicInput):
         return Replay().apply_all(source.records(), moment), source.extent
-    with waiting("replaying"):
-        return source.views_at(moment)
+    return source.views_at(moment)
 
 
 def _used(moment: LogMoment, replayed: Replay) -> str:
@@ -246,9 +245,9 @@ def _with_first_differences(
     """Add the first batch of each stream that differs between two logs."""
     from analysis.first_differences import first_differences, records_before
 
-    parted = first_differences(
-        *(records_before(folder, moment) for folder, moment in zip(folders, moments, strict=True))
-    )
+    with progress_bar() as bar:
+        chunks = [LogInput(folder).chunks(f"comparing {folder}", bar) for folder in folders]
+        parted = first_differences(*map(records_before, chunks, moments))
     both = [
         parted.get(StreamId(each.model, each.tenant, each.worker, each.dp_rank).key, (None, None)) for each in found
     ]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kv_events.runtime.words import count, duration, names, natural_order
+from kv_events.runtime.words import count, duration, names, natural_order, partial_page
 from kvsight.cli.shared.streams import MEDIA, StreamRow, media_held, namespace_text
 from kvsight.cli.shared.tables import Column, table_lines
 
@@ -100,7 +100,7 @@ def _prompt_text(asked: Asked, sizes: Sequence[int]) -> str:
     if len(sizes) != 1:
         return prompt
     if asked.num_tokens < sizes[0]:
-        return f"{count(asked.num_tokens, 'token')}: less than one page of {sizes[0]}"
+        return partial_page(asked.num_tokens, "token", sizes[0])
     return f"{prompt}, {count(asked.num_tokens // sizes[0], 'page')}"
 
 

@@ -147,7 +147,7 @@ def memory_after_a_guard(size: int) -> npt.NDArray[np.uint8]:
 
 def test_nothing_before_a_request_is_read() -> None:
     both_ways.read_into(memory_after_a_guard(2**21))
-    long, short = (b'{"model_name":"m","token_ids":[1]}' + b" " * spaces for spaces in (3900, 0))
+    long, short = (b'{"model_name":"m","token_ids":[1,2,3,4]}' + b" " * spaces for spaces in (3900, 0))
     template = both_ways.template(long)
     assert template is not None
     assert both_ways.agree_directly(template, [long, short, long])[::2] == [True, True]

@@ -40,7 +40,10 @@ async def test_requests_that_vary_are_answered_by_kernels_once_each_was_seen(
 ) -> None:
     bodies = [body_of(token_ids=TOKENS, cache_salt=f"user-{i}") for i in range(20)]
     bodies += [body_of(token_ids=TOKENS, lora_name=f"adapter-{i}") for i in range(20)]
-    bodies += [body_of(token_ids=TOKENS, tier_weights=[1, 0.5, 0.2, 0.1]), b'{"token_ids": [1, 2] , "model_name": "m"}']
+    bodies += [
+        body_of(token_ids=TOKENS, tier_weights=[1, 0.5, 0.2, 0.1]),
+        b'{"token_ids": [1, 2, 3, 4] , "model_name": "m"}',
+    ]
     line, single = await connect(), await connect()
     for _ in range(3):
         await line.ask(prompts()[0])

@@ -19,7 +19,7 @@ ROLLING = sequence_hashes(token_array(TOKENS), 4)
 LOCAL = local_hashes(token_array(TOKENS), 4)
 HASHES = {"seq_hashes", "block_hashes", "block_hash"}
 MSGPACK = "application/msgpack"
-ADDED = {"state", "age_ms", "external", "EXTERNAL", "matched_dp", "weighted", "weighted_dp"}
+ADDED = {"state", "age_ms", "external", "EXTERNAL", "matched_dp", "weighted", "weighted_dp", "hint"}
 Held = list[tuple[str, dict[str, Any], list[int], dict[int, range] | None]]
 
 
@@ -113,6 +113,24 @@ async def test_added_fields_state_how_far_to_trust_an_answer(client: AsyncClient
     instances = (await ask(client, **peer()))["instances"]
     assert {name: each["state"] for name, each in instances.items()} == {"1": "live", "2": "stale"}
     assert all(0 <= each["age_ms"] < 10_000 and each["external"] == 16 for each in instances.values())
+
+
+@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize(
+    ("query", "hint"),
+    [
+        ({"token_ids": [1, 2, 3]}, "3 tokens: less than one page of 4"),
+        ({"token_ids": [1, 2, 3, 4], "is_eagle": True}, "3 token pairs: less than one page of 4"),
+        ({"token_ids": [9, 9, 9, 9]}, None),
+        ({"seq_hashes": [1]}, None),
+    ],
+)
+async def test_a_prompt_shorter_than_a_page_gets_a_hint(
+    client: AsyncClient, fed: HandFed, query: dict[str, Any], hint: str | None, has_groups: bool
+) -> None:
+    await (hold_with_a_state(fed, 0) if has_groups else fed.hold(Stream("1"), TOKENS))
+    path = "/query_by_hash" if "seq_hashes" in query else "/query"
+    assert (await ask(client, path, **peer(**query))).get("hint") == hint
 
 
 async def test_the_rfcs_answer(client: AsyncClient, fed: HandFed) -> None:
