@@ -83,7 +83,7 @@ def main(given: dict[str, Any]) -> None:
     serve.start(http_options=HTTPOptions(port=given["port"]), logging_config={"enable_access_log": False})
     urls, events = given["engines"], given["events"]
     engine, ingress = (LLMEngine, LLMIngress) if events else (Engine, ray_serve.Ingress)
-    router = RequestRouterConfig(**given["router"], request_routing_stats_period_s=0.1)
+    router = RequestRouterConfig(**given["router"], request_routing_stats_period_s=0.1, initial_backoff_s=0.5)
     options = {"max_ongoing_requests": given["room"], "ray_actor_options": {"num_cpus": 0}}
     engines = serve.deployment(engine, num_replicas=len(urls), request_router_config=router, **options)
     bound = engines.bind(urls, *([events] if events else []))
