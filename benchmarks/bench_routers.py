@@ -20,7 +20,7 @@ from tests.support.commands import RunningCommand
 from tests.support.servers.child_process import free_port
 from tests.support.servers.litellm_proxy import HEADERS, MODEL, LiteLLMProxy
 from tests.support.servers.lua_routers import HAProxy, LuaRouter, Nginx
-from tests.support.servers.ray_apps import RayApp, ray_serve
+from tests.support.servers.ray_apps import RayApp, ray_serve, verl_balancer
 
 CONVERSATIONS, TURNS, AT_ONCE, GOAL = 30, 4, (1, 4), "95 %"
 _NOWHERE = "http://127.0.0.1:9"
@@ -69,6 +69,8 @@ ROUTERS: dict[str, Start] = {
     "litellm, simple-shuffle": _litellm({"litellm_settings": {}}),
     "ray serve with kvsight": _ray(ray_serve, asks=True),
     "ray serve, power of two choices": _ray(ray_serve, asks=False),
+    "verl with kvsight": _ray(verl_balancer, asks=True),
+    "verl, sticky and least requests": _ray(verl_balancer, asks=False),
 }
 
 

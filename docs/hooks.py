@@ -35,6 +35,7 @@ OUTSIDE = (
     "examples/record_a_routing_anomaly.py",
     "examples/router.py",
     "examples/small_router.py",
+    "examples/verl.yaml",
 )
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 

@@ -91,7 +91,7 @@ def test_nothing_is_declared_that_no_package_imports() -> None:
 
 
 def test_every_dependency_has_an_upper_bound() -> None:
-    extras = ("serve", "engine", "mooncake", "compression", "otel", "tokenizers", "envoy", "litellm", "ray")
+    extras = ("serve", "engine", "mooncake", "compression", "otel", "tokenizers", "envoy", "litellm", "ray", "verl")
     lines = [*PROJECT["dependencies"], *(line for e in extras for line in PROJECT["optional-dependencies"][e])]
     foreign = [line for line in lines if not line.startswith("kvsight[")]
     assert [line for line in foreign if not re.search(r",<\d", line)] == []
@@ -100,7 +100,7 @@ def test_every_dependency_has_an_upper_bound() -> None:
 
 
 def test_the_extra_of_a_router_brings_no_other_router() -> None:
-    routers = {"envoy": "grpcio", "litellm": "litellm", "ray": "ray"}
+    routers = {"envoy": "grpcio", "litellm": "litellm", "ray": "ray", "verl": "verl"}
     assert {extra: declared(extra) & set(routers.values()) for extra in routers} == {e: {r} for e, r in routers.items()}
 
 

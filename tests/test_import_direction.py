@@ -34,6 +34,7 @@ NEEDS_AN_EXTRA = (
     "kvsight.routers.litellm",
     "kvsight.routers.ray",
     "kvsight.routers.ray_llm",
+    "kvsight.routers.verl",
 )
 
 
