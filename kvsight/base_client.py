@@ -16,6 +16,7 @@ import httpx
 
 from kv_events.errors import InvalidValueError, KvsightError, check_type
 from kv_events.runtime import backoff
+from kv_events.runtime.words import nearest
 from kvsight import calls
 from kvsight.calls import Call
 from kvsight.errors import ClientClosedError, KvsightConnectionError
@@ -130,7 +131,9 @@ class BaseClient:
         with suppress(KvsightError):  # another indexer, or a token that does not permit the list
             known = {worker.instance_id for worker in self._result(calls.workers(), outcome)}
             for name in sorted(names - known)[:_MAX_WARNINGS]:
-                logger.warning("load: the service knows no worker %r; known: %s", name, ", ".join(sorted(known)[:20]))
+                logger.warning(
+                    "load: the service knows no worker %r; the nearest name is %s", name, nearest(name, known)
+                )
         before = self._checked_names if len(self._checked_names) < _MAX_CHECKED_NAMES else frozenset()
         self._checked_names = before | names | known
 

@@ -6,7 +6,7 @@ What workers held when a router chose is taken from the log, as of the time of t
 have been older; the difference is the cause `stale view`.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from statistics import median
@@ -47,6 +47,7 @@ _EXAMPLES = 3
 _MEASURES = ("request", "prefill token", "decode page")
 """Of what is booked on a worker, the one that is named first."""
 _MOST_EARLY = 256
+_MOST_UNHEARD = 1024
 
 
 class _Chosen(NamedTuple):
@@ -80,6 +81,8 @@ class DecisionAudit:
         self._waiting_bytes = 0
         self._early: list[tuple[int, int, float]] = []
         """Stream, last page and time of predictions that came true, of pages that were not stored yet."""
+        self._unheard = Counter[str]()
+        """Chosen workers of which there was no batch yet -> requests."""
         self._booked: Book | None = None
         """What is reserved. None: the log has no reservations so far."""
         self._done: OrderedDict[int, None] = OrderedDict()
@@ -105,7 +108,8 @@ class DecisionAudit:
         """Return the funnel. Called once, after the last record."""
         while self._waiting:
             self._give_up()
-        funnel = self._funnel
+        funnel, known = self._funnel, self._events.workers
+        funnel.unknown_workers = {worker: each for worker, each in self._unheard.items() if worker not in known}
         funnel.losses = _sorted(self._losses, funnel.prompt_tokens)
         funnel.gains = _sorted(self._gains, funnel.prompt_tokens)
         ages = (self._events.book.stored_after(stream, page, milliseconds(at)) for stream, page, at in self._early)
@@ -129,6 +133,8 @@ class DecisionAudit:
         chosen = _Chosen(decision, hashes, prompt_tokens, held, best, known, stream, since=self._events.num_batches)
         funnel = self._funnel
         funnel.requests += 1
+        if stream is None and (decision.worker in self._unheard or len(self._unheard) < _MOST_UNHEARD):
+            self._unheard[decision.worker] += 1
         funnel.prompt_tokens += prompt_tokens
         funnel.held_in_fleet += best
         funnel.held_by_chosen += held

@@ -7,6 +7,7 @@ from analysis.audit.report import AuditReport, Finding, Funnel, StreamReport
 from analysis.words import count, name
 from kv_events.http.explanations import BatchPosition
 from kv_events.log.moments import utc_text
+from kv_events.runtime.words import nearest
 from kv_events.schema import BATCHES_LOST
 
 _LEAST_WEIGHT = 0.001
@@ -137,6 +138,12 @@ def _of_the_pages(report: AuditReport) -> Iterator[Finding]:
 def _of_the_funnel(report: AuditReport) -> Iterator[Finding]:
     if (funnel := report.funnel) is None:
         return
+    known = {each.worker for each in report.streams}
+    unknown = sorted(funnel.unknown_workers.items(), key=lambda each: -each[1])
+    for worker, number in unknown[: _MOST_NAMED if known else 0]:
+        text = f"{count(number, 'request')} went to {name(worker)}, of which the log has no batch; "
+        text += f"the nearest name is {nearest(worker, known)}"
+        yield Finding(kind="unknown worker", weight=number / funnel.requests, text=text)
     yield from _of_the_router(funnel)
     for loss in funnel.losses:
         if loss.cause not in _NO_FAULTS and loss.share >= _LEAST_WEIGHT:

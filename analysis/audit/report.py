@@ -183,6 +183,8 @@ class Funnel(msgspec.Struct, kw_only=True):
     """Outcomes without a decision in the log."""
     duplicates: int = 0
     """Decisions and outcomes that repeat the id of an earlier one."""
+    unknown_workers: dict[str, int] = {}
+    """Worker that was chosen, and of which the log has no batch -> requests. At most 1024."""
     ties: dict[str, int] = {}
     """Worker -> requests for which it was chosen among several workers with the same best score."""
     early: int = 0

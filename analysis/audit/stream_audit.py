@@ -103,6 +103,11 @@ class StreamAudit:
         if letters.total() > before and report.first_unreadable is None:
             report.first_unreadable = index
 
+    @property
+    def workers(self) -> set[str]:
+        """Workers of which there was a batch."""
+        return {stream.worker for stream in self._streams}
+
     def stream_number(self, stream: StreamId) -> int | None:
         """Return the number of a stream in the book, or None if it is unknown."""
         found = self._streams.get(stream)

@@ -7,10 +7,10 @@ packages that it does not use. `tests/commands/test_settings.py` compares it wit
 import logging
 import os
 import re
-from difflib import get_close_matches
 from functools import cache
 
 from kv_events.errors import InvalidValueError, UnknownVariableError
+from kv_events.runtime.words import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,7 @@ def check_variables() -> None:
         elif field in _GONE:
             logger.warning("%s is gone: %s.", name, _GONE[field])
         elif not (_SERVICE_LINK.search(name) and (not name.endswith("_PORT") or "://" in value)):
-            nearest = get_close_matches(field, sorted(SETTINGS), n=1, cutoff=0.0)[0]
-            raise UnknownVariableError(name, variable(nearest))
+            raise UnknownVariableError(name, variable(nearest(field, SETTINGS)))
 
 
 # Numbers with a unit, as people write them in flags and variables: `20GiB`, `7d`

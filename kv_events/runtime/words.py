@@ -1,8 +1,9 @@
 """Names, numbers, durations and times as people read them in lines of text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
+from difflib import get_close_matches
 
 _MS_PER_S, _S_PER_MINUTE, _S_PER_HOUR = 1000, 60, 3600
 _MOST_NAMES = 5
@@ -42,6 +43,13 @@ def names(several: Sequence[str]) -> str:
     """The first names of a list, and how many more there are."""
     more = f" and {len(several) - _MOST_NAMES} more" if len(several) > _MOST_NAMES else ""
     return ", ".join(map(printable, several[:_MOST_NAMES])) + more
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The known name that is most like one that is not known."""
+    return printable(
+        next(iter(get_close_matches(name, sorted(known), n=1, cutoff=0.0)), "not known, because there is none")
+    )
 
 
 def count(number: int, noun: str) -> str:

@@ -58,6 +58,18 @@ def test_a_choice_against_the_scores_is_no_choice_by_load(tmp_path: Path) -> Non
     assert "engine-1 scored 64, the chosen engine-0 0" in kvsight("audit", tmp_path).stdout
 
 
+def test_a_mistyped_worker_is_named(tmp_path: Path) -> None:
+    """Of a worker that is heard later, only the beginning is unknown."""
+    engines = Stream("engine-0"), Stream("other")
+    records = [engines[0].batch(stored((0, PAGES)), now=START)]
+    for number in range(3):
+        records += request(number, START + 1 + number, "engin-0", 64, [Candidate("engine-0", None, 64, 64.0)])
+    records += [*request(3, START + 4, "other", 0, []), engines[1].batch(now=START + 5)]
+    report, found = audited(tmp_path, *records)
+    text = "3 requests went to engin-0, of which the log has no batch; the nearest name is engine-0"
+    assert (report.findings[0].kind, found["unknown worker"]) == ("unknown worker", text)
+
+
 def test_the_wrong_rank_of_the_right_worker_is_named(tmp_path: Path) -> None:
     ranks = Stream("engine-0"), Stream("engine-0", dp_rank=1)
     records = [ranks[0].batch(now=START), ranks[1].batch(stored((0, PAGES)), now=START)]

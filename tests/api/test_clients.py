@@ -251,7 +251,7 @@ async def test_a_mistyped_candidate_is_warned_of_once(rig: Rig, caplog: pytest.L
         chosen = await rig.ask("best_worker", "m", TOKENS, load={"vllmm-0": 0, "vllm-0": 99})
         assert chosen.worker == "vllmm-0"  # it may be new
     assert [line.message for line in caplog.records if line.name == "kvsight.client"] == [
-        "load: the service knows no worker 'vllmm-0'; known: vllm-0"
+        "load: the service knows no worker 'vllmm-0'; the nearest name is vllm-0"
     ]
 
 
