@@ -11,15 +11,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from benchmarks.report import Figure, figure, main, percentile
+from tests.rigs.republished_fleet import RepublishedFleet
 from tests.rigs.routed_fleet import Messages, Outcome, RoutedFleet, conversations
 from tests.rigs.routed_fleet import run as send
 from tests.support.commands import RunningCommand
 from tests.support.servers.child_process import free_port
 from tests.support.servers.litellm_proxy import HEADERS, MODEL, LiteLLMProxy
 from tests.support.servers.lua_routers import HAProxy, LuaRouter, Nginx
+from tests.support.servers.ray_apps import RayApp, ray_serve, verl_balancer
+from tests.support.servers.vllm_router import VllmRouter
 
 CONVERSATIONS, TURNS, AT_ONCE, GOAL = 30, 4, (1, 4), "95 %"
 _NOWHERE = "http://127.0.0.1:9"
@@ -37,7 +40,8 @@ class _Route(RunningCommand):
         self.wait_for("routes on")
 
 
-Start = Callable[[RoutedFleet, Path], AbstractContextManager[_Router]]
+Start = Callable[[Any, Path], AbstractContextManager[_Router]]
+"""Starts a router in front of a `RoutedFleet`, or of a `RepublishedFleet`."""
 
 
 def _in_turn(fleet: RoutedFleet, _folder: Path) -> _Route:
@@ -53,6 +57,10 @@ def _lua(start: Callable[[Path, str | None, list[str]], LuaRouter], *, asks: boo
     return lambda fleet, folder: start(folder, fleet.url if asks else None, [each.url for each in fleet.engines])
 
 
+def _ray(start: Callable[[list[str], str | None], RayApp], *, asks: bool) -> Start:
+    return lambda fleet, _folder: start([each.url for each in fleet.engines], fleet.url if asks else None)
+
+
 ROUTERS: dict[str, Start] = {
     "route": lambda fleet, _folder: _Route("--url", fleet.url),
     "route, in turn": _in_turn,
@@ -62,12 +70,21 @@ ROUTERS: dict[str, Start] = {
     "nginx, in turn": _lua(Nginx, asks=False),
     "litellm with kvsight": _litellm(None),
     "litellm, simple-shuffle": _litellm({"litellm_settings": {}}),
+    "ray serve with kvsight": _ray(ray_serve, asks=True),
+    "ray serve, power of two choices": _ray(ray_serve, asks=False),
+    "verl with kvsight": _ray(verl_balancer, asks=True),
+    "verl, sticky and least requests": _ray(verl_balancer, asks=False),
 }
+OF_EVENTS: dict[str, Start] = {
+    "vllm-router on republished events": lambda fleet, folder: VllmRouter(folder, fleet.events),
+    "vllm-router, cache_aware": lambda fleet, folder: VllmRouter(folder, dict.fromkeys(fleet.events)),
+}
+"""Routers with an index of their own."""
 
 
 def run() -> list[Figure]:
     """Return all figures."""
-    return [each for name, start in ROUTERS.items() for each in _figures(name, start)]
+    return [each for name, start in (ROUTERS | OF_EVENTS).items() for each in _figures(name, start)]
 
 
 def _figures(name: str, start: Start) -> Iterator[Figure]:
@@ -85,7 +102,8 @@ def _figures(name: str, start: Start) -> Iterator[Figure]:
 
 def _measured(start: Start, at_once: int, *, kill: bool = False, policy: str = "session,overlap-load") -> Outcome:
     waves = conversations(CONVERSATIONS, TURNS)
-    with tempfile.TemporaryDirectory() as folder, RoutedFleet(policy) as fleet, start(fleet, Path(folder)) as router:
+    new_fleet = RepublishedFleet() if start in OF_EVENTS.values() else RoutedFleet(policy)
+    with tempfile.TemporaryDirectory() as folder, new_fleet as fleet, start(fleet, Path(folder)) as router:
         asyncio.run(_send(router, conversations(2, 2, seed=1), at_once))  # connections, and imports of LiteLLM
         if kill:
             first = asyncio.run(_send(router, waves[: TURNS // 2], at_once))

@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from bridge.context import BridgeCounters
 from bridge.registry import StreamRegistry
+from bridge.republisher import Republisher
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.rank_streams import Missed
@@ -63,12 +64,16 @@ class EngineConnection:
         self._engine_streams: OrderedDict[str, EngineStream] = OrderedDict()  # by topic; least recently heard first
         self._leaving: list[EngineStream] = []  # to be closed
         self._tidy_at = 0.0
+        self._republisher = Republisher(engine.republish, engine.republish_replay) if engine.republish else None
         if engine.worker is not None and engine.model is not None:  # the only one
             self._engine_streams[""] = self._new_stream(engine.model, engine.worker)
         self._subscriber = self._new_subscriber()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        """Begin to read. Raises SinkUnavailableError if its events cannot be sent on."""
+        if self._republisher is not None:
+            await self._republisher.start()
         self._task = asyncio.create_task(self._run(), name=f"bridge:{self.engine.worker or self.engine.endpoint}")
 
     async def stop(self, deadline_s: float, *, clear: bool) -> None:
@@ -78,6 +83,10 @@ class EngineConnection:
             await asyncio.gather(self._task, return_exceptions=True)
         streams = [*self._engine_streams.values(), *self._leaving]
         await asyncio.gather(*(each.ranks.close(deadline_s, clear=clear) for each in streams))
+        if self._republisher is not None:
+            if clear:
+                self._republisher.clear()
+            await self._republisher.stop()
 
     def status(self) -> EngineStatus:
         engine_streams = list(self._engine_streams.values())
@@ -177,4 +186,4 @@ class EngineConnection:
             timeout_s = registry.settings.bridge_replay_timeout_s
             replay = ReplayClient(self._context, engine.replay_endpoint, timeout_s, registry.locate)
         stream = StreamId(model, engine.tenant, worker, engine.dp_rank)
-        return EngineStream(stream, engine, registry, self.counters, replay)
+        return EngineStream(stream, engine, registry, self.counters, replay, self._republisher)

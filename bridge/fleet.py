@@ -13,7 +13,7 @@ from kv_events.engine_wire import Locate, as_given
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.log.memory import MemoryLog
 from publisher.settings import PublisherSettings
-from publisher.sinks.base import Sink
+from publisher.sinks.base import Sink, SinkUnavailableError
 from publisher.sinks.memory import MemorySink
 
 _MAX_SOCKETS = 65_535
@@ -63,7 +63,7 @@ class Fleet:
         """Begin to read all ranks of an engine. Waits for ranks that are still being removed.
 
         Returns False if all of them are read already. Raises EngineConflictError, without any change, if one of them is
-        read with other settings.
+        read with other settings. Raises SinkUnavailableError if the events of one cannot be sent on.
         """
         ranks = [engine.of_rank(offset) for offset in range(engine.num_ranks)]
         while leaving := [self._stopping[_key(rank)] for rank in ranks if _key(rank) in self._stopping]:
@@ -75,7 +75,11 @@ class Fleet:
         new = [rank for rank in ranks if _key(rank) not in self._readers]
         for rank in new:
             reader = self._readers[_key(rank)] = EngineConnection(self._context, rank, self._registry)
-            reader.start()
+            try:
+                await reader.start()
+            except SinkUnavailableError:
+                del self._readers[_key(rank)]
+                raise
         return bool(new)
 
     async def remove(

@@ -24,6 +24,8 @@ _METRICS_URL = re.compile(
 )
 _SCHEMES = ("tcp", "ipc", "inproc")
 _SHORT = {"replay": "replay_endpoint", "ranks": "num_ranks"}  # names in a flag -> fields
+_ADDRESSES = ("endpoint", "replay_endpoint", "republish", "republish_replay")
+"""Fields whose ports count up with the ranks."""
 TIERS = ("gpu", "cpu", "disk", "external")
 """Names of the media in a `capacity`, in the order of `kv_events.schema.MEDIA`."""
 
@@ -91,11 +93,15 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
     """The engine's own metrics, `http://HOST:PORT/metrics`, which say its load and how many pages fit on its device."""
     url: str | None = None
     """Where the engine takes requests: `http://HOST:PORT`."""
+    republish: str | None = None
+    """Address on which its events are sent on, to routers with an index of their own: `tcp://*:PORT`. None: nowhere."""
+    republish_replay: str | None = None
+    """Address of a replay socket for these. None: a router that misses batches cannot fetch them."""
 
     def __post_init__(self) -> None:
         self._check_names()
         self._check_numbers()
-        for field in ("endpoint", "replay_endpoint"):
+        for field in _ADDRESSES:
             address: str | None = getattr(self, field)
             if address is not None:
                 _check_address(field, address)
@@ -114,14 +120,9 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
         return self.num_ranks * SOCKET_FILES * (1 if self.replay_endpoint is None else 2)
 
     def of_rank(self, offset: int) -> EngineSettings:
-        replay = self.replay_endpoint
-        return msgspec.structs.replace(
-            self,
-            endpoint=endpoint_of_rank(self.endpoint, offset),
-            replay_endpoint=None if replay is None else endpoint_of_rank(replay, offset, "replay_endpoint"),
-            dp_rank=self.dp_rank + offset,
-            num_ranks=1,
-        )
+        addresses = {field: getattr(self, field) for field in _ADDRESSES}
+        ours = {field: endpoint_of_rank(each, offset, field) for field, each in addresses.items() if each is not None}
+        return msgspec.structs.replace(self, **ours, dp_rank=self.dp_rank + offset, num_ranks=1)
 
     def _check_names(self) -> None:
         for field in ("worker", "model", "tenant"):
@@ -135,6 +136,10 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
                 raise InvalidValueError(field, shown, f"at most {MAX_NAME_BYTES} bytes")
         if self.worker is not None and self.model is None:
             raise InvalidValueError("model", None, "the model that the engine serves")
+        if self.worker is None and self.republish is not None:
+            raise InvalidValueError("worker", None, "a name, because its events are republished")
+        if self.republish is None and self.republish_replay is not None:
+            raise InvalidValueError("republish", None, "an address, because republish_replay is one")
         if self.worker is None and (self.num_ranks != 1 or self.replay_endpoint is not None):
             raise InvalidValueError("worker", None, "a name, because there are several ranks or a replay socket")
 

@@ -31,9 +31,11 @@ OUTSIDE = (
     "docker-compose.yml",
     "examples/debug_a_routing_anomaly.md",
     "examples/litellm.yaml",
+    "examples/ray_serve.py",
     "examples/record_a_routing_anomaly.py",
     "examples/router.py",
     "examples/small_router.py",
+    "examples/verl.yaml",
 )
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 

@@ -45,7 +45,7 @@ FOUND_BY_NAME = {"cramjam", "opentelemetry-exporter-otlp-proto-http"}
 """Declared, and loaded by aiokafka or as an entry point."""
 DISTRIBUTIONS = packages_distributions()
 """Those that bring a top package."""
-FRAGILE = {"aiokafka": "0.15", "llvmlite": "0.51", "numba": "0.69"}
+FRAGILE = {"aiokafka": "0.15", "llvmlite": "0.51", "numba": "0.69", "ray": "2.61"}
 """Private parts of these are used, so an unknown minor version is not accepted."""
 
 
@@ -91,12 +91,17 @@ def test_nothing_is_declared_that_no_package_imports() -> None:
 
 
 def test_every_dependency_has_an_upper_bound() -> None:
-    extras = ("serve", "engine", "mooncake", "compression", "otel", "tokenizers", "envoy")
+    extras = ("serve", "engine", "mooncake", "compression", "otel", "tokenizers", "envoy", "litellm", "ray", "verl")
     lines = [*PROJECT["dependencies"], *(line for e in extras for line in PROJECT["optional-dependencies"][e])]
     foreign = [line for line in lines if not line.startswith("kvsight[")]
     assert [line for line in foreign if not re.search(r",<\d", line)] == []
     for name, bound in FRAGILE.items():
         assert any(line.startswith(name) and line.endswith(f",<{bound}") for line in foreign)
+
+
+def test_the_extra_of_a_router_brings_no_other_router() -> None:
+    routers = {"envoy": "grpcio", "litellm": "litellm", "ray": "ray", "verl": "verl"}
+    assert {extra: declared(extra) & set(routers.values()) for extra in routers} == {e: {r} for e, r in routers.items()}
 
 
 def test_the_commands_check_for_all_of_the_extra_that_they_need() -> None:

@@ -32,6 +32,9 @@ NEEDS_AN_EXTRA = (
     "engine_cache.storage.directory",
     "kvsight.routers.endpoint_picker",
     "kvsight.routers.litellm",
+    "kvsight.routers.ray",
+    "kvsight.routers.ray_llm",
+    "kvsight.routers.verl",
 )
 
 

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages
 from bridge.registry import StreamRegistry
+from bridge.republisher import Republisher
 from bridge.settings import EngineDefaults
 from bridge.stream.messages import Backlog
 from bridge.stream.rank_streams import RankStreams
@@ -53,6 +54,7 @@ class EngineStream:
         registry: StreamRegistry,
         counters: BridgeCounters,
         replay: ReplayClient | None,
+        republisher: Republisher | None = None,
     ) -> None:
         """stream: as registered; batches may name other ranks. Nothing is published while it has another owner."""
         self.last_message_at = time.monotonic()
@@ -64,7 +66,7 @@ class EngineStream:
         self.replay_failure: str | None = None
         """Why the last replay failed; None if it did not. Live batches are applied all the same."""
         self._name = stream.key
-        self.ranks = RankStreams(stream, defaults, registry, counters)
+        self.ranks = RankStreams(stream, defaults, registry, counters, republisher)
         self._counters = counters
         self._replay = replay
         self._threads = registry.threads

@@ -11,6 +11,7 @@ from bridge.decoding.decoder import Messages, UnreadableBatch
 from bridge.decoding.events import InvalidEvent, Run
 from bridge.decoding.mooncake import MooncakeEvent
 from bridge.registry import StreamRegistry
+from bridge.republisher import Republisher
 from bridge.settings import EngineDefaults
 from bridge.worker_stream import EngineState, StreamStatus, WorkerStream
 from kv_events.engine_wire import Payload
@@ -48,13 +49,21 @@ class RankStreams:
     """
 
     def __init__(
-        self, registered: StreamId, defaults: EngineDefaults, registry: StreamRegistry, counters: BridgeCounters
+        self,
+        registered: StreamId,
+        defaults: EngineDefaults,
+        registry: StreamRegistry,
+        counters: BridgeCounters,
+        republisher: Republisher | None = None,
     ) -> None:
-        """registered: the stream of batches that name no rank. Nothing is published while it has another owner."""
+        """registered: the stream of batches that name no rank. Nothing is published while it has another owner.
+        republisher: also gets the batches that are applied.
+        """
         self._registered, self.worker = registered, registered.worker
         self._registry = registry
         self._decoder = registry.decoder
         self._counters = counters
+        self._republisher = republisher
         self._limited_logger = RateLimitedLogger(logger, f"engine {registered.key}")
         self._context = registry.context(defaults, counters, self._limited_logger)
         self._waiting: list[tuple[int, Payload]] = []  # in order
@@ -86,6 +95,8 @@ class RankStreams:
     def apply(self, messages: Messages) -> Iterator[None]:
         """Decode and apply the next batches. Yields after each step."""
         yield from self.apply_waiting()
+        if self._republisher is not None:
+            self._republisher.take(messages)
         if self.failure is not None:
             self._is_incomplete = True
         try:
@@ -93,7 +104,7 @@ class RankStreams:
         except Exception as error:  # noqa: BLE001  (logged; other engines of the address go on)
             between = int(messages.seqs[0]), int(messages.seqs[-1])
             self._limited_logger.warning("batches %d to %d cannot be applied", *between, error=error)
-            self.drop_all_pages(len(messages), *between)
+            self._drop_all_pages(len(messages), *between)
         self._counters.batches += len(messages)  # those that are applied: a step may be followed by anything
 
     def set_state(self, **changes: bool) -> None:
@@ -113,6 +124,11 @@ class RankStreams:
 
     def drop_all_pages(self, num_batches: int, first: int, last: int) -> None:
         """Note batches that are permanently lost. They may have removed pages, so all pages are dropped."""
+        self._clear_republished()
+        self._drop_all_pages(num_batches, first, last)
+
+    def _drop_all_pages(self, num_batches: int, first: int, last: int) -> None:
+        """Do so for batches that arrived but cannot be read. The republisher has taken account of them."""
         self._note_missed(num_batches, first, last)
         self._counters.lost_batches += num_batches
         self._counters.losses += 1
@@ -124,10 +140,13 @@ class RankStreams:
     def restart(self, *, is_certain: bool) -> None:
         """Begin another incarnation. is_certain: False if it may be the same one."""
         self._is_incomplete, self.missed = False, None
+        self._clear_republished()
         for stream in self._streams.values():
             stream.restart(is_certain=is_certain)
 
     async def start_and_close_publishers(self) -> None:
+        if self._republisher is not None:
+            self._republisher.flush()
         for rank, stream in list(self._streams.items()):
             if stream.is_replaced:
                 del self._streams[rank]
@@ -141,6 +160,10 @@ class RankStreams:
         """Close all streams. What waits is left out."""
         await asyncio.gather(*(self._close(stream, deadline_s, clear=clear) for stream in self._streams.values()))
         self._streams.clear()
+
+    def _clear_republished(self) -> None:
+        if self._republisher is not None:
+            self._republisher.clear()
 
     def status(self) -> list[StreamStatus]:
         return [status for stream in list(self._streams.values()) for status in stream.status()]
@@ -169,7 +192,7 @@ class RankStreams:
                 self._counters.undecodable += 1
                 self._limited_logger.warning("batch %d: %s", seq, batch.reason)
                 if payload:
-                    self.drop_all_pages(1, seq, seq)  # it may have removed pages
+                    self._drop_all_pages(1, seq, seq)  # it may have removed pages
                 continue
             self._counters.bad_ranks += batch.num_bad_ranks
             stream = self._stream(batch.rank)
@@ -181,7 +204,7 @@ class RankStreams:
                     between = int(messages.seqs[0]), int(messages.seqs[-1])
                     self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
-                        self.drop_all_pages(1, *between)
+                        self._drop_all_pages(1, *between)
             for each in touched:
                 if each is None or not (batch.is_complete or each.translator.must_end_batch):
                     continue

@@ -1,17 +1,18 @@
-"""`kvsight bridge`"""
+"""`kvsight bridge` and `kvsight republish`"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kv_events.errors import InvalidValueError
 from kvsight.cli.shared.console import EngineFile, Engines, Model, UsageError, at_most_one, err
 from kvsight.cli.shared.flags import AWAY, BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
 from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels, stop_signals
 
 if TYPE_CHECKING:
-    from bridge import BridgeSettings, EngineSettings, EngineStatus
-    from publisher import PublisherSettings
+    from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
 
 
 _FLAGS = {
@@ -36,33 +37,63 @@ def bridge(engine: Engines = None, config: EngineFile = None, model: Model = Non
     Example: kvsight bridge --kafka localhost:9092 --model m --engine e0=tcp://gpu-0:5557
     """
     at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"]})
-    metrics_port = flags.pop("metrics_port")
     keep_freed_memory()
-    import uvloop
-
-    from bridge import BridgeSettings, engines_of
-    from kv_events.runtime.event_loops import new_event_loop
+    from bridge import Fleet, engines_of
     from publisher import PublisherSettings
+    from publisher.sinks import create_sink
 
     engines = engines_of(config, engine or [], model)
+    metrics_port = flags.pop("metrics_port")
+    # every stream has a name and a block size of its own
+    template = PublisherSettings.from_flags(model="bridge", worker="bridge", dp_rank=0, block_size=1, **flags)
+    _run(engines, lambda settings: Fleet(settings, template, create_sink(template)), metrics_port, flags)
+
+
+@with_flags({**METRICS_PORT, **AWAY}, LOG_LINES)
+def republish(engine: Engines = None, config: EngineFile = None, model: Model = None, *, flags: dict[str, Any]) -> None:
+    """Send the KV events of engines on to other routers.
+
+    Routers with an index of their own, such as vllm-router and Dynamo, get each batch once and in order, with a replay,
+    and a clear where batches are lost or an engine restarts. Engines are given as for kvsight bridge, with two more
+    fields: republish, the address to send on, and republish_replay, that of its replay socket. kvsight bridge and serve
+    have these fields, too.
+
+    Example: kvsight republish --model m --engine e0=tcp://gpu-0:5557,replay=5558,republish=tcp://*:5600
+    """
+    keep_freed_memory()
+    from bridge import Fleet, engines_of
+    from kv_events.log.memory import MemoryLog
+
+    engines = engines_of(config, engine or [], model)
+    for each in engines:
+        if each.republish is None:
+            raise InvalidValueError(f"engine {each.worker or each.endpoint}: republish", None, "tcp://*:PORT")
+    metrics_port = flags.pop("metrics_port")
+    _run(engines, lambda settings: Fleet.embedded(settings, MemoryLog(1)), metrics_port, flags)
+
+
+def _run(
+    engines: list[EngineSettings],
+    new_fleet: Callable[[BridgeSettings], Fleet],
+    metrics_port: int | None,
+    flags: dict[str, Any],
+) -> None:
+    import uvloop
+
+    from bridge import BridgeSettings
+    from kv_events.runtime.event_loops import new_event_loop
+
     if not engines:
         raise UsageError("no engine to read: give --engine or --config")
     allow_open_files(0, sum(each.num_files for each in engines))
-    # every stream has a name and a block size of its own
-    template = PublisherSettings.from_flags(model="bridge", worker="bridge", dp_rank=0, block_size=1, **flags)
     settings = BridgeSettings.from_flags(**flags)
     load_kernels()
-    uvloop.run(_serve(engines, settings, template, metrics_port), loop_factory=new_event_loop)
+    uvloop.run(_serve(engines, lambda: new_fleet(settings), metrics_port), loop_factory=new_event_loop)
 
 
-async def _serve(
-    engines: list[EngineSettings], settings: BridgeSettings, template: PublisherSettings, metrics_port: int | None
-) -> None:
-    from bridge import Fleet
-    from publisher.sinks import create_sink
-
+async def _serve(engines: list[EngineSettings], new_fleet: Callable[[], Fleet], metrics_port: int | None) -> None:
     stop = stop_signals()
-    async with Fleet(settings, template, create_sink(template)) as fleet:
+    async with new_fleet() as fleet:
         for engine in engines:
             await fleet.add(engine)
         if metrics_port is not None:

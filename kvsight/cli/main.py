@@ -39,6 +39,7 @@ app = App(
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("bridge")(bridge.bridge)
+app.command("republish")(bridge.republish)
 app.command("endpoint-picker")(endpoint_picker.endpoint_picker)
 app.command("route")(route.route)
 app.command("register")(register.register)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,9 +11,8 @@ from weakref import WeakKeyDictionary
 import litellm
 from litellm.integrations.custom_logger import CustomLogger
 
-from kv_events.http.service import DEFAULT_URL
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
-from kvsight.routers.placement import DEADLINE_S, Placement, address_of
+from kvsight.routers.placement import DEADLINE_S, Placement
 
 _KEY = "kvsight"  # of our note in a request's metadata
 _OF_CHATS = ("cache_salt", "chat_template_kwargs", "documents", "reasoning_effort", "tool_choice", "tools")
@@ -34,9 +31,7 @@ class KvsightCallback(CustomLogger):
     def __init__(self, url: str | None = None, token: str | None = None, deadline_s: float = DEADLINE_S) -> None:
         """url, token: of the service. None: those of KVSIGHT_URL and KVSIGHT_API_TOKEN."""
         super().__init__()
-        self._url = url or os.environ.get("KVSIGHT_URL", DEFAULT_URL)
-        self._token = token or os.environ.get("KVSIGHT_API_TOKEN")
-        self._deadline_s = deadline_s
+        self._url, self._token, self._deadline_s = url, token, deadline_s
         self._placements: WeakKeyDictionary[asyncio.AbstractEventLoop, Placement] = WeakKeyDictionary()
 
     async def async_filter_deployments(
@@ -83,16 +78,9 @@ class KvsightCallback(CustomLogger):
         metadata = request.setdefault("litellm_metadata" if "litellm_metadata" in request else "metadata", {})
         before = metadata.get(_KEY)  # an attempt that has failed
         self._release(before)
-        known = {worker.url: name for name, worker in (await placement.workers()).items()}
-        workers: dict[str, list[_Deployment]] = {}
-        for each in candidates:
-            worker = known.get(address_of(each["litellm_params"].get("api_base")), "")
-            workers.setdefault(worker, []).append(each)
-        others = workers.pop("", [])
-        if candidates and not workers:
-            _warnings.warning("no candidate's api_base is the endpoint of a worker that kvsight knows")
-        if not workers or secrets.randbelow(len(candidates)) < len(others):
-            return deployments  # also now and then, so that engines are used and become known
+        workers = await placement.by_worker(candidates, lambda each: each["litellm_params"].get("api_base") or "")
+        if not workers:
+            return deployments
         tried = [*before["tried"], before["worker"]] if before else []
         rest = [worker for worker in workers if worker not in tried] or list(workers)
         placed = await placement.place(_body(next(iter(workers.values()))[0], messages, request), rest)

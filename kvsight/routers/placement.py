@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import re
+import secrets
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ import msgspec
 from api.http_pool import HttpPool, NoAnswerError
 from kv_events.errors import KvsightError
 from kv_events.http.selection import Selection, SelectRequest
+from kv_events.http.service import DEFAULT_URL
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kvsight import calls, selection_calls
 from kvsight.base_client import address_and_authorization
@@ -27,6 +30,7 @@ from kvsight.calls import Call
 from kvsight.errors import KvsightHttpError
 
 T = TypeVar("T")
+C = TypeVar("C")
 
 DEADLINE_S = 0.25
 """Longer than the 0.2 s that the service waits for the tokens of a text."""
@@ -46,7 +50,7 @@ class KnownWorker(NamedTuple):
     """A worker that takes requests."""
 
     url: str
-    """As `address_of` returns it."""
+    """As `address_of` returns it. Empty: the service does not know it."""
     model: str
     """Empty: the service does not know this worker."""
 
@@ -96,20 +100,26 @@ class Placement:
 
     def __init__(
         self,
-        url: str,
+        url: str | None = None,
         *,
-        token: str | None,
+        token: str | None = None,
         deadline_s: float = DEADLINE_S,
         workers: Mapping[str, str] | None = None,
         tenant: str | None = None,
     ) -> None:
-        """workers: name -> address, of those whose address the service does not know. Raises InvalidValueError."""
+        """url, token: of the service. None: those of KVSIGHT_URL and KVSIGHT_API_TOKEN.
+
+        workers: name -> address, of those whose address the service does not know. Raises InvalidValueError.
+        """
+        url, token = url or os.environ.get("KVSIGHT_URL", DEFAULT_URL), token or os.environ.get("KVSIGHT_API_TOKEN")
         self._url, self._headers = address_and_authorization(url, token)
         self._pool = HttpPool(_MAX_ANSWER_BYTES)
         self._tenant = tenant
         self._deadline_s = deadline_s
         self._given = {name: KnownWorker(address_of(at), "") for name, at in (workers or {}).items()}
         self._known = dict(self._given)
+        self._addressed = dict(self._given)
+        self._names: dict[str, str] = {}  # what routers may call a worker -> its name
         self._is_listed = False  # by the service
         self._listing: asyncio.Task[None] | None = None
         self._listed_at = self._silent_until = -math.inf
@@ -118,13 +128,32 @@ class Placement:
         self._noted: dict[str, asyncio.Task[None]] = {}  # by reservation, what is being sent about it
 
     async def workers(self) -> Mapping[str, KnownWorker]:
-        """Return the workers that take new requests, as last heard. Calls before the first list wait for it."""
+        """Return the workers with an address that take new requests, as last heard.
+
+        Calls before the first list wait for it.
+        """
         now = time.monotonic()
         if self._listing is None or now > self._listed_at + _LIST_EVERY_S:
             self._listed_at, self._listing = now, asyncio.create_task(self._list())
         if not self._is_listed:
             await asyncio.wait([self._listing], timeout=self._deadline_s)
-        return self._known
+        return self._addressed
+
+    async def by_worker(self, candidates: Sequence[C], called: Callable[[C], str]) -> dict[str, list[C]]:
+        """Return the candidates of each worker. Empty: the router chooses otherwise.
+
+        called: what the router calls a candidate: the name of a worker, its address, or the address of its events.
+        The choice is the router's if no candidate is known. If some are not, it is now and then, so that their engines
+        are used, and become known.
+        """
+        await self.workers()
+        found: dict[str, list[C]] = {}
+        for each in candidates:
+            found.setdefault(self._names.get(address_of(called(each)), ""), []).append(each)
+        others = found.pop("", [])
+        if others and not found:
+            _warnings.warning("no candidate is a worker that the service knows: %s", called(others[0]))
+        return {} if secrets.randbelow(len(candidates) or 1) < len(others) else found
 
     def present(self, workers: Collection[str]) -> list[str]:
         """Return those that did not fail lately, or all if all did."""
@@ -208,14 +237,19 @@ class Placement:
         except (NoAnswerError, KvsightError) as error:
             _warnings.warning("the workers stay as they were: %s", error)
             return
-        known = dict(self._given)
+        known, events = dict(self._given), dict[str, str]()
         for each in listed:
             given = known.pop(each.instance_id, None)
             named = f"http://{each.instance_id}" if _IS_ADDRESS.fullmatch(each.instance_id) else None
             address = given.url if given else address_of(each.endpoint or named)
-            if each.is_schedulable and address:
+            if each.is_schedulable:
                 known[each.instance_id] = KnownWorker(address, each.model_name)
+                events.update(dict.fromkeys(each.endpoints.values(), each.instance_id))
         self._known, self._is_listed = known, True
+        self._addressed = {name: worker for name, worker in known.items() if worker.url}
+        self._names = (
+            events | {each.url: name for name, each in self._addressed.items()} | {name: name for name in known}
+        )
 
     def _note(self, selection_id: str, call: Call[None]) -> None:
         """Send a call in the background, after what was noted before about the same reservation."""

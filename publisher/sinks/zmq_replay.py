@@ -1,9 +1,10 @@
-"""The replay socket of a ZMQ sink, which keeps batches and sends them again on request."""
+"""A replay socket, which sends batches that are kept again on request."""
 
 import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import zmq
 import zmq.asyncio
@@ -11,7 +12,6 @@ import zmq.asyncio
 from kv_events.engine_wire import END, FrameError, is_ipv6, parse_replay_request, seq_frame
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 from kv_events.runtime.supervised import keep_running
-from publisher.settings import PublisherSettings
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,10 @@ _LINGER_MS = 500
 class KeptBatches:
     """The newest batches by number. Numbers start at 0 and continue when sockets are reopened."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, stand_in: bytes | None = None) -> None:
+        """stand_in: sent in place of each batch that is no longer kept. None: answers begin with the oldest one."""
         self._most = most
+        self._stand_in = stand_in
         self._batches: dict[int, bytes] = {}
         self._num_bytes = 0
         self._oldest = 0
@@ -49,10 +51,16 @@ class KeptBatches:
             self._oldest += 1
         return seq
 
+    @property
+    def newest(self) -> tuple[int, bytes]:
+        """Number and content of the batch that was kept last."""
+        return self._next - 1, self._batches[self._next - 1]
+
     def since(self, start: int, at_most: int) -> list[tuple[int, bytes]]:
         """Return number and content of the first batches that are kept from `start`."""
-        first = max(start, self._oldest)
-        return [(seq, self._batches[seq]) for seq in range(first, min(first + at_most, self._next))]
+        first = max(start, self._oldest) if self._stand_in is None else start
+        numbers = range(first, min(first + at_most, self._next))
+        return [(seq, payload) for seq in numbers if (payload := self._batches.get(seq, self._stand_in)) is not None]
 
 
 @dataclass(slots=True)
@@ -71,11 +79,15 @@ class ReplaySocket:
     delaying other readers.
     """
 
-    def __init__(self, settings: PublisherSettings, endpoint: str, kept: KeptBatches) -> None:
+    def __init__(
+        self, endpoint: str, kept: KeptBatches, topic: str, layout: Literal["old", "new"], batch_bytes: int
+    ) -> None:
+        """layout: of answers; the old one has no topic. batch_bytes: size of the largest batches."""
         self.endpoint = endpoint
-        self._settings = settings
-        self._topic = settings.zmq_topic.encode()
         self._kept = kept
+        self._topic = topic.encode()
+        self._layout = layout
+        self._max_queued = max(2, _IN_FLIGHT_BYTES // batch_bytes)
         self._limited_logger = RateLimitedLogger(logger, f"replay {endpoint}")
         self._answers: dict[bytes, _Answer] = {}  # by reader, each of which has one connection
         self._router: zmq.asyncio.Socket | None = None
@@ -88,10 +100,10 @@ class ReplaySocket:
         # set before `close`: ZMQ would wait forever for unread data of readers that disconnected earlier
         router.setsockopt(zmq.LINGER, _LINGER_MS)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reader that has disconnected, or has no room, is an error
-        router.setsockopt(zmq.SNDHWM, max(2, _IN_FLIGHT_BYTES // self._settings.batch_bytes))
+        router.setsockopt(zmq.SNDHWM, self._max_queued)
         router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         router.bind(self.endpoint)
-        name = f"zmq-replay:{self._settings.worker}"
+        name = f"zmq-replay:{self.endpoint}"
         self._task = asyncio.create_task(keep_running(lambda: self._run(router), name, logger), name=name)
 
     async def stop(self) -> None:
@@ -173,5 +185,5 @@ class ReplaySocket:
         return not batches
 
     def _send(self, socket: zmq.Socket[bytes], reader: bytes, topic: bytes, seq: bytes, payload: bytes) -> None:
-        head = [reader, b""] if self._settings.zmq_replay_layout == "old" else [reader, b"", topic]
+        head = [reader, b""] if self._layout == "old" else [reader, b"", topic]
         socket.send_multipart([*head, seq, payload], zmq.NOBLOCK)

@@ -150,7 +150,7 @@ async def _ask(request: list[bytes]) -> None:
     kept = KeptBatches(_NUM_KEPT)
     for _ in range(2 * _NUM_KEPT):
         kept.keep(b"batch")
-    replay = ReplaySocket(small_publisher(), endpoint, kept)
+    replay = ReplaySocket(endpoint, kept, "", "new", 2**16)
     with (
         zmq.Context() as context,
         zmq.asyncio.Context() as readers_context,

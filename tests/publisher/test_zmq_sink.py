@@ -156,7 +156,7 @@ async def test_ranks_have_ports_of_their_own() -> None:
 async def test_a_bridge_that_came_late_and_is_slow_knows_what_the_worker_holds(
     monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
-    monkeypatch.setattr("publisher.sinks.zmq._MAX_UNREAD", 2)
+    monkeypatch.setattr("publisher.sinks.zmq_socket._MAX_UNREAD", 2)
     port, replay = free_port(), free_port()
     settings = settings_of(
         zmq=bound(port), zmq_replay=bound(replay), zmq_encoding=encoding, batch_pages=20, batch_bytes=4096

@@ -173,5 +173,5 @@ async def test_the_end_of_the_task_that_answers_is_logged(
     async with sink_with(num_batches=1) as (_, readers):
         monkeypatch.setattr(KeptBatches, "since", failing)
         await ask(readers.open(), 0)
-        await async_wait_until(lambda: "zmq-replay:w: failed" in caplog.text)
+        await async_wait_until(lambda: "zmq-replay:tcp://" in caplog.text)
         assert "the store is broken" in caplog.text

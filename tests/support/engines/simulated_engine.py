@@ -147,6 +147,8 @@ def _handler(cache: _Cache, behaviour: Behaviour) -> type[BaseHTTPRequestHandler
             match self.path:
                 case "/v1/models":
                     self._answer(json.dumps({"object": "list", "data": [{"id": behaviour.model, "object": "model"}]}))
+                case "/health":
+                    self._answer("")
                 case "/metrics":
                     self._answer(f'vllm:cache_config_info{{block_size="{size}",cache_dtype="auto"}} 1.0\n')
                 case _:
@@ -163,6 +165,10 @@ def _handler(cache: _Cache, behaviour: Behaviour) -> type[BaseHTTPRequestHandler
             match self.path:
                 case "/tokenize":
                     self._answer(json.dumps({"tokens": _tokens(body)}))
+                case "/v1/completions/render":
+                    self._answer(json.dumps([{"token_ids": _tokens(body)}]))
+                case "/v1/chat/completions/render":
+                    self._answer(json.dumps({"token_ids": _tokens(body)}))
                 case "/v1/completions":
                     self._answer(json.dumps({"usage": self._usage(body), "choices": [{"index": 0, "text": "yes"}]}))
                 case "/v1/chat/completions" if body.get("stream"):

@@ -1,0 +1,150 @@
+"""An engine's batches, sent on to routers that keep an index of their own.
+
+Such readers hash the tokens of events and know no degraded reasons. They get each batch once and in order, with its
+events as complete maps. Where the bridge drops pages, because batches are lost or the engine restarted, they get a
+clear.
+"""
+
+import asyncio
+from collections import deque
+from typing import Annotated, Any
+
+import msgspec
+
+from bridge.decoding.decoder import Messages
+from bridge.decoding.events import MASK64
+from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
+from publisher.sinks.zmq_socket import EventSocket
+
+_MAX_KEPT = 1_000_000
+_REPLAYED_BYTES = 2**16
+"""Size of a large batch of an engine."""
+_RECONNECT_S = 1.0
+"""Readers of an earlier process reconnect within this time. They must not miss that the numbers begin again."""
+_BEAT_S = 2.0
+"""Pause after which the newest batch is sent again. A reader that came late asks for earlier ones when it gets it."""
+_STORED = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+)
+_FIELDS = {"BlockStored": _STORED, "BlockRemoved": ("block_hashes", "medium", "group_idx"), "AllBlocksCleared": ()}
+"""The fields of events that are arrays, in order."""
+_REQUIRED = {"BlockStored": _STORED[:7], "BlockRemoved": ("block_hashes", "medium")}
+"""Fields that readers may require although engines leave them out: null."""
+_Hash = int | bytes
+_CLEARED = msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}], None])
+_UNREADABLE = (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError, AttributeError)
+
+
+class _Checked(msgspec.Struct):
+    """What readers understand. They leave out a whole batch for one invalid field."""
+
+    block_hashes: list[_Hash]
+    medium: str | None
+    parent_block_hash: _Hash | None = None
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]] = []
+    block_size: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
+    lora_id: int | None = None
+    lora_name: str | None = None
+    group_idx: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
+
+
+class Republisher:
+    """Sends the batches of one rank on. The numbers begin at 0 for each object, with a clear.
+
+    A clear stands for batches that are no longer kept for replay.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None) -> None:
+        kept, replay = KeptBatches(_MAX_KEPT, _CLEARED), None
+        if replay_endpoint is not None:
+            replay = ReplaySocket(replay_endpoint, kept, "", "new", _REPLAYED_BYTES)
+        self._socket = EventSocket(endpoint, "", kept, replay)
+        self._waiting = deque([_CLEARED])
+        self._is_sending = self._is_quiet = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Open the sockets. Raises SinkUnavailableError."""
+        await self._socket.start()
+        self._timer = asyncio.get_running_loop().call_later(_RECONNECT_S, self._beat)
+
+    def take(self, messages: Messages) -> None:
+        """Take the next batches, on any thread. An unreadable one counts as a clear: it may have removed pages."""
+        for number in range(len(messages)):
+            try:
+                self._waiting.append(complete_batch(messages.one(number)[1]))
+            except _UNREADABLE:
+                self._waiting.append(_CLEARED)
+
+    def clear(self) -> None:
+        """Note that readers must drop all pages. On any thread."""
+        self._waiting.append(_CLEARED)
+
+    def flush(self) -> None:
+        """Send what was taken, on the event loop."""
+        while self._is_sending and self._waiting:
+            self._socket.send(self._waiting.popleft())
+            self._is_quiet = False
+
+    async def stop(self) -> None:
+        """Send what was taken, and close. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.flush()
+        self._is_sending = False
+        await self._socket.stop()
+
+    def _beat(self) -> None:
+        """Begin to send, and then send the newest batch again if no other was sent since the last beat."""
+        if self._is_sending and self._is_quiet:
+            self._socket.send_again()
+        self._is_sending = True
+        self.flush()
+        self._is_quiet = True
+        self._timer = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
+
+
+def complete_batch(payload: bytes | memoryview) -> bytes:
+    """Return a batch of any engine as `[time, events, rank]`, with all events that vLLM has as complete maps.
+
+    Hashes become unsigned 64-bit integers, as vLLM folds them. Raises one of several errors if it is no batch.
+    """
+    batch = msgspec.msgpack.decode(payload)
+    if isinstance(batch, dict):
+        rank = batch.get("data_parallel_rank", batch.get("attn_dp_rank"))
+        batch = [batch["ts"], batch["events"], rank]
+    time, events, rank = [*batch, None][:3]
+    return msgspec.msgpack.encode([time, [event for event in map(_complete, events) if event], rank])
+
+
+def _complete(event: Any) -> dict[str, Any] | None:
+    """Return None for an event that vLLM does not have."""
+    if not isinstance(event, dict):
+        named = dict(zip(_FIELDS.get(event[0], ()), event[1:], strict=False))
+        salt = named.get("lora_name")
+        more = salt if isinstance(salt, dict) else {}  # some SGLang builds have a map with the salt at this position
+        event = {"type": event[0]} | named | ({"lora_name": None} | more if more else {})
+    if event.get("type") not in _FIELDS:
+        return None
+    complete: dict[str, Any] = dict.fromkeys(_REQUIRED.get(event["type"], ())) | event
+    if complete["type"] == "AllBlocksCleared":
+        return complete
+    checked = msgspec.convert(complete, _Checked)
+    complete["block_hashes"] = list(map(_folded, checked.block_hashes))
+    if checked.parent_block_hash is not None:
+        complete["parent_block_hash"] = _folded(checked.parent_block_hash)
+    return complete
+
+
+def _folded(block_hash: _Hash) -> int:
+    return int.from_bytes(block_hash[-8:], "big") if isinstance(block_hash, bytes) else block_hash & MASK64

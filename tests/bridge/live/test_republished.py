@@ -1,0 +1,177 @@
+"""Events that a bridge sends on, as a second bridge and NVIDIA Dynamo's indexer understand them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bridge.republisher import complete_batch
+from bridge.settings import EngineSettings
+from kv_events.errors import InvalidValueError
+from publisher.sinks.base import SinkUnavailableError
+from tests.rigs.bridge import LiveBridge, bridged, pages, prompt, store
+from tests.support.engines.event_payloads import MASK64, cleared, payload, removed, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.child_process import free_port
+from tests.support.servers.peer_indexer import PeerIndexer
+from tests.support.waiting import async_wait_until
+
+
+@asynccontextmanager
+async def republished(**engine: Any) -> AsyncIterator[tuple[ZmqEngine, LiveBridge, dict[str, str]]]:
+    """An engine, the bridge that reads it and sends its events on, and the addresses of these."""
+    ports = free_port(), free_port()
+    to = {"republish": f"tcp://*:{ports[0]}", "republish_replay": f"tcp://*:{ports[1]}"}
+    at = {"endpoint": f"tcp://127.0.0.1:{ports[0]}", "replay_endpoint": f"tcp://127.0.0.1:{ports[1]}"}
+    async with bridged(read=to, **engine) as (sender, bridge):
+        yield sender, bridge, at
+
+
+@asynccontextmanager
+async def reader_of(at: dict[str, Any]) -> AsyncIterator[LiveBridge]:
+    async with LiveBridge(bridge_idle_check_s=0.2) as reader:
+        await reader.fleet.add(EngineSettings(worker="w", model="m", block_size=4, **at))
+        yield reader
+
+
+@pytest.mark.parametrize(
+    "unreadable",
+    [b"\xc1 no msgpack", payload(removed(["x"])), payload(stored([9], ["x"] * 4)), payload(7)],
+    ids=["no msgpack", "a hash", "a token", "an event"],
+)
+async def test_readers_see_what_the_bridge_sees_and_miss_nothing(unreadable: bytes) -> None:
+    async with republished(replay=False) as (engine, bridge, at):
+        engine.send(store(0))
+        engine.send(store(1))
+        await bridge.shows(pages(0, 1))
+        async with reader_of(at) as reader:  # which came late
+            await reader.shows(pages(0, 1))
+            engine.send(payload(removed([0])))
+            await reader.shows(pages(1))
+            engine.send(store(2), "lost")
+            engine.send(store(3))
+            await reader.shows(pages(3))
+            engine.send(unreadable)
+            engine.send(store(4))
+            await reader.shows(pages(4))
+            engine.send(payload(cleared(), stored([5], prompt(5))))
+            await reader.shows(pages(5))
+            await asyncio.to_thread(engine.restart)
+            await reader.shows(set())
+            engine.send(store(6))
+            await reader.shows(pages(6))
+            await reader.degrades("")
+            counters = reader.counters()
+            assert (counters["restarts"], counters["losses"], counters["undecodable"]) == (0, 0, 0)
+            await bridge.fleet.remove("w")
+            await reader.shows(set())
+
+
+async def test_batches_that_are_no_longer_kept_count_as_a_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.republisher._MAX_KEPT", 3)
+    monkeypatch.setattr("bridge.republisher._RECONNECT_S", 0)
+    async with republished() as (engine, bridge, at):
+        for number in range(5):
+            engine.send(store(number))
+        await bridge.shows(pages(*range(5)))
+        async with reader_of(at) as reader:
+            await reader.shows(pages(2, 3, 4))
+            assert reader.counters()["losses"] == 0
+
+
+async def test_a_restart_of_the_bridge_is_seen_by_its_readers() -> None:
+    with ZmqEngine() as engine:
+        port, replay = free_port(), free_port()
+        to = {"republish": f"tcp://*:{port}", "republish_replay": f"tcp://*:{replay}"}
+        at = {"endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
+        async with reader_of(at) as reader:
+            for number in range(3):
+                async with LiveBridge() as bridge:
+                    engine.send(store(number))
+                    await bridge.read(engine, **to)
+                    await reader.shows(pages(*range(number + 1)))
+
+
+def test_dynamo_loses_nothing_and_forgets_an_engine_that_restarts(tmp_path: Path) -> None:
+    tokens = prompt(0)
+
+    def scores(peer: PeerIndexer) -> Any:
+        return peer.query(model_name="m", token_ids=tokens)["scores"]
+
+    async def follow(peer: PeerIndexer) -> None:
+        async with republished() as (engine, bridge, at):
+            engine.send(store(0))
+            await bridge.shows(pages(0))
+            await asyncio.to_thread(peer.register, 1, model_name="m", block_size=4, **at)
+            await async_wait_until(lambda: scores(peer) == {"1": {"0": 4}}, what="Dynamo to know the page")
+            await asyncio.to_thread(engine.restart)
+            await async_wait_until(lambda: not scores(peer), what="Dynamo to forget the page")
+            engine.send(store(0))
+            await async_wait_until(lambda: scores(peer) == {"1": {"0": 4}}, what="Dynamo to know the page again")
+
+    with PeerIndexer(tmp_path / "dynamo.log") as peer:
+        asyncio.run(follow(peer))
+
+
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [7, MASK64],
+    "parent_block_hash": 5,
+    "token_ids": list(range(8)),
+    "block_size": 4,
+    "lora_id": None,
+    "medium": None,
+    "lora_name": None,
+}
+PLAIN = stored([7, -1], list(range(8)), parent=5)
+
+
+@pytest.mark.parametrize(
+    ("batch", "events"),
+    [
+        (payload(PLAIN), [STORED]),
+        (payload(PLAIN, form="map"), [STORED]),
+        (payload(PLAIN, batch="map"), [STORED]),
+        (payload(PLAIN, batch="pair"), [STORED]),
+        (payload(PLAIN | {"group_idx": 1}), [STORED | {"extra_keys": None, "group_idx": 1}]),
+        (payload(stored([bytes(31) + b"\7", -1], range(8), parent=b"\5"), form="map"), [STORED]),
+        (payload(PLAIN | {"session_id": "s"}, form="map"), [STORED | {"session_id": "s"}]),
+        (payload(PLAIN | {"lora_name": {"cache_salt": "x"}}), [STORED | {"cache_salt": "x"}]),
+        (payload(removed([-1])), [{"type": "BlockRemoved", "block_hashes": [MASK64], "medium": None}]),
+        (payload(cleared()), [{"type": "AllBlocksCleared"}]),
+        (payload({"type": "Unknown"}, {"event_type": "stored"}, cleared()), [{"type": "AllBlocksCleared"}]),
+    ],
+)
+def test_events_of_all_engines_become_complete_maps(batch: bytes, events: list[dict[str, Any]]) -> None:
+    rank = None if batch == payload(PLAIN, batch="pair") else 0
+    assert msgspec.msgpack.decode(complete_batch(batch)) == [1.5, events, rank]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"worker": None, "model": None, "republish": "tcp://*:1"}, "worker"),
+        ({"republish_replay": "tcp://*:1"}, "republish"),
+        ({"republish": "nowhere"}, "republish"),
+        ({"republish": "tcp://*:65535", "num_ranks": 2}, "republish"),
+    ],
+)
+def test_addresses_that_cannot_be_used_are_named(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidValueError) as refused:
+        EngineSettings(**{"worker": "w", "model": "m", "endpoint": "tcp://h:1", **fields})
+    assert refused.value.field == named
+
+
+async def test_an_address_in_use_is_an_error_and_the_engine_can_be_added_later() -> None:
+    address = f"tcp://*:{free_port()}"
+    async with republished() as (engine, _, at), LiveBridge() as other:
+        wanted = EngineSettings(
+            worker="w", model="m", endpoint=engine.endpoint, republish=at["endpoint"].replace("127.0.0.1", "*")
+        )
+        with pytest.raises(SinkUnavailableError, match="in use"):
+            await other.fleet.add(wanted)
+        assert await other.fleet.add(msgspec.structs.replace(wanted, republish=address))

@@ -1,0 +1,49 @@
+"""The real vllm-router of PyPI, with the policy kv_aware on republished events, or with its default."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from tests.support.engines.released_packages import environment
+from tests.support.http_checks import WITHOUT_TLS
+from tests.support.servers.child_process import ChildProcess, free_port
+from tests.support.waiting import wait_until
+
+VERSION = "0.1.17"
+
+
+class VllmRouter:
+    """`with VllmRouter(folder, {engine: (events, replay), ...}) as router:`. Skips the test if pip cannot get it."""
+
+    def __init__(self, folder: Path, engines: Mapping[str, tuple[str, str] | None], block_size: int = 16) -> None:
+        """engines: address of an engine -> those of its events and of their replay; None for the default policy."""
+        python = environment(f"vllm-router-{VERSION}", [f"vllm-router=={VERSION}"])
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        words = ["--port", str(port), "--prometheus-port", str(free_port()), "--worker-urls", *engines]
+        for engine, events in engines.items():
+            if events is not None:
+                words += ["--kv-event-source", f"{engine}={events[0]}"]
+                words += ["--kv-event-replay-source", f"{engine}={events[1]}"]
+        if "--kv-event-source" in words:
+            words += ["--policy", "kv_aware", "--kv-event-block-size", str(block_size), "--kv-event-model", "m"]
+        self._process = ChildProcess([python.parent / "vllm-router", *words], folder / "vllm-router.log")
+
+    def __enter__(self) -> Self:
+        wait_until(self._is_healthy, 60, "vllm-router to answer")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.kill()
+
+    def _is_healthy(self) -> bool:
+        assert self._process.running
+        try:
+            return httpx.get(f"{self.url}/health", verify=WITHOUT_TLS).is_success
+        except httpx.TransportError:
+            return False
