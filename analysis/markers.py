@@ -25,6 +25,7 @@ from kv_events.http.log import LogMarker
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.helper_process import become_helper, write_result
+from kv_events.runtime.words import count
 from kv_events.schema import CLOSED, counted_reason
 from kv_events.streams import StreamId
 
@@ -105,8 +106,7 @@ class MarkerFinder:
         if change.is_restart:
             self._add("restart", stream.key, name, f"{name} restarted.")
         if change.is_resynced:
-            number = sum(view.num_pages)
-            pages = f"{number:,} {'page' if number == 1 else 'pages'}"
+            pages = count(sum(view.num_pages), "page")
             self._add("resync", stream.key, name, f"{name} has resent what it holds: {pages}.")
         if change.gap is not None and is_known:  # the log may begin after the first batches of a stream
             self._add("gap", stream.key, name, f"{name}: {_missing(change.gap)}.")

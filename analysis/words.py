@@ -3,20 +3,16 @@
 import math
 
 from kv_events.log.moments import utc_text
+from kv_events.runtime.words import printable
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _LONGEST_NAME = 32
 _S_PER_MINUTE, _S_PER_HOUR = 60, 3600
 
 
-def name(text: str) -> str:
-    """A name from outside, with control characters escaped."""
-    return text if text.isprintable() else repr(text)[1:-1]
-
-
 def short_name(text: str) -> str:
     """A name that fits beside a plot: its beginning and its end."""
-    shown = name(text)
+    shown = printable(text)
     if len(shown) <= _LONGEST_NAME:
         return shown
     half = (_LONGEST_NAME - 1) // 2
@@ -37,11 +33,6 @@ def size(num_bytes: float) -> str:
     """`1.2 MB`."""
     power = min(len(_UNITS) - 1, int(math.log(max(1, num_bytes), 1000)))
     return f"{num_bytes / 1000**power:,.{1 if power else 0}f}\N{NO-BREAK SPACE}{_UNITS[power]}"
-
-
-def count(many: int, noun: str, plural: str = "") -> str:
-    """`1 page`, `2,000 pages`."""
-    return f"{many:,} {noun if many == 1 else plural or noun + 's'}"
 
 
 def utc(seconds: float, digits: int = 3) -> str:

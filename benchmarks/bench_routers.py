@@ -9,7 +9,7 @@ in the middle.
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from tests.support.servers.child_process import free_port
 from tests.support.servers.litellm_proxy import HEADERS, MODEL, LiteLLMProxy
 from tests.support.servers.lua_routers import HAProxy, LuaRouter, Nginx
 from tests.support.servers.ray_apps import RayApp, ray_serve, verl_balancer
+from tests.support.servers.smg_gateway import SmgGateway
 from tests.support.servers.vllm_router import VllmRouter
 
 CONVERSATIONS, TURNS, AT_ONCE, GOAL = 30, 4, (1, 4), "95 %"
@@ -49,6 +50,13 @@ def _in_turn(fleet: RoutedFleet, _folder: Path) -> _Route:
     return _Route("--url", _NOWHERE, *workers)
 
 
+@contextmanager
+def _smg(fleet: RoutedFleet, folder: Path) -> Iterator[_Route]:
+    engines = [each.url for each in fleet.engines]
+    with SmgGateway(folder, engines) as gateway, _Route("--url", fleet.url, "--gateway", gateway.url) as route:
+        yield route
+
+
 def _litellm(more: object) -> Start:
     return lambda fleet, folder: LiteLLMProxy(folder, fleet.url, [each.url for each in fleet.engines], more)
 
@@ -68,6 +76,8 @@ ROUTERS: dict[str, Start] = {
     "haproxy, leastconn": _lua(HAProxy, asks=False),
     "nginx with kvsight": _lua(Nginx, asks=True),
     "nginx, in turn": _lua(Nginx, asks=False),
+    "smg with kvsight": _smg,
+    "smg, cache_aware": lambda fleet, folder: SmgGateway(folder, [each.url for each in fleet.engines], "cache_aware"),
     "litellm with kvsight": _litellm(None),
     "litellm, simple-shuffle": _litellm({"litellm_settings": {}}),
     "ray serve with kvsight": _ray(ray_serve, asks=True),

@@ -16,6 +16,7 @@ from kv_events.engine_wire import endpoint_of_rank, has_wildcard
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_RANKS, SOCKET_FILES, URL_PATTERN
 from kv_events.runtime.settings import KvsightSettings
+from kv_events.runtime.words import nearest
 from kv_events.streams import DEFAULT_TENANT, MAX_GROUP_SIZE
 
 _MAX_CONFIG_BYTES = 4 * 2**20
@@ -207,7 +208,12 @@ def parse_engine(text: str, model: str | None = None) -> EngineSettings:
             shown = name if equals else f"{len(part)} characters without ="  # the text may be part of a salt
             expected = "NAME=tcp://HOST:PORT,field=value,... with every field once"
             raise InvalidValueError("engine", ", ".join([*fields, shown]), expected)
-        if name.partition(".")[0] == "capacity":
+        known = (*EngineSettings.__struct_fields__, *_SHORT)
+        if (field := name.partition(".")[0]) not in known:
+            raise InvalidValueError(
+                "engine", field, f"a field of an engine; the nearest name is {nearest(field, known)}"
+            )
+        if field == "capacity":
             fields.setdefault("capacity", {})[name.partition(".")[2] or "gpu"] = value
         else:
             fields[name] = value

@@ -182,17 +182,20 @@ def _joined(base: str, path: str) -> httpx.URL:
     return httpx.URL(base + path)
 
 
-def address_and_authorization(url: str, token: str | None) -> tuple[str, dict[str, str]]:
-    """Return a service's address without credentials, and the header that has them. Raises InvalidValueError."""
+def address_and_authorization(url: str, token: str | None, field: str = "url") -> tuple[str, dict[str, str]]:
+    """Return a service's address without credentials, and the header that has them.
+
+    Raises InvalidValueError, which names `field`.
+    """
     if not isinstance(url, str):  # a value of another type may contain a password as well, so it is not shown
-        raise InvalidValueError("url", type(url).__name__, "text")
+        raise InvalidValueError(field, type(url).__name__, "text")
     expected = "an address such as http://HOST:PORT"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL:
-        raise InvalidValueError("url", _shown(url), expected) from None
+        raise InvalidValueError(field, _shown(url), expected) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidValueError("url", _shown(url), expected)
+        raise InvalidValueError(field, _shown(url), expected)
     return str(parsed.copy_with(userinfo=b"")).rstrip("/"), _authorization(parsed, token)
 
 

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _PROBE_S = 1.0
 _MARGIN_S = 5.0
 """Most by which clocks of replicas differ."""
+_EXPIRE_EVERY_S = 0.5
 
 
 class ReservationExchange:
@@ -83,16 +84,23 @@ class ReservationExchange:
     async def running(self) -> AsyncIterator[None]:
         """Write and follow the topic during a block."""
         async with self.queue.running():
-            if self._source is None:
-                yield
-                return
-            following = keep_running(self._follow, "reservations", logger, self._note_failure)
-            task = asyncio.create_task(following, name="reservations")
+            tasks = [asyncio.create_task(self._expire(), name="reservations: expiry")]
+            if self._source is not None:
+                following = keep_running(self._follow, "reservations", logger, self._note_failure)
+                tasks.append(asyncio.create_task(following, name="reservations"))
             try:
                 yield
             finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _expire(self) -> None:
+        """End what expires while no record comes, so that selections without a booking see it."""
+        while True:
+            await asyncio.sleep(_EXPIRE_EVERY_S)
+            if not self._obstacle:  # in the backlog, later records may prolong a reservation
+                self.book.expire(self._clock())
 
     def _note_failure(self, error: Exception) -> None:
         if self._obstacle:

@@ -18,11 +18,11 @@ from analysis.audit.curves import AuditCurves
 from analysis.audit.report import Example, ExampleQuery, Funnel, Loss
 from analysis.audit.residency import milliseconds
 from analysis.audit.stream_audit import StreamAudit
-from analysis.words import count, name
 from indexer.scores import WorkerScore, stream_scores, worker_scores
 from kv_events.decisions import Candidate, Decision, DecisionRecord, Outcome
 from kv_events.hashing import U64Array
 from kv_events.reservations import ReservationRecord, Reserved, time_of
+from kv_events.runtime.words import count, printable
 from kv_events.streams import StreamId
 from selection.book import Book, BookFullError
 from selection.settings import SelectionSettings
@@ -193,10 +193,10 @@ class DecisionAudit:
         of_chosen = book.booked(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0)
         for theirs, own, noun in zip(of_holder, of_chosen, _MEASURES, strict=True):
             if theirs > own:
-                text = f"{name(holder.worker)} had {count(theirs, noun)} booked, {name(decision.worker)} had {own:,}"
-                return LOAD, text
+                text = f"{printable(holder.worker)} had {count(theirs, noun)} booked"
+                return LOAD, f"{text}, {printable(decision.worker)} had {own:,}"
         booked = count(of_holder.requests, "request")
-        return NO_LOAD, f"{name(holder.worker)} had {booked} booked, no more than {name(decision.worker)}"
+        return NO_LOAD, f"{printable(holder.worker)} had {booked} booked, no more than {printable(decision.worker)}"
 
     def _stream_number(self, decision: Decision, score_of_chosen: WorkerScore | None) -> int | None:
         rank = decision.dp_rank
@@ -332,8 +332,8 @@ def _add(
 def _scores_text(decision: Decision, better: Candidate, score: float) -> str:
     rank = "" if better.dp_rank is None else f" rank {better.dp_rank}"
     chosen_rank = "" if decision.dp_rank is None else f" rank {decision.dp_rank}"
-    text = f"{name(better.worker)}{rank} scored {better.score:g}, "
-    return text + f"the chosen {name(decision.worker)}{chosen_rank} {score:g}"
+    text = f"{printable(better.worker)}{rank} scored {better.score:g}, "
+    return text + f"the chosen {printable(decision.worker)}{chosen_rank} {score:g}"
 
 
 def _example(chosen: _Chosen, tokens: int, better: str) -> Example:

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from analysis.audit.decision_audit import NEW, NO_OUTCOME, NO_PAGE
 from analysis.audit.report import AuditReport, Finding, Funnel, StreamReport
-from analysis.words import count, name
 from kv_events.http.explanations import BatchPosition
 from kv_events.log.moments import utc_text
-from kv_events.runtime.words import nearest
+from kv_events.runtime.words import count, nearest, printable
 from kv_events.schema import BATCHES_LOST
 
 _LEAST_WEIGHT = 0.001
@@ -83,7 +82,7 @@ def _of_the_streams(report: AuditReport) -> Iterator[Finding]:
     restarted = sorted((each for each in streams if each.restarts), key=lambda each: -each.restarts)
     if restarted:
         most = restarted[:_MOST_NAMED]
-        named = ", ".join(f"{name(each.stream)} {count(each.restarts, 'time')}" for each in most)
+        named = ", ".join(f"{printable(each.stream)} {count(each.restarts, 'time')}" for each in most)
         named += f" and {len(restarted) - len(most):,} more" if len(restarted) > len(most) else ""
         text = f"{count(len(restarted), 'stream')} restarted, and lost their pages: {named}"
         yield Finding(kind="restart", weight=len(restarted) / len(streams), text=text)
@@ -103,10 +102,8 @@ def _of_the_engines(streams: Sequence[StreamReport]) -> Iterator[Finding]:
         lasted = sum(each.degraded[kind].seconds for each in having)
         lost = sum(each.engine_losses for each in having) if kind == BATCHES_LOST else 0
         number = f" ({count(lost, 'batch', 'batches')})" if lost else ""
-        text = (
-            f'{len(having):,} of {count(len(streams), "stream")} reported "{name(kind)}"{number} for {lasted:,.1f} s. '
-        )
-        text += f"The first is {name(having[0].stream)}, {utc_text(first.since)}"
+        text = f'{len(having):,} of {count(len(streams), "stream")} reported "{printable(kind)}"{number}'
+        text += f" for {lasted:,.1f} s. The first is {printable(having[0].stream)}, {utc_text(first.since)}"
         yield Finding(kind=kind, weight=len(having) / len(streams), text=text)
 
 
@@ -141,7 +138,7 @@ def _of_the_funnel(report: AuditReport) -> Iterator[Finding]:
     known = {each.worker for each in report.streams}
     unknown = sorted(funnel.unknown_workers.items(), key=lambda each: -each[1])
     for worker, number in unknown[: _MOST_NAMED if known else 0]:
-        text = f"{count(number, 'request')} went to {name(worker)}, of which the log has no batch; "
+        text = f"{count(number, 'request')} went to {printable(worker)}, of which the log has no batch; "
         text += f"the nearest name is {nearest(worker, known)}"
         yield Finding(kind="unknown worker", weight=number / funnel.requests, text=text)
     yield from _of_the_router(funnel)
@@ -150,7 +147,7 @@ def _of_the_funnel(report: AuditReport) -> Iterator[Finding]:
             text = f"{loss.share:.1%} of the prompt tokens were not {loss.step}: {loss.cause}"
             text += f" ({count(loss.requests, 'request')})"
             if loss.examples[0].better:
-                text += f". Request {name(loss.examples[0].request_id)}: {loss.examples[0].better}"
+                text += f". Request {printable(loss.examples[0].request_id)}: {loss.examples[0].better}"
             yield Finding(kind=loss.cause, weight=loss.share, text=text)
 
 
@@ -158,7 +155,7 @@ def _of_the_router(funnel: Funnel) -> Iterator[Finding]:
     num_ties = sum(funnel.ties.values())
     if num_ties >= _LEAST_TIES and len(funnel.ties) == 1:
         text = f"{count(num_ties, 'request')} had several workers with the same best score, and all of them went to "
-        text += f"{name(*funnel.ties)}: a tie should be broken by load or by chance"
+        text += f"{printable(*funnel.ties)}: a tie should be broken by load or by chance"
         yield Finding(kind="ties", weight=num_ties / funnel.requests, text=text)
     if funnel.early >= _LEAST_EARLY and funnel.early_s:
         text = (

@@ -105,6 +105,10 @@ class HotPrefix(msgspec.Struct, frozen=True, kw_only=True):
     """How often a worker began to hold it."""
     workers: int
     """Workers that hold its last page at the end of the log."""
+    first_page: int
+    """Sequence hash of its first page, as far as it is known."""
+    text: str = ""
+    """How it begins and ends, if a tokenizer was given and the log has tokens."""
 
 
 class Rates(msgspec.Struct, kw_only=True):

@@ -63,6 +63,8 @@ class HeldBefore(NamedTuple):
 class Prefix(NamedTuple):
     """The beginning of a prompt that is used often."""
 
+    first_page: int
+    """Sequence hash of its first page, as far as it is known."""
     sequence_hash: int
     """Of its last page."""
     pages: int
@@ -211,7 +213,12 @@ class ResidencyIndex:
         worth = (weights[ends].astype(np.int64) - 1) * known.depths[ends]
         best = ends[np.argsort(-worth, kind="stable")[:most]]
         columns: tuple[npt.NDArray[np.integer], ...] = (known.hashes, known.depths, known.stores, known.requests)
-        return [Prefix(*(int(column[entry]) for column in columns)) for entry in best.tolist()]
+        return [Prefix(self._first_page(entry), *(int(column[entry]) for column in columns)) for entry in best.tolist()]
+
+    def _first_page(self, entry: int) -> int:
+        while above := int(self._book.known.parents[entry]):
+            entry = above - 1
+        return int(self._book.known.hashes[entry])
 
     def _state(self, stream: int, namespace: int, medium: int, at: BatchTime) -> None:
         facts = self._facts

@@ -132,10 +132,7 @@ class StreamAudit:
         report.rates = self._rates()
         report.hottest = [
             HotPrefix(
-                sequence_hash=each.sequence_hash,
-                pages=each.pages,
-                requests=each.requests,
-                stores=each.stores,
+                **each._asdict(),
                 workers=len(
                     {
                         name.worker

@@ -14,6 +14,7 @@ from indexer.scores import StreamReuse, stream_reuse
 from indexer.views import ViewState
 from kv_events.hashing import U64Array
 from kv_events.http.explanations import BatchPosition, Evidence, Finding, WorkerExplanation
+from kv_events.runtime.words import count
 from kv_events.schema import ENGINE_UNHEARD, MEDIA, NUM_MEDIA, REPLAYING
 from kv_events.streams import StreamId, parse_group
 
@@ -96,7 +97,7 @@ class Causes:
         if not self.num_pages or (tail and self.prefixes.longest == self.num_pages):
             text = messages.partial_page(tail, self._history.block_size, self.num_pages)
             found.append(Finding(cause="partial_page", page=self.num_pages + 1, text=text))
-        text = f"The whole prompt, {messages.pages(self.num_pages)}, is held on the device."
+        text = f"The whole prompt, {count(self.num_pages, 'page')}, is held on the device."
         found = found or [Finding(cause="held", text=text)]
         if self.prefixes.longest == self.num_pages and self.num_pages:
             found += self._doubts()
@@ -147,7 +148,7 @@ class Causes:
         ends = self.reuse.ends
         name = min(ends, key=lambda each: ends[each], default=None)
         if name is None or ends[name] >= self.prefixes.longest:
-            text = f"Full attention holds {messages.pages(self.prefixes.longest)}. "
+            text = f"Full attention holds {count(self.prefixes.longest, 'page')}. "
             text += f"The engine computes the last token anyway, so it reuses {reused}."
             yield Finding(cause="last_token", page=reused + 1, text=text)
             return
@@ -293,7 +294,7 @@ class Causes:
         if len(hidden):
             first = end + int(hidden[0])
             verb = "is" if len(hidden) == 1 else "are"
-            text = f"{messages.pages(len(hidden))} from page {first + 1} on {verb} held, "
+            text = f"{count(len(hidden), 'page')} from page {first + 1} on {verb} held, "
             text += f"but hidden by the hole at page {end + 1}."
             yield Finding(cause="hidden", page=first + 1, pages=len(hidden), text=text)
 

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 
 from analysis.explain.tracer import BeforeLog, Gap, Replacement
-from analysis.words import name
 from kv_events.decisions import Decision
 from kv_events.http.explanations import BatchPosition
 from kv_events.log.moments import utc_text
+from kv_events.runtime.words import count, printable
 from kv_events.streams import Group
 
 _SIZES = re.compile(r"block size (\d+), registered with \d+")
@@ -40,21 +40,17 @@ def where(batch: BatchPosition) -> str:
     return f"{record}, batch {batch.seq}"
 
 
-def pages(number: int) -> str:
-    """`1 page`, `2 pages`."""
-    return f"{number} page" if number == 1 else f"{number} pages"
-
-
 def partial_page(tail: int, block_size: int, num_pages: int) -> str:
     """The prompt does not end with a page."""
     if not num_pages:
-        return f"The prompt of {_tokens(tail)} is shorter than a page of {block_size}."
-    return f"All whole pages ({num_pages}) are held; the last {_tokens(tail)} do not fill a page of {block_size}."
+        return f"The prompt of {count(tail, 'token')} is shorter than a page of {block_size}."
+    held = f"All whole pages ({num_pages}) are held"
+    return f"{held}; the last {count(tail, 'token')} do not fill a page of {block_size}."
 
 
 def expired(last: BatchPosition, now: float, is_closed: bool, longest: int, num_pages: int) -> str:
     """The worker is left out."""
-    held = f"It is left out of answers; its view holds {longest} of {pages(num_pages)}."
+    held = f"It is left out of answers; its view holds {longest} of {count(num_pages, 'page')}."
     if is_closed:
         return f"Its publisher was closed {at(last)}. {held}"
     return f"It was last heard {at(last)}, {now - last.time:.1f} s before this moment. {held}"
@@ -69,7 +65,7 @@ def left(
     later = at(left) if isinstance(stored, BeforeLog) else f"{left.time - stored.time:.1f} s later, {at(left)}"
     if cause == "evicted":
         stores = f" and stores {left.pages_stored}" if left.pages_stored else ""
-        batch = f"That batch removes {pages(left.pages_removed)}{stores}."
+        batch = f"That batch removes {count(left.pages_removed, 'page')}{stores}."
         return f"{was} and evicted from {medium} {later}. {batch}"
     if cause == "cleared":
         return f"{was}. The worker cleared its cache {later}."
@@ -102,11 +98,12 @@ def missing(gap: Gap) -> str:
 def replaced(replacement: Replacement, left: BatchPosition, decision: Decision | None, *, has_decisions: bool) -> str:
     """What took the place of an evicted page. left: the batch of the eviction. has_decisions: whether the log has."""
     batch = replacement.batch
-    text = "" if batch.seq == left.seq else f" {pages(batch.pages_stored)} took the place {at(batch)}."
+    text = "" if batch.seq == left.seq else f" {count(batch.pages_stored, 'page')} took the place {at(batch)}."
     text += f" The first one stored is {replacement.first_hash:016x}"
     if decision is not None or has_decisions:
-        text += f", of {'no request in the log' if decision is None else 'request ' + name(decision.request_id)}"
-    return f"{text}. The worker held {pages(replacement.pages_before)} before, and {replacement.pages_after:,} after."
+        text += f", of {'no request in the log' if decision is None else 'request ' + printable(decision.request_id)}"
+    held = f"The worker held {count(replacement.pages_before, 'page')} before, and {replacement.pages_after:,} after."
+    return f"{text}. {held}"
 
 
 def stored_later(page: int, num_pages: int, later: BatchPosition, now: float) -> str:
@@ -118,7 +115,7 @@ def stored_later(page: int, num_pages: int, later: BatchPosition, now: float) ->
 def continuations(page: int, others: int, parts_after: int | None) -> str:
     """Other pages are held in place of a page. parts_after: tokens that one of them shares with the prompt."""
     verb = "follows" if others == 1 else "follow"
-    text = f" Of other prompts, {pages(others)} {verb} page {page} here." if page else ""
+    text = f" Of other prompts, {count(others, 'page')} {verb} page {page} here." if page else ""
     if parts_after is not None:
         text += f" Another prompt parts at token {parts_after + 1}, inside page {page + 1}."
     return text
@@ -131,17 +128,17 @@ def other_names(lora_name: str | None, cache_salt: str | None, held: int) -> str
     if not held:
         return ""
     return (
-        f" That holds under {' and '.join(asked)}: whether the {pages(held)} that it holds are of other ones, "
+        f" That holds under {' and '.join(asked)}: whether the {count(held, 'page')} that it holds are of other ones, "
         "the log does not tell. If its requests have any, ask with `lora_name` and `cache_salt`."
     )
 
 
 def held_by(worker: str, held: int, num_pages: int, decision: Decision | None) -> str:
     """The worker that holds most of the prompt."""
-    text = f"{name(worker)} holds most of the prompt, {held} of {pages(num_pages)}"
+    text = f"{printable(worker)} holds most of the prompt, {held} of {count(num_pages, 'page')}"
     if decision is None:
         return f"{text}."
-    return f"{text}: request {name(decision.request_id)} was sent there at {utc_text(decision.timestamp)}."
+    return f"{text}: request {printable(decision.request_id)} was sent there at {utc_text(decision.timestamp)}."
 
 
 def before_the_log(page: int, gap: Gap, resync: BatchPosition | None) -> str:
@@ -215,13 +212,13 @@ def group(held: int | None, group: Group, end: int, reused: int, *, is_expired: 
     else:
         what = "window" if group.kind == "swa" else "chunk"
         why = f"no complete {what} of {group.size} tokens {after}"
-    has = "The engine has no full attention" if held is None else f"Full attention holds {pages(held)}"
-    return f"{has}, {why}. The engine can reuse {pages(reused)}."
+    has = "The engine has no full attention" if held is None else f"Full attention holds {count(held, 'page')}"
+    return f"{has}, {why}. The engine can reuse {count(reused, 'page')}."
 
 
 def other_namespace(namespace: Mapping[str, str | int | bool | None], number: int, first: BatchPosition) -> str:
     """The worker holds the prompt under another namespace."""
-    held = f"The worker holds {pages(number)} of this prompt"
+    held = f"The worker holds {count(number, 'page')} of this prompt"
     stored = f"the first one stored {when(first)}"
     if not namespace:
         return f"{held} under another LoRA adapter, cache salt or hash seed, which the log does not show; {stored}."
@@ -237,7 +234,3 @@ def _difference(field: str, value: str | int | bool | None) -> str:
     if field == "is_bigram":
         return name if value else f"no {name}"
     return f"{name} {value}"
-
-
-def _tokens(number: int) -> str:
-    return f"{number} token" if number == 1 else f"{number} tokens"

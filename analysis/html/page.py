@@ -14,8 +14,9 @@ from markupsafe import Markup
 
 from analysis import words
 from analysis.html.plots import Chart
+from kv_events.runtime.words import count, printable
 
-_FILTERS = (words.name, words.number, words.size, words.count, words.utc, words.duration)
+_FILTERS = (printable, words.number, words.size, count, words.utc, words.duration)
 
 
 def write_page(path: Path, template: str, charts: Mapping[str, Chart | None], **facts: Any) -> int:

@@ -19,7 +19,8 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from analysis.words import name, short_name, utc
+from analysis.words import short_name, utc
+from kv_events.runtime.words import printable
 
 BLUE, ORANGE, GREEN, PINK, RED = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00"
 SKY, YELLOW, GREY = "#56b4e9", "#f0e442", "#8b949e"
@@ -135,7 +136,7 @@ def bands(title: str, note: str, unit: str, axis: Axis, curves: Sequence[Curve])
     plot.varea_stack(columns, x="x", source=source, color=[each.colour for each in curves])
     edges = plot.vline_stack(columns, x="x", source=source, color=_PAPER, line_width=1)
     _add_hover(plot, axis, curves[::-1], columns[::-1], edges[-1], "0,0")
-    legend = [LegendItem(name(each.name), each.colour, "band") for each in reversed(curves)]
+    legend = [LegendItem(printable(each.name), each.colour, "band") for each in reversed(curves)]
     return _chart(title, note, plot, legend, axis, curves, "{:,.0f}".format)
 
 
@@ -160,7 +161,7 @@ def lines(title: str, note: str, unit: str, axis: Axis, curves: Sequence[Curve],
     for column, each in zip(columns, curves, strict=True):
         plot.scatter("x", column, source=alone, size=4, color=each.colour)
     _add_hover(plot, axis, curves, columns, drawn[0], "0.0%" if is_share else "0,0.[0]")
-    legend = [LegendItem(name(each.name), each.colour, "dashed" if each.is_dashed else "line") for each in curves]
+    legend = [LegendItem(printable(each.name), each.colour, "dashed" if each.is_dashed else "line") for each in curves]
     return _chart(title, note, plot, legend, axis, curves, _shown_share if is_share else "{:,.1f}".format)
 
 
@@ -192,12 +193,12 @@ def lanes(
                 "y": [rows[each.row] for each in chosen],
                 "begin": [each.begin_ms for each in chosen],
                 "end": [each.end_ms for each in chosen],
-                "worker": [name(names[each.row]) for each in chosen],
+                "worker": [printable(names[each.row]) for each in chosen],
             }
             _draw_lane_items(plot, kind, style, ColumnDataSource(columns))
     header = ["time (UTC)", "until", "worker", "what"]
     cells = [
-        [utc(each.begin_ms / 1000), utc(each.end_ms / 1000), name(names[each.row]), each.kind]
+        [utc(each.begin_ms / 1000), utc(each.end_ms / 1000), printable(names[each.row]), each.kind]
         for each in sorted(items, key=lambda each: each.begin_ms)[:_MOST_ROWS]
     ]
     return Chart(title, note, plot, legend, header, cells, len(items), "marks, the first ones", is_numeric=False)
@@ -297,7 +298,7 @@ def _chart(
 ) -> Chart:
     num_points = len(axis.at)
     points = np.unique(np.linspace(0, num_points - 1, min(num_points, _MOST_ROWS)).round().astype(np.int64)).tolist()
-    header = [axis.label, *(name(each.name) for each in curves)]
+    header = [axis.label, *(printable(each.name) for each in curves)]
     rows = [[axis.text(point), *(shown(float(each.values[point])) for each in curves)] for point in points]
     return Chart(title, note, plot, legend, header, rows, num_points)
 

@@ -29,6 +29,10 @@ class LocalTokenizer:
         self._tokenizer.no_padding()
         self._threads = ThreadPoolExecutor(num_threads, "tokenizer")
 
+    def text_of(self, tokens: list[int]) -> str:
+        """Return the text of tokens."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
     async def render(self, text: str, *, is_special: bool) -> Rendered:
         """Return the tokens of a text. is_special: with those that the tokenizer puts around a text.
 

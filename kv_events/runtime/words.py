@@ -52,9 +52,9 @@ def nearest(name: str, known: Collection[str]) -> str:
     )
 
 
-def count(number: int, noun: str) -> str:
-    """`1 page`, `2 pages`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def count(number: int, noun: str, plural: str = "") -> str:
+    """`1 page`, `2,000 pages`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def partial_page(number: int, noun: str, block_size: int) -> str:

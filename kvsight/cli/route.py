@@ -25,6 +25,9 @@ def route(
     host: Annotated[str, typer.Option(help="Address to listen on: 0.0.0.0 if callers run elsewhere.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on. 0: any free one.", min=0, max=65_535)] = 9000,
     worker: _Workers = None,
+    gateway: Annotated[
+        str | None, typer.Option(help="Address of an SMG gateway, if one passes requests on to the engines.")
+    ] = None,
     *,
     flags: dict[str, Any],
 ) -> None:
@@ -48,10 +51,12 @@ def route(
     async def serve() -> None:
         from aiohttp import web
 
+        from kvsight.routers.gateway import Gateway
         from kvsight.routers.placement import Placement
         from kvsight.routers.proxy import RouteProxy
 
-        app = RouteProxy(Placement(url, token=api_token, workers=workers)).app()
+        placement = Placement(url, token=api_token, workers=workers)
+        app = RouteProxy(placement, Gateway(gateway) if gateway else None).app()
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         stop = stop_signals()
         await runner.setup()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -14,6 +14,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kvsight.routers.gateway import TARGET, Gateway
 from kvsight.routers.placement import KnownWorker, Placed, Placement, body_of, model_of
 
 _MAX_BODY_BYTES = 64 * 2**20
@@ -22,15 +23,19 @@ _MOST_ATTEMPTS = 3
 _PROMPTS = ("/completions", "/messages", "/responses")
 _ELSEWHERE = frozenset({502, 503, 504})
 _OF_ONE_HOP = re.compile("connection|expect|host|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade", re.I)
+_OURS = re.compile(f"{_OF_ONE_HOP.pattern}|{TARGET}", re.I)
+"""Headers of a caller that are not passed on."""
 _ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # by aiohttp, if the caller sends none
 _ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class RouteProxy:
-    """The proxy as an application of aiohttp. Closes the placement at its end."""
+    """The proxy as an application of aiohttp. Closes the placement and the gateway at its end."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, gateway: Gateway | None = None) -> None:
+        """gateway: passes requests on to the workers. None: they go there directly."""
         self._placement = placement
+        self._gateway = gateway
         self._turn = count()
         self._warnings = RateLimitedLogger(logging.getLogger(__name__), "route")
         self._registry = registry = CollectorRegistry()
@@ -60,6 +65,8 @@ class RouteProxy:
         async with self._http:
             yield
         await self._placement.aclose()
+        if self._gateway:
+            await self._gateway.aclose()
 
     async def _health(self, _request: web.Request) -> web.Response:
         workers = sorted(await self._placement.workers())
@@ -74,12 +81,15 @@ class RouteProxy:
         body = body_of(content) if request.path.endswith(_PROMPTS) else None  # the engine says what is wrong
         with self._seconds.time():
             workers = _serving(await self._placement.workers(), body)
+            numbers = await self._gateway.numbers() if self._gateway else None
+            if numbers is not None:
+                workers = {name: each for name, each in workers.items() if each.url in numbers}
             placed = await self._placed(body, workers)
         try:
-            for worker in self._order(workers, placed):
+            for worker, url, headers in self._ways(workers, placed, numbers):
                 self._requests.labels(worker, "kvsight" if placed and worker in placed.workers else "turn").inc()
                 try:
-                    answer = await self._ask(workers[worker].url, request, content)
+                    answer = await self._ask(url, request, content, headers)
                     first = await _first(answer)
                 except _ERRORS as error:
                     self._failed(worker, error)
@@ -100,6 +110,17 @@ class RouteProxy:
             return None
         return await self._placement.place(body, workers)
 
+    def _ways(
+        self, workers: Mapping[str, KnownWorker], placed: Placed | None, numbers: Mapping[str, int] | None
+    ) -> Iterator[tuple[str, str, Mapping[str, str]]]:
+        """Yield worker, address and further headers of each attempt. numbers: see `Gateway.numbers`."""
+        if self._gateway is None or numbers is None:
+            yield from ((worker, workers[worker].url, {}) for worker in self._order(workers, placed))
+        elif placed is None:
+            yield "gateway", self._gateway.url, {}
+        else:
+            yield placed.worker, self._gateway.url, {TARGET: str(numbers[workers[placed.worker].url])}
+
     def _order(self, workers: Mapping[str, KnownWorker], placed: Placed | None) -> Sequence[str]:
         """Return workers to ask, one after the other: the chosen one, the next best ones, and the others in turn."""
         present = self._placement.present(workers)
@@ -107,11 +128,16 @@ class RouteProxy:
         chosen = placed.workers if placed else ()
         return list(dict.fromkeys([*chosen, *present[turn:], *present[:turn]]))[:_MOST_ATTEMPTS]
 
-    async def _ask(self, url: str, request: web.Request, content: bytes) -> aiohttp.ClientResponse:
-        headers = [(name, value) for name, value in request.headers.items() if not _OF_ONE_HOP.fullmatch(name)]
-        target = f"{url}{request.raw_path}"
+    async def _ask(
+        self, url: str, request: web.Request, content: bytes, more: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        given = [(name, value) for name, value in request.headers.items() if not _OURS.fullmatch(name)]
         return await self._http.request(
-            request.method, target, headers=headers, data=content or None, allow_redirects=False
+            request.method,
+            f"{url}{request.raw_path}",
+            headers=[*given, *more.items()],
+            data=content or None,
+            allow_redirects=False,
         )
 
     async def _pass_on(

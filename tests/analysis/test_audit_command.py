@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from msgspec import structs
 
 from analysis.audit.audit import audit_log
 from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import SnapshotBegin, SnapshotEnd
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
+from tests.engines.chat_model import trained_tokenizer
 from tests.support.commands import kvsight
 from tests.support.log.deciding_fleet import DecidingFleet
+from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, removed, stored
 
 
@@ -64,6 +68,28 @@ def test_the_examples_can_be_explained(recorded: Path, tmp_path: Path) -> None:
     assert explained.returncode == 0, explained.stderr
     assert "pages" in explained.stdout
     assert "--examples FOLDER" in kvsight("audit", recorded).stdout
+
+
+def test_prefixes_are_shown_as_text(tmp_path: Path) -> None:
+    tokenizer, text = trained_tokenizer(), "the first words of a prompt, what comes between them, and the last ones"
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = tokenizer.encode(text).ids
+    tokens = tokens[: len(tokens) // 4 * 4]
+    pages = range(1, len(tokens) // 4 + 1)
+    store = structs.replace(stored((0, pages)), token_ids=np.array(tokens, "<u4").tobytes())
+    write_log(tmp_path / "log", [LogRecord(0, 0, 1, b"", b"garbage"), *(Stream(each).batch(store) for each in "ab")])
+    assert as_json(tmp_path / "log")["hottest"][0]["text"] == ""
+    (found,) = as_json(tmp_path / "log", "--tokenizer-file", tmp_path / "tokenizer.json")["hottest"]
+    begin, end = found["text"].split(" … ")
+    whole = tokenizer.decode(tokens)
+    assert whole.startswith(begin)
+    assert whole.endswith(end)
+    assert min(len(begin), len(end)) > 3
+    assert found["text"] in kvsight("audit", tmp_path / "log", "--tokenizer-file", tmp_path / "tokenizer.json").stdout
+    refused = kvsight("audit", tmp_path / "log", "--tokenizer-file", tmp_path / "log")
+    assert refused.returncode == 2
+    assert "tokenizer" in refused.stderr.lower()
+    assert "Traceback" not in refused.stderr
 
 
 def test_the_first_bad_batch_and_lost_batches_are_named(tmp_path: Path) -> None:

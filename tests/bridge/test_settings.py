@@ -96,6 +96,12 @@ def test_no_message_shows_a_salt(text: str) -> None:
     assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("field", "meant"), [("metrics", "metrics_url"), ("repaly", "replay")])
+def test_a_misspelt_field_is_named_with_the_one_that_is_meant(field: str, meant: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"got '{field}', .* the nearest name is {meant}$"):
+        parse_engine(f"w=tcp://h:1,model=m,{field}=1")
+
+
 def test_a_field_is_named_once_whatever_spaces_are_around_it() -> None:
     with pytest.raises(InvalidValueError, match="worker"):
         parse_engine("worker=w,model=m,endpoint=tcp://h:1, worker=v")

@@ -39,6 +39,7 @@ NOT_HERE = {
     "helm": "needs a cluster; tests/deploy/test_kubernetes.py renders the chart",
     "kubectl": "needs a cluster",
     "envoy": "tests/routers run it with this configuration",
+    "smg": "tests/routers/test_smg_gateway.py runs it with these flags",
     "vllm-router": "tests/routers/test_vllm_router.py runs it with these flags",
     "vllm": "needs a GPU; test_engine_plugins.py loads what the engine loads",
     "KVSIGHT_REPLACE_ZMQ=true": "the same",

@@ -84,7 +84,7 @@ export class ResidencyMap {
       h("th", { scope: "col" }, "Prefix"),
       ...found.columns.map((column) => {
         const name = ranks ? `${named(column.worker)} / ${column.dp_rank}` : named(column.worker);
-        return h("th", { scope: "col", title: `${name}: ${column.state}` }, column.state === "live" ? "" : "▲ ", name);
+        return h("th", { scope: "col", title: `${name}: ${column.state}` }, h("bdi", {}, column.state === "live" ? "" : "▲ ", name));
       }),
     ]);
   }

@@ -21,6 +21,7 @@ function row() {
   const heard = h("td", { class: "number", "data-label": COLUMNS[2] });
   const bar = tierBar();
   const pages = h("span", { class: "sub" });
+  const stays = h("span", { class: "sub" });
   const stored = new Curve("stored", "Pages stored");
   const storedRate = h("span", { class: "rate" });
   const removed = new Curve("removed", "Pages removed");
@@ -40,7 +41,7 @@ function row() {
     h("td", { class: "wide first", "data-label": COLUMNS[0] }, name, model),
     h("td", { "data-label": COLUMNS[1] }, state, why),
     heard,
-    h("td", { class: "wide", "data-label": COLUMNS[3] }, bar, pages),
+    h("td", { class: "wide", "data-label": COLUMNS[3] }, bar, pages, stays),
     h("td", { "data-label": COLUMNS[4] }, stored.element, storedRate),
     h("td", { "data-label": COLUMNS[5] }, removed.element, removedRate),
     resyncs, agreed);
@@ -59,6 +60,7 @@ function row() {
     drawTiers(bar, room.parts, room.whole ?? whole, `${named(worker.worker)}: ${room.words}`);
     bar.classList.toggle("unknown", room.whole === null);
     setText(pages, [room.short, bookedWords(worker)].filter((each) => each).join(" · "));
+    setText(stays, worker.lifetime_s === null ? "" : `a page stays ${duration(worker.lifetime_s)}`);
     stored.draw(worker.stored);
     setText(storedRate, rate(worker.stored.at(-1) ?? 0));
     removed.draw(worker.removed);
@@ -75,11 +77,10 @@ export function roomOf(worker) {
   const held = parts.reduce((sum, each) => sum + each, 0);
   const rooms = TIERS.map((tier, i) => worker.capacity[tier.medium] ?? (parts[i] ? null : 0));
   const whole = rooms.includes(null) || rooms.every((each) => each === 0) ? null : rooms.reduce((sum, each) => sum + each, 0);
-  const stays = worker.lifetime_s === null ? "" : `, a page stays ${duration(worker.lifetime_s)}`;
   const on = (tier, i) => `${count(parts[i])} of ${counted(rooms[i], "page")} on ${tier.word}`;
   const words = whole === null ? tierWords(parts) : TIERS.map(on).filter((_, i) => rooms[i]).join(", ");
   const share = whole === null ? "" : ` of ${count(whole)} (${percent(held / whole)})`;
-  return { parts, whole, words, short: `${whole === null ? counted(held, "page") : count(held)}${share}${stays}`, share: whole === null ? null : held / whole };
+  return { parts, whole, words, short: `${whole === null ? counted(held, "page") : count(held)}${share}`, share: whole === null ? null : held / whole };
 }
 
 /** What is reserved on a worker, or "". */

@@ -33,6 +33,9 @@ def audit(
     log: LogFolder,
     churn: Annotated[float, typer.Option(help="Seconds for which pages are expected to stay.", min=0.001)] = 10.0,
     examples: Annotated[Path | None, typer.Option(help="Write prompts for `kvsight explain` here.")] = None,
+    tokenizer_file: Annotated[
+        Path | None, typer.Option(help="The model's tokenizer.json: show prefixes as text, if the log has tokens.")
+    ] = None,
     html: HtmlReport = None,
     as_json: AsJson = False,
 ) -> None:
@@ -51,11 +54,17 @@ def audit(
     known_damage = [str(source.tail)] if source.tail else []
     from analysis.audit.audit import audit_log
     from analysis.audit.curves import AuditCurves
+    from api.prompts.local import LocalTokenizer
 
+    tokenizer = None if tokenizer_file is None else LocalTokenizer(tokenizer_file, 1)
     load_kernels()
     series = None if html is None else AuditCurves()
     with byte_progress("auditing", 2 * source.num_bytes) as show:  # it reads the log twice
         report = audit_log(log, churn, show, known_damage, series)
+    if tokenizer is not None:
+        from analysis.audit.prefix_texts import with_texts
+
+        report.hottest = with_texts(report.hottest, LogInput(log).chunks("reading tokens"), tokenizer.text_of)
     if examples is not None and report.funnel is not None:
         _write_examples(examples, report.funnel)
     if html is not None and series is not None:
@@ -169,6 +178,11 @@ def _prefix_lines(report: AuditReport, width: int) -> Iterator[str]:
     yield "prefixes that are used most"
     columns = [
         Column("last page", [f"{each.sequence_hash:016x}" for each in report.hottest]),
+        *(
+            [Column("text", [each.text for each in report.hottest])]
+            if any(each.text for each in report.hottest)
+            else []
+        ),
         Column("pages", [each.pages for each in report.hottest]),
         Column("requests", [each.requests for each in report.hottest]),
         Column("stores", [each.stores for each in report.hottest]),

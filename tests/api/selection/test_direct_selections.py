@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,14 +20,16 @@ from indexer.settings import IndexerSettings
 from kv_events.schema import CLOSED
 from selection.policies import seed_choices
 from selection.settings import SelectionSettings
+from tests.api.workers.test_reports import VLLM
 from tests.rigs.raw_http import Line, body_of, heads_taken, request, run
 from tests.support.effort import num_examples
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
+from tests.support.waiting import async_wait_until
 
 BLOCK, PAGES = 16, 8
 PROMPT = list(range(1, BLOCK * PAGES + 1))
-OK = b"HTTP/1.1 200 OK"
+OK, CREATED = b"HTTP/1.1 200 OK", b"HTTP/1.1 201 Created"
 
 held = st.dictionaries(st.integers(0, 2), st.integers(1, PAGES).map(range), max_size=3)
 ranks = st.dictionaries(
@@ -51,7 +55,16 @@ class Fleet:
 
     async def post(self, path: str, **fields: Any) -> bytes:
         """Return the status of a request that FastAPI answers."""
-        return (await self._single.ask(request(body_of(**fields), f"{path}?")))[0]
+        return await self.send(b"POST", f"{path}?", json.dumps({"model_name": "m", **fields}))
+
+    async def send(self, method: bytes, path: str, body: str = "{}") -> bytes:
+        """Send any request to FastAPI. Returns its status."""
+        return (await self._single.ask(request(body.encode(), path).replace(b"POST", method, 1)))[0]
+
+    async def chosen(self) -> int:
+        """Return the worker that the direct connection names for the whole prompt."""
+        answer = await self._direct.ask(request(body_of(token_ids=PROMPT), "/select"))
+        return int(json.loads(answer[2])["worker_id"])
 
     async def agree(self, **fields: Any) -> dict[str, Any]:
         """Ask on both connections, with the same turn among equals. Returns the answer."""
@@ -69,7 +82,10 @@ async def a_fleet(
     held: dict[tuple[str, int], dict[int, range]], selection: SelectionSettings | None = None
 ) -> AsyncIterator[Fleet]:
     """Run a service of ranks. held: worker and rank -> parts of `PROMPT`, as in `HandFed.hold`."""
-    fed, api = HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600)), ApiSettings(port=0)
+    fed, api = (
+        HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600)),
+        ApiSettings(port=0, register_allow="127.0.0.1"),
+    )
     async with running_server(create_app(LiveService(fed.consumer, api, selection=selection)), api) as url:
         for (worker, rank), tiers in held.items():
             await fed.hold(Stream(worker, dp_rank=rank, block_size=BLOCK), PROMPT, tiers)
@@ -112,6 +128,61 @@ async def test_a_kernel_sees_each_change_at_once(taken: list[Head]) -> None:
         await fleet.fed.feed(third.batch(degraded_reason=CLOSED))
         assert (await fleet.agree(token_ids=PROMPT))["worker_id"] != 3
         assert not [head for head in taken if head.path == "/select"]
+
+
+async def test_a_kernel_sees_workers_that_drain_and_leave(taken: list[Head]) -> None:
+    async with a_fleet({("1", 0): {0: range(4)}, ("2", 0): {0: range(2)}, ("3", 0): {}}) as fleet:
+        assert (await fleet.agree(token_ids=PROMPT))["worker_id"] == 1
+        assert await fleet.post("/workers", worker_id=1, block_size=BLOCK, endpoint="http://127.0.0.1:9") == CREATED
+        assert (await fleet.agree(token_ids=PROMPT))["endpoint"] == "http://127.0.0.1:9"
+        assert await fleet.send(b"PATCH", "/workers/1", '{"lifecycle": "draining"}') == OK
+        assert (await fleet.agree(token_ids=PROMPT))["worker_id"] == 2
+        assert await fleet.send(b"DELETE", "/workers/1") == OK
+        assert (await fleet.agree(token_ids=PROMPT))["worker_id"] == 1  # which the log still names
+        del taken[:]
+        await fleet.agree(token_ids=PROMPT)
+        assert not [head for head in taken if head.path == "/select"]
+
+
+async def test_a_kernel_sees_reservations_that_end_and_expire() -> None:
+    settings = SelectionSettings(reservation_ttl_s=2.0, predict_s=0.0)
+    async with a_fleet({("1", 0): {0: range(4)}, ("2", 0): {0: range(3)}}, settings) as fleet:
+
+        async def book(name: str) -> None:
+            pinned = {"worker_id": 1, "dp_rank": 0}
+            assert (
+                await fleet.post("/select_and_reserve", token_ids=PROMPT, selection_id=name, pinned_worker=pinned) == OK
+            )
+
+        assert await fleet.chosen() == 1
+        await book("a")
+        assert await fleet.chosen() == 2
+        assert await fleet.send(b"DELETE", "/reservations/a") == OK
+        assert await fleet.chosen() == 1
+        await book("b")
+        assert await fleet.chosen() == 2
+
+        async def is_over() -> bool:
+            return await fleet.chosen() == 1
+
+        await async_wait_until(is_over, 20, "the reservation to expire")
+
+
+async def test_a_kernel_sees_what_engines_report() -> None:
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=VLLM)
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    async with TestServer(app) as engine, a_fleet({("1", 0): {0: range(4)}, ("2", 0): {0: range(3)}}) as fleet:
+        assert (await fleet.agree(token_ids=PROMPT))["worker_id"] == 1
+        at = str(engine.make_url("/")).rstrip("/")
+        assert await fleet.post("/workers", worker_id=1, block_size=BLOCK, endpoint=at) == CREATED
+
+        async def is_busy() -> bool:
+            return await fleet.chosen() == 2
+
+        await async_wait_until(is_busy, 20, "the report to count")
 
 
 @pytest.mark.parametrize(
