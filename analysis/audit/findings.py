@@ -6,7 +6,7 @@ from analysis.audit.decision_audit import NEW, NO_OUTCOME, NO_PAGE
 from analysis.audit.report import AuditReport, Finding, Funnel, StreamReport
 from kv_events.http.explanations import BatchPosition
 from kv_events.log.moments import utc_text
-from kv_events.runtime.words import count, nearest, printable
+from kv_events.runtime.words import count, names, nearest, printable
 from kv_events.schema import BATCHES_LOST
 
 _LEAST_WEIGHT = 0.001
@@ -81,9 +81,7 @@ def _of_the_streams(report: AuditReport) -> Iterator[Finding]:
         yield Finding(kind="before the log", weight=0.0, text=text)
     restarted = sorted((each for each in streams if each.restarts), key=lambda each: -each.restarts)
     if restarted:
-        most = restarted[:_MOST_NAMED]
-        named = ", ".join(f"{printable(each.stream)} {count(each.restarts, 'time')}" for each in most)
-        named += f" and {len(restarted) - len(most):,} more" if len(restarted) > len(most) else ""
+        named = names([f"{each.stream} {count(each.restarts, 'time')}" for each in restarted], _MOST_NAMED)
         text = f"{count(len(restarted), 'stream')} restarted, and lost their pages: {named}"
         yield Finding(kind="restart", weight=len(restarted) / len(streams), text=text)
     yield from _of_the_engines(streams)

@@ -1,6 +1,6 @@
 """Prefixes as text, of a log whose publishers send tokens (`KVSIGHT_WITH_TOKENS`)."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -8,9 +8,8 @@ import numpy as np
 
 from analysis.audit.report import HotPrefix
 from kv_events.codec import stores_with_tokens
-from kv_events.hashing import U64Array
 from kv_events.log.reader import RecordChunk
-from kv_events.records import Channel, LogRecord
+from kv_events.records import Channel
 
 _MOST_CHARACTERS = 32
 
@@ -29,20 +28,14 @@ def with_texts(
             break
         for row in np.flatnonzero(chunk.channels == Channel.EVENTS).tolist():
             with suppress(msgspec.DecodeError, ValueError):  # of records that break the contract
-                for page, tokens in _pages(chunk.record(row), wanted):
-                    found.setdefault(page, " ".join(text_of(tokens).split()))
-    return [msgspec.structs.replace(each, text=_text(each, found)) for each in prefixes]
-
-
-def _pages(record: LogRecord, wanted: U64Array) -> Iterator[tuple[int, list[int]]]:
-    """Yield the wanted pages that a record stores, with their tokens."""
-    for event in stores_with_tokens(record.payload):
-        hashes = np.frombuffer(event.sequence_hashes, "<u8")
-        tokens = np.frombuffer(event.token_ids or b"", "<u4").reshape(len(hashes), -1)
-        for place in np.flatnonzero(np.isin(hashes, wanted)).tolist():
-            yield int(hashes[place]), tokens[place].tolist()
-
-
-def _text(prefix: HotPrefix, found: dict[int, str]) -> str:
-    begin, end = found.get(prefix.first_page, ""), found.get(prefix.sequence_hash, "")
-    return f"{begin[:_MOST_CHARACTERS]} … {end[-_MOST_CHARACTERS:]}" if begin or end else ""
+                for event in stores_with_tokens(chunk.record(row).payload):
+                    hashes = np.frombuffer(event.sequence_hashes, "<u8")
+                    tokens = np.frombuffer(event.token_ids or b"", "<u4").reshape(len(hashes), -1)
+                    for place in np.flatnonzero(np.isin(hashes, wanted)).tolist():
+                        found.setdefault(int(hashes[place]), " ".join(text_of(tokens[place].tolist()).split()))
+    texts = []
+    for each in prefixes:
+        begin, end = found.get(each.first_page, ""), found.get(each.sequence_hash, "")
+        text = f"{begin[:_MOST_CHARACTERS]} … {end[-_MOST_CHARACTERS:]}" if begin or end else ""
+        texts.append(msgspec.structs.replace(each, text=text))
+    return texts

@@ -11,9 +11,9 @@ from kv_events.errors import KvsightError, shorten
 from kv_events.http.explanations import Evidence, Explanation, Finding, WorkerExplanation
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
+from kv_events.runtime.words import names
 from kv_events.streams import StreamId, split_group
 
-_MOST_NAMED = 5
 _NEVER_STORED = ("never_stored", "other_prompt", "stored_later")
 
 
@@ -146,18 +146,13 @@ def _why_nothing(tracer: PromptTracer) -> str:
     prompt, streams = tracer.prompt, list({**tracer.streams, **tracer.first_records})
     here = [stream for stream in streams if (stream.model, stream.tenant) == (prompt.query.model, prompt.query.tenant)]
     if here and prompt.worker is not None:
-        known = _listed(sorted(shorten(stream.worker) for stream in here), ", ")
+        known = names(sorted({shorten(stream.worker) for stream in here}))
         return f"worker {shorten(prompt.worker)} is not in the log; {_namespace(here[0])} has {known}"
     asked = f"no worker of the log serves model {shorten(prompt.query.model)}, tenant {shorten(prompt.query.tenant)}"
-    known = _listed((_namespace(stream) for stream in streams if split_group(stream.model)[1] is None), "; ")
+    served = dict.fromkeys(_namespace(stream) for stream in streams if split_group(stream.model)[1] is None)
+    known = names(list(served), separator="; ")
     return f"{asked}; it has {known or 'no readable record'}"
 
 
 def _namespace(stream: StreamId) -> str:
     return f"model {shorten(stream.model)}, tenant {shorten(stream.tenant)}"
-
-
-def _listed(texts: Iterable[str], separator: str) -> str:
-    several = list(dict.fromkeys(texts))
-    more = f" and {len(several) - _MOST_NAMED} more" if len(several) > _MOST_NAMED else ""
-    return separator.join(several[:_MOST_NAMED]) + more

@@ -6,6 +6,7 @@ from indexer.freshness import NO_HEARTBEAT
 from indexer.tenants import TENANT_STREAMS
 from indexer.views import INDEX_FULL, TENANT_PAGES, ViewState
 from kv_events.http.fleet import FleetWorker
+from kv_events.runtime.words import duration
 from kv_events.schema import CLOSED, LEDGER_FULL
 
 OK, WARNING, TROUBLE, EMPTY, STARTING = "ok", "warning", "trouble", "empty", "starting"
@@ -51,7 +52,7 @@ def verdict(workers: list[FleetWorker], now: float, why_not_ready: str, next_ste
         return FleetHealth(level, [*_about(worst), remedy, _about_others(len(workers), len(live))])
     agreed = min(worker.agreed_at or 0.0 for worker in live)
     text = f"{len(live):,} of {len(live):,} workers live. Views equal what the engines reported as of "
-    text += f"{_duration(now - agreed)} ago (digests)."
+    text += f"{duration(round(max(0.0, now - agreed) * 1000))} ago (digests)."
     broken = sum(each.state != ViewState.LIVE.value for worker in live for each in worker.ranks)
     if broken:
         return FleetHealth(WARNING, [f"{text} {broken:,} group stream{'s are' if broken > 1 else ' is'} not live."])
@@ -63,7 +64,7 @@ def _about(worker: FleetWorker) -> list[str | float]:
     if worker.reason == CLOSED:
         return [f"{name} left", *_since(" at ", worker), ": its publisher was closed. Answers leave it out."]
     if worker.state == ViewState.EXPIRED.value:
-        silent = f": silent for {_duration(worker.age_s)}. Answers leave it out."
+        silent = f": silent for {duration(round(worker.age_s * 1000))}. Answers leave it out."
         return [f"{name} expired", *_since(" at ", worker), silent]
     if worker.state == ViewState.SYNCING.value:
         return [f"{name} is being resynchronised; answers use its {pages:,} pages until the resync ends."]
@@ -80,7 +81,7 @@ def _since(word: str, worker: FleetWorker) -> list[str | float]:
 def _why(worker: FleetWorker) -> str:
     why = worker.cause if worker.cause != worker.reason else _REASONS.get(worker.reason, worker.reason)
     if worker.reason == NO_HEARTBEAT:
-        why = f"no heartbeat for {_duration(worker.age_s)}"
+        why = f"no heartbeat for {duration(round(worker.age_s * 1000))}"
     elif worker.missing_batches and worker.reason == "gap":
         why = f"{worker.missing_batches:,} batch{'es' if worker.missing_batches > 1 else ''} lost"
     return f"{why}, resync asked for" if worker.is_resync_requested else why
@@ -91,12 +92,3 @@ def _about_others(total: int, live: int) -> str:
     if others:
         return f" {others:,} more of {total:,} workers {'are' if others > 1 else 'is'} not live."
     return f" The other {live:,} workers are live." if live > 1 else " The other worker is live." if live else ""
-
-
-def _duration(seconds: float) -> str:
-    seconds = max(0.0, seconds)
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 600:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.0f} h"

@@ -12,6 +12,7 @@ from indexer.scores import score_all
 from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
+from kv_events.runtime.words import names
 
 MISSING_HEADER = "Kvsight-Missing"
 """Header of an answer that lacks partitions, which it names."""
@@ -84,8 +85,8 @@ def unknown_model(question: ParsedQuery, models: Collection[tuple[str, str]], wh
     """
     group, model = ("routing_group", "model_name") if question.is_peer else ("tenant_id", "model")
     known = sorted(f"{name} ({group}={tenant})" for name, tenant in models)
-    names = ", ".join(known[:_MAX_NAMES]) + (f" and {len(known) - _MAX_NAMES} more" if known[_MAX_NAMES:] else "")
-    detail = f"no indexer for model={question.model[:80]} {group}={question.tenant[:80]}; known: {names or 'none'}"
+    detail = f"no indexer for model={question.model[:80]} {group}={question.tenant[:80]}"
+    detail += f"; known: {names(known, _MAX_NAMES) or 'none'}"
     if why_not_ready:
         detail = f"{detail}; {why_not_ready}"
         return ProblemError(503, ProblemKind.UNAVAILABLE, detail, model, question.model, retry_after_s=1)

@@ -6,7 +6,6 @@ from datetime import datetime
 from difflib import get_close_matches
 
 _MS_PER_S, _S_PER_MINUTE, _S_PER_HOUR = 1000, 60, 3600
-_MOST_NAMES = 5
 _UNSEEN = re.compile(
     "^ +$|[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
@@ -39,10 +38,10 @@ def duration(ms: int) -> str:
     return f"{seconds / _S_PER_HOUR:.0f} h"
 
 
-def names(several: Sequence[str]) -> str:
+def names(several: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     """The first names of a list, and how many more there are."""
-    more = f" and {len(several) - _MOST_NAMES} more" if len(several) > _MOST_NAMES else ""
-    return ", ".join(map(printable, several[:_MOST_NAMES])) + more
+    more = f" and {len(several) - most:,} more" if len(several) > most else ""
+    return separator.join(map(printable, several[:most])) + more
 
 
 def nearest(name: str, known: Collection[str]) -> str:
