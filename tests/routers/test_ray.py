@@ -33,7 +33,7 @@ def addresses(fleet: RoutedFleet) -> list[str]:
 def test_an_app_reuses_all_releases_all_and_outlives_kvsight(fleet: RoutedFleet) -> None:
     with ray_serve(addresses(fleet), fleet.url) as app:
         before = asyncio.run(run(app.url, CHATS[:4], at_once=1, model="m"))
-        assert (before.failures, before.share > 0.95) == (0, True), (before.share, app.log.read_text())
+        assert (before.failures, before.share > 0.9) == (0, True), (before.share, app.log.read_text())
         wait_until(lambda: fleet.requests() == 0, what="all reservations to end")
         fleet.kill_kvsight()
         assert asyncio.run(run(app.url, CHATS[4:], model="m")).failures == 0
@@ -62,14 +62,14 @@ def test_replicas_that_kvsight_does_not_know_get_requests_too(fleet: RoutedFleet
     elsewhere = [url.replace("127.0.0.1", "localhost") for url in others]
     with ray_serve([first, *elsewhere], fleet.url) as app:
         outcome = asyncio.run(run(app.url, CHATS[:4], at_once=1, model="m"))
-        assert (outcome.failures, outcome.share < 0.95) == (0, True), outcome.share
+        assert (outcome.failures, outcome.share < 0.9) == (0, True), outcome.share
 
 
 def test_with_tokens_from_a_stand_in_for_ray_llms_ingress_all_is_reused_and_released(fleet: RoutedFleet) -> None:
     events = [each["endpoints"]["0"] for each in httpx.get(f"{fleet.url}/workers", verify=WITHOUT_TLS).json()]
     with ray_serve(addresses(fleet), fleet.url, "ray_llm.KvsightKVAwareRouter", events=events) as app:
         before = asyncio.run(run(app.url, CHATS[:4], at_once=1, model="m"))
-        assert (before.failures, before.share > 0.95) == (0, True), (before.share, app.log.read_text())
+        assert (before.failures, before.share > 0.9) == (0, True), (before.share, app.log.read_text())
         wait_until(lambda: fleet.requests() == 0, what="all reservations to end")
         fleet.kill_kvsight()
         assert asyncio.run(run(app.url, CHATS[4:], model="m")).failures == 0

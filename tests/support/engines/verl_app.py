@@ -6,6 +6,7 @@ The object has `port`, `folder`, `engines` (their addresses), and `kvsight` (its
 import asyncio
 import json
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,15 @@ class Client:
         messages = (await request.json())["messages"]
         prompt_ids = list("".join(f"<{each['role']}>{each['content']}" for each in messages).encode())
         first = next(each["content"] for each in messages if each["role"] == "user")
+        request_id = uuid.uuid5(uuid.NAMESPACE_OID, first).hex
         wanted = await self._balancer.require_acquire_fields.remote()
         fields = {"prompt_ids": prompt_ids} if "prompt_ids" in wanted else {}
-        server_id, server = await self._balancer.acquire_server.remote(request_id=first, **fields)
+        server_id, server = await self._balancer.acquire_server.remote(request_id=request_id, **fields)
         try:
             status, content = await server.generate.remote(prompt_ids)
             return web.Response(body=content, status=status, content_type="application/json")
         finally:
-            named = {"request_id": first} if await self._balancer.require_release_fields.remote() else {}
+            named = {"request_id": request_id} if await self._balancer.require_release_fields.remote() else {}
             self._balancer.release_server.remote(server_id=server_id, **named)
 
 
