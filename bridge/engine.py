@@ -54,7 +54,14 @@ class EngineConnection:
     A task that fails is restarted with a growing delay.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, engine: EngineSettings, registry: StreamRegistry) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        engine: EngineSettings,
+        registry: StreamRegistry,
+        republisher: Republisher | None = None,
+    ) -> None:
+        """republisher: started; stopped with the connection."""
         self.engine = engine
         self.counters = BridgeCounters()
         self._context = context
@@ -64,16 +71,13 @@ class EngineConnection:
         self._engine_streams: OrderedDict[str, EngineStream] = OrderedDict()  # by topic; least recently heard first
         self._leaving: list[EngineStream] = []  # to be closed
         self._tidy_at = 0.0
-        self._republisher = Republisher(engine.republish, engine.republish_replay) if engine.republish else None
+        self._republisher = republisher
         if engine.worker is not None and engine.model is not None:  # the only one
             self._engine_streams[""] = self._new_stream(engine.model, engine.worker)
         self._subscriber = self._new_subscriber()
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Begin to read. Raises SinkUnavailableError if its events cannot be sent on."""
-        if self._republisher is not None:
-            await self._republisher.start()
+    def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"bridge:{self.engine.worker or self.engine.endpoint}")
 
     async def stop(self, deadline_s: float, *, clear: bool) -> None:

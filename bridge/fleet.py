@@ -7,13 +7,14 @@ import zmq.asyncio
 
 from bridge.engine import EngineConnection, EngineStatus
 from bridge.registry import StreamRegistry
+from bridge.republisher import started_republishers
 from bridge.settings import BridgeSettings, EngineSettings
 from bridge.shared_sink import SharedSink
 from kv_events.engine_wire import Locate, as_given
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.log.memory import MemoryLog
 from publisher.settings import PublisherSettings
-from publisher.sinks.base import Sink, SinkUnavailableError
+from publisher.sinks.base import Sink
 from publisher.sinks.memory import MemorySink
 
 _MAX_SOCKETS = 65_535
@@ -50,6 +51,7 @@ class Fleet:
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._readers: dict[_Key, EngineConnection] = {}
+        self._adding = asyncio.Lock()
         self._stopping: dict[_Key, asyncio.Task[None]] = {}  # removed, but still closing their streams
 
     @classmethod
@@ -63,9 +65,12 @@ class Fleet:
         """Begin to read all ranks of an engine. Waits for ranks that are still being removed.
 
         Returns False if all of them are read already. Raises EngineConflictError, without any change, if one of them is
-        read with other settings. Raises SinkUnavailableError if the events of one cannot be sent on.
+        read with other settings. Raises RepublishError if the events of one cannot be sent on.
         """
-        ranks = [engine.of_rank(offset) for offset in range(engine.num_ranks)]
+        async with self._adding:
+            return await self._add([engine.of_rank(offset) for offset in range(engine.num_ranks)])
+
+    async def _add(self, ranks: list[EngineSettings]) -> bool:
         while leaving := [self._stopping[_key(rank)] for rank in ranks if _key(rank) in self._stopping]:
             await asyncio.wait(leaving)
         for rank in ranks:
@@ -73,13 +78,11 @@ class Fleet:
             if reader is not None and reader.engine != rank:
                 raise EngineConflictError(reader.engine, rank)
         new = [rank for rank in ranks if _key(rank) not in self._readers]
-        for rank in new:
-            reader = self._readers[_key(rank)] = EngineConnection(self._context, rank, self._registry)
-            try:
-                await reader.start()
-            except SinkUnavailableError:
-                del self._readers[_key(rank)]
-                raise
+        republishers = await started_republishers(new)
+        for rank, republisher in zip(new, republishers, strict=True):
+            reader = EngineConnection(self._context, rank, self._registry, republisher)
+            self._readers[_key(rank)] = reader
+            reader.start()
         return bool(new)
 
     async def remove(

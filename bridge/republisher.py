@@ -1,22 +1,27 @@
 """An engine's batches, sent on to routers that keep an index of their own.
 
-Such readers hash the tokens of events and know no degraded reasons. They get each batch once and in order, with its
-events as complete maps. Where the bridge drops pages, because batches are lost or the engine restarted, they get a
-clear.
+Such readers hash the tokens of events and know no degraded reasons. They get all batches in order, with the events as
+complete maps. Where the bridge drops pages, because batches are lost or the engine restarted, they get a clear.
 """
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from bridge.decoding.decoder import Messages
 from bridge.decoding.events import MASK64
+from bridge.settings import EngineSettings
+from kv_events.errors import KvsightError
+from publisher.sinks.base import SinkUnavailableError
 from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
 from publisher.sinks.zmq_socket import EventSocket
 
 _MAX_KEPT = 1_000_000
+_MAX_BYTES = 4 * 2**20
+"""Larger batches count as a clear: as Python's objects they need up to 70 times the memory."""
 _REPLAYED_BYTES = 2**16
 """Size of a large batch of an engine."""
 _RECONNECT_S = 1.0
@@ -45,6 +50,10 @@ _CLEARED = msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}], None])
 _UNREADABLE = (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError, AttributeError)
 
 
+class RepublishError(KvsightError):
+    """Events cannot be sent on now: an address is in use."""
+
+
 class _Checked(msgspec.Struct):
     """What readers understand. They leave out a whole batch for one invalid field."""
 
@@ -55,7 +64,13 @@ class _Checked(msgspec.Struct):
     block_size: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
     lora_id: int | None = None
     lora_name: str | None = None
+    extra_keys: list[Any] | None = None
     group_idx: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
 
 
 class Republisher:
@@ -68,7 +83,7 @@ class Republisher:
         kept, replay = KeptBatches(_MAX_KEPT, _CLEARED), None
         if replay_endpoint is not None:
             replay = ReplaySocket(replay_endpoint, kept, "", "new", _REPLAYED_BYTES)
-        self._socket = EventSocket(endpoint, "", kept, replay)
+        self._socket = EventSocket(endpoint, "", kept, replay, binds=True)
         self._waiting = deque([_CLEARED])
         self._is_sending = self._is_quiet = False
         self._timer: asyncio.TimerHandle | None = None
@@ -100,6 +115,7 @@ class Republisher:
         """Send what was taken, and close. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer, self._is_sending = None, True
         self.flush()
         self._is_sending = False
         await self._socket.stop()
@@ -114,31 +130,45 @@ class Republisher:
         self._timer = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
 
 
-def complete_batch(payload: bytes | memoryview) -> bytes:
-    """Return a batch of any engine as `[time, events, rank]`, with all events that vLLM has as complete maps.
+async def started_republishers(ranks: Sequence[EngineSettings]) -> list[Republisher | None]:
+    """Start those of ranks whose events are sent on. Raises RepublishError if one cannot; none is then open."""
+    started: list[Republisher | None] = []
+    for rank in ranks:
+        republisher = Republisher(rank.republish, rank.republish_replay) if rank.republish else None
+        try:
+            if republisher is not None:
+                await republisher.start()
+        except SinkUnavailableError as error:
+            await asyncio.gather(*(each.stop() for each in started if each is not None))
+            raise RepublishError(f"engine {rank.worker} rank {rank.dp_rank}: republish: {error}") from error
+        started.append(republisher)
+    return started
 
-    Hashes become unsigned 64-bit integers, as vLLM folds them. Raises one of several errors if it is no batch.
+
+def complete_batch(payload: bytes | memoryview) -> bytes:
+    """Return a batch of vLLM's events as `[time, events, null]`, with the events as complete maps.
+
+    Hashes become unsigned 64-bit integers, as vLLM folds them. The rank is left out, because the address names it.
+    Raises one of several errors if a reader would not understand the whole batch.
     """
+    if len(payload) > _MAX_BYTES:
+        raise ValueError(f"{len(payload)} bytes")
     batch = msgspec.msgpack.decode(payload)
     if isinstance(batch, dict):
-        rank = batch.get("data_parallel_rank", batch.get("attn_dp_rank"))
-        batch = [batch["ts"], batch["events"], rank]
-    time, events, rank = [*batch, None][:3]
-    return msgspec.msgpack.encode([time, [event for event in map(_complete, events) if event], rank])
+        batch = [batch["ts"], batch["events"]]
+    time, events = msgspec.convert(batch[:2], tuple[float, list[list[Any] | dict[str, Any]]])
+    return msgspec.msgpack.encode([time, list(map(_complete, events)), None])
 
 
-def _complete(event: Any) -> dict[str, Any] | None:
-    """Return None for an event that vLLM does not have."""
-    if not isinstance(event, dict):
-        named = dict(zip(_FIELDS.get(event[0], ()), event[1:], strict=False))
+def _complete(event: list[Any] | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(event, list):
+        named = dict(zip(_FIELDS[event[0]], event[1:], strict=False))
         salt = named.get("lora_name")
         more = salt if isinstance(salt, dict) else {}  # some SGLang builds have a map with the salt at this position
         event = {"type": event[0]} | named | ({"lora_name": None} | more if more else {})
-    if event.get("type") not in _FIELDS:
-        return None
-    complete: dict[str, Any] = dict.fromkeys(_REQUIRED.get(event["type"], ())) | event
-    if complete["type"] == "AllBlocksCleared":
-        return complete
+    if "block_hashes" not in _FIELDS[event["type"]]:
+        return event
+    complete: dict[str, Any] = dict.fromkeys(_REQUIRED[event["type"]]) | event
     checked = msgspec.convert(complete, _Checked)
     complete["block_hashes"] = list(map(_folded, checked.block_hashes))
     if checked.parent_block_hash is not None:

@@ -117,8 +117,11 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
 
     @property
     def num_files(self) -> int:
-        """File descriptors that reading all ranks needs at most. Replays have sockets of their own."""
-        return self.num_ranks * SOCKET_FILES * (1 if self.replay_endpoint is None else 2)
+        """File descriptors that reading all ranks needs at most. Replays have sockets of their own, and so has what is
+        sent on, with room for some readers.
+        """
+        sockets = 1 + (self.replay_endpoint is not None) + 3 * (self.republish is not None)
+        return self.num_ranks * SOCKET_FILES * sockets
 
     def of_rank(self, offset: int) -> EngineSettings:
         addresses = {field: getattr(self, field) for field in _ADDRESSES}

@@ -84,7 +84,8 @@ class ReservationExchange:
     async def running(self) -> AsyncIterator[None]:
         """Write and follow the topic during a block."""
         async with self.queue.running():
-            tasks = [asyncio.create_task(self._expire(), name="reservations: expiry")]
+            name = "expiry of reservations"
+            tasks = [asyncio.create_task(keep_running(self._expire, name, logger), name=name)]
             if self._source is not None:
                 following = keep_running(self._follow, "reservations", logger, self._note_failure)
                 tasks.append(asyncio.create_task(following, name="reservations"))

@@ -33,6 +33,7 @@ from api.workers.registration_rules import (
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.fleet import EngineConflictError
 from bridge.metrics import BridgeMetrics
+from bridge.republisher import RepublishError
 from bridge.settings import TIERS
 from indexer.consumer import Consumer
 from indexer.index import IndexFullError
@@ -306,7 +307,7 @@ class Registrations:
                 async with self._lock:
                     if self._unsaved.is_set():
                         await self._save()
-            except SnapshotStoreError as error:
+            except (SnapshotStoreError, RepublishError) as error:
                 logger.warning("registrations cannot be read yet: %s", error)
             except Exception:
                 logger.exception("registrations cannot be read or saved; trying again")
@@ -365,6 +366,8 @@ class Registrations:
             if refusal is not None:
                 raise refusal
             await self._add([engine], is_peer=False)
+        except RepublishError:  # an address to republish on is in use: it may become free
+            raise
         except KvsightError as error:
             logger.warning("registration of %s is dropped: %s", stream_of(engine).key, error)
 

@@ -36,9 +36,9 @@ _decoder = msgspec.json.Decoder(_List)
 class Gateway:
     """A gateway with one model. Belongs to one event loop."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str) -> None:
         """Raises InvalidValueError."""
-        self.url, self._headers = address_and_authorization(url, token, "gateway")
+        self.url, self._headers = address_and_authorization(url, None, "gateway")
         self._pool = HttpPool(_MAX_ANSWER_BYTES)
         self._list_at = -math.inf
         self._numbers: Mapping[str, int] = {}

@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -21,12 +21,24 @@ _MAX_BODY_BYTES = 64 * 2**20
 _CONNECT_S, _SILENCE_S = 2.0, 600.0  # an engine may compute a long prompt, or wait for its turn
 _MOST_ATTEMPTS = 3
 _PROMPTS = ("/completions", "/messages", "/responses")
+_GATEWAY = "gateway"  # in place of a worker's name: the gateway chose
 _ELSEWHERE = frozenset({502, 503, 504})
 _OF_ONE_HOP = re.compile("connection|expect|host|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade", re.I)
 _OURS = re.compile(f"{_OF_ONE_HOP.pattern}|{TARGET}", re.I)
 """Headers of a caller that are not passed on."""
 _ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # by aiohttp, if the caller sends none
 _ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class _Way(NamedTuple):
+    """One attempt to get an answer."""
+
+    worker: str
+    url: str
+    headers: Mapping[str, str] = {}
+    """Further ones of the request."""
+    failures: frozenset[int] = _ELSEWHERE
+    """Statuses after which the next way is tried."""
 
 
 class RouteProxy:
@@ -86,15 +98,19 @@ class RouteProxy:
                 workers = {name: each for name, each in workers.items() if each.url in numbers}
             placed = await self._placed(body, workers)
         try:
-            for worker, url, headers in self._ways(workers, placed, numbers):
+            for way in self._ways(workers, placed, numbers):
+                worker = way.worker
                 self._requests.labels(worker, "kvsight" if placed and worker in placed.workers else "turn").inc()
                 try:
-                    answer = await self._ask(url, request, content, headers)
-                    first = await _first(answer)
+                    answer = await self._ask(way, request, content)
+                    first = await _first(answer, way.failures)
                 except _ERRORS as error:
                     self._failed(worker, error)
                 else:
-                    if placed and worker != placed.worker:
+                    if placed and worker == _GATEWAY:
+                        self._placement.release(placed.selection_id)
+                        placed = None
+                    elif placed and worker != placed.worker:
                         placed = self._placement.move(placed, worker)
                     if placed and answer.content_type == "text/event-stream":
                         self._placement.complete(placed.selection_id)
@@ -112,14 +128,16 @@ class RouteProxy:
 
     def _ways(
         self, workers: Mapping[str, KnownWorker], placed: Placed | None, numbers: Mapping[str, int] | None
-    ) -> Iterator[tuple[str, str, Mapping[str, str]]]:
-        """Yield worker, address and further headers of each attempt. numbers: see `Gateway.numbers`."""
+    ) -> Iterator[_Way]:
+        """Yield ways to try, one after the other. numbers: see `Gateway.numbers`."""
         if self._gateway is None or numbers is None:
-            yield from ((worker, workers[worker].url, {}) for worker in self._order(workers, placed))
-        elif placed is None:
-            yield "gateway", self._gateway.url, {}
+            yield from (_Way(worker, workers[worker].url) for worker in self._order(workers, placed))
         else:
-            yield placed.worker, self._gateway.url, {TARGET: str(numbers[workers[placed.worker].url])}
+            url = self._gateway.url
+            if placed:
+                target = {TARGET: str(numbers[workers[placed.worker].url])}
+                yield _Way(placed.worker, url, target, _ELSEWHERE | {500})  # it does not try another worker then
+            yield _Way(_GATEWAY, url, failures=frozenset())
 
     def _order(self, workers: Mapping[str, KnownWorker], placed: Placed | None) -> Sequence[str]:
         """Return workers to ask, one after the other: the chosen one, the next best ones, and the others in turn."""
@@ -128,14 +146,12 @@ class RouteProxy:
         chosen = placed.workers if placed else ()
         return list(dict.fromkeys([*chosen, *present[turn:], *present[:turn]]))[:_MOST_ATTEMPTS]
 
-    async def _ask(
-        self, url: str, request: web.Request, content: bytes, more: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
+    async def _ask(self, way: _Way, request: web.Request, content: bytes) -> aiohttp.ClientResponse:
         given = [(name, value) for name, value in request.headers.items() if not _OURS.fullmatch(name)]
         return await self._http.request(
             request.method,
-            f"{url}{request.raw_path}",
-            headers=[*given, *more.items()],
+            f"{way.url}{request.raw_path}",
+            headers=[*given, *way.headers.items()],
             data=content or None,
             allow_redirects=False,
         )
@@ -169,10 +185,10 @@ class RouteProxy:
         self._warnings.warning("%s fails: %r", worker, error)
 
 
-async def _first(answer: aiohttp.ClientResponse) -> bytes:
-    """Return the first bytes of an answer. Raises one of `_ERRORS`, also for some statuses."""
+async def _first(answer: aiohttp.ClientResponse, failures: frozenset[int]) -> bytes:
+    """Return the first bytes of an answer. Raises one of `_ERRORS`, also for some statuses: `failures`."""
     try:
-        if answer.status in _ELSEWHERE:
+        if answer.status in failures:
             answer.raise_for_status()
         return await answer.content.readany()
     except BaseException:

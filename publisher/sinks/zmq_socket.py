@@ -14,16 +14,19 @@ _MAX_UNREAD = 100_000
 
 
 class EventSocket:
-    """Sends batches as an engine does.
+    """Sends batches as an engine does."""
 
-    Like engines, it binds an address with a wildcard host or an `ipc` or `inproc` address, and connects to any other
-    address, which the reader must have bound.
-    """
+    def __init__(
+        self, endpoint: str, topic: str, kept: KeptBatches, replay: ReplaySocket | None, *, binds: bool | None = None
+    ) -> None:
+        """kept: gives each batch its number. replay: a socket for the same batches.
 
-    def __init__(self, endpoint: str, topic: str, kept: KeptBatches, replay: ReplaySocket | None) -> None:
-        """kept: gives each batch its number. replay: a socket for the same batches."""
+        binds: whether readers connect. None: as for engines, only to a wildcard host or an `ipc` or `inproc` address;
+        any other address is one that the reader has bound.
+        """
         self.endpoint = endpoint
         self._topic = topic.encode()
+        self._binds = has_wildcard(endpoint) or endpoint.startswith(LOCAL_SCHEMES) if binds is None else binds
         self._kept = kept
         self._replay = replay
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -37,7 +40,7 @@ class EventSocket:
             self._live.setsockopt(zmq.LINGER, _LINGER_MS)  # now: readers may leave before close
             self._live.setsockopt(zmq.SNDHWM, _MAX_UNREAD)
             self._live.setsockopt(zmq.IPV6, is_ipv6(self.endpoint))
-            if has_wildcard(self.endpoint) or self.endpoint.startswith(LOCAL_SCHEMES):
+            if self._binds:
                 self._live.bind(self.endpoint)
             else:
                 self._live.connect(self.endpoint)

@@ -58,6 +58,16 @@ def test_a_caller_cannot_name_the_worker_and_an_engine_that_the_gateway_lacks_is
         assert chosen <= {"e0", "e1", "gateway"}
 
 
+def test_an_engine_that_fails_is_followed_by_the_gateways_choice(fleet: RoutedFleet, gateway: SmgGateway) -> None:
+    with Route("--url", fleet.url, "--gateway", gateway.url) as route:
+        first = route.chat().raise_for_status().headers["x-kvsight-worker"]
+        fleet.engines[int(first.removeprefix("e"))].kill()
+        answers = [route.chat() for _ in range(6)]
+        assert {answer.status_code for answer in answers} == {200}
+        assert first not in {answer.headers["x-kvsight-worker"] for answer in answers}
+        wait_until(lambda: fleet.requests() == 0, what="all reservations to end")
+
+
 def test_without_kvsight_the_gateway_chooses(fleet: RoutedFleet, gateway: SmgGateway) -> None:
     waves = conversations(6, 4)
     with Route("--url", fleet.url, "--gateway", gateway.url) as route:
