@@ -56,8 +56,9 @@ class Both:
         """Return scores and tiers of the peer and of kvsight."""
         theirs = await asyncio.to_thread(getattr(self.peer, route), model_name="m", **question)
         ours = (await self._client.post(f"/{route}", json={"model_name": "m", **question})).raise_for_status().json()
+        ours.pop("hint", None)  # as the fields below, only kvsight has it
         for instance in ours["instances"].values():
-            for more in ("external", "state", "age_ms", "matched_dp"):  # fields that only kvsight has
+            for more in ("external", "state", "age_ms", "matched_dp"):
                 instance.pop(more, None)
         return theirs, ours
 
