@@ -7,7 +7,7 @@ them replayed as long as they are kept.
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-from kv_events.engine_wire import endpoint_of_rank
+from kv_events.engine_wire import LOCAL_SCHEMES, endpoint_of_rank, has_wildcard
 from kv_events.errors import InvalidValueError, RecordRejectedError, check_type
 from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
@@ -26,7 +26,8 @@ _MAX_KEPT = 10_000
 class ZmqSink:
     """Publishes one stream as topic, sequence number and batch. The numbers start at 0 for each object.
 
-    Needs `with_tokens`, because readers hash the tokens.
+    Needs `with_tokens`, because readers hash the tokens. Like engines, it binds an address with a wildcard host or an
+    `ipc` or `inproc` address, and connects to any other address, which the reader must have bound.
     """
 
     def __init__(self, settings: PublisherSettings) -> None:
@@ -43,7 +44,8 @@ class ZmqSink:
         if settings.zmq_replay is not None:
             replay_endpoint = endpoint_of_rank(settings.zmq_replay, settings.dp_rank, "KVSIGHT_ZMQ_REPLAY")
             replay = ReplaySocket(replay_endpoint, kept, topic, settings.zmq_replay_layout, settings.batch_bytes)
-        self._socket = EventSocket(endpoint, topic, kept, replay)
+        binds = has_wildcard(endpoint) or endpoint.startswith(LOCAL_SCHEMES)
+        self._socket = EventSocket(endpoint, topic, kept, replay, binds=binds)
         self._events = EngineEvents(settings.zmq_encoding)
         self._omitted_logged = 0
 

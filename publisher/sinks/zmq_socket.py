@@ -4,7 +4,7 @@ import asyncio
 
 import zmq
 
-from kv_events.engine_wire import LOCAL_SCHEMES, has_wildcard, is_ipv6, seq_frame
+from kv_events.engine_wire import is_ipv6, seq_frame
 from publisher.sinks.base import SinkUnavailableError
 from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
 
@@ -17,16 +17,15 @@ class EventSocket:
     """Sends batches as an engine does."""
 
     def __init__(
-        self, endpoint: str, topic: str, kept: KeptBatches, replay: ReplaySocket | None, *, binds: bool | None = None
+        self, endpoint: str, topic: str, kept: KeptBatches, replay: ReplaySocket | None, *, binds: bool
     ) -> None:
         """kept: gives each batch its number. replay: a socket for the same batches.
 
-        binds: whether readers connect. None: as for engines, only to a wildcard host or an `ipc` or `inproc` address;
-        any other address is one that the reader has bound.
+        binds: whether readers connect to the address. If not, the reader has bound it.
         """
         self.endpoint = endpoint
         self._topic = topic.encode()
-        self._binds = has_wildcard(endpoint) or endpoint.startswith(LOCAL_SCHEMES) if binds is None else binds
+        self._binds = binds
         self._kept = kept
         self._replay = replay
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import subprocess
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,6 @@ pytestmark = [
     pytest.mark.timeout(600),  # the first test installs LiteLLM
     pytest.mark.timing("several processes must start and answer within their time"),
 ]
-
-
-@pytest.fixture
-def fleet() -> Iterator[RoutedFleet]:
-    with RoutedFleet() as running:
-        yield running
 
 
 def addresses(fleet: RoutedFleet) -> list[str]:

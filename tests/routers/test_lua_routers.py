@@ -21,12 +21,6 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "which city is it
 pytestmark = pytest.mark.timing("several processes must start and answer within their time")
 
 
-@pytest.fixture
-def fleet() -> Iterator[RoutedFleet]:
-    with RoutedFleet() as running:
-        yield running
-
-
 ROUTERS = pytest.mark.parametrize("start", [HAProxy, Nginx], ids=["HAProxy", "nginx"])
 
 

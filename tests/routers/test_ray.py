@@ -1,7 +1,6 @@
 """The request routers in the real Ray Serve, with three engines and a real `kvsight serve`."""
 
 import asyncio
-from collections.abc import Iterator
 from itertools import count, islice
 
 import httpx
@@ -18,12 +17,6 @@ pytestmark = [
     pytest.mark.timeout(600),  # the first test installs Ray
     pytest.mark.timing("several processes must start and answer within their time"),
 ]
-
-
-@pytest.fixture
-def fleet() -> Iterator[RoutedFleet]:
-    with RoutedFleet() as running:
-        yield running
 
 
 def addresses(fleet: RoutedFleet) -> list[str]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -16,12 +15,6 @@ from tests.support.waiting import wait_until
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "which city is it? " * 8}]}
 DEAD_URL = "http://127.0.0.1:9"
 pytestmark = pytest.mark.timing("several processes must start and answer within their time")
-
-
-@pytest.fixture
-def fleet() -> Iterator[RoutedFleet]:
-    with RoutedFleet() as running:
-        yield running
 
 
 class Route:

@@ -21,12 +21,6 @@ pytestmark = [
 
 
 @pytest.fixture
-def fleet() -> Iterator[RoutedFleet]:
-    with RoutedFleet() as running:
-        yield running
-
-
-@pytest.fixture
 def gateway(fleet: RoutedFleet, tmp_path: Path) -> Iterator[SmgGateway]:
     with SmgGateway(tmp_path, [each.url for each in fleet.engines]) as running:
         yield running
