@@ -156,7 +156,7 @@ class MambaMachine(ModelMachine):
 
 def _case(machine):
     case = machine.TestCase
-    case.settings = settings(max_examples=num_examples(150), stateful_step_count=40)
+    case.settings = settings(max_examples=num_examples(75), stateful_step_count=40)
     return case
 
 
