@@ -20,8 +20,6 @@ from tests.rigs.machines.cache_machines import (
 )
 from tests.support.effort import num_examples
 
-pytestmark = pytest.mark.torch
-
 MAMBA, SWA, DSA = ("mamba",), ("swa",), ("indexer",)
 BOTH, BOTH_THE_OTHER_WAY = ("mamba", "swa"), ("swa", "mamba")
 MEDIA = {

@@ -17,8 +17,6 @@ from tests.rigs.cache import GPU
 from tests.rigs.machines.cache_machine import CacheMachine, operation, soak
 from tests.support.effort import num_examples
 
-pytestmark = pytest.mark.torch
-
 
 class ModelMachine(CacheMachine):
     def content(self):
