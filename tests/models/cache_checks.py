@@ -193,11 +193,7 @@ def _check_pending(host: HostTier, nodes: list[TreeNode]) -> None:
 
 
 def _check_host_pages(
-    name: PoolName,
-    pool: HostPool,
-    host: HostTier,
-    held: Sequence[IndexArray | None],
-    prefetched: Sequence[IndexArray],
+    name: PoolName, pool: HostPool, host: HostTier, held: Sequence[IndexArray | None], prefetched: Sequence[IndexArray]
 ) -> None:
     discarded = [rows for backup in host.backups.ongoing.values() for owner, rows in backup.discarded if owner is name]
     used = _joined([*held, *discarded, *prefetched])[:: pool.page_size] // pool.page_size

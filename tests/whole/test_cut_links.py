@@ -196,10 +196,7 @@ def log(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_a_full_disk_under_an_event_log_costs_freshness_alone(log: dict[str, Any], tmp_path: Path) -> None:
-    with (
-        PublishingProcess("w", **log) as engine,
-        ServiceProcess(tmp_path, **log, KVSIGHT_WORKER_TTL_S=300) as service,
-    ):
+    with PublishingProcess("w", **log) as engine, ServiceProcess(tmp_path, **log, KVSIGHT_WORKER_TTL_S=300) as service:
         engine.store(1, 2, 3)
         wait_until(lambda: service.is_right(engine), 60, "the view before")
         size = sum(path.stat().st_size for path in (tmp_path / "log").glob("*.kvlog"))

@@ -27,10 +27,7 @@ async def test_a_router_sees_prefetched_pages_before_any_request_has_used_them()
     rig, fed = CacheRig("hiradix").attach(filled_store()), HandFed()
     settings = PublisherSettings(model="m", worker="engine-0", block_size=rig.page_size)
     app = create_app(LiveService(fed.consumer, ApiSettings()))
-    async with (
-        asking(app) as router,
-        EventPublisher(settings, MemorySink(fed.log)) as publisher,
-    ):
+    async with asking(app) as router, EventPublisher(settings, MemorySink(fed.log)) as publisher:
 
         async def scores() -> tuple[int, int] | None:
             """Return the cumulative tokens on device and host, or None if no page of the prompt is known."""

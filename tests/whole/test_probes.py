@@ -58,10 +58,7 @@ def test_engines_and_recordings_are_not_ready_while_the_broker_is_away(
 ) -> None:
     topics = own_topics(kafka_broker.bootstrap)
     flags = ["--kafka", kafka_broker.bootstrap, "--events-topic", topics["KVSIGHT_EVENTS_TOPIC"]]
-    with (
-        process("demo", "--engine", "w", *flags) as engine,
-        process("record", tmp_path / "log", *flags) as recording,
-    ):
+    with process("demo", "--engine", "w", *flags) as engine, process("record", tmp_path / "log", *flags) as recording:
         for port in (engine, recording):
             wait_until(partial(is_ready, port), 60, "the work")
         assert "kvsight_recorded_records_total" in ask(recording, "/metrics")[1]

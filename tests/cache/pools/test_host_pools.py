@@ -241,10 +241,7 @@ def test_layouts_rows_and_device_pools_that_do_not_fit_are_refused(device, other
             lambda: host.backup_from_device_all_layer(device, pages(host, 0, 1), pages(host, 1)),
             rf"one a device index, {host.page_size}|{host.name}.*2.*1",
         ),
-        (
-            lambda: host.backup_from_device_all_layer(foreign, pages(host, 0), pages(host, 1)),
-            type(foreign).__name__,
-        ),
+        (lambda: host.backup_from_device_all_layer(foreign, pages(host, 0), pages(host, 1)), type(foreign).__name__),
     ):
         with pytest.raises(InvalidValueError, match=words):
             use()

@@ -186,10 +186,7 @@ def test_a_sharing_pool_moves_with_kv_and_not_with_other_sidecars_and_hands_out_
     loaded = controller.load(host_rows, 1)
     controller.start_loading()
     controller.engine.drain()
-    assert index.copied == [
-        ("backup", host_rows.tolist(), [2, 3, 4, 5]),
-        ("load", host_rows.tolist(), loaded.tolist()),
-    ]
+    assert index.copied == [("backup", host_rows.tolist(), [2, 3, 4, 5]), ("load", host_rows.tolist(), loaded.tolist())]
 
 
 # --- what is refused takes nothing ---

@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_cache.storage import (
-    PageLayout,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-    StorageIdentity,
-    page_key,
-)
+from engine_cache.storage import PageLayout, PoolHitPolicy, PoolName, PoolTransfer, StorageIdentity, page_key
 from engine_cache.storage.directory import DirectoryStorage
 from tests.rigs.page_pools import KEYS, PagePool, put
 

@@ -15,14 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_cache.storage import (
-    PageLayout,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-    StorageIdentity,
-    page_key,
-)
+from engine_cache.storage import PageLayout, PoolHitPolicy, PoolName, PoolTransfer, StorageIdentity, page_key
 from engine_cache.storage.directory import DirectoryStorage
 from tests.rigs.page_pools import PagePool
 from tests.support.effort import num_examples
@@ -189,10 +182,7 @@ STATES = st.sets(st.integers(0, NUM_PAGES - 1))
 
 
 @settings(max_examples=num_examples(60))
-@given(
-    kv=STATES,
-    pools=st.lists(st.tuples(STATES, st.one_of(st.none(), st.integers(0, 3))), min_size=1, max_size=2),
-)
+@given(kv=STATES, pools=st.lists(st.tuples(STATES, st.one_of(st.none(), st.integers(0, 3))), min_size=1, max_size=2))
 def test_the_usable_prefix_is_the_longest_that_every_pool_allows(kv, pools):
     names = [PoolName.MAMBA, PoolName.SWA][: len(pools)]
     with tempfile.TemporaryDirectory() as folder:

@@ -12,17 +12,8 @@ pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 from engine_cache.settings import MooncakeSettings
 from engine_cache.storage import PoolName, StorageClosedError, page_keys
 from engine_cache.storage.mooncake import MooncakeStorage
-from engine_cache.storage.mooncake_client import (
-    MooncakeClient,
-    StorageRegistrationError,
-    StorageUnreachableError,
-)
-from tests.rigs.mooncake import (
-    archive,
-    engine,
-    follow,
-    own_identity,
-)
+from engine_cache.storage.mooncake_client import MooncakeClient, StorageRegistrationError, StorageUnreachableError
+from tests.rigs.mooncake import archive, engine, follow, own_identity
 from tests.rigs.page_pools import KEYS, PagePool, get, put
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 # The shell becomes the server. A background process of the shell waits for the end of a pipe whose other end only this
 # process holds. The pipe ends at the latest when this process ends, for any reason, and the group is then killed.
@@ -35,7 +36,7 @@ class ChildProcess:
     """One server process in a process group of its own."""
 
     def __init__(self, command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None) -> None:
-        self._log = log
+        self.log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", _TIED_TO_US, "sh", *map(str, command)],
@@ -75,8 +76,14 @@ class ChildProcess:
         self._process.wait()
         self._process.stdin.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def _log_tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
 
 class RestartableServer:
@@ -108,6 +115,13 @@ class RestartableServer:
     def close(self) -> None:
         """End everything."""
         self.kill()
+
+    def __enter__(self) -> Self:
+        self.restart()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def stop(self) -> None:
         """Send SIGSTOP: the server then accepts connections and never answers."""

@@ -59,13 +59,6 @@ class Envoy(RestartableServer):
         _set_endpoints(picker, [f"127.0.0.1:{picker_port or 9}"])
         return whole
 
-    def __enter__(self) -> "Envoy":
-        self.restart()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _set_endpoints(cluster: dict[str, Any], addresses: Sequence[str]) -> None:
     endpoints = [{"endpoint": {"address": _address(each)}} for each in addresses]

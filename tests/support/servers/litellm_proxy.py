@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import yaml
 
@@ -34,32 +34,18 @@ def model_list(engines: Sequence[str]) -> list[dict[str, Any]]:
     return [{"model_name": MODEL, "litellm_params": each} for each in params]
 
 
-class LiteLLMProxy:
+class LiteLLMProxy(ChildProcess):
     """`with LiteLLMProxy(folder, kvsight, engines) as proxy:`"""
 
     def __init__(self, folder: Path, kvsight: str, engines: Sequence[str], more: Any = None) -> None:
         """more: replaces parts of examples/litellm.yaml."""
-        config, self.log = folder / "config.yaml", folder / "litellm.log"
+        config = folder / "config.yaml"
         example = yaml.safe_load((ROOT / "examples" / "litellm.yaml").read_text())
         config.write_text(yaml.safe_dump(example | {"model_list": model_list(engines)} | (more or {})))
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        words: list[str | Path] = [
-            "-m",
-            "litellm.proxy.proxy_cli",
-            "--config",
-            config,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ]
+        where = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
         environment = variables(kvsight) | {"LITELLM_MASTER_KEY": _KEY}
-        self._process = ChildProcess([litellm_python(), *words], self.log, environment)
-        self._process.wait_for_port(port, 150)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        command: list[str | Path] = [litellm_python(), "-m", "litellm.proxy.proxy_cli", *where]
+        super().__init__(command, folder / "litellm.log", environment)
+        self.wait_for_port(port, 150)

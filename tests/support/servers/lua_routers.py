@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import pytest
 
@@ -29,13 +28,6 @@ class LuaRouter(RestartableServer):
     def restart(self) -> None:
         """Start or restart, and block until it listens."""
         self.start(self._command, self._log, self._port)
-
-    def __enter__(self) -> Self:
-        self.restart()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 Configure = Callable[[Path, int, str | None, dict[str, str]], list[str]]

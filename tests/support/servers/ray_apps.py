@@ -26,7 +26,7 @@ def ray_python() -> Path:
     return environment(f"ray-{VERSION}", [*needed, f"ray[serve]=={VERSION}", "pyarrow>=17", "cachetools", "omegaconf"])
 
 
-class RayApp:
+class RayApp(ChildProcess):
     """`with RayApp(name, engines=..., router=...) as app:`"""
 
     def __init__(self, name: str, *paths: Path, **given: Any) -> None:
@@ -34,20 +34,19 @@ class RayApp:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._folder = TemporaryDirectory(prefix="ray")  # its path must be short
-        self.log = Path(self._folder.name) / "log"
         given |= {"port": port, "folder": self._folder.name}
         path = ":".join(map(str, [ROOT, *paths]))
         variables = {"PYTHONPATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         words = ["-m", f"tests.support.engines.{name}", json.dumps(given)]
-        self._process = ChildProcess([ray_python(), *words], self.log, variables)
+        super().__init__([ray_python(), *words], Path(self._folder.name) / "log", variables)
 
     def __enter__(self) -> Self:
-        wait_until(lambda: "is ready at" in self.log.read_text() or not self._process.running, 150, "the app")
-        assert self._process.running, self.log.read_text()
+        wait_until(lambda: "is ready at" in self.log.read_text() or not self.running, 150, "the app")
+        assert self.running, self.log.read_text()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        super().__exit__()
         self._folder.cleanup()
 
 

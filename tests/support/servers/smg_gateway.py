@@ -14,7 +14,7 @@ from tests.support.waiting import wait_until
 VERSION = "1.13.0"
 
 
-class SmgGateway:
+class SmgGateway(ChildProcess):
     """`with SmgGateway(folder, engines) as gateway:`. Skips the test if pip cannot get it."""
 
     def __init__(self, folder: Path, engines: Sequence[str], policy: str = "consistent_hashing") -> None:
@@ -22,26 +22,15 @@ class SmgGateway:
         python = environment(f"smg-{VERSION}", [f"smg=={VERSION}"])
         self.url, self._engines = f"http://127.0.0.1:{(port := free_port())}", engines
         ports = ["--port", str(port), "--prometheus-port", str(free_port())]
-        command: list[str | Path] = [
-            python.parent / "smg",
-            "launch",
-            *ports,
-            "--policy",
-            policy,
-            "--worker-urls",
-            *engines,
-        ]
-        self._process = ChildProcess(command, folder / "smg.log")
+        words = ["launch", *ports, "--policy", policy, "--worker-urls", *engines]
+        super().__init__([python.parent / "smg", *words], folder / "smg.log")
 
     def __enter__(self) -> Self:
         wait_until(self._knows_all, 60, "SMG to know its engines")
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-
     def _knows_all(self) -> bool:
-        assert self._process.running
+        assert self.running
         try:
             listed = httpx.get(f"{self.url}/workers", verify=WITHOUT_TLS).json()["workers"]
         except (httpx.TransportError, ValueError, KeyError):

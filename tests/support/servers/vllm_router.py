@@ -12,7 +12,7 @@ from tests.support.waiting import wait_until
 VERSION = "0.1.17"
 
 
-class VllmRouter:
+class VllmRouter(ChildProcess):
     """`with VllmRouter(folder, {engine: (events, replay), ...}) as router:`. Skips the test if pip cannot get it."""
 
     def __init__(self, folder: Path, engines: Mapping[str, tuple[str, str] | None], block_size: int = 16) -> None:
@@ -27,15 +27,12 @@ class VllmRouter:
                 words += ["--kv-event-replay-source", f"{engine}={events[1]}"]
         if "--kv-event-source" in words:
             words += ["--policy", "kv_aware", "--kv-event-block-size", str(block_size), "--kv-event-model", "m"]
-        self._process = ChildProcess([python.parent / "vllm-router", *words], folder / "vllm-router.log")
+        super().__init__([python.parent / "vllm-router", *words], folder / "vllm-router.log")
 
     def __enter__(self) -> Self:
         wait_until(self._is_healthy, 60, "vllm-router to answer")
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-
     def _is_healthy(self) -> bool:
-        assert self._process.running
+        assert self.running
         return succeeds(f"{self.url}/health")
