@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES, Decoder, UndecodableError
 from tests.models.reference_decoder import decoded, joined, reference
-from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS, cleared, payload, removed, stored
+from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS, cleared, payload, stored
 
 # --- input ----------------------------------------------------------------------------------------------------------
 
@@ -105,16 +105,6 @@ def test_broken_bytes_never_harm_and_what_is_before_the_break_is_read(some: list
     _, expected, _ = decoded(whole)
     sure = list(joined(found)[:-2])
     assert sure == joined(expected)[: len(sure)]
-
-
-def test_a_bad_event_does_not_take_its_neighbours_along() -> None:
-    good = stored([1], [1, 2, 3, 4])
-    data = payload(good, stored(["x"], [1]), good, 7, ["Unknown"], good, removed([None]), good)
-    _, found, count = decoded(data)
-    assert [event if event == "bad" else event[0] for event in found] == [
-        "stored", "bad", "stored", "bad", "bad", "stored", "bad", "stored",
-    ]  # fmt: skip
-    assert count == 8
 
 
 def test_neighbours_that_state_the_same_come_as_one_run() -> None:

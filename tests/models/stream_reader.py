@@ -5,8 +5,7 @@ from typing import Any, Self
 
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
-
-MASK64 = 2**64 - 1
+from tests.support.log.records import digest_of
 
 Pages = set[tuple[int, int]]
 """(tier, sequence hash)"""
@@ -37,7 +36,7 @@ class StreamReader:
         self.block_size, self.degraded_reason = batch.block_size, batch.degraded_reason
         self.apply(batch.steps)
         if self._is_strict and self._named is None:
-            assert batch.digest.tolist() == digest_of(self.pages)
+            assert batch.digest.tobytes() == digest_of((name, tier) for tier, name in self.pages)
         return batch
 
     def read_all(self, records: Iterable[Any]) -> Self:
@@ -72,19 +71,3 @@ class StreamReader:
                 case _:
                     raise AssertionError(step)
         return self.pages
-
-
-def digest_of(pages: Pages) -> list[int]:
-    """The digest of pages: numbers by tier, and XORs of mixed sequence hashes."""
-    words = [0] * 8
-    for tier, name in pages:
-        words[tier] += 1
-        words[tier + 4] ^= _mix(name)
-    return words
-
-
-def _mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & MASK64
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK64
-    return x ^ x >> 31
