@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.report import Figure, figure, main, percentile
-from tests.rigs.republished_fleet import RepublishedFleet
-from tests.rigs.routed_fleet import Messages, Outcome, RoutedFleet, conversations
+from tests.rigs.routed_fleet import Messages, Outcome, RepublishedFleet, RoutedFleet, conversations
 from tests.rigs.routed_fleet import run as send
 from tests.support.commands import RunningCommand
 from tests.support.servers.child_process import free_port

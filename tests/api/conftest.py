@@ -1,14 +1,14 @@
 """Applications for the tests of the API, under the event loop of production."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import pytest
 
 from api.fast.heads import Head
 from kv_events.runtime.event_loops import new_event_loop
 from tests.rigs.api import client, fed, serving
-from tests.rigs.raw_http import heads_taken
+from tests.rigs.raw_http import Connect, a_service, heads_taken
 
 __all__ = ["client", "fed", "serving"]
 
@@ -16,6 +16,13 @@ __all__ = ["client", "fed", "serving"]
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run tests on the loop of the server."""
     return {"uvloop": new_event_loop}
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Connects to a service with the default settings. See `a_service`."""
+    async with a_service() as connect:
+        yield connect
 
 
 @pytest.fixture

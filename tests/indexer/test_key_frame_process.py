@@ -17,7 +17,6 @@ from indexer.settings import IndexerSettings
 from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
 from tests.support.log.records import Stream, stored
-from tests.support.processes import children_of, command_of
 from tests.support.waiting import async_wait_until
 
 SETTINGS = IndexerSettings(max_pages=1000)
@@ -60,6 +59,23 @@ def delete_all_but_the_newest(folder: Path) -> int:
     for path in old:
         path.unlink()
     return int(newest.stem)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the ids of the processes that a process has started."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process. Empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return ""
 
 
 def indexers(folder: Path, parent: int | None = None) -> list[int]:

@@ -10,11 +10,12 @@ from kv_events.codec import StoredPages
 from kv_events.schema import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 from publisher import EventPublisher, OutRecord
 from publisher.kernels.changes import SPAN
-from tests.models.stream_reader import MASK64, StreamReader
+from tests.models.stream_reader import StreamReader
 from tests.rigs.publisher import make_publisher, steps_of
 from tests.support.effort import num_examples
 from tests.support.log.records import words
 
+MASK64 = 2**64 - 1
 NAMESPACES = (None, "tenant-a")
 
 

@@ -1,4 +1,4 @@
-"""Three simulated engines behind a real `kvsight serve`, conversations, and what the best router would reuse."""
+"""Three simulated engines with a real kvsight, conversations, and what the best router would reuse."""
 
 import asyncio
 import random
@@ -19,12 +19,46 @@ PAGE = 16
 Messages = list[dict[str, str]]
 
 
-class RoutedFleet:
-    """`with RoutedFleet() as fleet:`, all parts as processes of their own."""
+class _Fleet:
+    """All parts are processes of their own."""
+
+    kvsight: RunningCommand
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def kill_kvsight(self) -> None:
+        """Send SIGKILL to it."""
+        self.kvsight.__exit__()
+
+
+class RepublishedFleet(_Fleet):
+    """`with RepublishedFleet() as fleet:`, engines whose events a `kvsight republish` sends on."""
+
+    def __enter__(self) -> Self:
+        flags: list[object] = []
+        self.events: dict[str, tuple[str, str]] = {}
+        """Address of an engine -> those of its republished events and of their replay."""
+        for number in range(3):
+            live, to, replay = free_port(), free_port(), free_port()
+            engine = self._stack.enter_context(SimulatedEngine({"zmq_port": live}))
+            self.events[engine.url] = f"tcp://127.0.0.1:{to}", f"tcp://127.0.0.1:{replay}"
+            fields = f"model=m,republish=tcp://*:{to},republish_replay=tcp://*:{replay}"
+            flags += ["--engine", f"e{number}=tcp://127.0.0.1:{live},{fields}"]
+        self.kvsight = self._stack.enter_context(RunningCommand("republish", *flags))
+        self.kvsight.wait_for("reading 3 streams")
+        return self
+
+
+class RoutedFleet(_Fleet):
+    """`with RoutedFleet() as fleet:`, engines that a `kvsight serve` reads."""
 
     def __init__(self, policy: str = "session,overlap-load") -> None:
+        super().__init__()
         self._policy = policy
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         ports = [free_port() for _ in range(3)]
@@ -36,13 +70,6 @@ class RoutedFleet:
         self.kvsight = self._stack.enter_context(RunningCommand("serve", "--port", api, *flags))
         wait_until(lambda: len(self._workers()) == len(ports), 100, "all workers to be known")
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def kill_kvsight(self) -> None:
-        """Send SIGKILL to the service."""
-        self.kvsight.__exit__()
 
     def requests(self) -> int:
         """Requests that are booked now."""

@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.rigs.republished_fleet import RepublishedFleet
-from tests.rigs.routed_fleet import conversations, run
+from tests.rigs.routed_fleet import RepublishedFleet, conversations, run
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.vllm_router import VllmRouter
 from tests.support.waiting import wait_until

@@ -10,15 +10,5 @@ MAY_IMPORT: dict[str, set[str]] = {
     "selection": {"kv_events", "indexer"},
     "api": {"kv_events", "indexer", "selection", "analysis", "bridge"},
     "simulation": {"kv_events", "engine_cache", "publisher", "indexer", "selection", "analysis"},
-    "kvsight": {
-        "kv_events",
-        "engine_cache",
-        "publisher",
-        "bridge",
-        "indexer",
-        "selection",
-        "analysis",
-        "api",
-        "simulation",
-    },
 }
+MAY_IMPORT["kvsight"] = set(MAY_IMPORT)

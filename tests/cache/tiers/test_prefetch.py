@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_cache import Lane, StoragePolicy
+from engine_cache import EvictParams, Lane, StoragePolicy
 from kv_events.errors import InvalidValueError
 from tests.rigs.cache import AB, ABCD, CPU, A, CacheRig, rigs, stored
 from tests.rigs.cache_steps import archived
@@ -92,6 +92,31 @@ def test_a_prefetch_of_which_nothing_arrived_waits_for_no_copy(rig):
     assert rig.cache.pop_prefetch_loaded_tokens("r") == 0
     assert (rig.engine.num_queued(Lane.WRITE), anchor.write_through_pending_id is None) == (1, False)
     rig.settle()
+    assert is_idle(rig)
+
+
+@rigs("hiradix")
+def test_an_anchor_that_lost_its_copy_gets_nothing(rig, store):
+    rig.insert(AB)
+    rig.host.write_faults = 2
+    rig.prefetch(ABCD)
+    rig.run(Lane.PREFETCH)
+    assert rig.fetched() == 0
+    assert (rig.used(), rig.held(CPU), is_idle(rig)) == ({"kv": 0}, set(), True)
+
+
+@rigs("unified+mamba+swa", **SIZES)
+def test_an_anchor_that_leaves_the_tree_gives_back_what_it_held_above(rig, store):
+    """Its own backup fails after the prefetch was begun, and then it is evicted."""
+    rig.turns(A)
+    rig.insert(AB)
+    rig.prefetch(ABCD)
+    assert rig.data(rig.node_of(A), "swa").host_lock_ref == 1
+    rig.host.write_faults = 2
+    rig.run(Lane.WRITE)
+    rig.cache.check_hicache_events()
+    assert rig.cache.evict(EvictParams(2)).num_tokens_evicted == 2
+    assert rig.fetched() == 0
     assert is_idle(rig)
 
 
@@ -204,6 +229,15 @@ def test_prefetches_are_limited_by_what_the_host_has_beyond_the_device(rig, stor
     assert rig.prefetch(ABCD, "b") is not None
 
 
+@rigs("hiradix", device_pages=2, host_pages=5)
+def test_a_prefetch_evicts_from_the_host_but_not_its_anchor(rig, store):
+    rig.demoted(AB)
+    held = rig.host.alloc(rig.host.available_size())
+    assert rig.prefetch(ABCD) is None
+    assert len(rig.held(CPU)) == 2
+    rig.host.free(held)
+
+
 @rigs(*ALL, **SIZES)
 def test_a_prefetch_is_cut_to_the_pages_that_are_free_without_a_second_eviction(rig, store):
     taken = rig.host.alloc(rig.host.size - 6)
@@ -225,3 +259,12 @@ def test_a_prefetch_that_would_be_cut_below_the_threshold_is_abandoned(rig, stor
     assert rig.prefetch(ABCD) is None
     assert (is_idle(rig), rig.host.available_size()) == (True, 4)
     rig.host.free(taken)
+
+
+@rigs("hiradix")
+def test_a_page_that_went_between_query_and_read_ends_the_prefix(rig, store):
+    rig.prefetch(ABCD)
+    rig.engine.step(Lane.PREFETCH)
+    store.lose(page_hashes(ABCD)[1])
+    assert rig.fetched() == 2
+    assert (is_idle(rig), rig.used()) == (True, {"kv": 2})
