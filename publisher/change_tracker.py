@@ -13,16 +13,9 @@ from kv_events.digest import Digest
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from publisher import event_columns
 from publisher.change_queue import ChangeQueue, PageChanges, QueueStats
-from publisher.event_columns import (
-    InvalidEventError,
-    check_extra_key,
-    derived_columns,
-    medium_index,
-    removed_words,
-    stored_columns,
-    token_rows,
-)
+from publisher.event_columns import InvalidEventError
 from publisher.kernels.blocks import BlockTable
 from publisher.kernels.changes import REMOVAL
 from publisher.kernels.events import PageEvents
@@ -206,8 +199,8 @@ class ChangeTracker:
                 self._note_lost_events()
 
     def _store(self, events: list[BlockStored], medium: Any, extra_key: Any) -> None:
-        tier = medium_index(medium)
-        check_extra_key(extra_key)
+        tier = event_columns.medium_index(medium)
+        event_columns.check_extra_key(extra_key)
         columns = self._columns(events)
         tokens = self._page_tokens(events) if self._tokens is not None else None
         queued = self.ledger.change(columns.stored_on(tier), extra_key)
@@ -217,24 +210,24 @@ class ChangeTracker:
                 self._tokens.clear()
 
     def _remove(self, events: list[BlockRemoved], medium: Any, extra_key: Any) -> None:
-        tier = medium_index(medium)
-        check_extra_key(extra_key)
-        self.ledger.change(PageEvents.removed(removed_words(events), tier), extra_key)
+        tier = event_columns.medium_index(medium)
+        event_columns.check_extra_key(extra_key)
+        self.ledger.change(PageEvents.removed(event_columns.removed_words(events), tier), extra_key)
 
     def _columns(self, events: list[BlockStored]) -> PageEvents:
         if len(events) > 1 or events[0].sequence_hashes:
-            return stored_columns(events, self._block_size)
+            return event_columns.stored_columns(events, self._block_size)
         event, parent = events[0], None
         if event.parent_block_hash is not None:
             parent = self.ledger.sequence_hash(_integer(event.parent_block_hash), event.extra_key)
             if parent is None:
                 raise InvalidEventError("unidentified", f"parent {event.parent_block_hash} is not held")
-        return derived_columns(event, self._block_size, parent)
+        return event_columns.derived_columns(event, self._block_size, parent)
 
     def _page_tokens(self, events: list[BlockStored]) -> list[PageTokens]:
         entries: list[PageTokens] = []
         for event in events:
-            rows = [row.astype("<u4").tobytes() for row in token_rows(event, self._block_size)]
+            rows = [row.astype("<u4").tobytes() for row in event_columns.token_rows(event, self._block_size)]
             rows = rows or [b""] * len(event.block_hashes)
             entries.extend(PageTokens(row, event.extra_key) for row in rows)
         return entries

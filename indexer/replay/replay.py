@@ -85,11 +85,7 @@ class Replay:
             pass
 
     def apply_chunk(
-        self,
-        chunk: RecordChunk,
-        start: int = 0,
-        wanted: Mask | None = None,
-        observer: ApplyObserver | None = None,
+        self, chunk: RecordChunk, start: int = 0, wanted: Mask | None = None, observer: ApplyObserver | None = None
     ) -> None:
         """Apply records of a chunk from row `start` on. The result is that of `apply` for each of them.
 

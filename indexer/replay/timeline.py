@@ -6,16 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from indexer.replay.frames import (
-    FRAME_SUFFIX,
-    Frame,
-    KeyFrameError,
-    OtherSettingsError,
-    begins_late,
-    checksum,
-    load_frame,
-    read_head,
-)
+from indexer.replay import frames
 from indexer.replay.replay import Replay
 from indexer.settings import IndexerSettings
 from kv_events.codec import DecodedBatch, decode_batch
@@ -112,7 +103,7 @@ class Timeline:
         were opened without what precedes the log, because no key frame has it.
         """
         if self._lacks_beginning:
-            return [] if self._other_settings else [begins_late(self._folder, self.first_index)]
+            return [] if self._other_settings else [frames.begins_late(self._folder, self.first_index)]
         return list(self._other_settings.values())[:1]
 
     def refresh(self) -> None:
@@ -303,29 +294,29 @@ class Timeline:
         Without such a frame: empty views and the oldest index.
         """
         stop = self.end_of(moment)
-        for path in sorted(self._folder.glob(f"*{FRAME_SUFFIX}"), reverse=True):
+        for path in sorted(self._folder.glob(f"*{frames.FRAME_SUFFIX}"), reverse=True):
             if path in self._frame_faults:
                 continue
             try:
-                frame = read_head(path, self._settings)
+                frame = frames.read_head(path, self._settings)
                 if self._is_before(frame, moment, stop):
                     self._check_record(frame)
-                    views = load_frame(frame, self._settings)
+                    views = frames.load_frame(frame, self._settings)
                     self._lacks_beginning = self._lacks_beginning or views.lacks_beginning
                     return views, frame.head.next_index
-            except KeyFrameError as error:
+            except frames.KeyFrameError as error:
                 self._frame_faults[path] = str(error)
-            except OtherSettingsError as error:
+            except frames.OtherSettingsError as error:
                 self._other_settings[path] = str(error)
         first = self._times.first_index
         views = Replay(self._settings)
-        views.lacks_beginning = first > 0 or self._folder / f"{first:020d}{FRAME_SUFFIX}" in self._other_settings
+        views.lacks_beginning = first > 0 or self._folder / f"{first:020d}{frames.FRAME_SUFFIX}" in self._other_settings
         self._lacks_beginning = self._lacks_beginning or views.lacks_beginning
         return views, first
 
     def _num_frames(self, start: int, stop: int) -> int:
         """Return the number of key frames behind an index, up to and including another one."""
-        names = (path.name.removesuffix(FRAME_SUFFIX) for path in self._folder.glob(f"*{FRAME_SUFFIX}"))
+        names = (path.name.removesuffix(frames.FRAME_SUFFIX) for path in self._folder.glob(f"*{frames.FRAME_SUFFIX}"))
         return sum(start < int(name) <= stop for name in names if name.isdecimal())
 
     def offsets(self) -> dict[int, tuple[int, int]]:
@@ -339,7 +330,7 @@ class Timeline:
                 found[partition] = found.get(partition, (first, 0))[0], last + 1
         return found
 
-    def _is_before(self, frame: Frame, moment: LogMoment, stop: int) -> bool:
+    def _is_before(self, frame: frames.Frame, moment: LogMoment, stop: int) -> bool:
         head = frame.head
         return (
             self._times.first_index <= head.next_index <= stop
@@ -347,12 +338,12 @@ class Timeline:
             and (moment.offsets is None or _is_within(head.positions, moment.offsets))
         )
 
-    def _check_record(self, frame: Frame) -> None:
+    def _check_record(self, frame: frames.Frame) -> None:
         """Check that the log still has the record before a key frame. One that is deleted or damaged proves nothing."""
         last = frame.head.next_index - 1
         for _, record in self.records(last, last + 1):
-            if checksum(record) != frame.head.last_record:
-                raise KeyFrameError(f"{frame.path}: the key frame belongs to another log")
+            if frames.checksum(record) != frame.head.last_record:
+                raise frames.KeyFrameError(f"{frame.path}: the key frame belongs to another log")
 
     def _note_damage(self, error: EventLogCorruptedError) -> None:
         self._damage.setdefault((error.segment, error.position), error)

@@ -11,14 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from aiokafka import errors
 from aiokafka.conn import CloseReason
-from aiokafka.errors import (
-    KafkaConnectionError,
-    LeaderNotAvailableError,
-    NoError,
-    UnknownTopicOrPartitionError,
-    for_code,
-)
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
@@ -85,7 +79,7 @@ def _report_loss(connection: Any) -> None:
             return send(request, expect_response=expect_response)
         except RuntimeError as error:
             connection.close(reason=CloseReason.CONNECTION_BROKEN)
-            raise KafkaConnectionError(f"{error}") from error
+            raise errors.KafkaConnectionError(f"{error}") from error
 
     connection.send = send_or_close
 
@@ -100,11 +94,11 @@ async def describe_topics(client: Any, topics: Iterable[str]) -> dict[str, list[
     answer = await _to_its_end(inner, request)
     described = {}
     for found in answer.to_object()["topics"]:
-        error = for_code(found["error_code"])
-        if error in (NoError, LeaderNotAvailableError):
+        error = errors.for_code(found["error_code"])
+        if error in (errors.NoError, errors.LeaderNotAvailableError):
             parts = sorted(found["partitions"], key=lambda part: part["partition"])
             described[found["topic"]] = [part["replicas"] for part in parts]
-        elif error is not UnknownTopicOrPartitionError:
+        elif error is not errors.UnknownTopicOrPartitionError:
             raise error(found["topic"])
     return described
 

@@ -4,15 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kv_events.kernels.batches import (
-    LEAST_EVENT_BYTES,
-    NAMES,
-    NAMES_END,
-    NUM_BATCH_FIELDS,
-    NUM_EVENT_FIELDS,
-    BatchArrays,
-    decode_batches,
-)
+from kv_events.kernels import batches
 from kv_events.kernels.bundles import I64Matrix
 from kv_events.log.reader import RecordChunk
 
@@ -28,7 +20,7 @@ class BatchColumns(NamedTuple):
     data: bytes
     rows: I64Matrix
     """[n, NUM_FIELDS] the records, as in `kv_events.kernels.log_records`; positions are relative to `data`."""
-    arrays: BatchArrays
+    arrays: batches.BatchArrays
     """The batches, as in `kv_events.kernels.batches`."""
 
     def names(self) -> list[bytes | None]:
@@ -37,19 +29,19 @@ class BatchColumns(NamedTuple):
         Batches with equal bytes belong to one stream and have one block size.
         """
         data = self.data
-        places = self.arrays.batches[:, (NAMES, NAMES_END)].tolist()
+        places = self.arrays.batches[:, (batches.NAMES, batches.NAMES_END)].tolist()
         return [data[start:end] if end else None for start, end in places]
 
 
 def decode_chunk(chunk: RecordChunk, start: int, stop: int) -> BatchColumns:
     """Decode the records [start, stop) of a chunk."""
     rows = chunk.rows[start:stop]
-    arrays = BatchArrays(
+    arrays = batches.BatchArrays(
         np.empty(len(rows), np.uint8),
-        np.empty((len(rows), NUM_BATCH_FIELDS), np.int64),
-        np.empty((len(chunk.data) // LEAST_EVENT_BYTES + 1, NUM_EVENT_FIELDS), np.int64),
+        np.empty((len(rows), batches.NUM_BATCH_FIELDS), np.int64),
+        np.empty((len(chunk.data) // batches.LEAST_EVENT_BYTES + 1, batches.NUM_EVENT_FIELDS), np.int64),
         np.empty(len(chunk.data) // 8 + 1, np.uint64),
     )
-    num_events, num_words = decode_batches(np.frombuffer(chunk.data, np.uint8), rows, arrays)
+    num_events, num_words = batches.decode_batches(np.frombuffer(chunk.data, np.uint8), rows, arrays)
     used = arrays._replace(events=arrays.events[:num_events], words=arrays.words[:num_words])
     return BatchColumns(chunk.data, rows, used)

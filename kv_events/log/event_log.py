@@ -17,32 +17,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kv_events.errors import InvalidValueError
-from kv_events.log.format import (
-    FORMAT_VERSION,
-    HEADER_BYTES,
-    LOCK_NAME,
-    EventLogCorruptedError,
-    EventLogError,
-    Segment,
-    encode_record,
-    list_segments,
-    read_version,
-    segment_header,
-    segment_path,
-)
+from kv_events.log import format as layout
+from kv_events.log.format import EventLogCorruptedError, EventLogError, Segment
 from kv_events.log.memory import LogTruncatedError
 from kv_events.records import LogRecord
 
 if TYPE_CHECKING:
     from kv_events.log.reader import RecordChunk
 
-__all__ = [
-    "EventLogCorruptedError",
-    "EventLogError",
-    "EventLogLockedError",
-    "EventLogReader",
-    "EventLogWriter",
-]
+__all__ = ["EventLogCorruptedError", "EventLogError", "EventLogLockedError", "EventLogReader", "EventLogWriter"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +81,9 @@ class EventLogWriter:
         Raises InvalidValueError, or OSError (disk full). The record is then not appended and the log stays intact.
         """
         self._check_open()
-        encoded = encode_record(record)
+        encoded = layout.encode_record(record)
         size = self._written + len(self._pending)
-        if size > HEADER_BYTES and size + len(encoded) > self.segment_bytes:
+        if size > layout.HEADER_BYTES and size + len(encoded) > self.segment_bytes:
             self._roll()
         elif len(self._pending) >= _BUFFER_BYTES:
             self._write_out()
@@ -144,14 +127,14 @@ class EventLogWriter:
         self.close()
 
     def _open_last(self) -> None:
-        segments = list_segments(self._folder)
+        segments = layout.list_segments(self._folder)
         if not segments:
             self._begin(0)
             return
         from kv_events.log.reader import scan_segment  # loads a kernel
 
         last, damage = segments[-1], list[EventLogCorruptedError]()
-        self._written, self._next_index, self._segment_index = HEADER_BYTES, last.first_index, last.first_index
+        self._written, self._next_index, self._segment_index = layout.HEADER_BYTES, last.first_index, last.first_index
         for chunk in scan_segment(last, damage.append):
             self._written, self._next_index = chunk.end, chunk.next_index
         if damage:
@@ -161,7 +144,7 @@ class EventLogWriter:
             _sync(last.path)
             self._begin(max(self._next_index, damage[-1].index + 1))
             return
-        version = read_version(last)
+        version = layout.read_version(last)
         if version is None:
             self._begin(last.first_index)
             return
@@ -169,7 +152,7 @@ class EventLogWriter:
         if num_torn:
             logger.warning("%s: cutting a torn tail of %d bytes, record %d", last.path, num_torn, self._next_index)
             os.truncate(last.path, self._written)
-        if version == FORMAT_VERSION:
+        if version == layout.FORMAT_VERSION:
             self._fd = os.open(last.path, os.O_WRONLY)
         else:  # a segment has one version
             _sync(last.path)
@@ -183,17 +166,17 @@ class EventLogWriter:
         os.close(full)
 
     def _begin(self, first_index: int) -> None:
-        path = segment_path(self._folder, first_index)
+        path = layout.segment_path(self._folder, first_index)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            _write_at(fd, segment_header(first_index), 0)
+            _write_at(fd, layout.segment_header(first_index), 0)
             os.fsync(fd)
             _sync(self._folder)
         except OSError:
             os.close(fd)
             path.unlink(missing_ok=True)  # a smaller record may still fit into the segment before it
             raise
-        self._fd, self._written, self._next_index = fd, HEADER_BYTES, first_index
+        self._fd, self._written, self._next_index = fd, layout.HEADER_BYTES, first_index
         self._segment_index = first_index
 
     def _write_out(self) -> None:
@@ -227,13 +210,13 @@ class EventLogReader:
     @property
     def first_index(self) -> int:
         """Index of the oldest record kept. It is not 0 if old segments were deleted."""
-        segments = list_segments(self._folder)
+        segments = layout.list_segments(self._folder)
         return segments[0].first_index if segments else 0
 
     @property
     def next_index(self) -> int:
         """Index of the next record to be appended. Reads everything appended since the last call."""
-        segments = list_segments(self._folder)
+        segments = layout.list_segments(self._folder)
         if not segments:
             return 0
         next_index = max(segments[-1].first_index, self._next_index)
@@ -247,7 +230,7 @@ class EventLogReader:
 
         Raises LogTruncatedError if `start` is no longer kept, EventLogCorruptedError at a damaged record.
         """
-        segments = list_segments(self._folder)
+        segments = layout.list_segments(self._folder)
         if segments and start < segments[0].first_index:
             raise LogTruncatedError(start, segments[0].first_index)
         for chunk in self._chunks(segments, start, last_damage=start):
@@ -282,7 +265,7 @@ class EventLogReader:
 
 
 def _lock(folder: Path) -> int:
-    fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(folder / layout.LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -13,16 +13,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from aiokafka import TopicPartition
-from aiokafka.errors import (
-    ConsumerStoppedError,
-    CorruptRecordException,
-    InvalidTimestampError,
-    InvalidTopicError,
-    KafkaError,
-    MessageSizeTooLargeError,
-    RecordTooLargeError,
-)
+from aiokafka import TopicPartition, errors
 from aiokafka.partitioner import DefaultPartitioner
 
 from kv_events.codec import decode_resync
@@ -41,7 +32,7 @@ from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableEr
 
 logger = logging.getLogger(__name__)
 
-_FOR_GOOD = (InvalidTopicError, MessageSizeTooLargeError, RecordTooLargeError)
+_FOR_GOOD = (errors.InvalidTopicError, errors.MessageSizeTooLargeError, errors.RecordTooLargeError)
 _RETRY_S = 1.0
 _LOOK_S = 1.0
 """Time without requests after which the control topic is looked for."""
@@ -102,12 +93,12 @@ class KafkaSink:
             raise SinkRejectedError(self._connection.failure(error, "write")) from error
         except KafkaUnreachableError as error:
             raise SinkUnavailableError(str(error)) from error
-        except InvalidTimestampError as error:
+        except errors.InvalidTimestampError as error:
             self._times.refuse(records)
             await self._stop_producer()
             detail = "it refuses the time of records, so they are sent without; is the clock of this machine right?"
             raise SinkUnavailableError(f"Kafka at {self._connection.bootstrap}: {detail}") from error
-        except (KafkaError, OSError) as error:
+        except (errors.KafkaError, OSError) as error:
             await self._stop_producer()  # its idempotent session may be lost; the retry starts a new one
             raise SinkUnavailableError(self._connection.failure(error, "write")) from error
         self._records, self._acknowledged = (), []
@@ -125,17 +116,17 @@ class KafkaSink:
             try:
                 async with asyncio.timeout(_LOOK_S):
                     message = await self._consumer.getone()
-            except ConsumerStoppedError:
+            except errors.ConsumerStoppedError:
                 return
             except TimeoutError:
                 await self._restore_control_topic()
                 await self._restore_consumer()
                 continue
-            except (CorruptRecordException, UnicodeDecodeError):
+            except (errors.CorruptRecordException, UnicodeDecodeError):
                 await self._consumer.seek_to_end()  # requests that are skipped with it are repeated
                 yield None
                 continue
-            except KafkaError as error:
+            except errors.KafkaError as error:
                 self._limited_logger.warning("%s; listening again", self._connection.failure(error, "read"))
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -153,7 +144,7 @@ class KafkaSink:
         sending = asyncio.ensure_future(self._send_all(records))
         try:
             while not (await asyncio.wait({sending}, timeout=_PATIENCE_S))[0]:
-                with contextlib.suppress(KafkaError, KafkaUnreachableError, OSError):
+                with contextlib.suppress(errors.KafkaError, KafkaUnreachableError, OSError):
                     await self._restore_topics()
             await sending
         finally:
@@ -228,7 +219,7 @@ class KafkaSink:
             self._limited_logger.warning("%s; listening again", error)
             try:
                 await self._start_consumer()
-            except (KafkaError, KafkaUnreachableError, OSError):
+            except (errors.KafkaError, KafkaUnreachableError, OSError):
                 return  # repeated at the next look
             await stop_consumer(given_up)
 
