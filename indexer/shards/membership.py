@@ -31,7 +31,7 @@ from indexer.shards.assignment import (
 )
 from indexer.shards.settings import GroupSettings
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
-from kv_events.kafka.private_parts import start_client, stop_consumer
+from kv_events.kafka.private_parts import start_client, stop_client
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.outages import Outage
@@ -151,15 +151,15 @@ class Membership:
             rebalance_timeout_ms=round(max(self._session_s, _REBALANCE_S) * 1000),
             metadata_max_age_ms=_METADATA_AGE_MS,
         )
+        consumer.subscribe([self._topic])
+        await start_client(consumer)
         try:
-            consumer.subscribe([self._topic])
-            await start_client(consumer)
             while True:
                 await consumer.getmany(timeout_ms=_POLL_MS)  # there are no records; raises errors of the group
                 self.outage.note_success()
                 self._backoff.reset()
         finally:
-            await stop_consumer(consumer)
+            await stop_client(consumer)
 
     def _reason(self, error: Exception) -> str:
         match error:

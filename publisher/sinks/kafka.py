@@ -19,7 +19,7 @@ from aiokafka.partitioner import DefaultPartitioner
 from kv_events.codec import decode_resync
 from kv_events.errors import InvalidValueError, RecordRejectedError, check_type, shorten
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
-from kv_events.kafka.private_parts import check_fetching, describe_topics, start_client, stop_consumer, stop_producer
+from kv_events.kafka.private_parts import check_fetching, describe_topics, start_client, stop_client
 from kv_events.kafka.topics import inspect_topics, mismatches
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.runtime.backoff import Backoff
@@ -107,7 +107,7 @@ class KafkaSink:
         """Flush for at most one second, then disconnect."""
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            await stop_consumer(consumer)
+            await stop_client(consumer)
         await self._stop_producer()
 
     async def requests(self) -> AsyncIterator[ResyncRequest | None]:
@@ -172,11 +172,7 @@ class KafkaSink:
             max_batch_size=MAX_RECORD_BYTES,
             partitioner=_WorkerPartitioner(),
         )
-        try:
-            await start_client(producer)
-        except BaseException:
-            await stop_producer(producer)
-            raise
+        await start_client(producer)
         self._producer = producer
         self._acknowledged = []
 
@@ -221,23 +217,23 @@ class KafkaSink:
                 await self._start_consumer()
             except (errors.KafkaError, KafkaUnreachableError, OSError):
                 return  # repeated at the next look
-            await stop_consumer(given_up)
+            await stop_client(given_up)
 
     async def _stop_producer(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
-            await stop_producer(producer)
+            await stop_client(producer)
 
     async def _start_consumer(self) -> None:
         topic = self._settings.control_topic
         partitions = await self._producer.partitions_for(topic)
         consumer = self._connection.consumer(group_id=None, enable_auto_commit=False, auto_offset_reset="latest")
+        await start_client(consumer)
         try:
-            await start_client(consumer)
             consumer.assign([TopicPartition(topic, partition) for partition in sorted(partitions)])
             await consumer.seek_to_end()
         except BaseException:
-            await stop_consumer(consumer)
+            await stop_client(consumer)
             raise
         self._consumer = consumer
 
