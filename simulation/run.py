@@ -17,7 +17,6 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from kv_events.decisions import VERSION, DecisionRecord, Outcome, encode_decision
-from kv_events.kafka.connection import KafkaConnection
 from kv_events.log.event_log import EventLogWriter
 from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
@@ -49,6 +48,8 @@ def simulate(
         create_policy(policy, settings.seed)
     if settings.kafka is None:
         return [run_direct(requests, settings, policy, progress) for policy in policies]
+    from kv_events.kafka.connection import KafkaConnection
+
     uvloop.run(KafkaConnection(settings.kafka).check())
     transport = kafka_transport(settings.kafka)
     return [uvloop.run(run_live(requests, settings, policy, transport, progress)) for policy in policies]

@@ -81,7 +81,7 @@ class LogIndexer:
                 self._write_frame()
             on_progress(self._next_index)
             self._apply(chunk)
-        self._write("time index", self.timeline.save_times)
+        self._write("time index", self.timeline.save)
 
     def _begin(self) -> None:
         """Continue at the newest key frame, or at the oldest record."""

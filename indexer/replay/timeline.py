@@ -34,7 +34,7 @@ class BatchAt(NamedTuple):
     batch: DecodedBatch
 
 
-class Timeline:
+class Timeline(TimeIndex):
     """Opens any moment of an event log, also while the log grows. For one thread at a time.
 
     A moment is an index, a time, or offsets of partitions. The views are those of the nearest key frame before
@@ -50,32 +50,21 @@ class Timeline:
         """
         if not folder.is_dir():
             raise EventLogError(f"{folder}: no such folder")
-        self._folder = folder
         self._settings = settings or IndexerSettings()
         self._damage: dict[tuple[Path, int], EventLogCorruptedError] = {}
         self._frame_faults: dict[Path, str] = {}
         self._other_settings: dict[Path, str] = {}
         self._lacks_beginning = False  # whether views were opened without what precedes the log
-        self._times = TimeIndex(folder, self._note_damage)
         self._views: Replay | None = None  # of the last call
-
-    @property
-    def first_index(self) -> int:
-        """Index of the oldest record."""
-        return self._times.first_index
-
-    @property
-    def next_index(self) -> int:
-        """Index after the newest record."""
-        return self._times.next_index
+        super().__init__(folder, self._note_damage)
 
     @property
     def extent(self) -> LogExtent:
         """Which records the log has, without their offsets: see `offsets`."""
         first, end = self.first_index, self.next_index
-        if self._times.is_empty:
+        if self.is_empty:
             return LogExtent(first_index=first, next_index=end)
-        return LogExtent("the log", end - first, first, end, self._times.first_ms, self._times.last_ms)
+        return LogExtent("the log", end - first, first, end, self.first_ms, self.last_ms)
 
     @property
     def index(self) -> int:
@@ -95,7 +84,7 @@ class Timeline:
         lack what precedes the log, and one of these key frames is named.
         """
         needed = list(self._other_settings.values())[-1:] if self._lacks_beginning else []
-        return [*self._frame_faults.values(), *self._times.faults, *needed]
+        return [*self._frame_faults.values(), *self.file_faults, *needed]
 
     @property
     def warnings(self) -> list[str]:
@@ -105,14 +94,6 @@ class Timeline:
         if self._lacks_beginning:
             return [] if self._other_settings else [frames.begins_late(self._folder, self.first_index)]
         return list(self._other_settings.values())[:1]
-
-    def refresh(self) -> None:
-        """Take the records along that were appended since. Raises OSError."""
-        self._times.refresh()
-
-    def save_times(self) -> None:
-        """Write the files of the time index. Raises OSError."""
-        self._times.save()
 
     def at(self, moment: LogMoment | None = None, views: Replay | None = None) -> Replay:
         """Return the views at a moment; default: the end of the log.
@@ -158,7 +139,7 @@ class Timeline:
         late, views.skipped = np.array(views.skipped, np.int64), []
         start = int(late[0]) if len(late) else views.next_index
         behind = {partition for partition, offset in (moment.offsets or {}).items() if offset}
-        for chunk in self._times.chunks(start):
+        for chunk in self.chunks(start):
             first, last = max(0, start - chunk.first_index), min(len(chunk.rows), stop - chunk.first_index)
             if last <= 0 or (moment.offsets is not None and not behind):
                 break
@@ -180,15 +161,11 @@ class Timeline:
         views.next_index = max(views.next_index, stop)
         views.moment = moment
         if moment.time_s is not None:
-            self._pass_time(views, moment.time_s)
+            if views.applier.records and self.last_event_ms is not None:  # time ends with the last event of the log
+                views.pass_time(min(moment.time_s, self.last_event_ms / 1000))
         elif moment.offsets is None:
             views.index = max(views.index, stop)
         return True
-
-    def _pass_time(self, views: Replay, time_s: float) -> None:
-        """Advance the clock of views to a time, but not beyond the last event of the log."""
-        if views.applier.records and self._times.last_event_ms is not None:
-            views.pass_time(min(time_s, self._times.last_event_ms / 1000))
 
     def next(self) -> Replay | None:
         """Return the views after the next record of events, or None at the end of the log.
@@ -208,7 +185,7 @@ class Timeline:
 
     def event_before(self, stop: int) -> tuple[int, LogRecord] | None:
         """Return the newest record of events before an index, and its index. None if there is none. Raises OSError."""
-        while (start := self._times.block_before(stop)) is not None:
+        while (start := self.block_before(stop)) is not None:
             events = [each for each in self.records(start, stop) if each[1].channel == Channel.EVENTS]
             if events:
                 return events[-1]
@@ -223,13 +200,9 @@ class Timeline:
         events = (each for each in self.records(start) if each[1].channel == Channel.EVENTS)
         return next(events, None)
 
-    def segment_after(self, index: int) -> int | None:
-        """Return the index at which the first file after a record begins. None if there is none."""
-        return self._times.segment_after(index)
-
     def first_after(self, time_s: float) -> int:
         """Return an index such that no record before it is later than a time."""
-        return self._times.before(time_s * 1000)
+        return self.before(time_s * 1000)
 
     def records_of(self, channels: Sequence[Channel], start: int, stop: int) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of some channels, from index `start` up to but excluding `stop`. Raises OSError."""
@@ -240,19 +213,12 @@ class Timeline:
             if chunk.next_index >= stop:
                 return
 
-    def chunks(self, start: int) -> Iterator[RecordChunk]:
-        """Yield the records from index `start` on in chunks, the first of which may begin earlier.
-
-        Damage is passed over and noted. Raises OSError.
-        """
-        return self._times.chunks(start)
-
     def records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of all channels, from index `start` up to but excluding `stop`.
 
         Damage is passed over and noted. Raises OSError.
         """
-        for chunk in self._times.chunks(start):
+        for chunk in self.chunks(start):
             for index, record in chunk.records():
                 if stop is not None and index >= stop:
                     return
@@ -269,7 +235,7 @@ class Timeline:
         first, end = start.index or 0, self.end_of(stop)
         if start.time_s is not None:
             first = self.first_after(start.time_s)
-        for chunk in self._times.chunks(first):
+        for chunk in self.chunks(first):
             wanted = (chunk.channels == Channel.EVENTS) & chunk.before(stop) & ~chunk.before(start)
             for row in np.flatnonzero(wanted).tolist():
                 record = chunk.record(row)
@@ -281,12 +247,12 @@ class Timeline:
 
     def end_of(self, moment: LogMoment) -> int:
         """Return an index after the last record that belongs to a moment. Records before it may not belong to it."""
-        stop = self._times.next_index
+        stop = self.next_index
         if moment.index is not None:
             stop = min(stop, moment.index)
-        if moment.time_s is not None and not self._times.is_empty:
-            stop = min(stop, self._times.after(moment.time_s * 1000))
-        return max(stop, self._times.first_index)
+        if moment.time_s is not None and not self.is_empty:
+            stop = min(stop, self.after(moment.time_s * 1000))
+        return max(stop, self.first_index)
 
     def nearest(self, moment: LogMoment) -> tuple[Replay, int]:
         """Return the views of the last key frame at or before a moment, and the index of the next record to apply.
@@ -308,7 +274,7 @@ class Timeline:
                 self._frame_faults[path] = str(error)
             except frames.OtherSettingsError as error:
                 self._other_settings[path] = str(error)
-        first = self._times.first_index
+        first = self.first_index
         views = Replay(self._settings)
         views.lacks_beginning = first > 0 or self._folder / f"{first:020d}{frames.FRAME_SUFFIX}" in self._other_settings
         self._lacks_beginning = self._lacks_beginning or views.lacks_beginning
@@ -333,7 +299,7 @@ class Timeline:
     def _is_before(self, frame: frames.Frame, moment: LogMoment, stop: int) -> bool:
         head = frame.head
         return (
-            self._times.first_index <= head.next_index <= stop
+            self.first_index <= head.next_index <= stop
             and (moment.time_s is None or head.newest_ms <= moment.time_s * 1000)
             and (moment.offsets is None or _is_within(head.positions, moment.offsets))
         )

@@ -56,7 +56,7 @@ class TimeIndex:
         self._segments: list[Segment] = []
         self._covered: dict[int, _Covered] = {}  # by the first index of the segment
         self._saved: dict[int, int] = {}  # first index of the segment -> next index in its file
-        self.faults: list[str] = []
+        self.file_faults: list[str] = []
         """Files of the index that could not be used. The segments were read instead."""
         self.refresh()
 
@@ -161,7 +161,7 @@ class TimeIndex:
             return _nothing(segment)
         covered = _load(path, segment)
         if covered is None:
-            self.faults.append(_fault(path))
+            self.file_faults.append(_fault(path))
             return _nothing(segment)
         self._saved[segment.first_index] = covered.next_index
         return covered
