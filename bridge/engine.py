@@ -20,8 +20,8 @@ from bridge.stream.subscriber import ConnectionState, Subscriber
 from bridge.worker_stream import StreamStatus
 from kv_events.engine_wire import parse_topic
 from kv_events.errors import shorten
-from kv_events.runtime.backoff import Backoff
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
+from kv_events.runtime.supervised import Backoff
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from bridge.decoding.events import InvalidEvent
 from bridge.settings import BridgeSettings, EngineDefaults
 from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.errors import InvalidValueError
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher

@@ -10,7 +10,7 @@ from bridge.stream.messages import Inboxes
 from bridge.threads import DecodeThreads
 from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.engine_wire import Locate, as_given
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import httpx
 
 from kv_events.errors import InvalidValueError, KvsightError, check_type
-from kv_events.runtime import backoff
+from kv_events.runtime import supervised
 from kv_events.runtime.words import nearest
 from kvsight import calls
 from kvsight.calls import Call
@@ -72,7 +72,7 @@ class RetryPolicy:
             asked = float(after) if after.isascii() and after.isdecimal() else 0.0
         elif not isinstance(outcome, _BROKEN):
             return None
-        pause_s = backoff.pause_s(attempt, self.first_pause_s, self.longest_pause_s)
+        pause_s = supervised.pause_s(attempt, self.first_pause_s, self.longest_pause_s)
         return None if asked > self.longest_pause_s else max(asked, pause_s)
 
 

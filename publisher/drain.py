@@ -6,8 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from kv_events.runtime.backoff import Backoff
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import Backoff, keep_running
 from kv_events.runtime.tracing import open_spans
 from publisher.change_tracker import ChangeTracker
 from publisher.record_builder import RecordBuilder

@@ -23,9 +23,8 @@ from kv_events.hashing import U64Array
 from kv_events.http.explanations import BatchPosition
 from kv_events.kernels.batches import END_EVENT, EPOCH, FIRST_EVENT, IS_REMOVAL, NUM_PAGES, PAGES, ROW, SEQ
 from kv_events.kernels.log_records import OFFSET, PARTITION, PAYLOAD, TIMESTAMP_MS
-from kv_events.log.batch_columns import BatchColumns
 from kv_events.log.moments import LogMoment
-from kv_events.log.reader import RecordChunk
+from kv_events.log.reader import BatchColumns, RecordChunk
 from kv_events.records import Channel, LogRecord
 from kv_events.reservations import CHOICES
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd

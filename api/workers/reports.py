@@ -12,7 +12,7 @@ from api.workers.allowed_addresses import AllowedAddresses
 from api.workers.engine_metrics import EngineMetrics, metrics_of, place_of
 from indexer.consumer import Consumer
 from kv_events.errors import KvsightError
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 from selection.roster import Report
 

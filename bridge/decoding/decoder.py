@@ -15,9 +15,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bridge.decoding.events import AttentionSpec, ClearedRun, InvalidEvent, PageRun, Run, tier_of
+from bridge.decoding.events import (
+    AttentionSpec,
+    ClearedRun,
+    InvalidEvent,
+    PageRun,
+    Run,
+    decode_mooncake_event,
+    may_remove,
+    tier_of,
+)
 from bridge.decoding.kernels import columns, scan
-from bridge.decoding.mooncake import decode_mooncake_event, may_remove
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bridge.context import EngineContext
-from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageRun, Run, tier_of
-from bridge.decoding.mooncake import MooncakeEvent
+from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, MooncakeEvent, PageRun, Run, tier_of
 from bridge.hashes.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
 from bridge.hashes.hash_memory import HashMemory, HashNamespace, TranslatedPages
 from bridge.hashes.page_namer import PageNamer, with_pages

@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages, UnreadableBatch
-from bridge.decoding.events import InvalidEvent, Run
-from bridge.decoding.mooncake import MooncakeEvent
+from bridge.decoding.events import InvalidEvent, MooncakeEvent, Run
 from bridge.registry import StreamRegistry
 from bridge.republisher import Republisher
 from bridge.settings import EngineDefaults
 from bridge.worker_stream import EngineState, StreamStatus, WorkerStream
 from kv_events.engine_wire import Payload
 from kv_events.limits import MAX_DP_RANK
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,8 @@ from indexer.slices import Interval
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from indexer.sources.reader import Opened, SourceReader
 from kv_events.errors import InvalidValueError
-from kv_events.log.event_log import EventLogError, EventLogWriter
-from kv_events.log.files import delete_unfinished, replace_file
-from kv_events.log.retention import DeletedSegment, LogRetention
+from kv_events.log.event_log import DeletedSegment, EventLogError, EventLogWriter, LogRetention
+from kv_events.log.format import delete_unfinished, replace_file
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import keep_running

@@ -16,8 +16,7 @@ from indexer.slices import run_at_once
 from indexer.snapshots.base import SnapshotDamagedError
 from indexer.snapshots.image import check, take, unpack
 from kv_events.errors import KvsightError
-from kv_events.log.files import replace_file
-from kv_events.log.format import list_segments
+from kv_events.log.format import list_segments, replace_file
 from kv_events.records import LogRecord
 
 FRAME_SUFFIX: Final = ".kvframe"

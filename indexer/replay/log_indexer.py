@@ -14,7 +14,7 @@ from indexer.replay.frames import FRAME_SUFFIX, checksum, save_frame, settings_o
 from indexer.replay.timeline import Timeline
 from indexer.settings import IndexerSettings
 from kv_events.kernels.log_records import END, PAYLOAD
-from kv_events.log.files import delete_unfinished
+from kv_events.log.format import delete_unfinished
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.log.time_index import TIMES_SUFFIX

@@ -14,9 +14,8 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from kv_events.kernels.log_records import OFFSET, PARTITION
-from kv_events.log.batch_columns import BatchColumns
 from kv_events.log.moments import LogMoment
-from kv_events.log.reader import RecordChunk
+from kv_events.log.reader import BatchColumns, RecordChunk
 from kv_events.records import Channel, LogRecord
 
 _NEVER = np.iinfo(np.int64).min

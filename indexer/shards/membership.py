@@ -33,9 +33,8 @@ from indexer.shards.settings import GroupSettings
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
 from kv_events.kafka.private_parts import start_client, stop_client
 from kv_events.kafka.settings import KafkaSettings
-from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import Backoff, keep_running
 
 logger = logging.getLogger(__name__)
 

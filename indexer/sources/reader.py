@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from indexer.sources.base import Source, SourceUnavailableError
 from kv_events.records import LogRecord
-from kv_events.runtime.backoff import Backoff
-from kv_events.runtime.outages import Outage
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import Outage, RateLimitedLogger
+from kv_events.runtime.supervised import Backoff
 from kv_events.schema import ResyncRequest
 
 logger = logging.getLogger(__name__)

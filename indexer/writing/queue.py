@@ -12,13 +12,11 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import KvsightError
-from kv_events.log.event_log import EventLogError, EventLogWriter
-from kv_events.log.retention import LogRetention
+from kv_events.log.event_log import EventLogError, EventLogWriter, LogRetention
 from kv_events.records import Channel, LogRecord
 from kv_events.reservations import RESERVATIONS_FOLDER, STEPS
-from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import Backoff, keep_running
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.log.files import replace_file
-from kv_events.log.format import HEADER_BYTES, Segment, list_segments
+from kv_events.log.format import HEADER_BYTES, Segment, list_segments, replace_file
 from kv_events.log.reader import OnDamage, RecordChunk, scan_segment
 from kv_events.records import Channel
 

@@ -22,9 +22,8 @@ from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
 from kv_events.kafka.private_parts import check_fetching, describe_topics, start_client, stop_client
 from kv_events.kafka.topics import inspect_topics, mismatches
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.runtime.backoff import Backoff
-from kv_events.runtime.outages import Outage
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import Outage, RateLimitedLogger
+from kv_events.runtime.supervised import Backoff
 from kv_events.schema import ResyncRequest
 from kv_events.streams import worker_key
 from publisher.settings import PublisherSettings

@@ -14,8 +14,7 @@ from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, SinkRejectedError, no_requests
 from publisher.sinks.engine_events import EngineEvents
-from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
-from publisher.sinks.zmq_socket import EventSocket
+from publisher.sinks.zmq_socket import EventSocket, KeptBatches, ReplaySocket
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from bridge.stream.rank_streams import RankStreams
 from bridge.tensorrt import PolledEvents
 from kv_events.codec import decode_batch
 from kv_events.log.memory import MemoryLog
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable

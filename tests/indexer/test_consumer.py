@@ -16,7 +16,7 @@ from indexer.freshness import NO_HEARTBEAT
 from indexer.namespaces import Namespaces
 from indexer.scores import stream_scores
 from indexer.settings import IndexerSettings
-from indexer.snapshots.folder import FolderStore
+from indexer.snapshots.base import FolderStore
 from indexer.snapshots.image import unpack
 from indexer.sources.base import Source
 from indexer.sources.file import FileSource

@@ -19,9 +19,9 @@ from kv_events.log.event_log import (
     EventLogLockedError,
     EventLogReader,
     EventLogWriter,
+    LogRetention,
 )
 from kv_events.log.memory import LogTruncatedError, MemoryLog
-from kv_events.log.retention import LogRetention
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import ResyncRequest
 from tests.support.log.plain_log import (

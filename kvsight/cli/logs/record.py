@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kv_events.log.event_log import EventLogReader
+from kv_events.log.event_log import DeletedSegment, EventLogReader
 from kv_events.log.moments import LogMoment
-from kv_events.log.retention import DeletedSegment
 from kv_events.records import Channel
 from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity
 from kvsight.cli.logs.reading import write_key_frames
