@@ -113,7 +113,7 @@ class InvalidEvent(NamedTuple):
     num_events: int = 1
 
 
-# --- events of Mooncake's RFC #1527, and as `mooncake_master` sends them: maps with an `event_type` --------------------
+# --- events of Mooncake's RFC #1527, and as `mooncake_master` sends them: maps with an `event_type` -------------------
 
 _Name = Annotated[str, msgspec.Meta(max_length=256)] | None
 

@@ -1,6 +1,6 @@
 """An event log in a folder: append-only segments with one writer process and any number of concurrent readers.
 
-Start at `EventLogWriter` and `EventLogReader`; `LogRetention` deletes what is old. `kv_events.log.format` reads and writes the bytes;
+Start at `EventLogWriter` and `EventLogReader`; `LogRetention` deletes old parts. `kv_events.log.format` has the bytes;
 `docs/event_log.md` documents their layout.
 """
 

@@ -1,4 +1,4 @@
-"""Reads event logs: many records at a time, as columns, past damage and a torn tail. Start at `scan_log`, then `decode_chunk`."""
+"""Reads event logs: many records at once, as columns, past damage and a torn tail. Start at `scan_log`."""
 
 import fcntl
 import os

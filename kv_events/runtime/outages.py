@@ -1,4 +1,4 @@
-"""Log lines that do not repeat: two for each outage of a server, and warnings that one bad peer could cause without end."""
+"""Log lines without end are limited: those of an outage to two, those that a bad peer causes to two a minute."""
 
 import logging
 import math
