@@ -112,7 +112,6 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
 
     @property
     def binds(self) -> bool:
-        """Whether we bind the address."""
         return has_wildcard(self.endpoint) if self.bind is None else self.bind
 
     @property

@@ -80,7 +80,6 @@ class WorkerStream:
         self._update_degraded_reason()
 
     def clear(self) -> None:
-        """Publish that the worker holds no pages."""
         self.translator.clear()
 
     def drop_all_pages(self, num_batches: int = 0) -> None:

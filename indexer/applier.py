@@ -61,7 +61,6 @@ class DeadLetters:
         )
 
     def put(self, record: LogRecord, error: RecordRejectedError) -> None:
-        """Count and keep a rejected record."""
         self.counts[error.reason] += 1
         if self.counts[error.reason] == 1:
             key = record.key[:_SHOWN].decode(errors="replace")
@@ -93,7 +92,6 @@ class DeadLetters:
             self._bytes_left -= len(kept.payload)
 
     def close(self) -> None:
-        """Close the folder's log."""
         if self._writer is not None:
             self._writer.close()
 

@@ -110,18 +110,12 @@ class Consumer:
 
     @property
     def namespaces(self) -> Namespaces:
-        """The views."""
         return self.applier.namespaces
 
     @property
     def ready(self) -> bool:
         """Whether everything that was in the event log at the start has been applied, and the loop runs."""
         return self.progress.is_caught_up and self.failure is None
-
-    @property
-    def positions(self) -> Mapping[int, int]:
-        """Partition -> offset of the next record to apply."""
-        return self.progress.positions
 
     @property
     def log_outage(self) -> Outage:
@@ -142,7 +136,6 @@ class Consumer:
         return "the log is not opened yet" if lag is None else f"catching up: {lag} records of the log to apply"
 
     def reason(self, view: View) -> str:
-        """Return why a view cannot be fully trusted, or "" if it can."""
         reason = self.freshness.reason(view)
         return str(self.log_outage) or reason if reason == NO_HEARTBEAT else reason
 
@@ -328,7 +321,6 @@ class Consumer:
 
 
 async def _cancelled(task: asyncio.Task[None] | None) -> None:
-    """Cancel a task, if there is one, and wait for its end."""
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -35,7 +35,6 @@ class RedisSettings(KvsightSettings):
 
     @property
     def is_redis_tls(self) -> bool:
-        """Whether the connection to Redis uses TLS."""
         return self.redis is not None and self.redis.startswith("rediss://")
 
     @model_validator(mode="after")
@@ -100,5 +99,4 @@ class IndexerSettings(KafkaSettings, RedisSettings):
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the event log is in memory."""
         return self.kafka is None and self.event_log_dir is None

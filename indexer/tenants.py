@@ -67,12 +67,10 @@ class TenantLimits:
         self._others = self._by_tenant.pop(OTHERS, _NONE)
 
     def of(self, tenant: str) -> TenantLimit:
-        """Return the limits of a tenant."""
         return self._by_tenant.get(tenant, self._others)
 
     @property
     def named(self) -> list[str]:
-        """The tenants that have a table."""
         return list(self._by_tenant)
 
 

@@ -72,7 +72,6 @@ class DecodedBatch(NamedTuple):
     """Why the publisher reports that its stream may be incomplete. "" if there is no reason."""
 
     def pages(self) -> BatchPages:
-        """Count the pages that the batch stores and removes."""
         counts = BatchPages(Counter(), Counter())
         for step in self.steps:
             if isinstance(step, StoredPages | RemovedPages):
@@ -113,7 +112,6 @@ def encode_batch(
 
 
 def encode_event(event: schema.WireEvent) -> bytes:
-    """Encode one event of a batch."""
     return _encoder.encode(event)
 
 
@@ -200,7 +198,6 @@ def batch_number(payload: bytes) -> tuple[int, int] | None:
 
 
 def encode_resync(request: schema.ResyncRequest) -> bytes:
-    """Encode a message of the control topic."""
     return _encoder.encode(request)
 
 

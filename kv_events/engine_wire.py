@@ -31,7 +31,6 @@ class ReplayMessage(NamedTuple):
 
     @property
     def is_end(self) -> bool:
-        """Whether the answer is complete."""
         return self.seq < 0
 
 
@@ -43,7 +42,6 @@ class PodTopic(NamedTuple):
 
 
 def seq_frame(seq: int) -> bytes:
-    """The frame of a sequence number."""
     return seq.to_bytes(SEQ_BYTES, "big")
 
 

@@ -66,7 +66,6 @@ _decoder = msgspec.msgpack.Decoder(ReservationRecord)
 
 
 def reservation_id(record: ReservationRecord) -> str:
-    """Return the id of the reservation that a record is about."""
     return record.decision.request_id if isinstance(record, Reserved) else record.reservation_id
 
 

@@ -95,7 +95,8 @@ class ChangeTracker:
         self._logged_at = -_LOG_INTERVAL_S
         self._is_closed = False
         self._deferred: deque[tuple[EngineEvent, ...]] = deque()  # filled without the lock
-        self._is_deferring = False
+        self.is_deferring = False
+        """Whether `record` may keep small calls. `record_deferred` is then called every few milliseconds."""
         self.has_lost_events = False
         """Whether `pop_lost_events` would return True."""
 
@@ -139,7 +140,7 @@ class ChangeTracker:
             self.ledger.require_groups(num_groups)
 
     def _can_defer(self, call: tuple[EngineEvent, ...]) -> bool:
-        if not self._is_deferring or len(call) > _MAX_DEFERRED_PAGES:
+        if not self.is_deferring or len(call) > _MAX_DEFERRED_PAGES:
             return False
         try:
             return sum([len(getattr(event, "block_hashes", ())) for event in call]) <= _MAX_DEFERRED_PAGES  # noqa: C419
@@ -234,10 +235,6 @@ class ChangeTracker:
 
     # --- the drain --------------------------------------------------------------------------------------------------
 
-    def accept_deferred_calls(self) -> None:
-        """Let `record` keep small calls. The caller must call `record_deferred` every few milliseconds."""
-        self._is_deferring = True
-
     @property
     def needs_sending(self) -> bool:
         """Whether changes wait, or a resync must follow lost ones."""
@@ -245,7 +242,6 @@ class ChangeTracker:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether calls wait for `record_deferred`."""
         return bool(self._deferred)
 
     def record_deferred(self) -> None:
@@ -295,7 +291,7 @@ class ChangeTracker:
 
     def close(self) -> None:
         with self._lock:
-            self._is_deferring = False
+            self.is_deferring = False
             self._record_deferred()
             self._is_closed = True
 

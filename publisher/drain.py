@@ -72,7 +72,7 @@ class Drain:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._tracker.accept_deferred_calls()
+        self._tracker.is_deferring = True
         self._task = self._supervised(self._run, "publisher-drain", self._note_lost_records)
 
     def wake(self) -> None:

@@ -170,7 +170,6 @@ class EventPublisher:
         self._tracker.close()
 
     def stats(self) -> PublisherStats:
-        """Return current statistics. Thread-safe."""
         failure = self._drain.failure
         tracked = self._tracker.stats()
         return PublisherStats(

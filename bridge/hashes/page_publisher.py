@@ -39,7 +39,6 @@ class PagePublisher:
         self._collisions = HashCollisions()
 
     def clear(self) -> None:
-        """Publish that the worker holds no pages."""
         self._collisions.clear()
         if self.publisher is not None and not self._is_clear:
             self._is_clear = True

@@ -247,7 +247,7 @@ class EngineStream:
                 is_reachable = time.monotonic() < deadline and not isinstance(error, ReplayUnreachableError)
                 self._counters.failed_replays += 1
                 failure = f"no replay from {error}; {_COST}"
-                self.ranks.warn("%s", failure)
+                self.ranks.limited_logger.warning("%s", failure)
             finally:
                 self.replay_failure = failure
             await self._apply_waiting()

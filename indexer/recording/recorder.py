@@ -290,7 +290,6 @@ class Recorder:
         return taken
 
     def _tidy(self) -> None:
-        """Sync what was written, and delete what exceeds a bound."""
         writer = self._opened()
         if not self._is_synced and self._is_flushed:
             writer.flush()
@@ -299,7 +298,6 @@ class Recorder:
         self._enforce()
 
     def _enforce(self) -> None:
-        """Delete what exceeds a bound."""
         self._kept_segment = self._opened().segment_index
         for segment in self._retention.enforce():
             self._on_deleted(segment)
@@ -414,11 +412,9 @@ class LogPositions:
         self._positions[channel] |= begins
 
     def has(self, record: LogRecord) -> bool:
-        """Return whether the log has a record already."""
         return record.offset < self._positions[record.channel].get(record.partition, 0)
 
     def note(self, record: LogRecord) -> None:
-        """Count a record that was appended."""
         self._positions[record.channel][record.partition] = record.offset + 1
 
     def save(self, index: int) -> None:

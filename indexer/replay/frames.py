@@ -75,7 +75,6 @@ def checksum(record: LogRecord) -> int:
 
 
 def settings_of_views(settings: IndexerSettings) -> dict[str, float]:
-    """Return the settings on which views depend, by name."""
     return {name: getattr(settings, name) for name in _SETTINGS}
 
 

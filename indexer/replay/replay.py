@@ -68,7 +68,6 @@ class Replay:
 
     @property
     def namespaces(self) -> Namespaces:
-        """The views."""
         return self.applier.namespaces
 
     def apply(self, record: LogRecord) -> None:

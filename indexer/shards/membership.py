@@ -79,7 +79,6 @@ class Membership:
 
     @property
     def is_assigned(self) -> bool:
-        """Whether this process has been in the group."""
         return self.assignment is not NOBODY
 
     @property
@@ -93,12 +92,10 @@ class Membership:
 
     @property
     def own(self) -> frozenset[int]:
-        """Partitions that the newest assignment gives to this member."""
         return self.assignment.partitions_of(self.id)
 
     @property
     def wanted(self) -> frozenset[int]:
-        """Partitions to read."""
         return self.own | self.lent
 
     async def wait(self, seconds: float) -> None:
@@ -172,11 +169,9 @@ class Membership:
                 return self._connection.failure(error, "read")
 
     def candidate(self) -> Candidate:
-        """What this member says of itself."""
         return Candidate(self.id, self.url, self.assignment.generation, sorted(self.held))
 
     def adopt(self, assignment: Assignment) -> None:
-        """Follow a new assignment."""
         was_in_touch = assignment.before == self.assignment.generation and self.assignment.has(self.id)
         own = assignment.partitions_of(self.id)
         self.lent = frozenset(self.held) - own if was_in_touch and assignment.has(self.id) else frozenset()

@@ -150,7 +150,6 @@ def _error(client: Redis, error: RedisError | RuntimeError) -> SnapshotStoreErro
 
 
 def _parsed(pointer: bytes | str | None) -> tuple[str, int] | None:
-    """Return name and number of the chunks of a pointer."""
     if pointer is None:
         return None
     name, num_chunks = (pointer if isinstance(pointer, str) else pointer.decode()).split(" ")

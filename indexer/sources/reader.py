@@ -76,7 +76,6 @@ class SourceReader:
         return ends
 
     async def request(self, request: ResyncRequest) -> bool:
-        """Send a request to a publisher. Returns False if the source is unavailable."""
         try:
             await self._source.request(request)
         except SourceUnavailableError as error:
@@ -86,7 +85,6 @@ class SourceReader:
         return True
 
     async def stop(self) -> None:
-        """Release the source."""
         await self._source.stop()
 
     async def _pause(self, error: SourceUnavailableError) -> None:

@@ -43,7 +43,6 @@ class TopicWriter:
             raise
 
     async def stop(self) -> None:
-        """Close the connection."""
         producer, self._producer = self._producer, None
         if producer is not None:
             await stop_client(producer)

@@ -96,7 +96,6 @@ class WriteQueue:
 
     @property
     def num_queued(self) -> int:
-        """Records that wait to be written."""
         return len(self._queue)
 
     def put(self, kind: str, key: str, payload: bytes) -> str | None:
@@ -109,7 +108,7 @@ class WriteQueue:
             return NO_LOG
         offset, now_ms = self.accepted.total(), int(time.time() * 1000)
         record = LogRecord(0, offset, now_ms, key.encode(), payload, self.contents.channel)
-        if self._is_full(record.memory_bytes):
+        if self._queued_bytes + record.memory_bytes > self._max_bytes:
             self.dropped[QUEUE_FULL] += 1
             return QUEUE_FULL
         self.accepted[kind] += 1
@@ -138,9 +137,6 @@ class WriteQueue:
             if self._queue:
                 logger.warning("%d %s were not written before the end", len(self._queue), self.contents.name)
             await self._stop()
-
-    def _is_full(self, num_bytes: int) -> bool:
-        return self._queued_bytes + num_bytes > self._max_bytes
 
     async def _drain(self) -> None:
         assert self._write is not None
@@ -180,7 +176,6 @@ class FolderWriter:
         self._thread = ThreadPoolExecutor(1, folder.name)
 
     async def write(self, records: Sequence[LogRecord]) -> None:
-        """See `Write`."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records)
         except (OSError, EventLogError) as error:

@@ -77,11 +77,9 @@ class KafkaConnection:
         return self._adapted(AIOKafkaConsumer, options)
 
     def producer(self, **options: Any) -> Any:
-        """Create an AIOKafkaProducer that is not started."""
         return self._adapted(AIOKafkaProducer, options)
 
     def admin(self, **options: Any) -> Any:
-        """Create an AIOKafkaAdminClient that is not started."""
         return self._adapted(AIOKafkaAdminClient, options)
 
     def _adapted(self, kind: Any, options: dict[str, Any]) -> Any:
@@ -118,7 +116,6 @@ class KafkaConnection:
 
     @property
     def user(self) -> str:
-        """The user of this login, for messages."""
         if self._settings.kafka_username is not None:
             return f"user {shorten(self._settings.kafka_username)}"
         return "this client"

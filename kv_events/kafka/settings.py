@@ -68,7 +68,6 @@ class KafkaSettings(KvsightSettings):
 
     @property
     def is_kafka_password_used(self) -> bool:
-        """Whether the login is by user and password."""
         return self.kafka_sasl_mechanism not in (None, "OAUTHBEARER")
 
     @model_validator(mode="after")

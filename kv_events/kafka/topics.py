@@ -155,7 +155,6 @@ async def _configs(admin: Any, names: list[str]) -> dict[str, dict[str, str]]:
 
 
 def topic_names(settings: KafkaSettings) -> list[str]:
-    """Return the names of all topics."""
     return list(_partitions(settings))
 
 

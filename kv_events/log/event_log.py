@@ -55,8 +55,10 @@ class EventLogWriter:
         self._leaves_damage = leaves_damage
         self.segment_bytes = segment_bytes
         self._fd = -1  # the last segment
-        self._next_index = 0
-        self._segment_index = 0
+        self.next_index = 0
+        """Index of the next record to be appended."""
+        self.segment_index = 0
+        """Index of the first record of the newest segment."""
         self._pending = bytearray()  # complete records that readers do not see yet
         self._written = 0  # bytes of the segment in the file, all of them valid
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,16 +67,6 @@ class EventLogWriter:
             undo.callback(os.close, self._lock)
             self._open_last()
             undo.pop_all()
-
-    @property
-    def next_index(self) -> int:
-        """Index of the next record to be appended."""
-        return self._next_index
-
-    @property
-    def segment_index(self) -> int:
-        """Index of the first record of the newest segment."""
-        return self._segment_index
 
     def append(self, record: LogRecord) -> int:
         """Add one record and return its index in the log. Readers see it after `flush()`, or earlier.
@@ -89,8 +81,8 @@ class EventLogWriter:
         elif len(self._pending) >= _BUFFER_BYTES:
             self._write_out()
         self._pending += encoded
-        self._next_index += 1
-        return self._next_index - 1
+        self.next_index += 1
+        return self.next_index - 1
 
     def flush(self, sync: bool = True) -> None:
         """Make every appended record visible to readers. With sync, return after they would survive a power failure.
@@ -105,7 +97,7 @@ class EventLogWriter:
     def start_segment(self) -> None:
         """Complete the newest segment and start another one, unless it is empty. Raises OSError."""
         self._check_open()
-        if self._next_index > self._segment_index:
+        if self.next_index > self.segment_index:
             self._roll()
 
     def close(self) -> None:
@@ -135,15 +127,15 @@ class EventLogWriter:
         from kv_events.log.reader import scan_segment  # loads a kernel
 
         last, damage = segments[-1], list[EventLogCorruptedError]()
-        self._written, self._next_index, self._segment_index = layout.HEADER_BYTES, last.first_index, last.first_index
+        self._written, self.next_index, self.segment_index = layout.HEADER_BYTES, last.first_index, last.first_index
         for chunk in scan_segment(last, damage.append):
-            self._written, self._next_index = chunk.end, chunk.next_index
+            self._written, self.next_index = chunk.end, chunk.next_index
         if damage:
             if not self._leaves_damage:
                 raise damage[0]
             logger.warning("%s; the log goes on in a new segment", damage[0])
             _sync(last.path)
-            self._begin(max(self._next_index, damage[-1].index + 1))
+            self._begin(max(self.next_index, damage[-1].index + 1))
             return
         version = layout.read_version(last)
         if version is None:
@@ -151,19 +143,19 @@ class EventLogWriter:
             return
         num_torn = last.path.stat().st_size - self._written
         if num_torn:
-            logger.warning("%s: cutting a torn tail of %d bytes, record %d", last.path, num_torn, self._next_index)
+            logger.warning("%s: cutting a torn tail of %d bytes, record %d", last.path, num_torn, self.next_index)
             os.truncate(last.path, self._written)
         if version == layout.FORMAT_VERSION:
             self._fd = os.open(last.path, os.O_WRONLY)
         else:  # a segment has one version
             _sync(last.path)
-            self._begin(self._next_index)
+            self._begin(self.next_index)
 
     def _roll(self) -> None:
         """A segment that has a successor is complete and on disk."""
         self.flush()
         full = self._fd
-        self._begin(self._next_index)
+        self._begin(self.next_index)
         os.close(full)
 
     def _begin(self, first_index: int) -> None:
@@ -177,8 +169,8 @@ class EventLogWriter:
             os.close(fd)
             path.unlink(missing_ok=True)  # a smaller record may still fit into the segment before it
             raise
-        self._fd, self._written, self._next_index = fd, layout.HEADER_BYTES, first_index
-        self._segment_index = first_index
+        self._fd, self._written, self.next_index = fd, layout.HEADER_BYTES, first_index
+        self.segment_index = first_index
 
     def _write_out(self) -> None:
         try:

@@ -61,7 +61,6 @@ class RecordChunk(NamedTuple):
 
     @property
     def next_index(self) -> int:
-        """Index after the last record."""
         return self.first_index + len(self.rows)
 
     def offsets(self, channel: int) -> Iterator[tuple[int, int, int]]:
@@ -85,7 +84,6 @@ class RecordChunk(NamedTuple):
         return taken
 
     def note_in(self, extent: LogExtent) -> None:
-        """Count the records."""
         times = self.timestamps_ms
         first_ms, last_ms = int(times.min()), int(times.max())
         extent.extend(self.first_index, len(self.rows), first_ms, last_ms, self.offsets(Channel.EVENTS))

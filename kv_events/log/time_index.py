@@ -70,6 +70,17 @@ class TimeIndex:
                 covered = self._scan(segment, covered)
             self._covered[segment.first_index] = covered
         self._all = np.concatenate([self._covered[s.first_index].blocks for s in self._segments] or [_no_blocks()])
+        self.is_empty = not len(self._all)
+        """Whether the log has no sound record."""
+        self.first_index = self._segments[0].first_index if self._segments else 0
+        self.next_index = self._covered[self._segments[-1].first_index].next_index if self._segments else 0
+        """Index after the newest record."""
+        self.first_ms = int(self._all[:, _FIRST_MS].min(initial=-_NEVER - 1))
+        """The earliest time of a record, in milliseconds since 1970."""
+        self.last_ms = int(self._all[:, _LAST_MS].max(initial=_NEVER))
+        last_event_ms = int(self._all[:, _LAST_EVENT_MS].max(initial=_NEVER))
+        self.last_event_ms = None if last_event_ms == _NEVER else last_event_ms
+        """The latest time of a record of events. None if there is none."""
 
     def save(self) -> None:
         """Write the files of the index, one for each segment. Raises OSError."""
@@ -79,37 +90,6 @@ class TimeIndex:
                 body = facts.tobytes() + covered.blocks.astype("<i8").tobytes()
                 replace_file(self._path(first), (_MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
                 self._saved[first] = covered.next_index
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the log has no sound record."""
-        return not len(self._all)
-
-    @property
-    def first_index(self) -> int:
-        """Index of the oldest record."""
-        return self._segments[0].first_index if self._segments else 0
-
-    @property
-    def next_index(self) -> int:
-        """Index after the newest record."""
-        return self._covered[self._segments[-1].first_index].next_index if self._segments else 0
-
-    @property
-    def first_ms(self) -> int:
-        """The earliest time of a record, in milliseconds since 1970."""
-        return int(self._all[:, _FIRST_MS].min())
-
-    @property
-    def last_ms(self) -> int:
-        """The latest time of a record."""
-        return int(self._all[:, _LAST_MS].max())
-
-    @property
-    def last_event_ms(self) -> int | None:
-        """The latest time of a record of events. None if there is none."""
-        last = int(self._all[:, _LAST_EVENT_MS].max(initial=_NEVER))
-        return None if last == _NEVER else last
 
     def after(self, time_ms: float) -> int:
         """Return an index such that all records from there on are later than a time."""
@@ -185,7 +165,6 @@ def _fault(path: Path) -> str:
 
 
 def _load(path: Path, segment: Segment) -> _Covered | None:
-    """Read a file of the index. None if it is damaged."""
     data = path.read_bytes()
     body = data[12:]
     facts = np.frombuffer(body[:24].ljust(24, b"\0"), "<i8")

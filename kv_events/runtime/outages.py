@@ -33,7 +33,6 @@ class Outage:
         return 0.0 if self.since is None else max(0.0, time.time() - self.since)
 
     def is_failing(self, user: str) -> bool:
-        """Return whether the newest attempt of a user failed."""
         return user in self._failing
 
     def note_failure(self, reason: object, user: str = "", began: float | None = None) -> None:
@@ -51,7 +50,6 @@ class Outage:
             self.since = None
 
     def note_success(self, user: str = "") -> None:
-        """Note a successful attempt."""
         self._failing.discard(user)
         if self.since is not None and not self._failing:
             self._logger.warning("%s again after %.1f s", self._up, self.seconds)

@@ -76,11 +76,9 @@ class Spans:
         return tuple((name, value.encode()) for name, value in carrier.items())
 
     def is_context(self, headers: Headers) -> bool:
-        """Return whether headers carry the context of a span."""
         return trace.get_current_span(self._parent(headers)).get_span_context().is_valid
 
     def fail(self, span: Span, description: str) -> None:
-        """Mark a span as failed."""
         span.set_status(trace.Status(trace.StatusCode.ERROR, description))
 
     def end(self) -> None:

@@ -63,11 +63,9 @@ class Backoff:
         """Since the last success."""
 
     async def pause(self) -> None:
-        """Wait after a failed attempt."""
         pause = pause_s(self.failed_attempts, self._first_s, self._longest_s)
         self.failed_attempts += 1
         await asyncio.sleep(pause)
 
     def reset(self) -> None:
-        """Begin again with the first pause, after an attempt that succeeded."""
         self.failed_attempts = 0

@@ -49,7 +49,6 @@ class ZmqSink:
         self._omitted_logged = 0
 
     async def start(self) -> None:
-        """Open both sockets. An address in use counts as unavailable."""
         await self._socket.start()
 
     async def send(self, records: Sequence[OutRecord]) -> None:
@@ -67,7 +66,6 @@ class ZmqSink:
         self._log_omitted()
 
     async def stop(self) -> None:
-        """Allow half a second to transmit what was sent, then close."""
         await self._socket.stop()
 
     def requests(self) -> AsyncIterator[ResyncRequest | None]:

@@ -64,7 +64,8 @@ def view_of(consumer: Consumer, stream: Stream) -> View:
 
 
 async def caught_up(consumer: Consumer, log: MemoryLog) -> None:
-    await async_wait_until(lambda: consumer.ready and consumer.positions.get(0, 0) == log.next_offset, what="the end")
+    read = consumer.progress.positions
+    await async_wait_until(lambda: consumer.ready and read.get(0, 0) == log.next_offset, what="the end")
 
 
 @asynccontextmanager
@@ -346,5 +347,5 @@ async def test_records_of_other_channels_change_no_view_and_count_as_read(tmp_pa
     async with consumer.running():
         await async_wait_until(lambda: consumer.ready, what="ready")
     view = view_of(consumer, stream)
-    assert (consumer.positions, view.num_pages[0], view.state) == ({0: 5}, 1, ViewState.LIVE)
+    assert (consumer.progress.positions, view.num_pages[0], view.state) == ({0: 5}, 1, ViewState.LIVE)
     assert (consumer.applier.records, consumer.applier.dead_letters.counts) == (2, {})

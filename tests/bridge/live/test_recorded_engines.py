@@ -79,7 +79,7 @@ class Replayed:
         publishers = [stream.publisher for stream in streams if stream.publisher is not None]
         waiting = [each.queued + each.in_flight or not each.next_seq for each in publishers]
         is_sent = self._counter("batches") == self._num_batches and not any(waiting)
-        return is_sent and self._consumer.positions.get(0) == self._log.next_offset
+        return is_sent and self._consumer.progress.positions.get(0) == self._log.next_offset
 
     def _counter(self, name: str) -> int:
         return sum(getattr(engine.counters, name) for engine in self._fleet.status())
