@@ -6,18 +6,20 @@ Start at `EventLogWriter` and `EventLogReader`; `LogRetention` deletes old parts
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.log import format as layout
 from kv_events.log.format import EventLogCorruptedError, EventLogError, Segment, companions, list_segments, size_of
 from kv_events.log.memory import LogTruncatedError
@@ -184,6 +186,37 @@ class EventLogWriter:
     def _check_open(self) -> None:
         if self._fd < 0:
             raise EventLogError(f"{self._folder}: this writer is closed")
+
+
+class WriterThread:
+    """Writes an event log in a thread, because a disk may be slow. A cancelled step ends before the next one begins."""
+
+    def __init__(self, folder: Path, segment_bytes: int, failed: type[KvsightError]) -> None:
+        """failed: raised for an error of the disk or of the log."""
+        self._folder, self._segment_bytes, self._failed = folder, segment_bytes, failed
+        self._writer: EventLogWriter | None = None  # used only in the thread
+        self._thread = ThreadPoolExecutor(1, f"event-log:{folder}")
+
+    async def run(self, step: Callable[[EventLogWriter], None]) -> None:
+        """Do something with the writer, which is opened first."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._run, step)
+        except (OSError, EventLogError) as error:
+            raise self._failed(f"event log {self._folder}: {error}") from error
+
+    async def stop(self) -> None:
+        """Close the log, and end the thread."""
+        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown(wait=False)
+        await asyncio.shield(closing)
+
+    def _run(self, step: Callable[[EventLogWriter], None]) -> None:
+        self._writer = self._writer or EventLogWriter(self._folder, segment_bytes=self._segment_bytes)
+        step(self._writer)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 class EventLogReader:
