@@ -150,12 +150,12 @@ class EngineConnection:
         if engine_stream is not None:
             self._engine_streams.move_to_end(key)
         if engine_stream is None and self.engine.worker is None:
-            pod = parse_topic(topic)
-            model = self.engine.model or pod.model or ""
-            if not (is_name(model) and is_name(pod.pod)):
+            pod, model = parse_topic(topic)
+            model = self.engine.model or model or ""
+            if not (is_name(model) and is_name(pod)):
                 self._limited_logger.warning("topic %s left out: it names no valid worker and model", shorten(topic))
             elif self._has_room():
-                engine_stream = self._engine_streams[key] = self._new_stream(model, pod.pod)
+                engine_stream = self._engine_streams[key] = self._new_stream(model, pod)
         return engine_stream
 
     def _has_room(self) -> bool:

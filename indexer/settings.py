@@ -51,10 +51,8 @@ class RedisSettings(KvsightSettings):
         if has_password + (self.redis_password is not None) + (self.redis_password_file is not None) > 1:
             expected = "one password: in the URL, in a file, or in a variable"
             raise InvalidValueError(variable("redis_password_file"), "several", expected)
-        for field in _OF_TLS if self.redis is not None and not self.is_redis_tls else ():
-            if getattr(self, field) is not None:
-                expected = f"none without TLS: {variable('redis')}=rediss://..."
-                raise InvalidValueError(variable(field), str(getattr(self, field)), expected)
+        if self.redis is not None and not self.is_redis_tls:
+            self.refuse(_OF_TLS, f"none without TLS: {variable('redis')}=rediss://...")
         return self
 
 

@@ -7,14 +7,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kv_events.digest import Digest
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 from publisher import event_columns
-from publisher.change_queue import ChangeQueue, PageChanges, QueueStats
+from publisher.change_queue import ChangeQueue, PageChanges
 from publisher.event_columns import InvalidEventError
 from publisher.kernels.blocks import BlockTable
 from publisher.kernels.changes import REMOVAL
@@ -40,14 +40,6 @@ _COPY_PASSES = 3
 _STEP_PAGES = 8192
 
 _place = operator.attrgetter("medium", "extra_key")
-
-
-class TrackerStats(NamedTuple):
-    """See `PublisherStats`."""
-
-    queue: QueueStats
-    pages: dict[str, int]
-    rejected_events: dict[str, int]
 
 
 class FairLock:
@@ -307,11 +299,13 @@ class ChangeTracker:
         with self._lock:
             return None if self.queue.num_queued else self.ledger.digest()
 
-    def stats(self) -> TrackerStats:
+    def stats(self) -> dict[str, Any]:
+        """The fields of `PublisherStats` about the engine's side."""
         with self._lock:
             self._record_deferred()
             pages = {**self.ledger.counts(), "held": self.ledger.num_pages}
-            return TrackerStats(self.queue.stats(), pages, dict(self._rejected))
+            own = {"is_broken": self.queue.is_broken, "pages": pages, "rejected_events": dict(self._rejected)}
+            return self.queue.stats() | own
 
     def check(self) -> None:
         """Recount the ledger from scratch. Raises AssertionError with both figures."""

@@ -265,12 +265,12 @@ class Timeline(TimeIndex):
             if path in self._frame_faults:
                 continue
             try:
-                frame = frames.read_head(path, self._settings)
-                if self._is_before(frame, moment, stop):
-                    self._check_record(frame)
-                    views = frames.load_frame(frame, self._settings)
+                head = frames.read_head(path, self._settings)
+                if self._is_before(head, moment, stop):
+                    self._check_record(path, head)
+                    views = frames.load_frame(path, head, self._settings)
                     self._lacks_beginning = self._lacks_beginning or views.lacks_beginning
-                    return views, frame.head.next_index
+                    return views, head.next_index
             except frames.KeyFrameError as error:
                 self._frame_faults[path] = str(error)
             except frames.OtherSettingsError as error:
@@ -297,20 +297,19 @@ class Timeline(TimeIndex):
                 found[partition] = found.get(partition, (first, 0))[0], last + 1
         return found
 
-    def _is_before(self, frame: frames.Frame, moment: LogMoment, stop: int) -> bool:
-        head = frame.head
+    def _is_before(self, head: frames.FrameHead, moment: LogMoment, stop: int) -> bool:
         return (
             self.first_index <= head.next_index <= stop
             and (moment.time_s is None or head.newest_ms <= moment.time_s * 1000)
             and (moment.offsets is None or _is_within(head.positions, moment.offsets))
         )
 
-    def _check_record(self, frame: frames.Frame) -> None:
+    def _check_record(self, path: Path, head: frames.FrameHead) -> None:
         """Check that the log still has the record before a key frame. One that is deleted or damaged proves nothing."""
-        last = frame.head.next_index - 1
+        last = head.next_index - 1
         for _, record in self.records(last, last + 1):
-            if frames.checksum(record) != frame.head.last_record:
-                raise frames.KeyFrameError(f"{frame.path}: the key frame belongs to another log")
+            if frames.checksum(record) != head.last_record:
+                raise frames.KeyFrameError(f"{path}: the key frame belongs to another log")
 
     def _note_damage(self, error: EventLogCorruptedError) -> None:
         self._damage.setdefault((error.segment, error.position), error)
