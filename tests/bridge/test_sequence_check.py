@@ -17,7 +17,7 @@ from kv_events.log.memory import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId
 from publisher import PublisherSettings
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.models.stream_reader import StreamReader
 from tests.rigs.bridge import pages, store
 from tests.support.waiting import async_wait_until

@@ -23,7 +23,7 @@ from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.support.engines.event_payloads import cleared, payload, removed, stored
 from tests.support.engines.hostile_payloads import SHAPES, hostile
 

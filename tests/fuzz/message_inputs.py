@@ -17,7 +17,7 @@ from bridge.stream.messages import Inbox
 from bridge.stream.subscriber import ConnectionState
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
 from kv_events.log.memory import MemoryLog
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from publisher.sinks.zmq_socket import KeptBatches, ReplaySocket
 from tests.fuzz.engine_inputs import PAYLOADS, STREAM, small_publisher, small_registry
 from tests.support.engines.event_payloads import payload, stored

@@ -13,7 +13,7 @@ import zmq.asyncio
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockStored
 from publisher import EventPublisher, OutRecord, PublisherSettings
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from publisher.sinks.zmq import ZmqSink
 from publisher.sinks.zmq_socket import KeptBatches
 from tests.support.servers.child_process import free_port

@@ -20,7 +20,7 @@ from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, counted_reason
 from kv_events.streams import StreamId, split_group
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.models.stream_reader import Pages, StreamReader
 from tests.support.engines.event_payloads import cleared, names_of, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine

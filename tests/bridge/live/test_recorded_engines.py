@@ -21,7 +21,7 @@ from indexer.consumer import Consumer
 from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
 from publisher import PublisherSettings
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.engines.recording import Asked, AskedText, Batch, Header, Restarted, Step, read
 from tests.support.engines.recorded_engine import recorded_engine
 from tests.support.engines.zmq_engine import ZmqEngine
