@@ -21,7 +21,7 @@ from bridge.worker_stream import StreamStatus
 from kv_events.engine_wire import parse_topic
 from kv_events.errors import shorten
 from kv_events.runtime.outages import RateLimitedLogger
-from kv_events.runtime.supervised import Backoff
+from kv_events.runtime.supervised import Backoff, cancel
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,7 @@ class EngineConnection:
 
     async def stop(self, deadline_s: float, *, clear: bool) -> None:
         """Stop reading and publish what is queued. clear: also publish that the engine holds no pages."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
         streams = [*self._engine_streams.values(), *self._leaving]
         await asyncio.gather(*(each.ranks.close(deadline_s, clear=clear) for each in streams))
         if self._republisher is not None:

@@ -26,7 +26,7 @@ from indexer.views import View
 from indexer.worker_log import WorkerLog
 from kv_events.records import LogRecord
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import cancel, keep_running
 from kv_events.runtime.tracing import open_spans
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
@@ -166,10 +166,9 @@ class Consumer:
             self._stopping = True
             await asyncio.wait({task}, timeout=_STOP_S)
             is_between_records = task.done() and self.failure is None
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
             await self._stop_probing()
-            await _cancelled(self._requesting)
+            await cancel(self._requesting)
             is_complete = is_between_records and self.progress.is_started
             await self._snapshots.close(self._copy if is_complete else None)
             if self.owned is not None:
@@ -309,7 +308,7 @@ class Consumer:
 
     async def _stop_probing(self) -> None:
         probing, self._probing = self._probing, None
-        await _cancelled(probing)
+        await cancel(probing)
 
     async def _copy(self) -> SnapshotParts:
         """Copy the views in slices. The loop waits for the copy, so nothing changes the views during this time."""
@@ -318,9 +317,3 @@ class Consumer:
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = error
-
-
-async def _cancelled(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

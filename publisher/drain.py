@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from kv_events.runtime.supervised import Backoff, keep_running
+from kv_events.runtime.supervised import Backoff, cancel, keep_running
 from kv_events.runtime.tracing import open_spans
 from publisher.change_tracker import ChangeTracker
 from publisher.record_builder import RecordBuilder
@@ -119,10 +119,8 @@ class Drain:
         self._ends_stream = ends_stream
         self._awake.set()
         if self._task is not None:
-            _, late = await asyncio.wait({self._task}, timeout=deadline_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait({self._task}, timeout=deadline_s)
+            await cancel(self._task)
         self._is_polling = True
         if self._next_poll is not None:
             self._next_poll.cancel()
@@ -166,8 +164,7 @@ class Drain:
                 else:
                     await self._wait()
         finally:
-            control.cancel()
-            await asyncio.gather(control, return_exceptions=True)
+            await cancel(control)
 
     async def _begin_resync(self) -> None:
         """Prepare the resync in a thread.

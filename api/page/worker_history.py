@@ -18,6 +18,7 @@ from indexer.slices import Slices
 from indexer.views import View
 from indexer.worker_log import WorkerChange
 from kv_events.http.fleet import StateChange
+from kv_events.runtime.supervised import cancel
 from kv_events.streams import StreamId
 
 INTERVAL_S: Final = 5.0
@@ -86,8 +87,7 @@ class WorkerHistory:
             yield
         finally:
             consumer.worker_log.on_change.remove(note)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
 
     def sample(self, views: list[View], now: float) -> Iterator[None]:
         """Take the rates since the last sample, in slices. Call it every `INTERVAL_S`. now: seconds of any clock.

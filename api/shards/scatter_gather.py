@@ -42,7 +42,7 @@ from indexer.views import STATES, ViewState
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
 from kv_events.http.service import ShardMember, Shards
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -162,12 +162,10 @@ class ScatterGather:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watch the other members in the background of a block."""
-        task = asyncio.create_task(keep_running(self._watch, "shards", logger), name="shards")
         try:
-            yield
+            async with in_background(self._watch, "shards", logger):
+                yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             await self._peers.close()
 
     def shards(self) -> Shards:

@@ -41,6 +41,7 @@ from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from kv_events.errors import KvsightError
 from kv_events.http.worker_records import WorkerRecord
 from kv_events.log.memory import MemoryLog
+from kv_events.runtime.supervised import cancel
 from kv_events.schema import ENGINE_UNHEARD, MEDIA
 from kv_events.streams import StreamId, split_group
 
@@ -116,9 +117,7 @@ class Registrations:
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
             await self._fleet.close()
             if self._saved is not None:
                 await self._saved.close()

@@ -21,7 +21,7 @@ from kv_events.log.event_log import DeletedSegment, EventLogError, EventLogWrite
 from kv_events.log.format import delete_unfinished, replace_file
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import cancel, keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -153,9 +153,8 @@ class Recorder:
                 await stop.wait()
         finally:
             stop.set()
-            for task in following:
-                task.cancel()
-            await asyncio.gather(upkeep, *following, return_exceptions=True)
+            await cancel(*following)
+            await asyncio.gather(upkeep, return_exceptions=True)
             self._close()
 
     async def _open_patiently(self, stop: asyncio.Event) -> None:

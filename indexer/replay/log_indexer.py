@@ -1,6 +1,5 @@
 """Keeps the key frames and the time index of an event log up to date, here or in a process of their own."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,7 +19,7 @@ from kv_events.log.reader import RecordChunk
 from kv_events.log.time_index import TIMES_SUFFIX
 from kv_events.records import LogRecord
 from kv_events.runtime.helper_process import helper_results
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -140,12 +139,8 @@ async def indexing(folder: Path, settings: IndexerSettings | None = None) -> Asy
     the views once more. If it ends, it is started again. settings: of the views; default: from `KVSIGHT_*` variables.
     """
     bounds = msgspec.json.encode(settings_of_views(settings or IndexerSettings())).decode()
-    task = asyncio.create_task(keep_running(lambda: _index(folder, bounds), "key frames", logger), name="key frames")
-    try:
+    async with in_background(lambda: _index(folder, bounds), "key frames", logger):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _index(folder: Path, settings: str) -> None:

@@ -34,7 +34,7 @@ from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
 from kv_events.kafka.private_parts import start_client, stop_client
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import Backoff, keep_running
+from kv_events.runtime.supervised import Backoff, in_background
 
 logger = logging.getLogger(__name__)
 
@@ -110,14 +110,11 @@ class Membership:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Be a member during a block. Leaving it leaves the group, so that the others take over at once."""
-        parts = {"consumer group": self._run, "consumer group clock": self._watch_clock}
-        tasks = [asyncio.create_task(keep_running(part, name, logger), name=name) for name, part in parts.items()]
-        try:
+        async with (
+            in_background(self._run, "consumer group", logger),
+            in_background(self._watch_clock, "consumer group clock", logger),
+        ):
             yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch_clock(self) -> None:
         while True:

@@ -16,7 +16,7 @@ from kv_events.log.event_log import EventLogWriter, LogRetention, WriterThread
 from kv_events.records import Channel, LogRecord
 from kv_events.reservations import RESERVATIONS_FOLDER, STEPS
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import Backoff, keep_running
+from kv_events.runtime.supervised import Backoff, cancel, keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,7 @@ class WriteQueue:
                 async with asyncio.timeout(_STOP_S):
                     while self._queue:  # noqa: ASYNC110  (the task has no event for it)
                         await asyncio.sleep(0.01)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
             if self._queue:
                 logger.warning("%d %s were not written before the end", len(self._queue), self.contents.name)
             await self._stop()

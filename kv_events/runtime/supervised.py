@@ -4,7 +4,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 from kv_events.errors import KvsightError
 from kv_events.runtime.outages import RateLimitedLogger
@@ -40,6 +42,29 @@ async def keep_running(
             num_failures += 1
         else:
             return
+
+
+@asynccontextmanager
+async def in_background(
+    work: Callable[[], Awaitable[None]],
+    name: str,
+    logger: logging.Logger,
+    on_error: Callable[[Exception], None] = lambda _: None,
+) -> AsyncIterator[None]:
+    """Do work in a task of this name during a block. See `keep_running`."""
+    task = asyncio.create_task(keep_running(work, name, logger, on_error), name=name)
+    try:
+        yield
+    finally:
+        await cancel(task)
+
+
+async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel tasks, as far as there are any, and wait for their ends."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)
 
 
 _random = random.SystemRandom()

@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from kv_events.engine_wire import END, FrameError, is_ipv6, parse_replay_request, seq_frame
 from kv_events.runtime.outages import RateLimitedLogger
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import cancel, keep_running
 from publisher.sinks.base import SinkUnavailableError
 
 _LINGER_MS = 500
@@ -111,9 +111,7 @@ class ReplaySocket:
     async def stop(self) -> None:
         """Allow half a second to transmit what was sent, then close. A second call does nothing."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await cancel(task)
         router, self._router = self._router, None
         if router is not None:
             router.close()
