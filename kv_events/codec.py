@@ -20,7 +20,6 @@ from kv_events.streams import StreamId
 _encoder = msgspec.msgpack.Encoder()
 _batch_decoder = msgspec.msgpack.Decoder(schema.DegradedBatch)
 _event_decoder = msgspec.msgpack.Decoder(schema.WireEvent)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for invalid bytes
 _control_decoder = msgspec.msgpack.Decoder(schema.ResyncRequest)
 
 
@@ -121,12 +120,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
         raise RecordRejectedError("record_size", f"{len(payload)} bytes, at most {limits.MAX_RECORD_BYTES}")
     if not payload:
         raise RecordRejectedError("empty", "0 bytes, such as a record without a value")
-    try:
-        batch = _batch_decoder.decode(payload)
-    except msgspec.ValidationError as error:
-        raise RecordRejectedError("field", str(error)) from None
-    except _UNREADABLE as error:
-        raise RecordRejectedError("msgpack", str(error)) from None
+    batch = schema.decoded(payload, _batch_decoder)
     newer = _check_version(batch.schema_version)
     _check_header(batch)
     steps = [step for raw in batch.events if (step := _decode_step(raw, newer)) is not None]
@@ -183,7 +177,7 @@ def batch_time(payload: bytes) -> float | None:
     """
     try:
         time_s = _head_decoder.decode(payload).timestamp
-    except _UNREADABLE:
+    except schema.UNREADABLE:
         return None
     return time_s if math.isfinite(time_s) else None
 
@@ -192,7 +186,7 @@ def batch_number(payload: bytes) -> tuple[int, int] | None:
     """Return epoch and seq of a batch without decoding its events, or None if the record is no batch."""
     try:
         head = _head_decoder.decode(payload)
-    except _UNREADABLE:
+    except schema.UNREADABLE:
         return None
     return head.epoch, head.seq
 
@@ -207,7 +201,7 @@ def decode_resync(payload: bytes) -> schema.ResyncRequest:
         raise RecordRejectedError("control", f"{len(payload)} bytes, expected 1 .. {limits.MAX_CONTROL_BYTES}")
     try:
         return _control_decoder.decode(payload)
-    except _UNREADABLE as error:
+    except schema.UNREADABLE as error:
         raise RecordRejectedError("control", str(error)) from None
 
 
@@ -252,7 +246,7 @@ def _decode_step(raw: msgspec.Raw, newer: bool) -> Step | None:
             return None  # a tag of a newer minor version
         reason = "medium" if "enum value" in str(error) else "field"
         raise RecordRejectedError(reason, str(error)) from None
-    except _UNREADABLE as error:
+    except schema.UNREADABLE as error:
         raise RecordRejectedError("msgpack", str(error)) from None
     if isinstance(event, schema.PackedStored):
         return _stored_pages(event)

@@ -12,9 +12,7 @@ import msgspec
 
 from kv_events import limits
 from kv_events.errors import InvalidValueError, RecordRejectedError
-from kv_events.schema import SCHEMA_MAJOR, SCHEMA_VERSION
-
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+from kv_events.schema import SCHEMA_MAJOR, SCHEMA_VERSION, decoded
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -104,12 +102,7 @@ def decode_checked(
     """
     if not 0 < len(payload) <= limits.MAX_RECORD_BYTES:
         raise RecordRejectedError("record_size", f"{len(payload)} bytes, expected 1 .. {limits.MAX_RECORD_BYTES}")
-    try:
-        record = decoder.decode(payload)
-    except msgspec.ValidationError as error:
-        raise RecordRejectedError("field", str(error)) from None
-    except _UNREADABLE as error:
-        raise RecordRejectedError("msgpack", str(error)) from None
+    record = decoded(payload, decoder)
     if record.schema_version >> 8 != SCHEMA_MAJOR:
         detail = f"major {record.schema_version >> 8}, this decoder reads {SCHEMA_MAJOR}"
         raise RecordRejectedError("schema_version", detail)

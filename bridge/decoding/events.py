@@ -14,6 +14,7 @@ import numpy as np
 
 from bridge.decoding.kernels.columns import EXTERNAL, REMOVAL, TIERS, UNKNOWN
 from kv_events.hashing import U32Array
+from kv_events.schema import UNREADABLE
 from publisher.kernels.events import PageEvents
 
 MASK64 = 2**64 - 1
@@ -161,7 +162,7 @@ def may_remove(data: bytes | memoryview) -> bool:
     """Whether an event that cannot be decoded may have removed pages."""
     try:
         return bool(msgspec.msgpack.decode(data, type=dict[str, Any])["event_type"] != "stored")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
+    except (*UNREADABLE, KeyError):
         return True
 
 

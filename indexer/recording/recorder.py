@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -203,7 +203,7 @@ class Recorder:
 
     async def _start(self, feed: Feed, reader: SourceReader, stop: asyncio.Event, *, once: bool) -> Opened | None:
         """Open a source where its recording ended. None: `stop` was set before."""
-        recorded = self._positions.of(feed.channel)
+        recorded = dict(self._positions.by_channel[feed.channel])
         wanted = recorded | {part: max(begin, recorded.get(part, 0)) for part, begin in feed.begins.items()}
         opened = None
         if once:
@@ -213,7 +213,7 @@ class Recorder:
         while not stop.is_set() and opened is None:
             opened = await reader.start(wanted)  # it logs why there is none, and pauses
         if opened is not None:
-            self._positions.set(feed.channel, opened.begins)  # the topic may have been created again
+            self._positions.by_channel[feed.channel] |= opened.begins  # the topic may have been created again
         return opened
 
     # --- the disk ---------------------------------------------------------------------------------------------------
@@ -223,7 +223,8 @@ class Recorder:
 
         Returns the number of records that were not appended.
         """
-        waiting = deque(record for record in records if not self._positions.has(record))
+        recorded = self._positions.by_channel
+        waiting = deque(each for each in records if each.offset >= recorded[each.channel].get(each.partition, 0))
         while waiting or not self._is_flushed:
             try:
                 self._append(waiting)
@@ -248,7 +249,7 @@ class Recorder:
             except InvalidValueError as error:
                 self.lost += 1
                 logger.warning("partition %d offset %d is not recorded: %s", record.partition, record.offset, error)
-            self._positions.note(record)
+            self._positions.by_channel[record.channel][record.partition] = record.offset + 1
             waiting.popleft()
         writer.flush(sync=False)
         self._is_flushed, self._is_synced = True, False
@@ -387,7 +388,8 @@ class LogPositions:
         next_index: of the log. is_empty: read nothing, because the offsets of before mean nothing.
         """
         self._path = folder / _POSITIONS_FILE
-        self._positions: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self.by_channel: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        """Channel -> partition -> offset of the next record."""
         delete_unfinished(folder, _POSITIONS_FILE)
         if is_empty:
             return
@@ -395,30 +397,16 @@ class LogPositions:
 
         start, saved = 0, self._read()
         if saved is not None and saved.index <= next_index:
-            self._positions.update(saved.positions)
+            self.by_channel.update(saved.positions)
             start = saved.index
         for chunk in scan_log(folder, lambda _damage: None, start):  # what is damaged needs no position
             new = chunk._replace(rows=chunk.rows[max(0, start - chunk.first_index) :])
             for channel in np.unique(new.channels).tolist():
-                self._positions[channel] |= {partition: last + 1 for partition, _, last in new.offsets(channel)}
-
-    def of(self, channel: int) -> dict[int, int]:
-        """Partition -> offset of the next record of a channel."""
-        return dict(self._positions[channel])
-
-    def set(self, channel: int, begins: Mapping[int, int]) -> None:
-        """Go on with other offsets. begins: partition -> offset of the record that will be copied next."""
-        self._positions[channel] |= begins
-
-    def has(self, record: LogRecord) -> bool:
-        return record.offset < self._positions[record.channel].get(record.partition, 0)
-
-    def note(self, record: LogRecord) -> None:
-        self._positions[record.channel][record.partition] = record.offset + 1
+                self.by_channel[channel] |= {partition: last + 1 for partition, _, last in new.offsets(channel)}
 
     def save(self, index: int) -> None:
         """Write the file. index: of the next record of the log; those before it are on disk. Raises OSError."""
-        replace_file(self._path, [msgspec.json.encode(_Saved(index, self._positions))])
+        replace_file(self._path, [msgspec.json.encode(_Saved(index, self.by_channel))])
 
     def _read(self) -> _Saved | None:
         try:

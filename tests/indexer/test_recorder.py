@@ -194,8 +194,8 @@ def test_offsets_are_counted_for_each_channel_and_partition(tmp_path: Path) -> N
         writer.append(LogRecord(0, 40, 1, b"key", b"2", Channel.DECISIONS))
         writer.append(LogRecord(1, 3, 1, b"key", b"3"))
     positions = LogPositions(tmp_path, next_index=3)
-    assert positions.of(Channel.EVENTS) == {0: 8, 1: 4}
-    assert positions.of(Channel.DECISIONS) == {0: 41}
+    assert positions.by_channel[Channel.EVENTS] == {0: 8, 1: 4}
+    assert positions.by_channel[Channel.DECISIONS] == {0: 41}
 
 
 @pytest.mark.parametrize(
