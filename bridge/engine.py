@@ -14,7 +14,7 @@ from bridge.registry import StreamRegistry
 from bridge.republisher import Republisher
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.rank_streams import Missed
+from bridge.stream.rank_streams import Missed, RankStreams
 from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
 from bridge.worker_stream import StreamStatus
@@ -188,4 +188,5 @@ class EngineConnection:
             timeout_s = registry.settings.bridge_replay_timeout_s
             replay = ReplayClient(self._context, engine.replay_endpoint, timeout_s, registry.locate)
         stream = StreamId(model, engine.tenant, worker, engine.dp_rank)
-        return EngineStream(stream, engine, registry, self.counters, replay, self._republisher)
+        ranks = RankStreams(stream, engine, registry, self.counters, self._republisher)
+        return EngineStream(ranks, registry.threads, self.counters, replay)

@@ -58,7 +58,7 @@ class RankStreams:
         """registered: the stream of batches that name no rank. Nothing is published while it has another owner.
         republisher: also gets the batches that are applied.
         """
-        self._registered, self.worker = registered, registered.worker
+        self._registered, self.worker, self.key = registered, registered.worker, registered.key
         self._registry = registry
         self._decoder = registry.decoder
         self._counters = counters

@@ -45,14 +45,9 @@ async def keep_running(
 
 
 @asynccontextmanager
-async def in_background(
-    work: Callable[[], Awaitable[None]],
-    name: str,
-    logger: logging.Logger,
-    on_error: Callable[[Exception], None] = lambda _: None,
-) -> AsyncIterator[None]:
+async def in_background(work: Callable[[], Awaitable[None]], name: str, logger: logging.Logger) -> AsyncIterator[None]:
     """Do work in a task of this name during a block. See `keep_running`."""
-    task = asyncio.create_task(keep_running(work, name, logger, on_error), name=name)
+    task = asyncio.create_task(keep_running(work, name, logger), name=name)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from bridge.decoding.decoder import Messages
 from bridge.settings import EngineDefaults
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import Inbox
+from bridge.stream.rank_streams import RankStreams
 from bridge.stream.subscriber import ConnectionState
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
 from kv_events.log.memory import MemoryLog
@@ -88,7 +89,8 @@ class ReplayTarget:
         ]
         replay: Any = _ScriptedReplay(messages[len(messages) // 2 :])
         registry = small_registry()
-        engine_stream = EngineStream(STREAM, EngineDefaults(block_size=4), registry, BridgeCounters(), replay)
+        ranks = RankStreams(STREAM, EngineDefaults(block_size=4), registry, BridgeCounters())
+        engine_stream = EngineStream(ranks, registry.threads, BridgeCounters(), replay)
         await engine_stream.open()
         for message in messages[: len(messages) // 2]:
             await engine_stream.take_live(Messages.of([(abs(message.seq), message.payload)]))
