@@ -84,7 +84,7 @@ class EnginePublisher:
         self._is_closed = True
         atexit.unregister(self.shutdown)
         try:
-            self._stream.clear()
+            self._stream.translator.clear()
             if self._replacing is not None:
                 self._replacing.join(_CLOSE_S)
             deadline = time.monotonic() + _CLOSE_S

@@ -180,7 +180,7 @@ class Drain:
     async def _wait(self) -> None:
         """Wait until something may be due. While changes linger, further events do not wake the task."""
         self._awake.clear()
-        self._is_signalled = self._builder.is_lingering
+        self._is_signalled = self._tracker.queue.num_queued > 0
         timeout_s = self._builder.seconds_until_due(time.time())  # 0 if events arrived before `clear`
         timer = asyncio.get_running_loop().call_later(timeout_s, self._awake.set)
         try:

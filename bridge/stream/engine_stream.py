@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages
+from bridge.registry import DecodeThreads
 from bridge.stream.messages import Backlog
 from bridge.stream.rank_streams import RankStreams
 from bridge.stream.replay import (
@@ -19,7 +20,6 @@ from bridge.stream.replay import (
     ReplayUnreachableError,
 )
 from bridge.stream.sequence_check import BatchOrder, RestartLimit, SequenceCheck
-from bridge.threads import DecodeThreads
 from kv_events.engine_wire import Payload
 
 logger = logging.getLogger(__name__)
