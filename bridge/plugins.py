@@ -40,7 +40,6 @@ class EnginePublisher:
         self, *, data_parallel_rank: int | None = None, attn_dp_rank: int | None = None, **of_zmq: object
     ) -> None:
         """data_parallel_rank: vLLM's name of the rank. attn_dp_rank: SGLang's. of_zmq: options for sockets; ignored.
-
         Raises InvalidValueError naming the variable, so that an engine with bad settings does not start.
         """
         rank = data_parallel_rank if data_parallel_rank is not None else attn_dp_rank

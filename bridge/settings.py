@@ -174,9 +174,8 @@ class _EngineList(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_engines(path: Path) -> list[EngineSettings]:
-    """Read a list of engines: TOML with `[[engines]]` tables, or `{"engines": [...]}` in a file named `.json`.
-
-    Raises InvalidValueError naming the file and the field; OSError.
+    """Read a list of engines: TOML with `[[engines]]` tables, or `{"engines": [...]}` in a file named `.json`. Raises
+    InvalidValueError naming the file and the field; OSError.
     """
     data = path.read_bytes()
     if len(data) > _MAX_CONFIG_BYTES:

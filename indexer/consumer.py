@@ -148,9 +148,8 @@ class Consumer:
         return self.progress.lag() if self.log_outage.since is None else None
 
     async def forget(self, streams: Collection[StreamId]) -> None:
-        """Drop streams with their pages, once everything that is in the event log now has been applied.
-
-        Raises SourceUnavailableError.
+        """Drop streams with their pages, once everything that is in the event log now has been applied. Raises
+        SourceUnavailableError.
         """
         removal = _Removal(streams, await self._source.ends(), asyncio.get_running_loop().create_future())
         self._removals.append(removal)

@@ -188,9 +188,8 @@ class Namespaces:
                 self._namespaces[base].groups[group] = namespace
 
     def check_room(self, expected: Mapping[StreamId, int]) -> None:
-        """Check that there is room for the views of these streams, too. expected: stream -> block size.
-
-        Raises IndexFullError.
+        """Check that there is room for the views of these streams, too. expected: stream -> block size. Raises
+        IndexFullError.
         """
         streams = {key: {view.stream for view in each.views.values()} for key, each in self._namespaces.items()}
         for stream, block_size in expected.items():

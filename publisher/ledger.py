@@ -216,9 +216,8 @@ def resync_changes(held: LedgerCopy) -> PageChanges:
 
 @lru_cache(maxsize=1024)
 def namespace_salt(extra_key: str | None) -> np.uint64:
-    """Return the salt that keeps the blocks of a namespace apart in the ledger. "" is a separate namespace.
-
-    Raises UnicodeEncodeError (a ValueError) for text that cannot be encoded in UTF-8.
+    """Return the salt that keeps the blocks of a namespace apart in the ledger. "" is a separate namespace. Raises
+    UnicodeEncodeError (a ValueError) for text that cannot be encoded in UTF-8.
     """
     return np.uint64(xxhash.xxh3_64_intdigest(extra_key.encode())) if extra_key is not None else np.uint64(0)
 

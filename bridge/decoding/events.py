@@ -151,9 +151,8 @@ _decoder = msgspec.msgpack.Decoder(MooncakeEvent)
 
 
 def decode_mooncake_event(data: bytes | memoryview) -> MooncakeEvent:
-    """Decode an event.
-
-    Raises msgspec.DecodeError (ValidationError for a bad field), UnicodeDecodeError, RecursionError.
+    """Decode an event. Raises msgspec.DecodeError (ValidationError for a bad field), UnicodeDecodeError,
+    RecursionError.
     """
     return _decoder.decode(data)
 

@@ -95,9 +95,8 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
 
 
 def read_head(path: Path, settings: IndexerSettings | None) -> FrameHead:
-    """Read the head of a key frame. settings: with which it must be made; None: any.
-
-    Raises KeyFrameError, or OtherSettingsError.
+    """Read the head of a key frame. settings: with which it must be made; None: any. Raises KeyFrameError, or
+    OtherSettingsError.
     """
     try:
         with path.open("rb") as file:

@@ -45,9 +45,8 @@ class Timeline(TimeIndex):
     """
 
     def __init__(self, folder: Path, settings: IndexerSettings | None = None) -> None:
-        """settings: bounds and time-to-live of the views; default: from `KVSIGHT_*` variables.
-
-        Raises EventLogError if there is no such folder, or OSError.
+        """settings: bounds and time-to-live of the views; default: from `KVSIGHT_*` variables. Raises EventLogError if
+        there is no such folder, or OSError.
         """
         if not folder.is_dir():
             raise EventLogError(f"{folder}: no such folder")
@@ -178,7 +177,6 @@ class Timeline(TimeIndex):
 
     def previous(self) -> Replay | None:
         """Return the views before the newest record of events of the present moment. None at the beginning of the log.
-
         Raises OSError.
         """
         before = self.event_before(self.index)
@@ -194,9 +192,8 @@ class Timeline(TimeIndex):
         return None
 
     def event_from(self, start: int) -> tuple[int, LogRecord] | None:
-        """Return the oldest record of events at or behind an index, and its index. None if there is none.
-
-        Raises OSError.
+        """Return the oldest record of events at or behind an index, and its index. None if there is none. Raises
+        OSError.
         """
         events = (each for each in self.records(start) if each[1].channel == Channel.EVENTS)
         return next(events, None)

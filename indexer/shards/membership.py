@@ -53,9 +53,8 @@ class Membership:
     """One member of a group. Belongs to one event loop."""
 
     def __init__(self, settings: KafkaSettings, shards: GroupSettings, url: str) -> None:
-        """url: address of this process, unless the settings name another one.
-
-        Raises InvalidValueError for settings without a broker, or for a file that cannot be used.
+        """url: address of this process, unless the settings name another one. Raises InvalidValueError for settings
+        without a broker, or for a file that cannot be used.
         """
         group = shards.group or ""
         self.id = uuid.uuid4().hex

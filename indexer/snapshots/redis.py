@@ -57,9 +57,8 @@ class RedisStore:
             return await self._current() is not None
 
     async def time(self) -> float | None:
-        """Return the server's time in seconds since 1970, or None if this user may not ask for it.
-
-        Raises SnapshotStoreError.
+        """Return the server's time in seconds since 1970, or None if this user may not ask for it. Raises
+        SnapshotStoreError.
         """
         with self._translated_errors():
             try:

@@ -71,9 +71,8 @@ class EventLogWriter:
             undo.pop_all()
 
     def append(self, record: LogRecord) -> int:
-        """Add one record and return its index in the log. Readers see it after `flush()`, or earlier.
-
-        Raises InvalidValueError, or OSError (disk full). The record is then not appended and the log stays intact.
+        """Add one record and return its index in the log. Readers see it after `flush()`, or earlier. Raises
+        InvalidValueError, or OSError (disk full). The record is then not appended and the log stays intact.
         """
         self._check_open()
         encoded = layout.encode_record(record)
@@ -88,7 +87,6 @@ class EventLogWriter:
 
     def flush(self, sync: bool = True) -> None:
         """Make every appended record visible to readers. With sync, return after they would survive a power failure.
-
         Raises OSError. Records that could not be written are kept for the next call.
         """
         self._check_open()
@@ -252,9 +250,8 @@ class EventLogReader:
         return next_index
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
-        """Yield (index, record) from `start` up to but excluding `stop`, or up to the last complete record.
-
-        Raises LogTruncatedError if `start` is no longer kept, EventLogCorruptedError at a damaged record.
+        """Yield (index, record) from `start` up to but excluding `stop`, or up to the last complete record. Raises
+        LogTruncatedError if `start` is no longer kept, EventLogCorruptedError at a damaged record.
         """
         segments = layout.list_segments(self._folder)
         if segments and start < segments[0].first_index:
@@ -336,9 +333,7 @@ class LogRetention:
 
     def __init__(self, folder: Path, writer: EventLogWriter, max_bytes: int | None, max_age_s: float | None) -> None:
         """max_bytes: bound on the size of the log. max_age_s: seconds since the last record of a segment was written.
-        None: no bound.
-
-        Raises InvalidValueError.
+        None: no bound. Raises InvalidValueError.
         """
         if max_bytes is not None and max_bytes < 2 * writer.segment_bytes:
             raise InvalidValueError("max_bytes", max_bytes, f"at least two segments of {writer.segment_bytes} bytes")

@@ -47,7 +47,6 @@ class TimeIndex:
 
     def __init__(self, folder: Path, on_damage: OnDamage) -> None:
         """Reads the files of the index, and the records that they do not cover. on_damage: receives damaged records.
-
         Raises OSError.
         """
         self._folder = folder

@@ -64,7 +64,9 @@ class KafkaSink:
         self._limited_logger = RateLimitedLogger(logger, f"control topic {settings.control_topic}")
         self._producer: Any = None
         self._consumer: Any = None
-        self._times = _RecordTimes()
+        # the broker refuses times that are an hour ahead (its setting); over the monotonic clock, so that a clock that
+        # is set right is trusted again
+        self._refused_lead_ms = math.inf
         self._records: Sequence[OutRecord] = ()  # records of the current or interrupted call
         self._acknowledged: list[asyncio.Future[Any]] = []  # for each record passed to the producer
 
@@ -93,7 +95,7 @@ class KafkaSink:
         except KafkaUnreachableError as error:
             raise SinkUnavailableError(str(error)) from error
         except errors.InvalidTimestampError as error:
-            self._times.refuse(records)
+            self._refused_lead_ms = max(map(_lead_ms, records)) - _TIME_MARGIN_MS
             await self._stop_producer()
             detail = "it refuses the time of records, so they are sent without; is the clock of this machine right?"
             raise SinkUnavailableError(f"Kafka at {self._connection.bootstrap}: {detail}") from error
@@ -155,7 +157,7 @@ class KafkaSink:
                 self._settings.events_topic,
                 value=record.payload,
                 key=record.key,
-                timestamp_ms=self._times.of(record),
+                timestamp_ms=record.timestamp_ms if _lead_ms(record) < self._refused_lead_ms else _NO_TIME,
                 headers=list(record.headers),
             )
             self._acknowledged.append(await sending)
@@ -169,7 +171,7 @@ class KafkaSink:
             acks="all",
             compression_type=None if compression == "none" else compression,
             max_batch_size=MAX_RECORD_BYTES,
-            partitioner=_WorkerPartitioner(),
+            partitioner=_partition_of_worker,
         )
         await start_client(producer)
         self._producer = producer
@@ -237,30 +239,13 @@ class KafkaSink:
         self._consumer = consumer
 
 
-class _WorkerPartitioner:
-    """Puts all streams of a worker into one partition, that of its rank 0, so that one reader can have them all."""
-
-    def __init__(self) -> None:
-        self._by_key = DefaultPartitioner()
-
-    def __call__(self, key: bytes | None, partitions: Sequence[int], available: Sequence[int]) -> int:
-        found: int = self._by_key(None if key is None else worker_key(key), partitions, available)
-        return found
+_partition_of_key = DefaultPartitioner()
 
 
-class _RecordTimes:
-    """Times that the broker accepts: it refuses those of a clock that is an hour ahead (its setting)."""
-
-    def __init__(self) -> None:
-        self._refused_lead_ms = math.inf  # over the monotonic clock, so a clock that is set right is trusted again
-
-    def of(self, record: OutRecord) -> int:
-        """Return the time to send, or `_NO_TIME` if the clock is as far ahead as when a record was refused."""
-        return record.timestamp_ms if _lead_ms(record) < self._refused_lead_ms else _NO_TIME
-
-    def refuse(self, records: Sequence[OutRecord]) -> None:
-        """Note that the time of one of these records was refused."""
-        self._refused_lead_ms = max(map(_lead_ms, records)) - _TIME_MARGIN_MS
+def _partition_of_worker(key: bytes | None, partitions: Sequence[int], available: Sequence[int]) -> int:
+    """Put all streams of a worker into one partition, that of its rank 0, so that one reader can have them all."""
+    found: int = _partition_of_key(None if key is None else worker_key(key), partitions, available)
+    return found
 
 
 def _lead_ms(record: OutRecord) -> float:
