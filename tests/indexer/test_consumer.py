@@ -64,8 +64,8 @@ def view_of(consumer: Consumer, stream: Stream) -> View:
 
 
 async def caught_up(consumer: Consumer, log: MemoryLog) -> None:
-    read = consumer.progress.positions
-    await async_wait_until(lambda: consumer.ready and read.get(0, 0) == log.next_offset, what="the end")
+    progress = consumer.progress
+    await async_wait_until(lambda: consumer.ready and progress.positions.get(0, 0) == log.next_offset, what="the end")
 
 
 @asynccontextmanager
