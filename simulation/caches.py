@@ -65,7 +65,8 @@ class Found(NamedTuple):
 class BytelessStore(HiCacheStorage):
     """A disk without bytes, which keeps the keys of the most recently used pages.
 
-    Other data of a page, such as a state, is evicted with it. capacity_pages: pages of KV. Thread-safe. Raises InvalidValueError for a capacity below 1.
+    Other data of a page, such as a state, is evicted with it. capacity_pages: pages of KV. Thread-safe. Raises
+    InvalidValueError for a capacity below 1.
     """
 
     medium: ClassVar[StorageMedium] = StorageMedium.DISK
