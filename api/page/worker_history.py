@@ -18,6 +18,7 @@ from indexer.slices import Slices
 from indexer.views import View
 from indexer.worker_log import WorkerChange
 from kv_events.http.fleet import StateChange
+from kv_events.runtime.supervised import in_background
 from kv_events.streams import StreamId
 
 INTERVAL_S: Final = 5.0
@@ -81,13 +82,11 @@ class WorkerHistory:
                 self._histories[change.stream].changes.appendleft(event)
 
         consumer.worker_log.on_change.append(note)
-        task = asyncio.create_task(self._sample_forever(consumer), name="fleet-watch")
-        try:
-            yield
-        finally:
-            consumer.worker_log.on_change.remove(note)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        async with in_background(self._sample_forever(consumer), "fleet-watch"):
+            try:
+                yield
+            finally:
+                consumer.worker_log.on_change.remove(note)
 
     def sample(self, views: list[View], now: float) -> Iterator[None]:
         """Take the rates since the last sample, in slices. Call it every `INTERVAL_S`. now: seconds of any clock.

@@ -25,7 +25,7 @@ from indexer.consumer import Consumer
 from kv_events.engine_wire import endpoint_of_rank
 from kv_events.errors import InvalidValueError
 from kv_events.http.worker_records import WorkerRecord
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import in_background, keep_running
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
 from selection.book import Place
@@ -71,12 +71,8 @@ class WorkerRecords:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Read the engines' metrics inside the block."""
-        task = asyncio.create_task(keep_running(self._reports.follow, "engine metrics", logger), name="engine-metrics")
-        try:
+        async with in_background(keep_running(self._reports.follow, "engine metrics", logger), "engine-metrics"):
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     @property
     def generation(self) -> int:

@@ -1,9 +1,11 @@
-"""Long-lived tasks, which start again after an unexpected error instead of ending silently."""
+"""Long-lived tasks: for the time of a block, and such that start again after an unexpected error."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 from kv_events.errors import KvsightError
 from kv_events.runtime.backoff import pause_s
@@ -11,6 +13,17 @@ from kv_events.runtime.rate_limited_logger import RateLimitedLogger
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
+
+
+@asynccontextmanager
+async def in_background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Run `work` during a block, and cancel it at the end. name: of the task."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def keep_running(
