@@ -20,7 +20,6 @@ from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge, without_workers
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.engine_metrics import place_of
 from api.workers.registration_rules import (
     check_addresses,
     check_conflicts,
@@ -30,6 +29,7 @@ from api.workers.registration_rules import (
     select_ranks,
     stream_of,
 )
+from api.workers.reports import place_of
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.fleet import EngineConflictError
 from bridge.metrics import BridgeMetrics

@@ -8,8 +8,8 @@ import pytest
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
-from api.workers.engine_metrics import metrics_of
 from api.workers.registrations import Registrations
+from api.workers.reports import metrics_of
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
