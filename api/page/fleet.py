@@ -118,6 +118,7 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
         capacity=_capacity(scene, views, ranks, key.block_size),
         booked=_booked(scene, views),
         lifetime_s=held * len(removed) / sum(removed) if sum(removed) else None,
+        lifetime_p50_s=watch.median_lifetime_s(view.stream for view in views),
         peak_pages=sum(max(watch.peak_pages(view.stream), sum(view.num_pages)) for view in views),
         stored=stored,
         removed=removed,
