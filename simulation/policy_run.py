@@ -26,7 +26,6 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 _PROGRESS_EVERY = 32
 _REQUESTS_TO_CHECK = 64
 
-
 GroupName: TypeAlias = str | None
 """The group of a worker's stream; None for full KV."""
 

@@ -18,7 +18,6 @@ MAX_ROUTERS = 64
 CACHES = ("radix", "hiradix", "mamba", "himamba")
 """Kinds of caches: device only, or with host and disk (`hi`); without or with recurrent states (`mamba`)."""
 
-
 Seconds = npt.NDArray[np.float64]
 
 

@@ -34,7 +34,6 @@ from kv_events.streams import StreamId, split_group
 History: TypeAlias = Iterable[RecordChunk] | Iterable[tuple[int | None, LogRecord]]
 """All records of a log, as chunks or each with its index; None for records of a topic."""
 
-
 _REPLACED_S = 1.0
 _MOST_PARTINGS = 16
 

@@ -390,12 +390,6 @@ class Registrations:
 class OtherWriterError(SnapshotStoreError):
     """Another process has saved its own registrations since this one read them."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "another service saves its registrations in the same place: each needs a folder (--snapshot-dir) or "
-            "a Redis database (KVSIGHT_REDIS, redis://HOST:PORT/DB) of its own"
-        )
-
 
 class _SavedList(msgspec.Struct):
     engines: list[msgspec.Raw]
@@ -422,7 +416,10 @@ class SavedRegistrations:
         """Replace the list. Raises SnapshotStoreError; if it is OtherWriterError, nothing was overwritten."""
         writer = _decoded(await self._store.load()).writer
         if writer not in ("", self._own_name, self._writer_before):
-            raise OtherWriterError
+            raise OtherWriterError(
+                "another service saves its registrations in the same place: each needs a folder (--snapshot-dir) or "
+                "a Redis database (KVSIGHT_REDIS, redis://HOST:PORT/DB) of its own"
+            )
         image = {"engines": list(engines), "records": list(records), "writer": self._own_name}
         await self._store.save([msgspec.json.encode(image)])
 
