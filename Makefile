@@ -55,10 +55,16 @@ soak: $(VENV)/.installed-dev ## the tests that take long: soaks, and many more r
 coverage: $(VENV)/.installed-dev ## lines that unit tests and contracts reach in their process (no kernels); HTML in build/coverage
 	@$(PYTEST) tests/analysis tests/api tests/client tests/commands tests/kv_events tests/indexer --cov --cov-report=term:skip-covered --cov-report=html:build/coverage $(ARGS)
 
+# The other folders of tests/bridge and tests/indexer try servers and links, with the same kernels.
+BOUNDS = $(wildcard tests/bridge/test_*.py tests/indexer/test_*.py) tests/bridge/live/test_hostile_engines.py \
+	tests/bridge/live/test_recorded_engines.py tests/analysis/test_page_history.py tests/kv_events/test_page_table.py \
+	tests/kv_events/test_kernels.py tests/publisher/test_ledger.py tests/publisher/test_streams.py \
+	$(addprefix tests/api/fast/test_,answer_writer.py both_ways.py fast_path.py number_kernels.py)
+
 .PHONY: test-bounds
 test-bounds: $(VENV)/.installed-dev ## the kernels' tests again, every array index checked
 	@rm -rf .cache/numba-bounds  # whatever was compiled without the checks
-	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-bounds $(PYTEST) tests/analysis/test_page_history.py tests/kv_events/test_page_table.py tests/kv_events/test_kernels.py tests/indexer tests/bridge tests/publisher/test_ledger.py tests/publisher/test_streams.py $(addprefix tests/api/fast/test_,answer_writer.py both_ways.py fast_path.py number_kernels.py) $(ARGS)
+	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-bounds $(PYTEST) $(BOUNDS) $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.installed-dev ## format, lint and types; changes nothing

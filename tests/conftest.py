@@ -4,7 +4,6 @@ In CI a missing part is a failure; elsewhere a skip that says how to get it.
 """
 
 import gc
-import importlib.util
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -134,12 +133,6 @@ def _belongs(item: pytest.Item, *, is_soak: bool) -> bool:
     if is_soak:
         return any(item.get_closest_marker(name) for name in ("soak", "random_cases"))
     return item.get_closest_marker("soak") is None
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests marked torch need it."""
-    if item.get_closest_marker("torch") and importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is missing: pip install -e '.[engine]'")
 
 
 @pytest.hookimpl(wrapper=True)

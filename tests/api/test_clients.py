@@ -238,13 +238,6 @@ def test_a_user_in_the_address_beside_a_token_is_refused() -> None:
     assert "pass@" not in str(caught.value)
 
 
-def test_both_clients_have_the_same_methods() -> None:
-    def methods(kind: type) -> set[str]:
-        return {name for name in vars(kind) if not name.startswith("_")} - {"close", "aclose"}
-
-    assert methods(Client) == methods(AsyncClient)
-
-
 async def test_a_mistyped_candidate_is_warned_of_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     await rig.fed.hold(Stream("vllm-0"), TOKENS)
     for _ in range(3):

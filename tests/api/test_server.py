@@ -19,7 +19,7 @@ from api.service import LiveService
 from api.settings import ApiSettings
 from tests.rigs.api import served
 from tests.rigs.raw_http import a_service, in_chunks
-from tests.support.http_checks import WITHOUT_TLS
+from tests.support.http_checks import succeeds
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until, wait_until
@@ -78,7 +78,7 @@ def test_a_signal_ends_the_server_gracefully() -> None:
     env = {**os.environ, "KVSIGHT_PORT": str(port), "PYTHONPATH": str(ROOT)}
     server = subprocess.Popen([sys.executable, "-c", _SERVER], env=env, stderr=subprocess.PIPE)
     try:
-        wait_until(lambda: _answers(port), deadline_s=60, what="server up")
+        wait_until(lambda: succeeds(f"http://127.0.0.1:{port}/health"), deadline_s=60, what="server up")
         server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=20)
     finally:
@@ -111,13 +111,6 @@ def test_a_signal_while_the_loop_starts_ends_the_command_without_a_traceback() -
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, timeout=60)
     assert b"Traceback" not in done.stderr
     assert done.returncode == 130
-
-
-def _answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", verify=WITHOUT_TLS).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 async def test_no_answer_may_be_taken_for_another_type(fed: HandFed, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -295,9 +294,7 @@ class Rig:
             stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _ask(self) -> None:

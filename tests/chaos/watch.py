@@ -3,7 +3,6 @@
 import threading
 import time
 from collections import defaultdict
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import httpx
@@ -153,9 +152,7 @@ class Watch:
             self._threads.append(thread)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_ended.set()
         for thread in self._threads:
             thread.join()

@@ -50,7 +50,7 @@ NOT_HERE = {
     "apt-get": "installs system packages",
     "pip": "installs this project",
     "ENGINES=engine-0=http://10.0.0.1:8000,engine-1=http://10.0.0.2:8000": "runs in test_example_router.py",
-    "export": "runs in tests/deploy/test_first_day.py, with the `kvsight serve` that follows",
+    "export": "settings of tests/whole/test_kafka_security.py, with the `kvsight serve` that follows",
     "kvsight serve": "the same",
     "kvsight serve --redis rediss://kvsight@redis.example:6380/0": "runs in test_redis_security.py",
     "kvsight serve --kafka localhost:9092 --api-tokens-file /etc/kvsight/tokens.toml": "see test_secrets.py",

@@ -9,7 +9,7 @@ from tests.support.effort import num_examples
 pytestmark = pytest.mark.timing("one step of a flooded bridge must end within its bound")
 
 TARGETS = targets()
-EXAMPLES = num_examples(150)
+EXAMPLES = num_examples(80)
 
 
 @pytest.mark.random_cases

@@ -9,7 +9,7 @@ from api.fast.fast_path import FastPath
 from tests.fuzz.raw_http import compare_many
 from tests.support.effort import num_examples
 
-STREAMS = num_examples(6_000)
+STREAMS = num_examples(3_000)
 
 
 @pytest.mark.random_cases

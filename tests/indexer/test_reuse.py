@@ -190,7 +190,7 @@ MARKS = {"eagle", "nofull", "step:8"}
 LENGTHS = st.integers(0, 40)
 
 
-@settings(max_examples=num_examples(300))
+@settings(max_examples=num_examples(120))
 @given(data=st.data(), num_workers=st.sampled_from([1, 3, 70]), base_first=st.booleans())
 def test_what_can_be_reused_is_what_a_count_by_hand_finds(
     data: st.DataObject, num_workers: int, base_first: bool

@@ -240,6 +240,18 @@ def test_a_worker_that_is_silent_for_long_is_dropped_as_in_a_service(tmp_path: P
     assert [facts(timeline.at(moment)) for moment in moments] == expected
 
 
+def test_an_older_epoch_takes_the_place_of_an_expired_worker(tmp_path: Path) -> None:
+    expired, older, heard = Stream("w"), Stream("w"), Stream("heard")
+    expired.epoch, older.epoch = 5, 3
+    with EventLogWriter(tmp_path) as writer:
+        writer.append(expired.batch(stored((0, [1, 2])), now=1000))
+        for second in range(60):
+            writer.append(heard.batch(now=1001 + second))
+        writer.append(older.batch(stored((0, [3])), now=1061))
+    timeline = Timeline(tmp_path, SETTINGS)
+    assert [num_pages(timeline, LogMoment(index=index)) for index in (1, 61, 62)] == [2, 2, 1]
+
+
 def test_the_size_of_a_bounded_log_counts_key_frames_which_are_deleted_with_it(log: Path) -> None:
     index_log(log)
     with EventLogWriter(log, segment_bytes=1000) as writer:

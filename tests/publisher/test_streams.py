@@ -69,7 +69,7 @@ def make(**settings: Any) -> EventPublisher:
     return make_publisher(**{"ledger_pages": 64, "queue_pages": 10_000, "resync_jitter_s": 0.5, **settings})
 
 
-@settings(max_examples=num_examples(300))
+@settings(max_examples=num_examples(150))
 @given(
     calls,
     st.integers(1, 7) | st.just(1000),

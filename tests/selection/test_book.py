@@ -135,7 +135,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[float, ReservationRecord]]:
     return found
 
 
-@settings(max_examples=num_examples(2000))
+@settings(max_examples=num_examples(400))
 @given(arrivals())
 def test_records_of_replicas_in_any_order_give_what_sets_give(found: list[tuple[float, ReservationRecord]]) -> None:
     book, model = Book(TTL_S, PREDICT_S, max_pages=2**10), Model()
@@ -148,7 +148,7 @@ def test_records_of_replicas_in_any_order_give_what_sets_give(found: list[tuple[
         assert column == pytest.approx(0)
 
 
-@settings(max_examples=num_examples(500))
+@settings(max_examples=num_examples(150))
 @given(arrivals())
 def test_a_book_that_is_rebuilt_from_the_log_is_that_of_a_replica_that_was_there(
     found: list[tuple[float, ReservationRecord]],

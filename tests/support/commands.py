@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-import httpx
 from typer.testing import CliRunner, Result
 
 from kvsight.cli.main import app
-from tests.support.http_checks import WITHOUT_TLS
+from tests.support.http_checks import succeeds
 from tests.support.prepared_python import PreparedProcess, run_module
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
@@ -105,15 +104,8 @@ def served_log(log: Path, *flags: object, interrupts: int = 1) -> Iterator[str]:
     settings = {"KVSIGHT_WORKER_TTL_S": "1000000000000", "KVSIGHT_FORGET_AFTER_S": "1000000000000"}
     with RunningCommand("serve", "--port", port, "--event-log-dir", log, *flags, **settings) as service:
         service.wait_for("kvsight listens on")
-        wait_until(lambda: _is_ready(url), deadline_s=100, what="kvsight serve to be ready")
+        wait_until(lambda: succeeds(f"{url}/ready"), deadline_s=100, what="kvsight serve to be ready")
         yield url
         code = service.end(*[signal.SIGINT] * interrupts)
         assert "Traceback" not in service.err
         assert code in ((0, 130) if interrupts == 1 else (130, -signal.SIGINT)), service.err
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", verify=WITHOUT_TLS).status_code == 200
-    except httpx.TransportError:
-        return False

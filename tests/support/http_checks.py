@@ -9,6 +9,14 @@ WITHOUT_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """`verify` of a client without TLS: to load the certificates of the machine takes 25 ms."""
 
 
+def succeeds(url: str) -> bool:
+    """Return whether a server listens and a GET request succeeds."""
+    try:
+        return httpx.get(url, verify=WITHOUT_TLS).is_success
+    except httpx.TransportError:
+        return False
+
+
 def check_problem(
     response: httpx.Response, status: int, kind: str | None = None, field: str | None = None
 ) -> dict[str, Any]:

@@ -1,23 +1,16 @@
 """Prefetched pages, from storage to a router's answer."""
 
-import pytest
-
-from tests.rigs.api import asking
-
-pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
-
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
 from engine_cache import Lane
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
+from tests.rigs.api import asking
 from tests.rigs.cache import ABCD, CacheRig
 from tests.rigs.cache_stores import MemoryStorage
 from tests.support.log.hand_fed import HandFed
 from tests.support.waiting import async_wait_until
-
-pytestmark = pytest.mark.torch
 
 
 def filled_store() -> MemoryStorage:

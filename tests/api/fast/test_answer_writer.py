@@ -90,7 +90,7 @@ def both(namespace: Namespace, question: ParsedQuery, freshness: Freshness) -> t
     return writer.write(question, PROMPT, namespace, freshness, NOW), encode_answer(question, scores, NOW)
 
 
-@settings(max_examples=num_examples(2000))
+@settings(max_examples=num_examples(600))
 @given(st.lists(streams, max_size=12), st.sampled_from(WEIGHTS), st.booleans(), st.booleans())
 def test_the_text_of_both_dialects(
     rows: list[tuple[Any, ...]], weights: tuple[float, ...] | None, is_catching_up: bool, outage: bool

@@ -60,7 +60,7 @@ def check(data: bytes, fields: tuple[str, ...]) -> bool:
     return both_ways.agree(data, path)
 
 
-@settings(max_examples=num_examples(8_000))
+@settings(max_examples=num_examples(3_000))
 @given(bodies, separators, st.booleans(), st.sampled_from([BY_TOKENS, BY_HASH]))
 def test_both_ways_agree(
     body: list[tuple[str, Any]], separator: tuple[str, str], is_ascii: bool, fields: tuple[str, ...]
@@ -68,7 +68,7 @@ def test_both_ways_agree(
     check(text_of(body, separator, is_ascii=is_ascii), fields)
 
 
-@settings(max_examples=num_examples(8_000))
+@settings(max_examples=num_examples(3_000))
 @given(bodies, st.data())
 def test_a_damaged_body_is_never_read_as_another_one(body: list[tuple[str, Any]], data: st.DataObject) -> None:
     text = bytearray(text_of(body, (",", ":"), is_ascii=True))

@@ -13,7 +13,7 @@ from api.fast.heads import Head
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
-from tests.rigs.raw_http import HEALTH, QUERY, TOKENS, Connect, Line, a_service, body_of, prompts, request
+from tests.rigs.raw_http import QUERY, TOKENS, Connect, Line, a_service, body_of, prompts, request
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 
@@ -61,35 +61,6 @@ async def test_more_templates_than_are_kept(connect: Connect, monkeypatch: pytes
     bodies = [body_of(token_ids=TOKENS[: i + 1], cache_salt=f"user-{i % 6}") for i in range(40)]
     for body in bodies:
         assert await line.ask(request(body)) == await single.ask(request(body, "/query?"))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        request(body_of(token_ids=TOKENS, x=1)),
-        request(body_of(token_ids=[1.5])),
-        request(body_of(token_ids=TOKENS[:3]), "/query_by_hash"),
-        request(body_of(token_ids=TOKENS), extra=b"X-Other: 1\r\n"),
-        request(body_of(token_ids=TOKENS), content_type="application/msgpack"),
-        request(body_of(token_ids=list(range(10_000)))),
-        HEALTH,
-        b"-",
-    ],
-)
-@pytest.mark.parametrize("pieces", [1, 3])
-async def test_other_requests_of_a_direct_connection_are_answered_as_before(
-    connect: Connect, other: bytes, pieces: int
-) -> None:
-    line, single = await connect(), await connect()
-    for data in prompts()[:5]:
-        await line.ask(data)
-    status, headers, body = await single.ask(other)
-    assert await line.ask(other, pieces=pieces) == (status, headers, body)
-    if b"connection: close" in headers:
-        assert await line.is_at_end()
-        return
-    for data in [*prompts(), *prompts()]:
-        assert await line.ask(data) == await single.ask(data)
 
 
 @pytest.mark.parametrize(

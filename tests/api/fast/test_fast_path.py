@@ -30,11 +30,9 @@ def answer(fast_path: FastPath, body: bytes = BODY, path: bytes = b"/query") -> 
     return fast_path.answer(found[0], head_bytes + body, found[1])
 
 
-def head(
-    path: bytes = b"/query", length: int = 1, *lines: bytes, method: bytes = b"POST", version: bytes = b"1.1"
-) -> bytes:
+def head(path: bytes = b"/query", length: int = 1, *lines: bytes) -> bytes:
     given = [b"Host: h", b"Content-Type: application/json", b"Content-Length: %d" % length, *lines]
-    return b"\r\n".join([b"%s %s HTTP/%s" % (method, path, version), *given, b"", b""])
+    return b"\r\n".join([b"POST %s HTTP/1.1" % path, *given, b"", b""])
 
 
 def test_a_service_that_has_not_caught_up_answers_unless_it_must_be_ready() -> None:
@@ -49,33 +47,6 @@ def test_errors_are_passed_to_fastapi(model: str) -> None:
     assert (answer(fast_path, json.dumps({"model_name": model, "token_ids": [1]}).encode()) is None) == (
         model == "unknown"
     )
-
-
-@pytest.mark.parametrize(
-    "unusual",
-    [
-        head(b"/query", 1, method=b"PUT"),
-        head(b"/query", 1, version=b"1.0"),
-        head(b"/query?"),
-        head(b"/query/"),
-        head(b"/workers"),
-        head(b"/query", 1, b"Connection: close"),
-        head(b"/query", 1, b"Expect: 100-continue"),
-        head(b"/query", 1, b"Connection: upgrade", b"Upgrade: websocket"),
-        head(b"/query", 1, b"Content-Type: text/plain"),
-        head(b"/query", 1, b"Content-Length: 2"),
-        head(b"/query", 2**40),
-        head()[:-2],
-        b"\r\n\r\n",
-        b"POST /query\r\n\r\n",
-        b"POST /query HTTP/1.1\r\nHost: h\r\n\r\n",
-        b"POST /query HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n",
-    ],
-)
-def test_unusual_heads_are_passed_to_fastapi(unusual: bytes) -> None:
-    heads = HeadReader(["/query"], TokenRegistry(ApiSettings()), 2**20)
-    assert heads.read(head()) is not None
-    assert heads.read(unusual) is None
 
 
 def test_the_bytes_of_a_head_decide_about_its_token() -> None:

@@ -27,7 +27,7 @@ async def test_many_pipelined_requests_of_every_kind_are_answered_in_order(conne
     assert await line.is_at_end()
 
 
-@settings(max_examples=num_examples(40))
+@settings(max_examples=num_examples(16))
 @given(st.integers(0, 2**32))
 async def test_requests_of_every_kind_may_arrive_in_any_pieces(seed: int) -> None:
     choices = random.Random(seed)

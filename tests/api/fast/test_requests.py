@@ -18,46 +18,10 @@ from api.fast.http_limits import MAX_HEAD_BYTES
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
-from tests.rigs.raw_http import CHUNKED, HEALTH, QUERY, TOKENS, Connect, Line, body_of, in_chunks, is_listening, request
+from tests.rigs.raw_http import CHUNKED, HEALTH, QUERY, TOKENS, Connect, Line, body_of, is_listening, request
 from tests.support.log.hand_fed import HandFed
 
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large"
-BODIES = [
-    QUERY,
-    body_of(token_ids=TOKENS, tier_weights=[1, 0.5, 0.25, 0.1]),
-    body_of(token_ids=[9, 9, 9, 9]),
-    body_of(token_ids=[]),
-    body_of(token_ids=[-1]),
-    body_of(token_ids=[1.5]),
-    body_of(token_ids="x"),
-    body_of(),
-    body_of(model_name="unknown", token_ids=TOKENS),
-    json.dumps({"model": "m", "block_size": 4, "token_ids": TOKENS}).encode(),
-    json.dumps({"model": "m", "block_size": 8, "token_ids": TOKENS}).encode(),
-    json.dumps({"model": "m", "block_size": 4, "instance_id": "2", "token_ids": TOKENS}).encode(),
-    json.dumps({"model": "m", "block_size": 4, "hit_detail": 1, "token_ids": TOKENS}).encode(),
-    b"",
-    b"{",
-    b"[]",
-    b"\xff\xfe",
-    QUERY.replace(b" ", b"\n"),
-    QUERY + b"x",
-]
-HEADS = [b"Expect: 100-continue", b"Connection: keep-alive", b"X-Long: " + b"x" * 3000, b"A: 1\r\nA: 2"]
-REQUESTS = [
-    *map(request, BODIES),
-    *(request(QUERY, extra=head + b"\r\n") for head in HEADS),
-    in_chunks(QUERY[:10], QUERY[10:]),
-    in_chunks(QUERY, trailers=b"Host: other\r\nContent-Encoding: gzip\r\n"),
-]
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 3, 7, 10_000])
-async def test_requests_in_any_pieces_get_the_answer_of_fastapi(connect: Connect, pieces: int) -> None:
-    line, other = await connect(), await connect()
-    for data in REQUESTS:
-        by_fastapi = data.replace(b"/query ", b"/query? ", 1)  # the fast path does not take this path
-        assert await line.ask(data, pieces=pieces) == await other.ask(by_fastapi)
 
 
 async def test_the_fast_path_answers_good_queries_to_its_own_paths(
@@ -238,26 +202,6 @@ async def test_faulty_heads_are_refused_on_every_path(connect: Connect, path: st
         assert (await line.ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
     plain = await line.ask(request(QUERY))
     assert await line.ask(request(QUERY, extra=b"Content-Encoding: identity\r\n")) == plain
-
-
-@pytest.mark.parametrize("is_direct", [False, True])
-@pytest.mark.parametrize("path", ["/query", "/query?", "/query/batch"])
-async def test_a_request_before_garbage_is_answered(connect: Connect, path: str, is_direct: bool) -> None:
-    other = await connect()
-    expected = await other.ask(request(QUERY, path))
-    for packets in ([request(QUERY, path) + b"garbage"], [request(QUERY, path), b"\xff" * 40]):
-        line = await connect()
-        for _ in range(3 * is_direct):
-            await line.ask(request(QUERY))
-        for packet in packets:
-            line.writer.write(packet)
-            await other.ask(request(QUERY))  # so the server has read what was sent before
-        assert await line.answer() == expected
-        status, headers, body = await line.answer()
-        assert status == b"HTTP/1.1 400 Bad Request"
-        assert b"connection: close" in headers
-        assert json.loads(body)["detail"] == "request: not valid HTTP/1.1"
-        assert await line.is_at_end()
 
 
 async def test_all_requests_before_garbage_are_answered(connect: Connect) -> None:

@@ -100,7 +100,7 @@ async def a_fleet(
 
 
 @given(ranks, st.lists(asked, min_size=1, max_size=4), st.lists(lengths, max_size=4))
-@settings(max_examples=num_examples(60))
+@settings(max_examples=num_examples(25))
 def test_kernels_answer_as_the_routes_do(
     held: dict[tuple[str, int], dict[int, range]], asked: list[dict[str, Any]], booked: list[int]
 ) -> None:

@@ -15,7 +15,6 @@ from tests.support.effort import num_examples
 from tests.support.waiting import wait_until
 
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
-pytestmark = pytest.mark.torch
 EXTERNAL = StorageMedium.EXTERNAL
 
 

@@ -17,8 +17,6 @@ from tests.rigs.cache import GPU
 from tests.rigs.machines.cache_machine import CacheMachine, operation, soak
 from tests.support.effort import num_examples
 
-pytestmark = pytest.mark.torch
-
 
 class ModelMachine(CacheMachine):
     def content(self):
@@ -156,7 +154,7 @@ class MambaMachine(ModelMachine):
 
 def _case(machine):
     case = machine.TestCase
-    case.settings = settings(max_examples=num_examples(150), stateful_step_count=40)
+    case.settings = settings(max_examples=num_examples(75), stateful_step_count=40)
     return case
 
 

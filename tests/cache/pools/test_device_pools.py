@@ -18,7 +18,6 @@ from engine_cache.pools.device import (
 from engine_cache.pools.mamba import HybridReqToTokenPool, MambaPool
 from kv_events.errors import InvalidValueError
 
-pytestmark = pytest.mark.torch
 SLOTS = 4
 SHAPE = PoolShape(size=32, page_size=4, layer_num=3, dtype=torch.bfloat16)
 TWO_LAYERS = PoolShape(size=8, page_size=2, layer_num=2, dtype=torch.float32)

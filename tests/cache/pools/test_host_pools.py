@@ -23,8 +23,6 @@ from engine_cache.pools.mamba import MambaPool
 from engine_cache.settings import HICACHE_HOST_MEMORY_RESERVE_BYTES, host_memory_reserve_bytes
 from kv_events.errors import InvalidValueError
 
-pytestmark = pytest.mark.torch
-
 PAGE, SIZE, LAYERS = 4, 32, 3
 KINDS = ["mha", "mla", "indexer", "mamba"]
 CONV_SHAPES, TEMPORAL_SHAPE = [(3, 1), (), (7,)], (2, 5)

@@ -36,7 +36,6 @@ from engine_cache.storage.base import PoolName, PoolTransfer
 from kv_events.errors import InvalidValueError
 from tests.rigs.cache_stores import MemoryStorage
 
-pytestmark = pytest.mark.torch
 PAGE, SIZE, SLOTS = 4, 32, 6
 KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA
 SHAPE = PoolShape(SIZE, PAGE, 2, torch.float16)

@@ -24,7 +24,6 @@ from engine_cache.pools.host import MHATokenToKVPoolHost
 from engine_cache.storage.base import PoolName, PoolTransfer
 from kv_events.errors import InvalidValueError
 
-pytestmark = pytest.mark.torch
 LAYERS = 3
 KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA
 

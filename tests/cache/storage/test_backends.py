@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
-
-from engine_cache.storage import (  # noqa: E402
+from engine_cache.storage import (
     PageLayout,
     PoolHitPolicy,
     PoolName,
@@ -17,10 +16,9 @@ from engine_cache.storage import (  # noqa: E402
     StorageIdentity,
     page_key,
 )
-from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
-from tests.rigs.page_pools import KEYS, PagePool, put  # noqa: E402
+from engine_cache.storage.directory import DirectoryStorage
+from tests.rigs.page_pools import KEYS, PagePool, put
 
-pytestmark = pytest.mark.torch
 LAYOUT = PageLayout("bfloat16", 2, (1, 3), "page_first")
 EXTRA = {PoolName.INDEXER: (torch.uint8, 1), PoolName.MAMBA: (torch.float32, 3)}
 

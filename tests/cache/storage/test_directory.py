@@ -12,14 +12,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
+from engine_cache.storage import PageLayout, PoolName, PoolTransfer, StorageIdentity
+from engine_cache.storage.base import TrackedPages
+from engine_cache.storage.directory import DirectoryStorage
+from tests.rigs.page_pools import KEYS, PagePool, get, held, put
 
-from engine_cache.storage import PageLayout, PoolName, PoolTransfer, StorageIdentity  # noqa: E402
-from engine_cache.storage.base import TrackedPages  # noqa: E402
-from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
-from tests.rigs.page_pools import KEYS, PagePool, get, held, put  # noqa: E402
-
-pytestmark = pytest.mark.torch
 IDENTITY = StorageIdentity("org/model", PageLayout("bfloat16", 2, (1, 3), "page_first"))
 FILE_BYTES = 2 * 3 * 2 + 8
 

@@ -9,15 +9,13 @@ import os
 import tempfile
 from pathlib import Path
 
-import pytest
+import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
-
-from engine_cache.storage import (  # noqa: E402
+from engine_cache.storage import (
     PageLayout,
     PoolHitPolicy,
     PoolName,
@@ -25,11 +23,10 @@ from engine_cache.storage import (  # noqa: E402
     StorageIdentity,
     page_key,
 )
-from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
-from tests.rigs.page_pools import PagePool  # noqa: E402
-from tests.support.effort import num_examples  # noqa: E402
+from engine_cache.storage.directory import DirectoryStorage
+from tests.rigs.page_pools import PagePool
+from tests.support.effort import num_examples
 
-pytestmark = pytest.mark.torch
 NUM_PAGES = 6
 FILE_BYTES = 6 + 8  # of either pool
 KEYS = [page_key(hashlib.sha256(bytes([i])).hexdigest(), "tenant" if i % 2 else None) for i in range(NUM_PAGES)]

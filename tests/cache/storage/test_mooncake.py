@@ -5,14 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from engine_cache.storage import PoolName, PoolTransfer  # noqa: E402
-from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
-from tests.models.event_replay import PageNames  # noqa: E402
-from tests.rigs.cache import CPU  # noqa: E402
-from tests.rigs.mooncake import (  # noqa: E402
+from engine_cache.storage import PoolName, PoolTransfer
+from engine_cache.storage.mooncake import MooncakeStorage
+from tests.models.event_replay import PageNames
+from tests.rigs.cache import CPU
+from tests.rigs.mooncake import (
     KINDS,
     PAGE_SIZE,
     PROMPT,
@@ -24,9 +23,8 @@ from tests.rigs.mooncake import (  # noqa: E402
     own_identity,
     prefetch,
 )
-from tests.rigs.page_pools import KEYS, PagePool, held, put  # noqa: E402
+from tests.rigs.page_pools import KEYS, PagePool, held, put
 
-pytestmark = pytest.mark.torch
 LAYOUTS = ["page_first", "page_first_direct"]
 
 

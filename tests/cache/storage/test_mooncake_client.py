@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.settings import MooncakeSettings

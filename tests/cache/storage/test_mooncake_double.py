@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.storage import PoolName, mooncake, mooncake_client
@@ -17,8 +16,6 @@ from tests.rigs.mooncake import make_rig, own_identity
 from tests.rigs.mooncake_double import BAD_ARGUMENTS, NOT_FOUND, OVERFLOW, TRANSFER_FAILED, DoubleMaster
 from tests.rigs.page_pools import KEYS, PagePool, get, held, put
 from tests.support.waiting import wait_until
-
-pytestmark = pytest.mark.torch
 
 
 @pytest.fixture

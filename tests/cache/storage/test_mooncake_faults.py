@@ -5,30 +5,30 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from engine_cache.settings import MooncakeSettings  # noqa: E402
-from engine_cache.storage import PoolName, StorageClosedError, page_keys  # noqa: E402
-from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
-from engine_cache.storage.mooncake_client import (  # noqa: E402
+from engine_cache.settings import MooncakeSettings
+from engine_cache.storage import PoolName, StorageClosedError, page_keys
+from engine_cache.storage.mooncake import MooncakeStorage
+from engine_cache.storage.mooncake_client import (
     MooncakeClient,
     StorageRegistrationError,
     StorageUnreachableError,
 )
-from tests.rigs.mooncake import (  # noqa: E402
+from tests.rigs.mooncake import (
     archive,
     engine,
     follow,
     own_identity,
 )
-from tests.rigs.page_pools import KEYS, PagePool, get, put  # noqa: E402
-from tests.support.servers.child_process import free_port  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
+from tests.rigs.page_pools import KEYS, PagePool, get, put
+from tests.support.servers.child_process import free_port
+from tests.support.waiting import wait_until
 
 FOUR = range(4)
-pytestmark = [pytest.mark.timing("a store's calls must end within their deadline"), pytest.mark.torch]
+pytestmark = pytest.mark.timing("a store's calls must end within their deadline")
 
 
 @pytest.fixture

@@ -23,8 +23,6 @@ from kv_events.errors import InvalidValueError
 from tests.rigs.cache import AB, ABCD, CPU, DISK, GPU, A, CacheRig, removed, rigs, stored
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
 
-pytestmark = pytest.mark.torch
-
 CLASSES = ("hiradix", "himamba", "unified+mamba")
 
 

@@ -9,8 +9,6 @@ from tests.rigs.cache import AB, ABC, CPU, FAILED, GPU, A, CacheRig, refuse, rem
 from tests.rigs.cache_content import POOLS, is_pending
 from tests.rigs.cache_steps import evict_on_host, is_free, on_host
 
-pytestmark = pytest.mark.torch
-
 ALL = ("hiradix", "himamba", "unified", "unified+mamba+swa")
 STATES = ("himamba", "unified+mamba")
 KINDS = [("hiradix", "full"), ("himamba", "full"), ("himamba", "mamba"), ("unified", "full")]

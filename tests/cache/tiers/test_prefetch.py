@@ -8,8 +8,6 @@ from tests.rigs.cache import AB, ABCD, CPU, A, CacheRig, rigs, stored
 from tests.rigs.cache_steps import archived
 from tests.rigs.cache_stores import MemoryStorage, is_idle, page_hashes, set_policy
 
-pytestmark = pytest.mark.torch
-
 CLASSES = ("hiradix", "himamba", "unified")
 ALL = (*CLASSES, "unified+mamba", "unified+swa", "unified+mamba+swa")
 SIZES = {"swa_pages": 8, "host_pages": 16}

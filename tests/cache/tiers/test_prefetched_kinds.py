@@ -9,8 +9,6 @@ from tests.rigs.cache import AB, ABC, ABCD, CPU, A, removed, rigs
 from tests.rigs.cache_steps import archived
 from tests.rigs.cache_stores import is_idle, set_policy
 
-pytestmark = pytest.mark.torch
-
 MAMBA, SWA = PoolName.MAMBA, PoolName.SWA
 STATES = ("himamba", "unified+mamba")
 SIZES = {"swa_pages": 8, "host_pages": 16}

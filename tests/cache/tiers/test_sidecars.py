@@ -22,8 +22,6 @@ from tests.rigs.cache_pools import NumberPools
 from tests.rigs.cache_steps import archived
 from tests.rigs.cache_stores import MemoryStorage, page_hashes
 
-pytestmark = pytest.mark.torch
-
 KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA
 ALL, TRAILING = PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES
 KEYS = page_hashes(ABCD)

@@ -10,8 +10,6 @@ from tests.rigs.cache import AB, ABC, ABCD, CPU, FAILED, NOTHING, refuse, rigs
 from tests.rigs.cache_steps import archived
 from tests.rigs.cache_stores import MemoryStorage
 
-pytestmark = pytest.mark.torch
-
 MAMBA, SWA = PoolName.MAMBA, PoolName.SWA
 
 

@@ -14,8 +14,6 @@ from kv_events.schema import AllBlocksCleared, StorageMedium
 from tests.rigs.cache import AB, CPU, DISK, EXTERNAL, GPU, A, CacheRig, rigs, stored
 from tests.support.log.records import words
 
-pytestmark = pytest.mark.torch
-
 ALL = ("radix", "mamba", "hiradix", "himamba", "unified", "unified+mamba+swa")
 PAGES_OF_FOUR = {"page_size": 4, "device_pages": 8}
 NAME = -3488128144981237669  # of tokens 1 to 4

@@ -6,8 +6,6 @@ from engine_cache import EvictParams, EvictResult
 from tests.rigs.cache import AB, ABC, CPU, FAILED, GPU, A, refuse, removed, rigs, stored
 from tests.rigs.cache_steps import host_evict, in_tree
 
-pytestmark = pytest.mark.torch
-
 STATES = ("himamba", "unified+mamba")
 ALL = ("hiradix", *STATES, "unified+mamba+swa")
 SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}

@@ -11,8 +11,6 @@ from engine_cache.tree.eviction import EVICTION_POLICIES
 from tests.models.cache_checks import check_cache
 from tests.rigs.cache import CacheRig
 
-pytestmark = pytest.mark.torch
-
 FEW, MANY, TURNS = 500, 4_000, 500
 CASES = [("radix", "slru"), ("hiradix", "mru"), ("mamba", "lru"), ("himamba", "lru")]
 

@@ -8,8 +8,6 @@ from engine_cache.tree.eviction import EVICTION_POLICIES, find_policy
 from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, ABC, A, rigs
 
-pytestmark = pytest.mark.torch
-
 SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}
 ONE_TIER = {"tiers": 1}
 

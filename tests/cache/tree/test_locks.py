@@ -7,8 +7,6 @@ from kv_events.errors import InvalidValueError
 from tests.rigs.cache import AB, ABC, ABCD, EVERYTHING, A, CacheRig, rigs
 from tests.rigs.cache_steps import holdings
 
-pytestmark = pytest.mark.torch
-
 ALL = ("radix", "mamba", "hiradix", "himamba", "unified", "unified+mamba+swa")
 
 

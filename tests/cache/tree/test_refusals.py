@@ -35,9 +35,6 @@ from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, A, CacheRig, rigs
 from tests.rigs.cache_stores import MemoryStorage
 
-pytestmark = pytest.mark.torch
-
-
 # --- configurations ---
 
 

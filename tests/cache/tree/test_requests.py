@@ -11,8 +11,6 @@ from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, ABC, NOTHING, A, rigs
 from tests.rigs.cache_requests import Requests
 
-pytestmark = pytest.mark.torch
-
 HOST = ("hiradix", "himamba", "unified")
 
 

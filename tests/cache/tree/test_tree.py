@@ -9,8 +9,6 @@ from engine_cache import EvictParams, InsertParams, Lane, MatchPrefixParams, Rad
 from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, ABC, ABCD, CPU, GPU, NOTHING, A, CacheRig, rigs, stored
 
-pytestmark = pytest.mark.torch
-
 DEVICE = ("radix", "mamba")
 HOST = ("hiradix", "himamba", "unified")
 SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}

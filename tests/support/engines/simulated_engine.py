@@ -13,14 +13,13 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
 import msgspec
 
 from tests.support.engines.zmq_engine import ZmqEngine
-from tests.support.http_checks import WITHOUT_TLS
+from tests.support.http_checks import WITHOUT_TLS, succeeds
 from tests.support.prepared_python import PreparedProcess
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
@@ -89,17 +88,12 @@ class SimulatedEngine:
         wait_until(self._answers, deadline_s=30, what="the simulated engine to listen")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     def _answers(self) -> bool:
         assert self._process.running
-        try:
-            return httpx.get(f"{self.url}/v1/models", verify=WITHOUT_TLS).is_success
-        except httpx.TransportError:
-            return False
+        return succeeds(f"{self.url}/v1/models")
 
 
 class _Cache:

@@ -3,7 +3,6 @@
 import threading
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Literal, Self
 
 import zmq
@@ -109,9 +108,7 @@ class ZmqEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _open(self) -> None:

@@ -6,7 +6,6 @@ To run it manually: `pip install --no-deps --target FOLDER ai-dynamo-runtime==1.
 
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -61,7 +60,5 @@ class PeerIndexer:
         self._process.wait_for_port(self._port, 30)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()

@@ -11,16 +11,15 @@ from tests.support.servers.child_process import PartMissingError, RestartableSer
 class RedisServer(RestartableServer):
     """A server that persists nothing."""
 
-    def __init__(self, folder: Path, tls: Sequence[str] = (), password: str | None = None) -> None:
-        """`restart()` starts the server. tls: options of a server with TLS only. password: of the default user.
+    def __init__(self, folder: Path, tls: Sequence[str] = ()) -> None:
+        """`restart()` starts the server. tls: options of a server with TLS only.
 
         Raises PartMissingError.
         """
         self._port = free_port()
         self._log = folder / "redis.log"
         ports = ["--port", "0", "--tls-port", str(self._port), *tls] if tls else ["--port", str(self._port)]
-        login = ["--requirepass", password] if password is not None else []
-        where = ["--bind", "127.0.0.1", *ports, "--dir", str(folder), *login]
+        where = ["--bind", "127.0.0.1", *ports, "--dir", str(folder)]
         self._command = [str(_binary()), *where, "--save", "", "--appendonly", "no"]
 
     @property

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import httpx
@@ -38,9 +37,7 @@ class SmgGateway:
         wait_until(self._knows_all, 60, "SMG to know its engines")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
 
     def _knows_all(self) -> bool:

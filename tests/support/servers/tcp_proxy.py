@@ -6,7 +6,6 @@ import struct
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tests.support.servers.child_process import free_port
@@ -72,9 +71,7 @@ class TcpProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _call(self, step: Coroutine[Any, Any, _T]) -> _T:

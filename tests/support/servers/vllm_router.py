@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-import httpx
-
 from tests.support.engines.released_packages import environment
-from tests.support.http_checks import WITHOUT_TLS
+from tests.support.http_checks import succeeds
 from tests.support.servers.child_process import ChildProcess, free_port
 from tests.support.waiting import wait_until
 
@@ -36,14 +33,9 @@ class VllmRouter:
         wait_until(self._is_healthy, 60, "vllm-router to answer")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
 
     def _is_healthy(self) -> bool:
         assert self._process.running
-        try:
-            return httpx.get(f"{self.url}/health", verify=WITHOUT_TLS).is_success
-        except httpx.TransportError:
-            return False
+        return succeeds(f"{self.url}/health")
