@@ -15,14 +15,7 @@ from analysis.explain.asked_prompt import AskedPrompt
 from analysis.kernels.watched import BITMAP_WORDS, find_watched, watch
 from kv_events.codec import extra_keys
 from kv_events.hash_seed import SEEDS, process_seed
-from kv_events.hashing import (
-    U32Array,
-    U64Array,
-    block_hash_chain,
-    hash_strs_to_int64,
-    namespace_seed,
-    sequence_hashes,
-)
+from kv_events.hashing import U32Array, U64Array, block_hash_chain, hash_strs_to_int64, namespace_seed, sequence_hashes
 from kv_events.kernels.bundles import pin
 from kv_events.kernels.page_table import make_table
 from kv_events.records import LogRecord

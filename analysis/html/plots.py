@@ -9,14 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from bokeh.models import (
-    ColumnDataSource,
-    DataRange1d,
-    FactorRange,
-    HoverTool,
-    NumeralTickFormatter,
-    Range1d,
-)
+from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.plotting import figure
 
 from analysis.words import short_name, utc

@@ -258,9 +258,7 @@ def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
         raise UsageError(fault)
     if not views.applier.records:
         raise UsageError(f"{flag} {moment.typed}: no record is before this moment: {extent_text(extent)}")
-    err.print(
-        f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}",
-    )
+    err.print(f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}")
     return holdings_of(views)
 
 
