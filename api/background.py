@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from kv_events.errors import InvalidValueError
-from kv_events.runtime.supervised import in_background
+from kv_events.runtime.supervised import in_background, keep_running
 
 _POLL_S = 1.0
 
@@ -61,5 +61,5 @@ async def following(
             else:
                 failure = ""
 
-    async with in_background(follow, what, logger):
+    async with in_background(keep_running(follow, what, logger), what):
         yield

@@ -33,10 +33,7 @@ from simulation.workload import Request, Requests
 
 
 def simulate(
-    requests: Requests,
-    settings: SimulationSettings,
-    policies: Sequence[str],
-    progress: Progress | None = None,
+    requests: Requests, settings: SimulationSettings, policies: Sequence[str], progress: Progress | None = None
 ) -> list[PolicyReport]:
     """Run the workload once for each policy, each time with a fresh fleet.
 

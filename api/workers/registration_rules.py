@@ -10,7 +10,7 @@ from typing import TypeAlias
 from api.problems import ProblemError, ProblemKind
 from api.selection.answers import worker_name
 from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
-from api.workers.engine_metrics import place_of
+from api.workers.reports import place_of
 from bridge import EngineSettings
 from kv_events.engine_wire import LocateError, has_wildcard
 from kv_events.errors import InvalidValueError, shorten

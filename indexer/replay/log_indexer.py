@@ -19,7 +19,7 @@ from kv_events.log.reader import RecordChunk
 from kv_events.log.time_index import TIMES_SUFFIX
 from kv_events.records import LogRecord
 from kv_events.runtime.helper_process import helper_results
-from kv_events.runtime.supervised import in_background
+from kv_events.runtime.supervised import in_background, keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ async def indexing(folder: Path, settings: IndexerSettings | None = None) -> Asy
     the views once more. If it ends, it is started again. settings: of the views; default: from `KVSIGHT_*` variables.
     """
     bounds = msgspec.json.encode(settings_of_views(settings or IndexerSettings())).decode()
-    async with in_background(lambda: _index(folder, bounds), "key frames", logger):
+    async with in_background(keep_running(lambda: _index(folder, bounds), "key frames", logger), "key frames"):
         yield
 
 

@@ -34,7 +34,7 @@ from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
 from kv_events.kafka.private_parts import start_client, stop_client
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import Backoff, in_background
+from kv_events.runtime.supervised import Backoff, in_background, keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +109,10 @@ class Membership:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Be a member during a block. Leaving it leaves the group, so that the others take over at once."""
+        clock = "consumer group clock"
         async with (
-            in_background(self._run, "consumer group", logger),
-            in_background(self._watch_clock, "consumer group clock", logger),
+            in_background(keep_running(self._run, "consumer group", logger), "consumer group"),
+            in_background(keep_running(self._watch_clock, clock, logger), clock),
         ):
             yield
 

@@ -82,6 +82,10 @@ class FleetWorker(_Health, frozen=True, kw_only=True):
     lifetime_s: float | None = None
     """How long a page stays on average before it is removed: pages held by pages removed per second, in the time of
     `removed`. None: none was removed."""
+    lifetime_p50_s: float | None = None
+    """Seconds for which half of the pages that it removed lately from its device were held at most, from one page in
+    256. Pages are followed while somebody asks for the fleet. None: none of them was removed, or this is a moment of a
+    log."""
     peak_pages: int
     """The most pages that it held, on all media together, since this process knows it."""
     stored: list[float]

@@ -1,10 +1,10 @@
-"""Long-lived tasks, which start again after an unexpected error, and the pauses between attempts, with jitter."""
+"""Long-lived tasks: for the time of a block, and such that start again after an unexpected error; and their pauses."""
 
 import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,16 @@ from kv_events.runtime.outages import RateLimitedLogger
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
+
+
+@asynccontextmanager
+async def in_background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Run `work` during a block, and cancel it at the end. name: of the task."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        await cancel(task)
 
 
 async def keep_running(
@@ -42,16 +52,6 @@ async def keep_running(
             num_failures += 1
         else:
             return
-
-
-@asynccontextmanager
-async def in_background(work: Callable[[], Awaitable[None]], name: str, logger: logging.Logger) -> AsyncIterator[None]:
-    """Do work in a task of this name during a block. See `keep_running`."""
-    task = asyncio.create_task(keep_running(work, name, logger), name=name)
-    try:
-        yield
-    finally:
-        await cancel(task)
 
 
 async def cancel(*tasks: asyncio.Task[Any] | None) -> None:

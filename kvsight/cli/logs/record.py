@@ -73,12 +73,7 @@ def record(
         segment = max(1, int(parse_quantity("--segment-bytes", segment_bytes, BYTES)))
     load_kernels()
     recorder = Recorder(
-        folder,
-        segment_bytes=segment,
-        max_bytes=size,
-        max_age_s=age_s,
-        is_patient=not once,
-        on_deleted=_report_deletion,
+        folder, segment_bytes=segment, max_bytes=size, max_age_s=age_s, is_patient=not once, on_deleted=_report_deletion
     )
     recorder.open()
     begun = f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops"
