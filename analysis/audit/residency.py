@@ -176,10 +176,10 @@ class ResidencyIndex:
         """Return how many seconds, within 3%, half of the removed pages were held on each medium; None without any."""
         return list(map(median_lifetime, self._book.lifetimes))
 
-    def take_lifetimes(self) -> npt.NDArray[np.int64]:
-        """Return [media, NUM_LIFETIMES], what was removed since the last call, by the time that it was held."""
-        taken = self._book.lifetimes.copy()
-        self._book.lifetimes[:] = 0
+    def take_lifetimes(self, medium: int) -> npt.NDArray[np.int64]:
+        """Return [NUM_LIFETIMES], what was removed from a medium since the last call, by the time that it was held."""
+        taken: npt.NDArray[np.int64] = self._book.lifetimes[medium].copy()
+        self._book.lifetimes[medium] = 0
         return taken
 
     @property
