@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from kv_events.errors import InvalidValueError
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import in_background, keep_running
 
 _POLL_S = 1.0
 
@@ -61,9 +61,5 @@ async def following(
             else:
                 failure = ""
 
-    task = asyncio.create_task(keep_running(follow, what, logger), name=what)
-    try:
+    async with in_background(keep_running(follow, what, logger), what):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

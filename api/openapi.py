@@ -6,7 +6,7 @@ not know, and the component schemas to which both refer.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from http import HTTPStatus
 from inspect import cleandoc
@@ -42,22 +42,6 @@ _TEMPLATE = "#/components/schemas/{name}"
 _REFERENCE = re.compile('"#/components/schemas/([^"]+)"')
 _components: dict[str, Json] = {}
 """Schemas of the structs that routes name, and of those in them."""
-_TEXTS = {
-    "/query": (
-        "How much of a prompt each worker holds. The prompt is given by `token_ids`, or by `messages`, `prompt` or "
-        "`input` as in the bodies of OpenAI's and Anthropic's clients. Workers hold whole pages, so the answer to less "
-        "than `block_size` tokens is empty."
-    ),
-    "/query_by_hash": (
-        "How much of a prompt each worker holds. The prompt is given by `seq_hashes` (rolling, unsigned) or "
-        "`block_hashes` (local, signed)."
-    ),
-}
-_BATCH_TEXT = "Several queries at once, by tokens or by hashes. A refused query has a problem document as its result."
-_DECISIONS_TEXT = (
-    "What a router chose for a request, or what the engine reused for it (`cached_tokens`), or several of both. The "
-    "records are queued for the log of the service and never waited for."
-)
 _HELD = "The tokens that each worker holds"
 _BODY_PROBLEMS = {
     "413": "The body is too large",
@@ -70,10 +54,6 @@ _QUERY_PROBLEMS = {
     "503": "Nothing can be answered yet, or the tokenizer cannot be asked",
     **_BODY_PROBLEMS,
 }
-_EXPLAIN_TEXT = (
-    "Why each worker holds no more of a prompt, from the log that the service keeps: the page at which its prefix "
-    "ends, the cause, and the batches that show it."
-)
 _EXPLAIN_PROBLEMS = {
     "400": "The body is malformed",
     "404": "No worker of the log serves the model, the worker is not in the log, or the service keeps no log",
@@ -104,33 +84,6 @@ _REGISTRATION_PROBLEMS = {
     "409": "The registration contradicts another one, or a limit is reached",
     "503": "The saved registrations cannot be read at the moment",
     **_BODY_PROBLEMS,
-}
-_REGISTRATIONS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str, str]]] = {
-    "/register": (
-        "Let this service read one rank of an engine. Repeating a registration changes nothing.",
-        (PeerRegistration, RfcRegistration),
-        (PeerRegistered, RfcRegistered),
-        {"200": "Registered (in Dynamo's dialect: it was registered before)", "201": "Registered, in Dynamo's dialect"},
-    ),
-    "/unregister": (
-        "Stop reading an engine, all ranks or one, and drop its pages.",
-        (PeerUnregistration, RfcUnregistration),
-        (PeerRegistered, RfcUnregistered),
-        {"200": "Unregistered"},
-    ),
-}
-
-_SELECTIONS: dict[str, tuple[str, Any, Any, int]] = {
-    "/select": ("Choose a worker for a prompt, and book nothing.", SelectRequest, Selection, 200),
-    "/select_and_reserve": ("Choose a worker for a prompt, and book the request.", SelectRequest, Selection, 200),
-    "/potential_loads": ("What would be booked on each rank with this prompt.", SelectRequest, list[Load], 200),
-    "/overlap_scores": ("Pages of a prompt that each rank holds.", SelectRequest, OverlapScores, 200),
-    "/reservations": (
-        "Book what `/select` answered for this `selection_id`, or, with a `worker_id`, what the caller chose.",
-        ReserveRequest,
-        Reservation,
-        201,
-    ),
 }
 _SELECTION_PROBLEMS = {
     "400": "The body is malformed, or the prompt is missing",
@@ -167,32 +120,7 @@ def complete(document: Json, amend: Callable[[Json], None], *, needs_token: bool
         operation["summary"], _, rest = operation.pop("description").replace("\n", " ").partition(". ")
         operation["summary"] = operation["summary"].removesuffix(".")
         operation |= {"description": rest.strip()} if rest else {}
-    query, result = _any_of(PeerQuery[IntList], RfcQuery[IntList]), _any_of(PeerAnswer, RfcAnswer, are_sent=True)
-    for path, text in _TEXTS.items():
-        paths[path] = _post(path, "queries", text, query, {"200": _json(_HELD, result)}, _QUERY_PROBLEMS)
-    queries = _array("queries", query)
-    results = _json(_HELD, _array("results", _any_of(PeerAnswer, RfcAnswer, ProblemDocument, are_sent=True)))
-    path = "/query/batch"
-    paths[path] = _post(path, "queries", _BATCH_TEXT, queries, {"200": results}, _QUERY_PROBLEMS)
-    for path, (text, requests, replies, successes) in _REGISTRATIONS.items():
-        found: Responses = {status: _json(said, _any_of(*replies, are_sent=True)) for status, said in successes.items()}
-        paths[path] = _post(path, "workers", text, _any_of(*requests), found, _REGISTRATION_PROBLEMS)
-    for path, (text, request, selected, status) in _SELECTIONS.items():
-        if "/loads" in paths:  # members of groups choose no workers
-            found = answers(selected, "The answer", status)
-            paths[path] = _post(path, "selection", text, _schema(request), found, _SELECTION_PROBLEMS)
-    decision = {"allOf": [_schema(DecisionRequest), query]}
-    record = {"anyOf": [decision, _schema(OutcomeRequest)]}
-    body = {"anyOf": [decision, _schema(OutcomeRequest), _array("decisions", record)]}
-    problems = {"400": "The body is malformed", **_BODY_PROBLEMS}
-    taken = answers(DecisionsAccepted, "Accepted", HTTPStatus.ACCEPTED)
-    paths["/decisions"] = _post("/decisions", "decisions", _DECISIONS_TEXT, body, taken, problems)
-    asked, explained = {"allOf": [_schema(ExplainRequest), query]}, answers(Explanation, "The cause for each worker")
-    paths["/explain"] = _post("/explain", "queries", _EXPLAIN_TEXT, asked, explained, _EXPLAIN_PROBLEMS)
-    text = "The tokens of a text, from --tokenizer-file or the engine at --tokenize-url."
-    problems = {"404": "The service knows no tokenizer", "503": "The tokenizer cannot be asked", **_BODY_PROBLEMS}
-    body, found = _schema(TokenizeRequest), answers(Tokenized, "The tokens")
-    paths["/tokenize"] = _post("/tokenize", "queries", text, body, found, problems)
+    paths |= {path: each for path, each in _posts() if "/loads" in paths or "selection" not in each["post"]["tags"]}
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     if needs_token:
         _require_token(document)
@@ -201,6 +129,66 @@ def complete(document: Json, amend: Callable[[Json], None], *, needs_token: bool
     while new:
         schemas |= {name: _components[name] for name in new}
         new = _referenced([_components[name] for name in new]) - schemas.keys()
+
+
+def _posts() -> Iterator[tuple[str, Json]]:
+    """Yield the routes that FastAPI does not know. Members of groups, which choose no workers, lack those to select."""
+    query, result = _any_of(PeerQuery[IntList], RfcQuery[IntList]), _any_of(PeerAnswer, RfcAnswer, are_sent=True)
+    held: Responses = {"200": _json(_HELD, result)}
+    results = _any_of(PeerAnswer, RfcAnswer, ProblemDocument, are_sent=True)
+    text = "How much of a prompt each worker holds. The prompt is given by `token_ids`, or by `messages`, `prompt` or "
+    text += (
+        "`input` as in the bodies of OpenAI's and Anthropic's clients. Workers hold whole pages, so the answer to less "
+    )
+    text += "than `block_size` tokens is empty."
+    yield _post("/query", "queries", text, query, held, _QUERY_PROBLEMS)
+    text = "How much of a prompt each worker holds. The prompt is given by `seq_hashes` (rolling, unsigned) or "
+    text += "`block_hashes` (local, signed)."
+    yield _post("/query_by_hash", "queries", text, query, held, _QUERY_PROBLEMS)
+    text = "Several queries at once, by tokens or by hashes. A refused query has a problem document as its result."
+    found: Responses = {"200": _json(_HELD, _array("results", results))}
+    yield _post("/query/batch", "queries", text, _array("queries", query), found, _QUERY_PROBLEMS)
+
+    text = "Let this service read one rank of an engine. Repeating a registration changes nothing."
+    registered = _any_of(PeerRegistered, RfcRegistered, are_sent=True)
+    found = {"200": _json("Registered (in Dynamo's dialect: it was registered before)", registered)}
+    found |= {"201": _json("Registered, in Dynamo's dialect", registered)}
+    yield _post("/register", "workers", text, _any_of(PeerRegistration, RfcRegistration), found, _REGISTRATION_PROBLEMS)
+    text = "Stop reading an engine, all ranks or one, and drop its pages."
+    found = {"200": _json("Unregistered", _any_of(PeerRegistered, RfcUnregistered, are_sent=True))}
+    body = _any_of(PeerUnregistration, RfcUnregistration)
+    yield _post("/unregister", "workers", text, body, found, _REGISTRATION_PROBLEMS)
+
+    def select(path: str, text: str, kind: Any, chosen: Any, status: int = HTTPStatus.OK) -> tuple[str, Json]:
+        taken = answers(chosen, "The answer", status)
+        return _post(path, "selection", text, _schema(kind), taken, _SELECTION_PROBLEMS)
+
+    yield select("/select", "Choose a worker for a prompt, and book nothing.", SelectRequest, Selection)
+    text = "Choose a worker for a prompt, and book the request."
+    yield select("/select_and_reserve", text, SelectRequest, Selection)
+    text = "What would be booked on each rank with this prompt."
+    yield select("/potential_loads", text, SelectRequest, list[Load])
+    yield select("/overlap_scores", "Pages of a prompt that each rank holds.", SelectRequest, OverlapScores)
+    text = "Book what `/select` answered for this `selection_id`, or, with a `worker_id`, what the caller chose."
+    yield select("/reservations", text, ReserveRequest, Reservation, HTTPStatus.CREATED)
+
+    decision = {"allOf": [_schema(DecisionRequest), query]}
+    record = {"anyOf": [decision, _schema(OutcomeRequest)]}
+    body = {"anyOf": [decision, _schema(OutcomeRequest), _array("decisions", record)]}
+    problems = {"400": "The body is malformed", **_BODY_PROBLEMS}
+    text = "What a router chose for a request, or what the engine reused for it (`cached_tokens`), or several of both. "
+    text += "The records are queued for the log of the service and never waited for."
+    taken = answers(DecisionsAccepted, "Accepted", HTTPStatus.ACCEPTED)
+    yield _post("/decisions", "decisions", text, body, taken, problems)
+    text = (
+        "Why each worker holds no more of a prompt, from the log that the service keeps: the page at which its prefix "
+    )
+    text += "ends, the cause, and the batches that show it."
+    asked, explained = {"allOf": [_schema(ExplainRequest), query]}, answers(Explanation, "The cause for each worker")
+    yield _post("/explain", "queries", text, asked, explained, _EXPLAIN_PROBLEMS)
+    text = "The tokens of a text, from --tokenizer-file or the engine at --tokenize-url."
+    problems = {"404": "The service knows no tokenizer", "503": "The tokenizer cannot be asked", **_BODY_PROBLEMS}
+    yield _post("/tokenize", "queries", text, _schema(TokenizeRequest), answers(Tokenized, "The tokens"), problems)
 
 
 def _referenced(part: Any) -> set[str]:
@@ -217,7 +205,9 @@ def _require_token(document: Json) -> None:
             operation["security"] = []
 
 
-def _post(path: str, tag: str, text: str, body: Json, successes: Responses, problems: dict[str, str]) -> Json:
+def _post(
+    path: str, tag: str, text: str, body: Json, successes: Responses, problems: dict[str, str]
+) -> tuple[str, Json]:
     operation = {
         "tags": [tag],
         "summary": text,
@@ -228,7 +218,7 @@ def _post(path: str, tag: str, text: str, body: Json, successes: Responses, prob
         },
         "responses": successes | {status: _problem(reason) for status, reason in sorted(problems.items())},
     }
-    return {"post": operation}
+    return path, {"post": operation}
 
 
 def _json(description: str, schema: Json) -> Json:

@@ -48,7 +48,7 @@ def listen(settings: ApiSettings) -> socket.socket:
         )
     except OSError as error:
         reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise CannotListenError(settings.host, settings.port, reason) from None
+        raise CannotListenError(f"cannot listen on {settings.host} port {settings.port}: {reason}") from None
 
 
 def url_of(bound: socket.socket, settings: ApiSettings) -> str:
@@ -182,6 +182,3 @@ def _most_connections(settings: ApiSettings) -> int:
 
 class CannotListenError(KvsightError):
     """The server cannot listen on its address."""
-
-    def __init__(self, host: str, port: int, reason: str) -> None:
-        super().__init__(f"cannot listen on {host} port {port}: {reason}")

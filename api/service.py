@@ -158,7 +158,9 @@ class LiveService(Service):
         self._spans = open_spans()
         self.renderer = PromptRenderer(settings)
         local = LocalAnswers(consumer)
-        self.endpoints: dict[str, Endpoint] = {**self._query_routes(local).endpoints()}
+        answerer = local if group is None else group.gatherer
+        parts = answerer, self._may_answer, settings.max_body_bytes, self._tenants, self.renderer.tokens
+        self.endpoints: dict[str, Endpoint] = {**QueryRoutes(*parts).endpoints()}
         self.selection = None
         if group is not None:
             self.endpoints |= group.endpoints(settings.max_body_bytes)
@@ -208,15 +210,6 @@ class LiveService(Service):
 
     def _may_answer(self) -> bool:
         return self.settings.answer_before_ready or self._consumer.ready
-
-    def _query_routes(self, local: LocalAnswers) -> QueryRoutes:
-        return QueryRoutes(
-            local if self._group is None else self._group.gatherer,
-            self._may_answer,
-            self.settings.max_body_bytes,
-            self._tenants,
-            self.renderer.tokens,
-        )
 
     def _created_metrics(self, timed_paths: Sequence[str]) -> HttpMetrics:
         consumer, tenants, recording = self._consumer, self._tenants, self._recording

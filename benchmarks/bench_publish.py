@@ -17,8 +17,8 @@ from benchmarks.services import broker
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium
 from publisher import EventPublisher, PublisherSettings
-from publisher.sinks import MemorySink
 from publisher.sinks.kafka import KafkaSink
+from publisher.sinks.memory import MemorySink
 
 SEED = 1
 BLOCK_SIZE = 16

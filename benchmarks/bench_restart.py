@@ -27,8 +27,7 @@ from benchmarks.report import Figure, figure, main
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.slices import Slices
-from indexer.snapshots.base import SnapshotStore
-from indexer.snapshots.folder import FolderStore
+from indexer.snapshots.base import FolderStore, SnapshotStore
 from indexer.snapshots.image import SnapshotParts, take
 from indexer.snapshots.keeper import SnapshotKeeper
 from indexer.snapshots.redis import RedisStore

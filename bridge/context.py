@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from bridge.settings import EngineDefaults
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher

@@ -14,14 +14,14 @@ from bridge.registry import StreamRegistry
 from bridge.republisher import Republisher
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.rank_streams import Missed
+from bridge.stream.rank_streams import Missed, RankStreams
 from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
 from bridge.worker_stream import StreamStatus
 from kv_events.engine_wire import parse_topic
 from kv_events.errors import shorten
-from kv_events.runtime.backoff import Backoff
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
+from kv_events.runtime.supervised import Backoff, cancel
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,7 @@ class EngineConnection:
 
     async def stop(self, deadline_s: float, *, clear: bool) -> None:
         """Stop reading and publish what is queued. clear: also publish that the engine holds no pages."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
         streams = [*self._engine_streams.values(), *self._leaving]
         await asyncio.gather(*(each.ranks.close(deadline_s, clear=clear) for each in streams))
         if self._republisher is not None:
@@ -150,12 +148,12 @@ class EngineConnection:
         if engine_stream is not None:
             self._engine_streams.move_to_end(key)
         if engine_stream is None and self.engine.worker is None:
-            pod = parse_topic(topic)
-            model = self.engine.model or pod.model or ""
-            if not (is_name(model) and is_name(pod.pod)):
+            pod, model = parse_topic(topic)
+            model = self.engine.model or model or ""
+            if not (is_name(model) and is_name(pod)):
                 self._limited_logger.warning("topic %s left out: it names no valid worker and model", shorten(topic))
             elif self._has_room():
-                engine_stream = self._engine_streams[key] = self._new_stream(model, pod.pod)
+                engine_stream = self._engine_streams[key] = self._new_stream(model, pod)
         return engine_stream
 
     def _has_room(self) -> bool:
@@ -190,4 +188,5 @@ class EngineConnection:
             timeout_s = registry.settings.bridge_replay_timeout_s
             replay = ReplayClient(self._context, engine.replay_endpoint, timeout_s, registry.locate)
         stream = StreamId(model, engine.tenant, worker, engine.dp_rank)
-        return EngineStream(stream, engine, registry, self.counters, replay, self._republisher)
+        ranks = RankStreams(stream, engine, registry, self.counters, self._republisher)
+        return EngineStream(ranks, registry.threads, self.counters, replay)

@@ -20,6 +20,9 @@ from publisher.sinks.memory import MemorySink
 _MAX_SOCKETS = 65_535
 """The most that ZMQ supports. By default it has 1023, but an engine needs three, and three more during a replay."""
 
+_REMOVAL_S = 5.0
+"""For what a removed engine has still queued."""
+
 _Key = tuple[str | None, str, str, int]
 
 
@@ -86,13 +89,7 @@ class Fleet:
         return bool(new)
 
     async def remove(
-        self,
-        worker: str,
-        *,
-        model: str | None = None,
-        tenant: str | None = None,
-        dp_rank: int | None = None,
-        deadline_s: float = 5.0,
+        self, worker: str, *, model: str | None = None, tenant: str | None = None, dp_rank: int | None = None
     ) -> list[EngineSettings]:
         """Stop reading a worker and publish that it holds no pages. Returns what was removed, rank by rank.
 
@@ -106,7 +103,7 @@ class Fleet:
             and tenant in (None, engine.tenant)
             and dp_rank in (None, engine.dp_rank)
         ]
-        await asyncio.shield(asyncio.gather(*(self._stop(_key(engine), deadline_s) for engine in removed)))
+        await asyncio.shield(asyncio.gather(*(self._stop(_key(engine)) for engine in removed)))
         return removed
 
     def status(self) -> list[EngineStatus]:
@@ -127,8 +124,8 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _stop(self, key: _Key, deadline_s: float) -> asyncio.Task[None]:
-        stopping = self._readers.pop(key).stop(deadline_s, clear=True)
+    def _stop(self, key: _Key) -> asyncio.Task[None]:
+        stopping = self._readers.pop(key).stop(_REMOVAL_S, clear=True)
         task = self._stopping[key] = asyncio.create_task(stopping, name=f"bridge-stop:{key}")
         task.add_done_callback(lambda _: self._stopping.pop(key))
         return task

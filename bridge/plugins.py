@@ -15,7 +15,7 @@ from bridge.decoding.events import InvalidEvent
 from bridge.settings import BridgeSettings, EngineDefaults
 from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.errors import InvalidValueError
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher.kernels.blocks import BlockTable
 from publisher.publisher import EventPublisher
@@ -40,7 +40,6 @@ class EnginePublisher:
         self, *, data_parallel_rank: int | None = None, attn_dp_rank: int | None = None, **of_zmq: object
     ) -> None:
         """data_parallel_rank: vLLM's name of the rank. attn_dp_rank: SGLang's. of_zmq: options for sockets; ignored.
-
         Raises InvalidValueError naming the variable, so that an engine with bad settings does not start.
         """
         rank = data_parallel_rank if data_parallel_rank is not None else attn_dp_rank
@@ -84,7 +83,7 @@ class EnginePublisher:
         self._is_closed = True
         atexit.unregister(self.shutdown)
         try:
-            self._stream.clear()
+            self._stream.translator.clear()
             if self._replacing is not None:
                 self._replacing.join(_CLOSE_S)
             deadline = time.monotonic() + _CLOSE_S

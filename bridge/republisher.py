@@ -16,8 +16,7 @@ from bridge.decoding.events import MASK64
 from bridge.settings import EngineSettings
 from kv_events.errors import KvsightError
 from publisher.sinks.base import SinkUnavailableError
-from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
-from publisher.sinks.zmq_socket import EventSocket
+from publisher.sinks.zmq_socket import EventSocket, KeptBatches, ReplaySocket
 
 _MAX_KEPT = 1_000_000
 _MAX_BYTES = 4 * 2**20

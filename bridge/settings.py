@@ -112,7 +112,6 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
 
     @property
     def binds(self) -> bool:
-        """Whether we bind the address."""
         return has_wildcard(self.endpoint) if self.bind is None else self.bind
 
     @property
@@ -175,9 +174,8 @@ class _EngineList(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_engines(path: Path) -> list[EngineSettings]:
-    """Read a list of engines: TOML with `[[engines]]` tables, or `{"engines": [...]}` in a file named `.json`.
-
-    Raises InvalidValueError naming the file and the field; OSError.
+    """Read a list of engines: TOML with `[[engines]]` tables, or `{"engines": [...]}` in a file named `.json`. Raises
+    InvalidValueError naming the file and the field; OSError.
     """
     data = path.read_bytes()
     if len(data) > _MAX_CONFIG_BYTES:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import cancel, keep_running
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 from publisher.sinks.base import OutRecord, Sink, SinkUnavailableError
@@ -43,10 +43,8 @@ class SharedSink:
 
     async def stop(self) -> None:
         """Stop the real sink. All publishers must be closed."""
-        if self._listener is not None:
-            self._listener.cancel()
-            await asyncio.gather(self._listener, return_exceptions=True)
-            self._listener = None
+        await cancel(self._listener)
+        self._listener = None
         await self._sink.stop()
 
     async def open(self) -> None:

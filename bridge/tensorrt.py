@@ -18,7 +18,7 @@ from bridge.settings import EngineDefaults
 from bridge.worker_stream import EngineState, WorkerStream
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.schema import CLOSED
 from publisher.kernels.blocks import BlockTable
 from publisher.kernels.events import PageEvents

@@ -79,10 +79,6 @@ class WorkerStream:
         self.is_incomplete = True
         self._update_degraded_reason()
 
-    def clear(self) -> None:
-        """Publish that the worker holds no pages."""
-        self.translator.clear()
-
     def drop_all_pages(self, num_batches: int = 0) -> None:
         """Note that batches were lost: drop all pages, as some may have been removed. 0: their number is unknown."""
         self.translator.clear()

@@ -24,11 +24,10 @@ from kv_events.errors import KvsightError, RecordRejectedError
 from kv_events.kernels.batches import TIME
 from kv_events.kernels.bundles import I64Vector, pin
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.log.batch_columns import BatchColumns, decode_chunk
 from kv_events.log.event_log import EventLogWriter
-from kv_events.log.reader import RecordChunk
+from kv_events.log.reader import BatchColumns, RecordChunk, decode_chunk
 from kv_events.records import Channel, LogRecord
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,6 @@ class DeadLetters:
         )
 
     def put(self, record: LogRecord, error: RecordRejectedError) -> None:
-        """Count and keep a rejected record."""
         self.counts[error.reason] += 1
         if self.counts[error.reason] == 1:
             key = record.key[:_SHOWN].decode(errors="replace")
@@ -94,7 +92,6 @@ class DeadLetters:
             self._bytes_left -= len(kept.payload)
 
     def close(self) -> None:
-        """Close the folder's log."""
         if self._writer is not None:
             self._writer.close()
 

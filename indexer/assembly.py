@@ -13,8 +13,7 @@ from indexer.namespaces import Namespaces
 from indexer.recording.feed import Feed
 from indexer.recording.recorder import Recorder, RecordingThread, segment_bytes_within
 from indexer.settings import IndexerSettings
-from indexer.snapshots.base import SnapshotStore
-from indexer.snapshots.folder import SNAPSHOT_NAME, FolderStore
+from indexer.snapshots.base import SNAPSHOT_NAME, FolderStore, SnapshotStore
 from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource

@@ -26,7 +26,7 @@ from indexer.views import View
 from indexer.worker_log import WorkerLog
 from kv_events.records import LogRecord
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import cancel, keep_running
 from kv_events.runtime.tracing import open_spans
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
@@ -110,18 +110,12 @@ class Consumer:
 
     @property
     def namespaces(self) -> Namespaces:
-        """The views."""
         return self.applier.namespaces
 
     @property
     def ready(self) -> bool:
         """Whether everything that was in the event log at the start has been applied, and the loop runs."""
         return self.progress.is_caught_up and self.failure is None
-
-    @property
-    def positions(self) -> Mapping[int, int]:
-        """Partition -> offset of the next record to apply."""
-        return self.progress.positions
 
     @property
     def log_outage(self) -> Outage:
@@ -142,7 +136,6 @@ class Consumer:
         return "the log is not opened yet" if lag is None else f"catching up: {lag} records of the log to apply"
 
     def reason(self, view: View) -> str:
-        """Return why a view cannot be fully trusted, or "" if it can."""
         reason = self.freshness.reason(view)
         return str(self.log_outage) or reason if reason == NO_HEARTBEAT else reason
 
@@ -155,9 +148,8 @@ class Consumer:
         return self.progress.lag() if self.log_outage.since is None else None
 
     async def forget(self, streams: Collection[StreamId]) -> None:
-        """Drop streams with their pages, once everything that is in the event log now has been applied.
-
-        Raises SourceUnavailableError.
+        """Drop streams with their pages, once everything that is in the event log now has been applied. Raises
+        SourceUnavailableError.
         """
         removal = _Removal(streams, await self._source.ends(), asyncio.get_running_loop().create_future())
         self._removals.append(removal)
@@ -173,10 +165,9 @@ class Consumer:
             self._stopping = True
             await asyncio.wait({task}, timeout=_STOP_S)
             is_between_records = task.done() and self.failure is None
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
             await self._stop_probing()
-            await _cancelled(self._requesting)
+            await cancel(self._requesting)
             is_complete = is_between_records and self.progress.is_started
             await self._snapshots.close(self._copy if is_complete else None)
             if self.owned is not None:
@@ -316,7 +307,7 @@ class Consumer:
 
     async def _stop_probing(self) -> None:
         probing, self._probing = self._probing, None
-        await _cancelled(probing)
+        await cancel(probing)
 
     async def _copy(self) -> SnapshotParts:
         """Copy the views in slices. The loop waits for the copy, so nothing changes the views during this time."""
@@ -325,10 +316,3 @@ class Consumer:
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = error
-
-
-async def _cancelled(task: asyncio.Task[None] | None) -> None:
-    """Cancel a task, if there is one, and wait for its end."""
-    if task is not None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -102,7 +102,6 @@ class Freshness:
         return (self.log_read_at if self._clock is None else self._clock()) - LATE_S
 
     def bounds(self) -> tuple[float, float, float]:
-        """Return `expired_before`, `syncing_before` and `late_before`."""
         return self.expired_before(), self.syncing_before(), self.late_before()
 
     def is_late(self, view: View) -> bool:
@@ -113,5 +112,4 @@ class Freshness:
         return view.last_batch_tick < self.late_before() or view.is_delayed
 
     def reason(self, view: View) -> str:
-        """Return why the view cannot be fully trusted, or "" if it can."""
         return view.reason or (NO_HEARTBEAT if self.is_late(view) else "")

@@ -124,7 +124,7 @@ class OverlapIndex:
         return self._use_stream(stream)
 
     def _use_stream(self, stream: int) -> int:
-        digest = self._digests[stream] = self._pages.digests[stream]
+        digest = self._digests[stream] = self.pages.digests[stream]
         digest[:] = 0
         return stream
 
@@ -195,11 +195,6 @@ class OverlapIndex:
         return Matches(streams[: find(self.lookup, hashes, streams, pages)], pages)
 
     @property
-    def pages(self) -> apply.Pages:
-        """The arrays that kernels change. It is another tuple after an array was replaced."""
-        return self._pages
-
-    @property
     def most_streams(self) -> int:
         """Number of streams that the columns of this index have room for. It grows with the streams."""
         return 64 * self._width
@@ -218,7 +213,7 @@ class OverlapIndex:
 
         hashes: uint64[n], C order, sequence hashes.
         """
-        words = self._pages.sets.words[self.holders(hashes), stream >> 6 :: self._width]
+        words = self.pages.sets.words[self.holders(hashes), stream >> 6 :: self._width]
         bits = (words >> np.uint64(stream & 63) & np.uint64(1)).astype(np.uint8)
         return np.packbits(bits, axis=1, bitorder="little")[:, 0]
 
@@ -229,7 +224,7 @@ class OverlapIndex:
         """
         order = np.argsort(hashes)
         entries = self.live_entries()
-        keys = self._pages.table.keys[entries]
+        keys = self.pages.table.keys[entries]
         places = np.searchsorted(hashes, keys, sorter=order)
         tiers = np.zeros(len(hashes), np.uint8)
         if len(hashes):
@@ -248,7 +243,7 @@ class OverlapIndex:
         lengths: npt.NDArray[np.int64],
     ) -> bool:
         """Shorten prefixes until each one can end where it ends. See the kernel."""
-        return bool(trim_to_reusable(self._pages.sets.words, holders, streams, rule, steps, behind, lengths))
+        return bool(trim_to_reusable(self.pages.sets.words, holders, streams, rule, steps, behind, lengths))
 
     def shared_prefixes(self, most: int) -> Generator[None, None, list[U64Array]]:
         """Find the prefixes of which most pages are held by several streams, in slices of a fraction of a millisecond.
@@ -257,7 +252,7 @@ class OverlapIndex:
         most shared first, then the longest. Takes 5 bytes of memory a page. The index may change between two slices;
         prefixes that are no longer held completely are then left out.
         """
-        used = page_table.high_water(self._pages.table)
+        used = page_table.high_water(self.pages.table)
         depths, is_inner = np.zeros(used, np.uint32), np.zeros(used, np.uint8)
         best, worths = np.full(most, -1, np.int64), np.full(most, -1, np.int64)
         ranges = [(start, min(start + _SURVEY_ENTRIES, used)) for start in range(0, used, _SURVEY_ENTRIES)]
@@ -286,11 +281,11 @@ class OverlapIndex:
             found = apply.collect(self._pinned, stream, start, stop, entries, tiers)
             if found:
                 held = entries[:found]
-                yield StreamPages(self._pages.table.keys[held], self._pages.parents[held], tiers[:found].copy())
+                yield StreamPages(self.pages.table.keys[held], self.pages.parents[held], tiers[:found].copy())
 
     def image(self) -> Generator[None, None, IndexImage]:
         """Copy everything for a snapshot, in slices. The index must not change before the end."""
-        sets = self._pages.sets
+        sets = self.pages.sets
         used = page_table.high_water(sets.table)
         row_of_id = zeros(used, np.uint32)
         digests = {s: digest.copy() for s, digest in enumerate(self._digests) if digest is not None}
@@ -303,17 +298,17 @@ class OverlapIndex:
             num_rows += len(ids)
             yield
         for start, stop in self._entry_ranges(_COPY_ENTRIES):
-            live = start + np.flatnonzero(self._pages.holders[start:stop])
-            image.hashes.append(self._pages.table.keys[live])
-            image.parents.append(self._pages.parents[live])
-            image.holders.append(row_of_id[self._pages.holders[live]])
+            live = start + np.flatnonzero(self.pages.holders[start:stop])
+            image.hashes.append(self.pages.table.keys[live])
+            image.parents.append(self.pages.parents[live])
+            image.holders.append(row_of_id[self.pages.holders[live]])
             yield
         yield from give_back(row_of_id)
         return image
 
     def live_entries(self) -> npt.NDArray[np.int64]:
         """Return the entries of all pages, int64[n], in the order of the columns of `image`."""
-        return np.flatnonzero(self._pages.holders[: page_table.high_water(self._pages.table)])
+        return np.flatnonzero(self.pages.holders[: page_table.high_water(self.pages.table)])
 
     def restore(self, image: IndexImage) -> None:
         """Load an image into this new, empty index. Raises InvalidValueError if the image is inconsistent."""
@@ -362,17 +357,16 @@ class OverlapIndex:
 
     @property
     def _has_sets(self) -> bool:
-        return self.num_sets <= _STORES_STOP_AT * holder_sets.capacity_of(self._pages.sets)
+        return self.num_sets <= _STORES_STOP_AT * holder_sets.capacity_of(self.pages.sets)
 
     @property
     def num_pages(self) -> int:
-        """Number of distinct pages held by any stream."""
-        return page_table.num_live(self._pages.table)
+        return page_table.num_live(self.pages.table)
 
     @property
     def max_pages(self) -> int:
         """The bound on distinct pages."""
-        return page_table.capacity(self._pages.table)
+        return page_table.capacity(self.pages.table)
 
     @property
     def is_limited(self) -> bool:
@@ -381,34 +375,32 @@ class OverlapIndex:
 
     def limit_pages(self, bound: int | None) -> None:
         """Change the bound on distinct pages, to at most that of this index. Pages beyond it stay. None: no other."""
-        page_table.limit(self._pages.table, self._max_pages if bound is None else min(bound, self._max_pages))
+        page_table.limit(self.pages.table, self._max_pages if bound is None else min(bound, self._max_pages))
 
     @property
     def num_sets(self) -> int:
-        """Number of distinct holder sets."""
-        return holder_sets.num_sets(self._pages.sets)
+        return holder_sets.num_sets(self.pages.sets)
 
     @property
     def bytes_used(self) -> int:
         """Bytes in use, over all arrays."""
-        entries = page_table.high_water(self._pages.table)
-        columns = entries * (self._pages.parents.itemsize + self._pages.holders.itemsize)
-        return page_table.bytes_used(self._pages.table) + columns + holder_sets.bytes_used(self._pages.sets)
+        entries = page_table.high_water(self.pages.table)
+        columns = entries * (self.pages.parents.itemsize + self.pages.holders.itemsize)
+        return page_table.bytes_used(self.pages.table) + columns + holder_sets.bytes_used(self.pages.sets)
 
     def check(self) -> None:
-        """Recount everything from scratch. Raises AssertionError with the stored and the counted figure."""
-        page_table.check(self._pages.table)
-        used = page_table.high_water(self._pages.table)
-        live = int(np.count_nonzero(self._pages.holders))
-        if live != self.num_pages or np.any(self._pages.holders[used:]):
+        page_table.check(self.pages.table)
+        used = page_table.high_water(self.pages.table)
+        live = int(np.count_nonzero(self.pages.holders))
+        if live != self.num_pages or np.any(self.pages.holders[used:]):
             raise AssertionError(f"{live} entries have holders, {self.num_pages} are live")
-        holder_sets.check(self._pages.sets, self._pages.holders[:used])
+        holder_sets.check(self.pages.sets, self.pages.holders[:used])
 
     # --- inside ---
 
     def _entry_ranges(self, step: int) -> Iterator[tuple[int, int]]:
         start = 0
-        while start < (used := page_table.high_water(self._pages.table)):
+        while start < (used := page_table.high_water(self.pages.table)):
             yield start, min(start + step, used)
             start += step
 
@@ -422,14 +414,15 @@ class OverlapIndex:
     def _widen(self, width: int) -> Iterator[None]:
         if width != self._width:
             capacity = self._set_capacity(self._max_pages, width)
-            old = self._pages.sets.words[: page_table.high_water(self._pages.sets.table)]
-            sets = yield from holder_sets.widened(self._pages.sets, capacity, width)
+            old = self.pages.sets.words[: page_table.high_water(self.pages.sets.table)]
+            sets = yield from holder_sets.widened(self.pages.sets, capacity, width)
             self._width = width
-            self._set_pages(self._pages._replace(sets=sets))
+            self._set_pages(self.pages._replace(sets=sets))
             yield from give_back(old)
 
     def _set_pages(self, pages: apply.Pages) -> None:
-        self._pages = pages
+        self.pages = pages
+        """The arrays that kernels change. It is another tuple after an array was replaced."""
         self._pinned = pin(pages)
         alive = np.zeros((NUM_MEDIA, self._width), np.uint64)
         self.lookup = pin(PageLookup(pages.table, pages.holders, pages.sets.words, alive))

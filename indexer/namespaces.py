@@ -90,16 +90,13 @@ class Namespaces:
 
     @property
     def num_namespaces(self) -> int:
-        """Number of namespaces."""
         return len(self._namespaces)
 
     @property
     def views(self) -> list[View]:
-        """Return all views."""
         return list(self._views.values())
 
     def view(self, stream: StreamId) -> View | None:
-        """Return the view of a stream, or None if it is unknown."""
         return self._views.get(stream)
 
     def _home(self, view: View) -> Namespace:
@@ -120,11 +117,9 @@ class Namespaces:
         return self._found.get((tenant, None), ())
 
     def num_streams(self, tenant: str) -> int:
-        """Return the number of a tenant's views."""
         return sum(len(namespace.views) for namespace in self.of_tenant(tenant))
 
     def num_pages(self, tenant: str) -> int:
-        """Return the number of a tenant's pages, distinct ones of each namespace."""
         return sum(namespace.index.num_pages for namespace in self.of_tenant(tenant))
 
     @property
@@ -193,9 +188,8 @@ class Namespaces:
                 self._namespaces[base].groups[group] = namespace
 
     def check_room(self, expected: Mapping[StreamId, int]) -> None:
-        """Check that there is room for the views of these streams, too. expected: stream -> block size.
-
-        Raises IndexFullError.
+        """Check that there is room for the views of these streams, too. expected: stream -> block size. Raises
+        IndexFullError.
         """
         streams = {key: {view.stream for view in each.views.values()} for key, each in self._namespaces.items()}
         for stream, block_size in expected.items():

@@ -24,7 +24,6 @@ class Admission(Enum):
 
     @property
     def is_applied(self) -> bool:
-        """Whether the batch is applied."""
         return self not in (Admission.OLD_EPOCH, Admission.DUPLICATE)
 
     @property
@@ -71,10 +70,6 @@ class Position(NamedTuple):
             missing = seq if self.first_missing is None else min(seq, self.first_missing)
             return Admission.STEP_BACK, Position(epoch, seq + 1, missing)
         return Admission.DUPLICATE, self
-
-    def without_gap(self) -> Position:
-        """Return the position after a resync: what was missing has been sent again."""
-        return self._replace(first_missing=None)
 
 
 START = Position()

@@ -22,7 +22,6 @@ class Progress:
 
     @property
     def is_started(self) -> bool:
-        """Whether the event log has been opened."""
         return self._goal is not None
 
     def start(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> None:
@@ -31,11 +30,9 @@ class Progress:
         self._goal = dict(ends)
 
     def add(self, partition: int, end: int) -> None:
-        """Record that a partition is read, too. end: its current end."""
         self._behind[partition] = end
 
     def remove(self, partition: int) -> None:
-        """Record that a partition is read no longer."""
         self.positions.pop(partition, None)
         self._behind.pop(partition, None)
         if self._goal is not None:
@@ -46,11 +43,9 @@ class Progress:
         return partition in self._behind
 
     def is_applied(self, record: LogRecord) -> bool:
-        """Whether a record was applied before."""
         return record.offset < self.positions.get(record.partition, 0)
 
     def advance(self, record: LogRecord) -> None:
-        """Record that a log record has been applied."""
         self.positions[record.partition] = record.offset + 1
         if self._behind:
             self.catch_up(record.partition)
@@ -72,7 +67,6 @@ class Progress:
         return True
 
     def update_ends(self, ends: Mapping[int, int]) -> None:
-        """Record the ends of the event log that a probe found."""
         if self.is_caught_up:
             self._goal = dict(ends)
 

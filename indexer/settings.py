@@ -35,7 +35,6 @@ class RedisSettings(KvsightSettings):
 
     @property
     def is_redis_tls(self) -> bool:
-        """Whether the connection to Redis uses TLS."""
         return self.redis is not None and self.redis.startswith("rediss://")
 
     @model_validator(mode="after")
@@ -52,10 +51,8 @@ class RedisSettings(KvsightSettings):
         if has_password + (self.redis_password is not None) + (self.redis_password_file is not None) > 1:
             expected = "one password: in the URL, in a file, or in a variable"
             raise InvalidValueError(variable("redis_password_file"), "several", expected)
-        for field in _OF_TLS if self.redis is not None and not self.is_redis_tls else ():
-            if getattr(self, field) is not None:
-                expected = f"none without TLS: {variable('redis')}=rediss://..."
-                raise InvalidValueError(variable(field), str(getattr(self, field)), expected)
+        if self.redis is not None and not self.is_redis_tls:
+            self.refuse(_OF_TLS, f"none without TLS: {variable('redis')}=rediss://...")
         return self
 
 
@@ -100,5 +97,4 @@ class IndexerSettings(KafkaSettings, RedisSettings):
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the event log is in memory."""
         return self.kafka is None and self.event_log_dir is None

@@ -16,7 +16,7 @@ from indexer.views import View
 from kv_events.codec import DecodedBatch
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.limits import MAX_NAME_BYTES
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.runtime.settings import read_secret
 from kv_events.runtime.variables import variable
 from kv_events.streams import StreamId
@@ -67,12 +67,10 @@ class TenantLimits:
         self._others = self._by_tenant.pop(OTHERS, _NONE)
 
     def of(self, tenant: str) -> TenantLimit:
-        """Return the limits of a tenant."""
         return self._by_tenant.get(tenant, self._others)
 
     @property
     def named(self) -> list[str]:
-        """The tenants that have a table."""
         return list(self._by_tenant)
 
 

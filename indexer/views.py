@@ -79,7 +79,6 @@ class ViewCounters:
 
 
 def make_columns(num_streams: int) -> ViewColumns:
-    """Return columns for this many streams."""
     return ViewColumns(
         states=zeros(num_streams, np.uint8),
         faults=zeros(num_streams, np.uint8),
@@ -204,7 +203,6 @@ class View:
 
     @property
     def position(self) -> Position:
-        """The epoch and the number of the next batch."""
         return Position(self.epoch, self.next_seq, self._first_missing)
 
     @position.setter
@@ -214,7 +212,6 @@ class View:
 
     @property
     def counters(self) -> ViewCounters:
-        """The counts, as a copy."""
         return ViewCounters(*self.numbers[column.BATCHES :])
 
     @counters.setter
@@ -247,7 +244,6 @@ class View:
 
     @property
     def next_seq(self) -> int:
-        """Number of the next batch."""
         return self.numbers[column.LAST_SEQ] + 1
 
     @property
@@ -325,7 +321,7 @@ class View:
             self.state, self.stale_reason = ViewState.LIVE, ""
             self.agreed_at, self.missing_batches = self.last_batch_at, 0
             if batch.steps and isinstance(batch.steps[-1], SnapshotEnd):
-                self.position = self.position.without_gap()
+                self._first_missing = None  # what was missing has been sent again
             return
         self.numbers[column.MISMATCHES] += 1
         if self.refused_now:
@@ -345,7 +341,6 @@ class View:
         self.state, self.stale_reason = ViewState.STALE, reason
 
     def count_refused(self, num_pages: int) -> None:
-        """Count pages for which there was no room."""
         self.numbers[column.REFUSED] += num_pages
         self.refused_now += num_pages
 

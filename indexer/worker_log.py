@@ -43,7 +43,6 @@ class WorkerChange(NamedTuple):
     reason: str
 
     def log(self) -> None:
-        """Write the log line."""
         level = logging.WARNING if self.verb in _WARNINGS else logging.INFO
         text = f"{self.stream.key} {self.verb}" + (f": {self.reason}" if self.reason else "")
         state = self.after or self.before

@@ -9,14 +9,7 @@ Start at `schema`, then `codec`.
 """
 
 from kv_events.errors import InvalidValueError, KvsightError, RecordRejectedError
-from kv_events.schema import (
-    MEDIA,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EngineEvent,
-    StorageMedium,
-)
+from kv_events.schema import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium
 
 __all__ = [
     "MEDIA",

@@ -12,40 +12,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kv_events import limits, schema
 from kv_events.digest import DIGEST_BYTES, Digest
 from kv_events.errors import RecordRejectedError
-from kv_events.limits import (
-    MAX_BLOCK_SIZE,
-    MAX_CONTROL_BYTES,
-    MAX_DEGRADED_REASON_BYTES,
-    MAX_DP_RANK,
-    MAX_EVENTS_PER_BATCH,
-    MAX_NAME_BYTES,
-    MAX_PAGES_PER_BATCH,
-    MAX_RECORD_BYTES,
-)
-from kv_events.schema import (
-    MEDIA,
-    MEDIUM_INDEX,
-    SCHEMA_MAJOR,
-    SCHEMA_VERSION,
-    AllBlocksCleared,
-    DegradedBatch,
-    EventBatch,
-    PackedRemoved,
-    PackedStored,
-    ResyncRequest,
-    SnapshotBegin,
-    SnapshotEnd,
-    WireEvent,
-)
 from kv_events.streams import StreamId
 
 _encoder = msgspec.msgpack.Encoder()
-_batch_decoder = msgspec.msgpack.Decoder(DegradedBatch)
-_event_decoder = msgspec.msgpack.Decoder(WireEvent)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for invalid bytes
-_control_decoder = msgspec.msgpack.Decoder(ResyncRequest)
+_batch_decoder = msgspec.msgpack.Decoder(schema.DegradedBatch)
+_event_decoder = msgspec.msgpack.Decoder(schema.WireEvent)
+_control_decoder = msgspec.msgpack.Decoder(schema.ResyncRequest)
 
 
 class StoredPages(NamedTuple):
@@ -71,7 +46,7 @@ class RemovedPages(NamedTuple):
     block_hashes: npt.NDArray[np.uint64]
 
 
-Step: TypeAlias = StoredPages | RemovedPages | AllBlocksCleared | SnapshotBegin | SnapshotEnd
+Step: TypeAlias = StoredPages | RemovedPages | schema.AllBlocksCleared | schema.SnapshotBegin | schema.SnapshotEnd
 
 
 class BatchPages(NamedTuple):
@@ -96,12 +71,11 @@ class DecodedBatch(NamedTuple):
     """Why the publisher reports that its stream may be incomplete. "" if there is no reason."""
 
     def pages(self) -> BatchPages:
-        """Count the pages that the batch stores and removes."""
         counts = BatchPages(Counter(), Counter())
         for step in self.steps:
             if isinstance(step, StoredPages | RemovedPages):
                 counted = counts.stored if isinstance(step, StoredPages) else counts.removed
-                counted[MEDIA[step.medium].value] += len(step.hashes)
+                counted[schema.MEDIA[step.medium].value] += len(step.hashes)
         return counts
 
 
@@ -116,8 +90,8 @@ def encode_batch(
     degraded_reason: str = "",
 ) -> bytes:
     """Encode one record. events: results of `encode_event`. digest: 64 bytes. degraded_reason: see `DegradedBatch`."""
-    batch = EventBatch(
-        SCHEMA_VERSION,
+    batch = schema.EventBatch(
+        schema.SCHEMA_VERSION,
         stream.model,
         stream.tenant,
         stream.worker,
@@ -130,27 +104,23 @@ def encode_batch(
         digest,
     )
     return _encoder.encode(
-        DegradedBatch(**msgspec.structs.asdict(batch), degraded_reason=degraded_reason) if degraded_reason else batch
+        schema.DegradedBatch(**msgspec.structs.asdict(batch), degraded_reason=degraded_reason)
+        if degraded_reason
+        else batch
     )
 
 
-def encode_event(event: WireEvent) -> bytes:
-    """Encode one event of a batch."""
+def encode_event(event: schema.WireEvent) -> bytes:
     return _encoder.encode(event)
 
 
 def decode_batch(payload: bytes) -> DecodedBatch:
     """Decode and check one record. Raises RecordRejectedError; never returns part of a record."""
-    if len(payload) > MAX_RECORD_BYTES:
-        raise RecordRejectedError("record_size", f"{len(payload)} bytes, at most {MAX_RECORD_BYTES}")
+    if len(payload) > limits.MAX_RECORD_BYTES:
+        raise RecordRejectedError("record_size", f"{len(payload)} bytes, at most {limits.MAX_RECORD_BYTES}")
     if not payload:
         raise RecordRejectedError("empty", "0 bytes, such as a record without a value")
-    try:
-        batch = _batch_decoder.decode(payload)
-    except msgspec.ValidationError as error:
-        raise RecordRejectedError("field", str(error)) from None
-    except _UNREADABLE as error:
-        raise RecordRejectedError("msgpack", str(error)) from None
+    batch = schema.decoded(payload, _batch_decoder)
     newer = _check_version(batch.schema_version)
     _check_header(batch)
     steps = [step for raw in batch.events if (step := _decode_step(raw, newer)) is not None]
@@ -173,14 +143,14 @@ def extra_keys(payload: bytes) -> list[str]:
     payload: a record that `decode_batch` accepts.
     """
     events = (_event_decoder.decode(raw) for raw in _batch_decoder.decode(payload).events)
-    keys = (event.extra_key for event in events if isinstance(event, PackedStored))
+    keys = (event.extra_key for event in events if isinstance(event, schema.PackedStored))
     return list(dict.fromkeys(key for key in keys if key))
 
 
-def stores_with_tokens(payload: bytes) -> list[PackedStored]:
+def stores_with_tokens(payload: bytes) -> list[schema.PackedStored]:
     """Return the stores of a record that contain tokens. payload: a record that `decode_batch` accepts."""
     events = (_event_decoder.decode(raw) for raw in _batch_decoder.decode(payload).events)
-    return [event for event in events if isinstance(event, PackedStored) and event.token_ids]
+    return [event for event in events if isinstance(event, schema.PackedStored) and event.token_ids]
 
 
 class _BatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -207,7 +177,7 @@ def batch_time(payload: bytes) -> float | None:
     """
     try:
         time_s = _head_decoder.decode(payload).timestamp
-    except _UNREADABLE:
+    except schema.UNREADABLE:
         return None
     return time_s if math.isfinite(time_s) else None
 
@@ -216,41 +186,41 @@ def batch_number(payload: bytes) -> tuple[int, int] | None:
     """Return epoch and seq of a batch without decoding its events, or None if the record is no batch."""
     try:
         head = _head_decoder.decode(payload)
-    except _UNREADABLE:
+    except schema.UNREADABLE:
         return None
     return head.epoch, head.seq
 
 
-def encode_resync(request: ResyncRequest) -> bytes:
-    """Encode a message of the control topic."""
+def encode_resync(request: schema.ResyncRequest) -> bytes:
     return _encoder.encode(request)
 
 
-def decode_resync(payload: bytes) -> ResyncRequest:
+def decode_resync(payload: bytes) -> schema.ResyncRequest:
     """Decode a message of the control topic. Raises RecordRejectedError."""
-    if not 0 < len(payload) <= MAX_CONTROL_BYTES:
-        raise RecordRejectedError("control", f"{len(payload)} bytes, expected 1 .. {MAX_CONTROL_BYTES}")
+    if not 0 < len(payload) <= limits.MAX_CONTROL_BYTES:
+        raise RecordRejectedError("control", f"{len(payload)} bytes, expected 1 .. {limits.MAX_CONTROL_BYTES}")
     try:
         return _control_decoder.decode(payload)
-    except _UNREADABLE as error:
+    except schema.UNREADABLE as error:
         raise RecordRejectedError("control", str(error)) from None
 
 
 def _check_version(version: int) -> bool:
     """Check the version. Returns whether the record has a newer minor version than this decoder."""
-    if version >> 8 != SCHEMA_MAJOR:
-        raise RecordRejectedError("schema_version", f"major {version >> 8}, this decoder reads {SCHEMA_MAJOR}")
-    return version > SCHEMA_VERSION
+    if version >> 8 != schema.SCHEMA_MAJOR:
+        raise RecordRejectedError("schema_version", f"major {version >> 8}, this decoder reads {schema.SCHEMA_MAJOR}")
+    return version > schema.SCHEMA_VERSION
 
 
-def _check_header(batch: DegradedBatch) -> None:
+def _check_header(batch: schema.DegradedBatch) -> None:
     for field in ("model", "tenant", "worker"):
         name: str = getattr(batch, field)
-        if not name or len(name.encode()) > MAX_NAME_BYTES:
-            raise RecordRejectedError("field", f"{field}: {len(name)} characters, 1 to {MAX_NAME_BYTES} bytes wanted")
+        if not name or len(name.encode()) > limits.MAX_NAME_BYTES:
+            detail = f"{field}: {len(name)} characters, 1 to {limits.MAX_NAME_BYTES} bytes wanted"
+            raise RecordRejectedError("field", detail)
     for field, low, high in (
-        ("dp_rank", 0, MAX_DP_RANK),
-        ("block_size", 1, MAX_BLOCK_SIZE),
+        ("dp_rank", 0, limits.MAX_DP_RANK),
+        ("block_size", 1, limits.MAX_BLOCK_SIZE),
         ("epoch", 0, 2**63 - 1),
         ("seq", 0, 2**63 - 1),
     ):
@@ -261,34 +231,34 @@ def _check_header(batch: DegradedBatch) -> None:
         raise RecordRejectedError("field", f"timestamp: got {batch.timestamp}, expected seconds since 1970")
     if len(batch.digest) != DIGEST_BYTES:
         raise RecordRejectedError("field", f"digest: {len(batch.digest)} bytes, expected {DIGEST_BYTES}")
-    if len(batch.degraded_reason.encode()) > MAX_DEGRADED_REASON_BYTES:
-        raise RecordRejectedError(
-            "field",
-            f"degraded_reason: {len(batch.degraded_reason)} characters, at most {MAX_DEGRADED_REASON_BYTES} bytes",
-        )
-    if len(batch.events) > MAX_EVENTS_PER_BATCH:
-        raise RecordRejectedError("batch_size", f"{len(batch.events)} events, at most {MAX_EVENTS_PER_BATCH}")
+    if len(batch.degraded_reason.encode()) > (most := limits.MAX_DEGRADED_REASON_BYTES):
+        detail = f"degraded_reason: {len(batch.degraded_reason)} characters, at most {most} bytes"
+        raise RecordRejectedError("field", detail)
+    if len(batch.events) > limits.MAX_EVENTS_PER_BATCH:
+        raise RecordRejectedError("batch_size", f"{len(batch.events)} events, at most {limits.MAX_EVENTS_PER_BATCH}")
 
 
 def _decode_step(raw: msgspec.Raw, newer: bool) -> Step | None:
     try:
-        event: WireEvent = _event_decoder.decode(raw)
+        event: schema.WireEvent = _event_decoder.decode(raw)
     except msgspec.ValidationError as error:
         if newer and "Invalid value" in str(error) and "`$[0]`" in str(error):
             return None  # a tag of a newer minor version
         reason = "medium" if "enum value" in str(error) else "field"
         raise RecordRejectedError(reason, str(error)) from None
-    except _UNREADABLE as error:
+    except schema.UNREADABLE as error:
         raise RecordRejectedError("msgpack", str(error)) from None
-    if isinstance(event, PackedStored):
+    if isinstance(event, schema.PackedStored):
         return _stored_pages(event)
-    if isinstance(event, PackedRemoved):
+    if isinstance(event, schema.PackedRemoved):
         hashes = _words("sequence_hashes", event.sequence_hashes)
-        return RemovedPages(MEDIUM_INDEX[event.medium], hashes, _words("block_hashes", event.block_hashes, len(hashes)))
+        return RemovedPages(
+            schema.MEDIUM_INDEX[event.medium], hashes, _words("block_hashes", event.block_hashes, len(hashes))
+        )
     return event
 
 
-def _stored_pages(event: PackedStored) -> StoredPages:
+def _stored_pages(event: schema.PackedStored) -> StoredPages:
     hashes = _words("sequence_hashes", event.sequence_hashes)
     num_pages = len(hashes)
     block_hashes = _words("block_hashes", event.block_hashes, num_pages)
@@ -301,7 +271,7 @@ def _stored_pages(event: PackedStored) -> StoredPages:
         raise RecordRejectedError("hash_count", "chain_starts: the first page begins no chain")
     if num_pages % 8 and starts[-1] >> (num_pages % 8):
         raise RecordRejectedError("hash_count", f"chain_starts: bits beyond page {num_pages - 1}")
-    return StoredPages(MEDIUM_INDEX[event.medium], hashes, block_hashes, starts, parents)
+    return StoredPages(schema.MEDIUM_INDEX[event.medium], hashes, block_hashes, starts, parents)
 
 
 def _words(field: str, data: bytes, expected: int | None = None) -> npt.NDArray[np.uint64]:
@@ -311,7 +281,7 @@ def _words(field: str, data: bytes, expected: int | None = None) -> npt.NDArray[
     return np.frombuffer(data, "<u8")
 
 
-def _check_totals(batch: EventBatch, steps: list[Step]) -> None:
+def _check_totals(batch: schema.EventBatch, steps: list[Step]) -> None:
     pages = sum(len(step.hashes) for step in steps if isinstance(step, StoredPages | RemovedPages))
-    if pages > MAX_PAGES_PER_BATCH:
-        raise RecordRejectedError("batch_size", f"{pages} pages, at most {MAX_PAGES_PER_BATCH}")
+    if pages > limits.MAX_PAGES_PER_BATCH:
+        raise RecordRejectedError("batch_size", f"{pages} pages, at most {limits.MAX_PAGES_PER_BATCH}")

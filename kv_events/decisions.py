@@ -10,20 +10,9 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import msgspec
 
+from kv_events import limits
 from kv_events.errors import InvalidValueError, RecordRejectedError
-from kv_events.limits import (
-    MAX_BLOCK_SIZE,
-    MAX_CANDIDATES,
-    MAX_DP_RANK,
-    MAX_NAME_BYTES,
-    MAX_PAGES_PER_DECISION,
-    MAX_RECORD_BYTES,
-    MAX_REQUEST_ID_BYTES,
-    MAX_TOKENS_PER_REQUEST,
-)
-from kv_events.schema import SCHEMA_MAJOR, SCHEMA_VERSION
-
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+from kv_events.schema import SCHEMA_MAJOR, SCHEMA_VERSION, decoded
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -111,14 +100,9 @@ def decode_checked(
 
     Raises RecordRejectedError.
     """
-    if not 0 < len(payload) <= MAX_RECORD_BYTES:
-        raise RecordRejectedError("record_size", f"{len(payload)} bytes, expected 1 .. {MAX_RECORD_BYTES}")
-    try:
-        record = decoder.decode(payload)
-    except msgspec.ValidationError as error:
-        raise RecordRejectedError("field", str(error)) from None
-    except _UNREADABLE as error:
-        raise RecordRejectedError("msgpack", str(error)) from None
+    if not 0 < len(payload) <= limits.MAX_RECORD_BYTES:
+        raise RecordRejectedError("record_size", f"{len(payload)} bytes, expected 1 .. {limits.MAX_RECORD_BYTES}")
+    record = decoded(payload, decoder)
     if record.schema_version >> 8 != SCHEMA_MAJOR:
         detail = f"major {record.schema_version >> 8}, this decoder reads {SCHEMA_MAJOR}"
         raise RecordRejectedError("schema_version", detail)
@@ -131,25 +115,25 @@ def decode_checked(
 
 def check_decision(record: DecisionRecord) -> None:
     """Check every size. Raises InvalidValueError naming the field."""
-    check_text("request_id", record.request_id, MAX_REQUEST_ID_BYTES)
+    check_text("request_id", record.request_id, limits.MAX_REQUEST_ID_BYTES)
     if not (math.isfinite(record.timestamp) and record.timestamp >= 0):
         raise InvalidValueError("timestamp", record.timestamp, "seconds since 1970")
     if isinstance(record, Outcome):
-        check_number("cached_tokens", record.cached_tokens, MAX_TOKENS_PER_REQUEST)
+        check_number("cached_tokens", record.cached_tokens, limits.MAX_TOKENS_PER_REQUEST)
         return
     for field in ("model", "tenant", "worker"):
-        check_text(field, getattr(record, field), MAX_NAME_BYTES)
-    check_number("block_size", record.block_size, MAX_BLOCK_SIZE)
-    check_number("prompt_tokens", record.prompt_tokens, MAX_TOKENS_PER_REQUEST)
+        check_text(field, getattr(record, field), limits.MAX_NAME_BYTES)
+    check_number("block_size", record.block_size, limits.MAX_BLOCK_SIZE)
+    check_number("prompt_tokens", record.prompt_tokens, limits.MAX_TOKENS_PER_REQUEST)
     _check_held("", record.dp_rank, record.predicted_tokens)
-    if len(record.sequence_hashes) % 8 or len(record.sequence_hashes) > 8 * MAX_PAGES_PER_DECISION:
-        expected = f"a multiple of 8, at most 8 x {MAX_PAGES_PER_DECISION}"
+    if len(record.sequence_hashes) % 8 or len(record.sequence_hashes) > 8 * limits.MAX_PAGES_PER_DECISION:
+        expected = f"a multiple of 8, at most 8 x {limits.MAX_PAGES_PER_DECISION}"
         raise InvalidValueError("len(sequence_hashes)", len(record.sequence_hashes), expected)
-    if len(record.candidates) > MAX_CANDIDATES:
-        raise InvalidValueError("len(candidates)", len(record.candidates), f"at most {MAX_CANDIDATES}")
+    if len(record.candidates) > limits.MAX_CANDIDATES:
+        raise InvalidValueError("len(candidates)", len(record.candidates), f"at most {limits.MAX_CANDIDATES}")
     for number, candidate in enumerate(record.candidates):
         prefix = f"candidates[{number}]."
-        check_text(f"{prefix}worker", candidate.worker, MAX_NAME_BYTES)
+        check_text(f"{prefix}worker", candidate.worker, limits.MAX_NAME_BYTES)
         _check_held(prefix, candidate.dp_rank, candidate.tokens)
         if math.isnan(candidate.score):
             raise InvalidValueError(f"{prefix}score", candidate.score, "a number")
@@ -157,9 +141,9 @@ def check_decision(record: DecisionRecord) -> None:
 
 def _check_held(prefix: str, dp_rank: int | None, tokens: int | None) -> None:
     if dp_rank is not None:
-        check_number(f"{prefix}dp_rank", dp_rank, MAX_DP_RANK)
+        check_number(f"{prefix}dp_rank", dp_rank, limits.MAX_DP_RANK)
     if tokens is not None:
-        check_number(f"{prefix}tokens" if prefix else "predicted_tokens", tokens, MAX_TOKENS_PER_REQUEST)
+        check_number(f"{prefix}tokens" if prefix else "predicted_tokens", tokens, limits.MAX_TOKENS_PER_REQUEST)
 
 
 def check_text(field: str, text: str, most: int) -> None:

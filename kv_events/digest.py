@@ -49,7 +49,6 @@ def remove_page(digest: U64Vector, medium: int, sequence_hash: U64) -> None:
 
 
 def empty_digest() -> Digest:
-    """Return the digest of a worker that holds nothing."""
     return np.zeros(DIGEST_WORDS, np.uint64)
 
 

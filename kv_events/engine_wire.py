@@ -31,19 +31,10 @@ class ReplayMessage(NamedTuple):
 
     @property
     def is_end(self) -> bool:
-        """Whether the answer is complete."""
         return self.seq < 0
 
 
-class PodTopic(NamedTuple):
-    """Pod and model of a topic, by llm-d's convention `kv@<pod>@<model>`."""
-
-    pod: str
-    model: str | None
-
-
 def seq_frame(seq: int) -> bytes:
-    """The frame of a sequence number."""
     return seq.to_bytes(SEQ_BYTES, "big")
 
 
@@ -67,12 +58,12 @@ def parse_replay_request(frames: Sequence[bytes]) -> int:
     return int.from_bytes(frames[1], "big")
 
 
-def parse_topic(topic: str) -> PodTopic:
-    """Read a topic. One of another form than llm-d's is a pod's name as a whole."""
+def parse_topic(topic: str) -> tuple[str, str | None]:
+    """Pod and model of a topic by llm-d's convention, `kv@<pod>@<model>`. One of another form is a pod's name."""
     parts = topic.split("@")
     if len(parts) == 3 and parts[0] == "kv":
-        return PodTopic(parts[1], parts[2] or None)
-    return PodTopic(topic, None)
+        return parts[1], parts[2] or None
+    return topic, None
 
 
 # --- addresses: which side binds them, and how the ports of DP ranks follow from the first one ----------------------

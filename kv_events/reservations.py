@@ -9,16 +9,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from kv_events.decisions import (
-    DECISIONS_FOLDER,
-    Decision,
-    DecisionRecord,
-    check_decision,
-    check_number,
-    check_text,
-    decode_checked,
-    decode_decision,
-)
+from kv_events import decisions
+from kv_events.decisions import Decision, DecisionRecord
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_NAME_BYTES, MAX_OUTPUT_BLOCKS, MAX_REQUEST_ID_BYTES, MAX_TOKENS_PER_REQUEST
 from kv_events.records import Channel
@@ -66,7 +58,7 @@ RESERVATIONS_FOLDER = "reservations"
 """Folder inside that of an event log, with the log of the reservations that belong to it."""
 CHOICES = (Channel.DECISIONS, Channel.RESERVATIONS)
 """Channels whose records contain decisions."""
-FOLDERS_BESIDE = (DECISIONS_FOLDER, RESERVATIONS_FOLDER)
+FOLDERS_BESIDE = (decisions.DECISIONS_FOLDER, RESERVATIONS_FOLDER)
 """Folders inside that of an event log, with the logs of what services wrote beside it."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -74,7 +66,6 @@ _decoder = msgspec.msgpack.Decoder(ReservationRecord)
 
 
 def reservation_id(record: ReservationRecord) -> str:
-    """Return the id of the reservation that a record is about."""
     return record.decision.request_id if isinstance(record, Reserved) else record.reservation_id
 
 
@@ -90,7 +81,7 @@ def encode_reservation(record: ReservationRecord) -> bytes:
 
 def decode_reservation(payload: bytes) -> ReservationRecord:
     """Decode and check one record. Raises RecordRejectedError."""
-    record: ReservationRecord = decode_checked(payload, _decoder, check_reservation)
+    record: ReservationRecord = decisions.decode_checked(payload, _decoder, check_reservation)
     return record
 
 
@@ -100,21 +91,21 @@ def decode_choice(channel: int, payload: bytes) -> DecisionRecord | None:
     channel: one of CHOICES. None: it says how a reservation went on. Raises RecordRejectedError.
     """
     if channel != Channel.RESERVATIONS:
-        return decode_decision(payload)
+        return decisions.decode_decision(payload)
     record = decode_reservation(payload)
     return record.decision if isinstance(record, Reserved) else None
 
 
 def check_reservation(record: ReservationRecord) -> None:
     """Check every size. Raises InvalidValueError naming the field."""
-    check_text("replica", record.replica, MAX_NAME_BYTES)
+    decisions.check_text("replica", record.replica, MAX_NAME_BYTES)
     if isinstance(record, Reserved):
-        check_decision(record.decision)
-        check_number("prefill_tokens", record.prefill_tokens, MAX_TOKENS_PER_REQUEST)
+        decisions.check_decision(record.decision)
+        decisions.check_number("prefill_tokens", record.prefill_tokens, MAX_TOKENS_PER_REQUEST)
         if len(record.session.encode()) > MAX_REQUEST_ID_BYTES:
             raise InvalidValueError("session", record.session, f"a text of at most {MAX_REQUEST_ID_BYTES} bytes")
         return
-    check_text("reservation_id", record.reservation_id, MAX_REQUEST_ID_BYTES)
+    decisions.check_text("reservation_id", record.reservation_id, MAX_REQUEST_ID_BYTES)
     if not (math.isfinite(record.timestamp) and record.timestamp >= 0):
         raise InvalidValueError("timestamp", record.timestamp, "seconds since 1970")
     if record.step not in STEPS:

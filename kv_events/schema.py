@@ -6,9 +6,11 @@ the same pages as columns, with hashes as little-endian bytes, inside an `EventB
 """
 
 from enum import Enum
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
+
+from kv_events.errors import RecordRejectedError
 
 SCHEMA_MAJOR = 1
 SCHEMA_MINOR = 0
@@ -175,3 +177,18 @@ class ResyncRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
     epoch: int
     """Epoch of the view that was found wrong. A publisher with a newer epoch ignores the request."""
     reason: str = ""
+
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""msgspec's errors for invalid bytes."""
+_T = TypeVar("_T")
+
+
+def decoded(data: bytes | msgspec.Raw, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
+    """Decode what came from outside. Raises RecordRejectedError."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise RecordRejectedError("field", str(error)) from None
+    except UNREADABLE as error:
+        raise RecordRejectedError("msgpack", str(error)) from None

@@ -4,7 +4,7 @@ import logging
 import math
 import re
 from base64 import b64encode
-from collections.abc import Generator, Set
+from collections.abc import Generator, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,14 +13,15 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import httpx
+import msgspec
 
 from kv_events.errors import InvalidValueError, KvsightError, check_type
-from kv_events.runtime import backoff
+from kv_events.http.events import EVENT_NAMES, PING_S, FeedEvent
+from kv_events.runtime import supervised
 from kv_events.runtime.words import nearest
 from kvsight import calls
-from kvsight.calls import Call
-from kvsight.errors import ClientClosedError, KvsightConnectionError
-from kvsight.event_stream import EventReader
+from kvsight.calls import Call, decode
+from kvsight.errors import ClientClosedError, KvsightConnectionError, UnexpectedAnswerError
 
 logger = logging.getLogger("kvsight.client")
 
@@ -38,6 +39,12 @@ _TOKEN = re.compile(r"[!-~]+")  # what a header can carry unchanged
 _RETRY_LATER = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 """No connection, or a broken one. A request that timed out is not repeated: the server may only be slow."""
+
+MAX_EVENT_BYTES = 2**20
+"""Limit on the data of one event and the line being read. Larger events are refused before they are complete."""
+
+_KINDS = {name: kind for kind, name in EVENT_NAMES.items()}
+_LONGEST_SILENCE_S = 3 * PING_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ class RetryPolicy:
             asked = float(after) if after.isascii() and after.isdecimal() else 0.0
         elif not isinstance(outcome, _BROKEN):
             return None
-        pause_s = backoff.pause_s(attempt, self.first_pause_s, self.longest_pause_s)
+        pause_s = supervised.pause_s(attempt, self.first_pause_s, self.longest_pause_s)
         return None if asked > self.longest_pause_s else max(asked, pause_s)
 
 
@@ -168,9 +175,6 @@ class BaseClient:
     def _broken(self, path: str, error: httpx.HTTPError) -> KvsightConnectionError:
         return KvsightConnectionError(f"{self._shown_url}{path}: {str(error) or type(error).__name__}")
 
-    def _event_reader(self) -> EventReader:
-        return EventReader(f"{self._shown_url}/events")
-
     def _check_stream(self, response: httpx.Response) -> None:
         """Raise the error of a refused event stream. The body of a refusal has been read."""
         if not response.is_success:
@@ -216,3 +220,67 @@ def _authorization(url: httpx.URL, token: str | None) -> dict[str, str]:
     if url.userinfo:
         return {"Authorization": f"Basic {b64encode(f'{url.username}:{url.password}'.encode()).decode()}"}
     return {}
+
+
+# --- GET /events ----------------------------------------------------------------------------------------------------
+
+
+class EventReader:
+    """Parses one stream of server-sent events (HTML Living Standard, section 9.2). Skips comments and unknown kinds.
+
+    Lines that end with a lone CR are not supported.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._line = bytearray()  # the incomplete line
+        self._name = b""
+        self._data = bytearray()  # data lines of the current event, with their line ends
+
+    def take(self, received: bytes) -> Iterator[FeedEvent]:
+        """Yield the events that these bytes complete. Raises UnexpectedAnswerError for data that is not an event."""
+        *ended, begun = received.split(b"\n")
+        for part in ended:
+            self._grow(part)
+            line, self._line = bytes(self._line.removesuffix(b"\r")), bytearray()
+            if (event := self._take_line(line)) is not None:
+                yield event
+        self._grow(begun)
+
+    def _grow(self, part: bytes) -> None:
+        if len(self._data) + len(self._line) + len(part) > MAX_EVENT_BYTES:
+            raise UnexpectedAnswerError(f"{self._where}: an event is larger than {MAX_EVENT_BYTES} bytes")
+        self._line += part
+
+    def _take_line(self, line: bytes) -> FeedEvent | None:
+        if line:
+            field, _, value = line.partition(b":")
+            if field == b"event":
+                self._name = value.removeprefix(b" ")
+            elif field == b"data":
+                self._data += value.removeprefix(b" ") + b"\n"
+            return None
+        kind, data = _KINDS.get(self._name), bytes(self._data)
+        self._name, self._data = b"", bytearray()
+        return self._decoded(kind, data) if kind is not None and data else None
+
+    def _decoded(self, kind: type[FeedEvent], data: bytes) -> FeedEvent:
+        try:
+            return decode(kind, data)
+        except msgspec.DecodeError as error:
+            raise UnexpectedAnswerError(f"{self._where}: not an event of a kvsight API: {error}") from error
+
+
+def stream_request(worker: str | None, model: str | None, tenant: str | None, timeout_s: float) -> dict[str, Any]:
+    """Arguments for httpx. A connection that is silent for three times the server's ping interval times out.
+
+    Compression is refused, because the size of a decompressed answer has no bound.
+    """
+    given = {"worker": worker, "model": model, "tenant": tenant}
+    return {
+        "method": "GET",
+        "url": "/events",
+        "params": {name: value for name, value in given.items() if value is not None},
+        "headers": {"Accept": "text/event-stream", "Accept-Encoding": "identity"},
+        "timeout": httpx.Timeout(timeout_s, read=max(timeout_s, _LONGEST_SILENCE_S)),
+    }

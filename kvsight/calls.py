@@ -110,7 +110,11 @@ def query_by_hash(
 def query_batch(prompts: Sequence[Prompt]) -> Call[list[PeerAnswer | KvsightHttpError]]:
     """An answer for each prompt, in order. For a refused prompt, the error takes its place and is not raised."""
     content = msgspec.msgpack.encode({"queries": [prompt.body() for prompt in prompts]})
-    return Call("POST", "/query/batch", _batch_results, content=content, content_type=_MSGPACK)
+
+    def results(data: bytes) -> list[PeerAnswer | KvsightHttpError]:
+        return [_batch_result(number, raw) for number, raw in enumerate(decode(BatchAnswer, data).results)]
+
+    return Call("POST", "/query/batch", results, content=content, content_type=_MSGPACK)
 
 
 def query_raw(body: Mapping[str, Any]) -> Call[dict[str, Any]]:
@@ -339,10 +343,6 @@ def decode(kind: type[T], data: bytes | msgspec.Raw) -> T:
 def _error(problem: ProblemDocument, where: str, status: int) -> KvsightHttpError:
     title, detail = problem.title or _phrase(status), problem.detail or problem.error
     return KvsightHttpError(where, status, title, detail, problem.type, problem.field or None)
-
-
-def _batch_results(data: bytes) -> list[PeerAnswer | KvsightHttpError]:
-    return [_batch_result(number, raw) for number, raw in enumerate(decode(BatchAnswer, data).results)]
 
 
 def _batch_result(number: int, raw: msgspec.Raw) -> PeerAnswer | KvsightHttpError:

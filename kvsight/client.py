@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from inspect import Parameter, signature
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
 
 import httpx
@@ -21,9 +20,8 @@ from kv_events.http.events import FeedEvent
 from kv_events.http.selection import Selection
 from kv_events.http.service import DEFAULT_URL
 from kvsight import calls, selection_calls
-from kvsight.base_client import AttemptResult, BaseClient, RetryPolicy
+from kvsight.base_client import AttemptResult, BaseClient, EventReader, RetryPolicy, stream_request
 from kvsight.calls import Call
-from kvsight.event_stream import stream_request
 from kvsight.prompts import Integers
 
 P = ParamSpec("P")
@@ -147,7 +145,7 @@ class Client(BaseClient):
         slowly. Events between two calls are missed. Closing the iterator closes the connection.
         """
         self._check_open()
-        reader = self._event_reader()
+        reader = EventReader(f"{self._shown_url}/events")
         try:
             with self._http.stream(**stream_request(worker, model, tenant, self._timeout_s)) as response:
                 if not response.is_success:
@@ -171,9 +169,7 @@ class Client(BaseClient):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -243,7 +239,7 @@ class AsyncClient(BaseClient):
     ) -> AsyncGenerator[FeedEvent]:
         """See `Client.events`."""
         self._check_open()
-        reader = self._event_reader()
+        reader = EventReader(f"{self._shown_url}/events")
         try:
             async with self._http.stream(**stream_request(worker, model, tenant, self._timeout_s)) as response:
                 if not response.is_success:
@@ -268,7 +264,5 @@ class AsyncClient(BaseClient):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -13,15 +13,6 @@ from kv_events.kernels.bundles import pin
 from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
-class QueueStats(NamedTuple):
-    """Numbers of page changes, see `PublisherStats`: a page that comes to another tier, or leaves one, is one."""
-
-    queued: int
-    in_flight: int
-    delivered: int
-    dropped: int
-
-
 class PageChanges(NamedTuple):
     """Stores and removals of single pages, and clears, in the order in which they happened, as columns."""
 
@@ -101,6 +92,9 @@ class ChangeQueue:
         cursors[HEAD] = cursors[TAKEN]
         cursors[BROKEN] = 0
 
-    def stats(self) -> QueueStats:
+    def stats(self) -> dict[str, int]:
+        """Numbers of page changes, see `PublisherStats`: a page that comes to another tier, or leaves one, is one."""
         head, taken, tail, dropped, *_ = self.arrays.cursors.tolist()
-        return QueueStats(head - taken, taken - tail, self._num_delivered, dropped)
+        return {
+            "queued": head - taken, "in_flight": taken - tail, "delivered": self._num_delivered, "dropped": dropped,
+        }  # fmt: skip

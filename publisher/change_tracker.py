@@ -7,22 +7,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kv_events.digest import Digest
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
-from publisher.change_queue import ChangeQueue, PageChanges, QueueStats
-from publisher.event_columns import (
-    InvalidEventError,
-    check_extra_key,
-    derived_columns,
-    medium_index,
-    removed_words,
-    stored_columns,
-    token_rows,
-)
+from publisher import event_columns
+from publisher.change_queue import ChangeQueue, PageChanges
+from publisher.event_columns import InvalidEventError
 from publisher.kernels.blocks import BlockTable
 from publisher.kernels.changes import REMOVAL
 from publisher.kernels.events import PageEvents
@@ -47,14 +40,6 @@ _COPY_PASSES = 3
 _STEP_PAGES = 8192
 
 _place = operator.attrgetter("medium", "extra_key")
-
-
-class TrackerStats(NamedTuple):
-    """See `PublisherStats`."""
-
-    queue: QueueStats
-    pages: dict[str, int]
-    rejected_events: dict[str, int]
 
 
 class FairLock:
@@ -102,7 +87,8 @@ class ChangeTracker:
         self._logged_at = -_LOG_INTERVAL_S
         self._is_closed = False
         self._deferred: deque[tuple[EngineEvent, ...]] = deque()  # filled without the lock
-        self._is_deferring = False
+        self.is_deferring = False
+        """Whether `record` may keep small calls. `record_deferred` is then called every few milliseconds."""
         self.has_lost_events = False
         """Whether `pop_lost_events` would return True."""
 
@@ -146,7 +132,7 @@ class ChangeTracker:
             self.ledger.require_groups(num_groups)
 
     def _can_defer(self, call: tuple[EngineEvent, ...]) -> bool:
-        if not self._is_deferring or len(call) > _MAX_DEFERRED_PAGES:
+        if not self.is_deferring or len(call) > _MAX_DEFERRED_PAGES:
             return False
         try:
             return sum([len(getattr(event, "block_hashes", ())) for event in call]) <= _MAX_DEFERRED_PAGES  # noqa: C419
@@ -206,8 +192,8 @@ class ChangeTracker:
                 self._note_lost_events()
 
     def _store(self, events: list[BlockStored], medium: Any, extra_key: Any) -> None:
-        tier = medium_index(medium)
-        check_extra_key(extra_key)
+        tier = event_columns.medium_index(medium)
+        event_columns.check_extra_key(extra_key)
         columns = self._columns(events)
         tokens = self._page_tokens(events) if self._tokens is not None else None
         queued = self.ledger.change(columns.stored_on(tier), extra_key)
@@ -217,33 +203,29 @@ class ChangeTracker:
                 self._tokens.clear()
 
     def _remove(self, events: list[BlockRemoved], medium: Any, extra_key: Any) -> None:
-        tier = medium_index(medium)
-        check_extra_key(extra_key)
-        self.ledger.change(PageEvents.removed(removed_words(events), tier), extra_key)
+        tier = event_columns.medium_index(medium)
+        event_columns.check_extra_key(extra_key)
+        self.ledger.change(PageEvents.removed(event_columns.removed_words(events), tier), extra_key)
 
     def _columns(self, events: list[BlockStored]) -> PageEvents:
         if len(events) > 1 or events[0].sequence_hashes:
-            return stored_columns(events, self._block_size)
+            return event_columns.stored_columns(events, self._block_size)
         event, parent = events[0], None
         if event.parent_block_hash is not None:
             parent = self.ledger.sequence_hash(_integer(event.parent_block_hash), event.extra_key)
             if parent is None:
                 raise InvalidEventError("unidentified", f"parent {event.parent_block_hash} is not held")
-        return derived_columns(event, self._block_size, parent)
+        return event_columns.derived_columns(event, self._block_size, parent)
 
     def _page_tokens(self, events: list[BlockStored]) -> list[PageTokens]:
         entries: list[PageTokens] = []
         for event in events:
-            rows = [row.astype("<u4").tobytes() for row in token_rows(event, self._block_size)]
+            rows = [row.astype("<u4").tobytes() for row in event_columns.token_rows(event, self._block_size)]
             rows = rows or [b""] * len(event.block_hashes)
             entries.extend(PageTokens(row, event.extra_key) for row in rows)
         return entries
 
     # --- the drain --------------------------------------------------------------------------------------------------
-
-    def accept_deferred_calls(self) -> None:
-        """Let `record` keep small calls. The caller must call `record_deferred` every few milliseconds."""
-        self._is_deferring = True
 
     @property
     def needs_sending(self) -> bool:
@@ -252,7 +234,6 @@ class ChangeTracker:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether calls wait for `record_deferred`."""
         return bool(self._deferred)
 
     def record_deferred(self) -> None:
@@ -302,7 +283,7 @@ class ChangeTracker:
 
     def close(self) -> None:
         with self._lock:
-            self._is_deferring = False
+            self.is_deferring = False
             self._record_deferred()
             self._is_closed = True
 
@@ -318,11 +299,13 @@ class ChangeTracker:
         with self._lock:
             return None if self.queue.num_queued else self.ledger.digest()
 
-    def stats(self) -> TrackerStats:
+    def stats(self) -> dict[str, Any]:
+        """The fields of `PublisherStats` about the engine's side."""
         with self._lock:
             self._record_deferred()
             pages = {**self.ledger.counts(), "held": self.ledger.num_pages}
-            return TrackerStats(self.queue.stats(), pages, dict(self._rejected))
+            own = {"is_broken": self.queue.is_broken, "pages": pages, "rejected_events": dict(self._rejected)}
+            return self.queue.stats() | own
 
     def check(self) -> None:
         """Recount the ledger from scratch. Raises AssertionError with both figures."""

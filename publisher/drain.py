@@ -6,8 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from kv_events.runtime.backoff import Backoff
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import Backoff, cancel, keep_running
 from kv_events.runtime.tracing import open_spans
 from publisher.change_tracker import ChangeTracker
 from publisher.record_builder import RecordBuilder
@@ -73,7 +72,7 @@ class Drain:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._tracker.accept_deferred_calls()
+        self._tracker.is_deferring = True
         self._task = self._supervised(self._run, "publisher-drain", self._note_lost_records)
 
     def wake(self) -> None:
@@ -120,10 +119,8 @@ class Drain:
         self._ends_stream = ends_stream
         self._awake.set()
         if self._task is not None:
-            _, late = await asyncio.wait({self._task}, timeout=deadline_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait({self._task}, timeout=deadline_s)
+            await cancel(self._task)
         self._is_polling = True
         if self._next_poll is not None:
             self._next_poll.cancel()
@@ -167,8 +164,7 @@ class Drain:
                 else:
                     await self._wait()
         finally:
-            control.cancel()
-            await asyncio.gather(control, return_exceptions=True)
+            await cancel(control)
 
     async def _begin_resync(self) -> None:
         """Prepare the resync in a thread.
@@ -184,7 +180,7 @@ class Drain:
     async def _wait(self) -> None:
         """Wait until something may be due. While changes linger, further events do not wake the task."""
         self._awake.clear()
-        self._is_signalled = self._builder.is_lingering
+        self._is_signalled = self._tracker.queue.num_queued > 0
         timeout_s = self._builder.seconds_until_due(time.time())  # 0 if events arrived before `clear`
         timer = asyncio.get_running_loop().call_later(timeout_s, self._awake.set)
         try:

@@ -104,9 +104,8 @@ def removed_words(events: Sequence[BlockRemoved]) -> U64Array:
 
 
 def raw_tokens(event: BlockStored) -> tuple[U32Array, bool]:
-    """Return the tokens of an event and whether they were given as pairs (n pairs are n + 1 tokens).
-
-    Raises InvalidEventError.
+    """Return the tokens of an event and whether they were given as pairs (n pairs are n + 1 tokens). Raises
+    InvalidEventError.
     """
     tokens: list[Any] = event.token_ids
     try:

@@ -15,21 +15,11 @@ from kv_events.kernels.page_table import make_table
 from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import NUM_MEDIA
 from publisher.change_queue import ChangeQueue, PageChanges
+from publisher.kernels import ledger as kernels
 from publisher.kernels.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
 from publisher.kernels.changes import advance_digest, queue_cleared
 from publisher.kernels.events import PageEvents
-from publisher.kernels.ledger import (
-    COUNT_NAMES,
-    FIRST_BLOCK,
-    FOUND_BLOCKS,
-    NUM_LEFT_OUT,
-    PARENT,
-    SLICE_PAGES,
-    LedgerArrays,
-    change_pages,
-    find_entry,
-    require_groups,
-)
+from publisher.kernels.ledger import SLICE_PAGES
 
 __all__ = ["SLICE_PAGES", "Ledger", "LedgerCopy", "resync_changes"]
 
@@ -62,7 +52,7 @@ class Ledger:
         """capacity: most pages. blocks: for this ledger alone from now on; an earlier ledger may have used it."""
         blocks.clear_residency()
         self._blocks = blocks
-        self._arrays = LedgerArrays(
+        self._arrays = kernels.LedgerArrays(
             blocks=blocks.arrays,
             pages=make_table(capacity),
             page_media=zeros(capacity, np.uint8),
@@ -71,9 +61,9 @@ class Ledger:
             page_stored_in=zeros(capacity, np.uint32),
             page_changed=np.zeros(-(-capacity // SLICE_PAGES), np.bool_),
             num_groups=np.ones(1, np.int64),
-            found=np.empty(FOUND_BLOCKS, np.int64),
+            found=np.empty(kernels.FOUND_BLOCKS, np.int64),
             digest=empty_digest(),
-            counts=np.zeros(len(COUNT_NAMES), np.int64),
+            counts=np.zeros(len(kernels.COUNT_NAMES), np.int64),
         )
         self._left_out = 0  # until the last clear
         self._queue = change_queue.pinned
@@ -88,14 +78,14 @@ class Ledger:
     @property
     def is_incomplete(self) -> bool:
         """Whether pages were left out since the last clear, because there was no room."""
-        return bool(self._arrays.counts[NUM_LEFT_OUT] != self._left_out)
+        return bool(self._arrays.counts[kernels.NUM_LEFT_OUT] != self._left_out)
 
     def digest(self) -> Digest:
         """Return a copy of the current digest, uint64[8]."""
         return self._arrays.digest.copy()
 
     def counts(self) -> dict[str, int]:
-        return dict(zip(COUNT_NAMES, self._arrays.counts.tolist(), strict=True))
+        return dict(zip(kernels.COUNT_NAMES, self._arrays.counts.tolist(), strict=True))
 
     def change(self, events: PageEvents, extra_key: str | None) -> npt.NDArray[np.bool_]:
         """Apply stores and removals in order.
@@ -105,7 +95,7 @@ class Ledger:
         """
         queued = np.zeros(len(events.block_hashes), np.bool_)
         salt = namespace_salt(extra_key)
-        change_pages(self._pinned, self._queue, events, salt, queued)
+        kernels.change_pages(self._pinned, self._queue, events, salt, queued)
         return queued
 
     def require_groups(self, num_groups: int) -> None:
@@ -114,7 +104,7 @@ class Ledger:
         Pages that fewer blocks carry are removed. Costs a few ms per million pages.
         """
         self._arrays.num_groups[0] = num_groups
-        require_groups(self._pinned, self._queue, self._num_used)
+        kernels.require_groups(self._pinned, self._queue, self._num_used)
 
     def clear(self) -> None:
         """Remove all pages.
@@ -128,13 +118,13 @@ class Ledger:
         arrays.page_copies[is_used, : self._num_used] = 0
         page_table.clear(arrays.pages)
         arrays.digest[:] = 0
-        self._left_out = int(arrays.counts[NUM_LEFT_OUT])
+        self._left_out = int(arrays.counts[kernels.NUM_LEFT_OUT])
         queue_cleared(self._queue)
 
     def sequence_hash(self, block_hash: int, extra_key: str | None) -> int | None:
         """Return the sequence hash of a page, or None if it is not held. block_hash: signed or unsigned."""
         blocks = self._arrays.blocks
-        entry = find_entry(np.uint64(block_hash & _MASK64) ^ namespace_salt(extra_key), blocks.table)
+        entry = kernels.find_entry(np.uint64(block_hash & _MASK64) ^ namespace_salt(extra_key), blocks.table)
         if entry < 0 or not blocks.columns[entry, STATE] & ON_MEDIA:
             return None
         return int(self._arrays.pages.keys[blocks.columns[entry, PAGE]])
@@ -148,8 +138,8 @@ class Ledger:
         words = np.empty((capacity, 2), np.uint64)
         return LedgerCopy(
             hashes=np.empty(capacity, np.uint64),
-            parents=words[:, PARENT],
-            block_hashes=words[:, FIRST_BLOCK],
+            parents=words[:, kernels.PARENT],
+            block_hashes=words[:, kernels.FIRST_BLOCK],
             media=np.empty(capacity, np.uint8),
             digest=empty_digest(),
         )
@@ -165,8 +155,8 @@ class Ledger:
         arrays = self._arrays
         here = slice(number * SLICE_PAGES, min((number + 1) * SLICE_PAGES, self._num_used))
         held.hashes[here] = arrays.pages.keys[here]
-        held.parents[here] = arrays.page_words[here, PARENT]
-        held.block_hashes[here] = arrays.page_words[here, FIRST_BLOCK]
+        held.parents[here] = arrays.page_words[here, kernels.PARENT]
+        held.block_hashes[here] = arrays.page_words[here, kernels.FIRST_BLOCK]
         held.media[here] = arrays.page_media[here]
         arrays.page_changed[number] = False
 
@@ -226,9 +216,8 @@ def resync_changes(held: LedgerCopy) -> PageChanges:
 
 @lru_cache(maxsize=1024)
 def namespace_salt(extra_key: str | None) -> np.uint64:
-    """Return the salt that keeps the blocks of a namespace apart in the ledger. "" is a separate namespace.
-
-    Raises UnicodeEncodeError (a ValueError) for text that cannot be encoded in UTF-8.
+    """Return the salt that keeps the blocks of a namespace apart in the ledger. "" is a separate namespace. Raises
+    UnicodeEncodeError (a ValueError) for text that cannot be encoded in UTF-8.
     """
     return np.uint64(xxhash.xxh3_64_intdigest(extra_key.encode())) if extra_key is not None else np.uint64(0)
 

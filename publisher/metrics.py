@@ -55,7 +55,6 @@ _COUNTERS: dict[str, tuple[str, Callable[[PublisherStats], float]]] = {
 
 
 def stream_labels(stream: StreamId) -> list[str]:
-    """Values of the labels worker, model, tenant and dp_rank."""
     return [stream.worker, stream.model, stream.tenant, str(stream.dp_rank)]
 
 

@@ -170,14 +170,9 @@ class EventPublisher:
         self._tracker.close()
 
     def stats(self) -> PublisherStats:
-        """Return current statistics. Thread-safe."""
         failure = self._drain.failure
-        tracked = self._tracker.stats()
         return PublisherStats(
-            **tracked.queue._asdict(),
-            is_broken=self._tracker.queue.is_broken,
-            pages=tracked.pages,
-            rejected_events=tracked.rejected_events,
+            **self._tracker.stats(),
             next_seq=self._builder.seq,
             resyncs=self._builder.num_resyncs,
             resync_pages=self._builder.num_resync_pages,

@@ -122,10 +122,6 @@ class RecordBuilder:
         held = self._tracker.restart()
         self._resync = _ActiveResync(resync_changes(held), held.digest, reason, self._last_now)
 
-    @property
-    def is_lingering(self) -> bool:
-        return self._tracker.queue.num_queued > 0
-
     def seconds_until_due(self, now: float) -> float:
         """Return the seconds until something is due if no event arrives. 0 if there are unseen requests."""
         self._advance(now)
@@ -134,7 +130,7 @@ class RecordBuilder:
         if unseen_request or self._is_reason_new:
             return 0.0
         due = [self._last_record_at + self._settings.heartbeat_s]
-        if self.is_lingering:
+        if self._tracker.queue.num_queued:
             due.append(self._last_record_at + self._settings.linger_ms / 1000)
         if self._resync_at is not None:
             due.append(self._resync_at)

@@ -29,7 +29,7 @@ from kv_events.reservations import (
     encode_reservation,
     reservation_id,
 )
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import cancel, keep_running
 from selection.book import LONGEST_S, MAX_RESERVATIONS, Book, BookFullError
 
 if TYPE_CHECKING:
@@ -92,9 +92,7 @@ class ReservationExchange:
             try:
                 yield
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancel(*tasks)
 
     async def _expire(self) -> None:
         """End what expires while no record comes, so that selections without a booking see it."""

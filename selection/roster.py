@@ -45,7 +45,8 @@ class Report(NamedTuple):
     """When it was read, in seconds since 1970."""
     requests: int
     """Running and waiting."""
-    used_pages: int
+    used_pages: int | None
+    """None: it is not known."""
 
 
 class WorkerInfo(Protocol):
@@ -258,5 +259,5 @@ class Rosters:
                 requests, blocks = (loads.requests[number], loads.decode_blocks[number]) if number >= 0 else (0, 0.0)
                 said = report if report is not None and now - report.at < _NEW_S else Report(now, 0, 0)
                 roster.columns.other_requests[row] = max(0, said.requests - int(requests))
-                roster.columns.other_blocks[row] = max(0, said.used_pages - round(float(blocks)))
+                roster.columns.other_blocks[row] = max(0, (said.used_pages or 0) - round(float(blocks)))
                 roster.reports[row] = report

@@ -89,11 +89,6 @@ def _charts(reports: Sequence[PolicyReport]) -> dict[str, Chart | None]:
             "Load of the busiest worker",
             "Prompt tokens that the busiest worker had to compute, as a multiple of the mean. 1 is even.",
             "times the mean",
-            [_imbalance(tokens) for tokens in computed],
+            [shares_of(each.max(axis=1) * each.shape[1], each.sum(axis=1)) for each in computed],
         ),
     }
-
-
-def _imbalance(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """tokens: [groups, workers]. Returns [groups]: that of the busiest worker / the mean; NaN without any."""
-    return shares_of(tokens.max(axis=1) * tokens.shape[1], tokens.sum(axis=1))

@@ -12,7 +12,7 @@ from kv_events.reservations import PREFILL_COMPLETE, RELEASED, ReservationRecord
 from kv_events.streams import group_model
 from publisher import EventPublisher, PublisherSettings, Sink
 from selection.policies import seed_choices
-from simulation.caches import create_cache, num_ledger_pages
+from simulation.caches import capacity_pages, create_cache
 from simulation.policies import Policy, create_policy
 from simulation.report import PolicyReport, RunCurves, WorkerLoad
 from simulation.router import Router
@@ -25,7 +25,6 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 _PROGRESS_EVERY = 32
 _REQUESTS_TO_CHECK = 64
-
 
 GroupName: TypeAlias = str | None
 """The group of a worker's stream; None for full KV."""
@@ -43,7 +42,7 @@ def create_publishers(
             model=name,
             worker=f"worker-{number}",
             block_size=settings.page_size,
-            ledger_pages=num_ledger_pages(settings),
+            ledger_pages=sum(capacity_pages(settings).values()),
         )
         return EventPublisher(own, create_sink(own))
 
@@ -116,7 +115,7 @@ class PolicyRun:
         self.request_id = str(int(self.request_id) + 1)
         self.router, policy = self._router_of(self.request_id)
         self._share_bookings(now)
-        chosen = policy.choose(request, self.router, self.request_id, now)
+        chosen = policy(request, self.router, self.request_id, now)
         self._take_bookings(self.router, now)
         return chosen
 

@@ -25,12 +25,7 @@ class Router:
     """Queries the index for a policy and counts the queries."""
 
     def __init__(
-        self,
-        namespaces: Namespaces,
-        freshness: Freshness,
-        model: str,
-        workers: Sequence[str],
-        page_size: int,
+        self, namespaces: Namespaces, freshness: Freshness, model: str, workers: Sequence[str], page_size: int
     ) -> None:
         predict_s = SelectionSettings.ignoring_environment().predict_s
         self.book = Book(math.inf, predict_s)  # nothing expires, because every request ends

@@ -17,7 +17,6 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from kv_events.decisions import VERSION, DecisionRecord, Outcome, encode_decision
-from kv_events.kafka.connection import KafkaConnection
 from kv_events.log.event_log import EventLogWriter
 from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
@@ -34,10 +33,7 @@ from simulation.workload import Request, Requests
 
 
 def simulate(
-    requests: Requests,
-    settings: SimulationSettings,
-    policies: Sequence[str],
-    progress: Progress | None = None,
+    requests: Requests, settings: SimulationSettings, policies: Sequence[str], progress: Progress | None = None
 ) -> list[PolicyReport]:
     """Run the workload once for each policy, each time with a fresh fleet.
 
@@ -49,6 +45,8 @@ def simulate(
         create_policy(policy, settings.seed)
     if settings.kafka is None:
         return [run_direct(requests, settings, policy, progress) for policy in policies]
+    from kv_events.kafka.connection import KafkaConnection
+
     uvloop.run(KafkaConnection(settings.kafka).check())
     transport = kafka_transport(settings.kafka)
     return [uvloop.run(run_live(requests, settings, policy, transport, progress)) for policy in policies]

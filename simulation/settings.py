@@ -18,7 +18,6 @@ MAX_ROUTERS = 64
 CACHES = ("radix", "hiradix", "mamba", "himamba")
 """Kinds of caches: device only, or with host and disk (`hi`); without or with recurrent states (`mamba`)."""
 
-
 Seconds = npt.NDArray[np.float64]
 
 
@@ -109,28 +108,24 @@ class SimulationSettings:
     """A broker and topics for the events. None: events are applied directly, which is deterministic."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.workers <= MAX_WORKERS:
-            raise InvalidValueError("workers", self.workers, f"1 .. {MAX_WORKERS}")
-        if not 1 <= self.page_size <= MAX_BLOCK_SIZE:
-            raise InvalidValueError("page_size", self.page_size, f"1 .. {MAX_BLOCK_SIZE}")
-        if self.capacity_tokens < self.page_size or self.capacity_tokens % self.page_size:
-            expected = f"a positive multiple of the page size {self.page_size}"
-            raise InvalidValueError("capacity_tokens", self.capacity_tokens, expected)
-        if self.cache not in CACHES:
-            raise InvalidValueError("cache", self.cache, f"one of {', '.join(CACHES)}")
-        if not 1 <= self.host_ratio <= MAX_RATIO:
-            raise InvalidValueError("host_ratio", self.host_ratio, f"1 .. {MAX_RATIO}")
-        if not 0 < self.disk_ratio <= MAX_RATIO:
-            raise InvalidValueError("disk_ratio", self.disk_ratio, f"more than 0, at most {MAX_RATIO}")
-        if not 1 <= self.routers <= MAX_ROUTERS:
-            raise InvalidValueError("routers", self.routers, f"1 .. {MAX_ROUTERS}")
-        if not self.booking_delay_s >= 0:
-            raise InvalidValueError("booking_delay_s", self.booking_delay_s, "a number, not negative, or inf")
-        for name in ("speed", "ttft_slo_s", "itl_slo_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InvalidValueError(name, getattr(self, name), "more than 0")
-        if self.groups and not self.has_states:
-            raise InvalidValueError("groups", True, f"a cache with states (mamba, himamba), got {self.cache}")
+        is_multiple = self.capacity_tokens >= self.page_size and not self.capacity_tokens % max(1, self.page_size)
+        checks = {
+            "workers": (1 <= self.workers <= MAX_WORKERS, f"1 .. {MAX_WORKERS}"),
+            "page_size": (1 <= self.page_size <= MAX_BLOCK_SIZE, f"1 .. {MAX_BLOCK_SIZE}"),
+            "capacity_tokens": (is_multiple, f"a positive multiple of the page size {self.page_size}"),
+            "cache": (self.cache in CACHES, f"one of {', '.join(CACHES)}"),
+            "host_ratio": (1 <= self.host_ratio <= MAX_RATIO, f"1 .. {MAX_RATIO}"),
+            "disk_ratio": (0 < self.disk_ratio <= MAX_RATIO, f"more than 0, at most {MAX_RATIO}"),
+            "routers": (1 <= self.routers <= MAX_ROUTERS, f"1 .. {MAX_ROUTERS}"),
+            "booking_delay_s": (self.booking_delay_s >= 0, "a number, not negative, or inf"),
+            "speed": (0 < self.speed < math.inf, "more than 0"),
+            "ttft_slo_s": (0 < self.ttft_slo_s < math.inf, "more than 0"),
+            "itl_slo_s": (0 < self.itl_slo_s < math.inf, "more than 0"),
+            "groups": (self.has_states or not self.groups, f"a cache with states (mamba, himamba), got {self.cache}"),
+        }
+        for name, (is_valid, expected) in checks.items():
+            if not is_valid:
+                raise InvalidValueError(name, getattr(self, name), expected)
         if self.kafka is not None and self.event_log_dir is not None:
             raise InvalidValueError(
                 "event_log_dir", str(self.event_log_dir), "none with kafka: the topic is the recording"

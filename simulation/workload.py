@@ -27,7 +27,6 @@ _REPEAT_EVERY = 50
 """So often that the cache never evicts it."""
 _SEED_STEP = 1000
 
-
 NO_TOKENS: U32Array = np.zeros(0, np.uint32)
 
 

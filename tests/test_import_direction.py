@@ -24,7 +24,9 @@ TANGLED: set[str] = set()
 """What still has to be put in order: rooms, files, and packages whose rooms import each other both ways."""
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 NEEDS_AN_EXTRA = (
+    "kv_events.kafka.connection",
     "kv_events.kafka.private_parts",
+    "kv_events.kafka.topics",
     "engine_cache.tiers.cuda",
     "engine_cache.pools.device",
     "engine_cache.pools.host",

@@ -307,12 +307,7 @@ def _memory(decision: Decision) -> int:
 
 
 def _add(
-    losses: dict[tuple[str, str], Loss],
-    chosen: _Chosen,
-    step: str,
-    cause: str,
-    tokens: int,
-    better: str = "",
+    losses: dict[tuple[str, str], Loss], chosen: _Chosen, step: str, cause: str, tokens: int, better: str = ""
 ) -> None:
     """Count tokens of a request for one cause. Its examples are the requests with most tokens.
 

@@ -174,13 +174,13 @@ class ResidencyIndex:
 
     def median_lifetimes(self) -> list[float | None]:
         """Return how many seconds, within 3%, half of the removed pages were held on each medium; None without any."""
-        medians: list[float | None] = []
-        for classes in self._book.lifetimes:
-            total = np.cumsum(classes)
-            found = int(np.searchsorted(total, total[-1] / 2))
-            shift = max(0, found // DOUBLING - 1)
-            medians.append((found - shift * DOUBLING + 0.5) * 2**shift / 1000 if total[-1] else None)
-        return medians
+        return list(map(median_lifetime, self._book.lifetimes))
+
+    def take_lifetimes(self, medium: int) -> npt.NDArray[np.int64]:
+        """Return [NUM_LIFETIMES], what was removed from a medium since the last call, by the time that it was held."""
+        taken: npt.NDArray[np.int64] = self._book.lifetimes[medium].copy()
+        self._book.lifetimes[medium] = 0
+        return taken
 
     @property
     def totals(self) -> npt.NDArray[np.int64]:
@@ -224,6 +224,14 @@ class ResidencyIndex:
         facts = self._facts
         facts[0], facts[1] = _signed_key(stream, 1), _signed_key(namespace, 2)
         facts[2], facts[3], facts[4], facts[5] = stream, medium, at.ms & 0xFFFFFFFF, at.batch & 0xFFFFFFFF
+
+
+def median_lifetime(classes: npt.NDArray[np.int64]) -> float | None:
+    """Return the seconds that half of some lifetimes do not exceed, within 3%. classes: [NUM_LIFETIMES] numbers."""
+    total = np.cumsum(classes)
+    found = int(np.searchsorted(total, total[-1] / 2))
+    shift = max(0, found // DOUBLING - 1)
+    return (found - shift * DOUBLING + 0.5) * 2**shift / 1000 if total[-1] else None
 
 
 @lru_cache(maxsize=2**17)

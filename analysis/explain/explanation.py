@@ -88,8 +88,8 @@ def _is_less(worker: WorkerExplanation, other: WorkerExplanation) -> bool:
 
 def _later_workers(tracer: PromptTracer) -> Iterator[WorkerExplanation]:
     """Yield the streams of the model and tenant whose first batch comes after the moment."""
-    for stream, (first, block_size) in tracer.later_streams().items():
-        if _is_asked(tracer.prompt, stream):
+    for stream, (first, block_size) in tracer.first_records.items():
+        if stream not in tracer.streams and _is_asked(tracer.prompt, stream):
             evidence = [Evidence(what="first_batch", batch=first)]
             text = f"The worker is not known yet: its first batch comes {messages.at(first)}."
             finding = Finding(cause="not_known_yet", evidence=evidence, text=text)

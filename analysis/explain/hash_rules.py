@@ -8,20 +8,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from analysis.explain.asked_prompt import AskedPrompt
-from analysis.explain.watched_hashes import I64Array, WatchTable
+from analysis.kernels.watched import BITMAP_WORDS, find_watched, watch
 from kv_events.codec import extra_keys
 from kv_events.hash_seed import SEEDS, process_seed
-from kv_events.hashing import (
-    U32Array,
-    U64Array,
-    block_hash_chain,
-    hash_strs_to_int64,
-    namespace_seed,
-    sequence_hashes,
-)
+from kv_events.hashing import U32Array, U64Array, block_hash_chain, hash_strs_to_int64, namespace_seed, sequence_hashes
+from kv_events.kernels.bundles import pin
+from kv_events.kernels.page_table import make_table
 from kv_events.records import LogRecord
 
 _OTHER_SEEDS = (*SEEDS.values(), 0, 1, 42)
@@ -34,6 +30,10 @@ _MOST_NAMED = 32
 """Rules for names that records with tokens contain."""
 _MOST_NAMES = 64
 """In one record."""
+_CAPACITY = 2**24
+"""Of a table of hashes. Only address space is reserved for it."""
+
+I64Array = npt.NDArray[np.int64]
 
 
 class HashRule(NamedTuple):
@@ -66,6 +66,28 @@ class Variant(NamedTuple):
     """For block hashes, only `block_size` and `is_bigram` matter: they do not depend on adapter, salt and seed."""
     hashes: U64Array
     first_id: int
+
+
+class WatchTable:
+    """Finds the hashes that a question is about, few among millions. A bitmap rejects most others."""
+
+    def __init__(self) -> None:
+        self._table = pin(make_table(_CAPACITY))
+        self._bitmap = np.zeros(BITMAP_WORDS, np.uint64)
+        self._ids = self._positions = self._entries = np.empty(0, np.int64)
+
+    def add(self, hashes: U64Array, first_id: int) -> None:
+        """Watch hashes. Hash i has the id first_id + i; a hash that is watched already keeps its id."""
+        is_new = np.empty(len(hashes), np.bool_)
+        watch(self._table, self._bitmap, np.ascontiguousarray(hashes), is_new)
+        self._ids = np.concatenate((self._ids, first_id + np.flatnonzero(is_new)))
+
+    def find(self, hashes: U64Array) -> tuple[I64Array, I64Array]:
+        """Return (int64[k] ascending positions of watched hashes, int64[k] their ids). Valid until the next call."""
+        if len(hashes) > len(self._positions):
+            self._positions, self._entries = np.empty(len(hashes), np.int64), np.empty(len(hashes), np.int64)
+        count = find_watched(self._table, self._bitmap, hashes, self._positions, self._entries)
+        return self._positions[:count], self._ids[self._entries[:count]]
 
 
 class PromptHashes:

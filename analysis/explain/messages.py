@@ -41,7 +41,6 @@ def where(batch: BatchPosition) -> str:
 
 
 def partial_page(tail: int, block_size: int, num_pages: int) -> str:
-    """The prompt does not end with a page."""
     if not num_pages:
         return f"The prompt of {count(tail, 'token')} is shorter than a page of {block_size}."
     held = f"All whole pages ({num_pages}) are held"
@@ -49,7 +48,6 @@ def partial_page(tail: int, block_size: int, num_pages: int) -> str:
 
 
 def expired(last: BatchPosition, now: float, is_closed: bool, longest: int, num_pages: int) -> str:
-    """The worker is left out."""
     held = f"It is left out of answers; its view holds {longest} of {count(num_pages, 'page')}."
     if is_closed:
         return f"Its publisher was closed {at(last)}. {held}"
@@ -59,7 +57,6 @@ def expired(last: BatchPosition, now: float, is_closed: bool, longest: int, num_
 def left(
     cause: str, page: int, num_pages: int, stored: BatchPosition, left: BatchPosition, medium: str, times: int
 ) -> str:
-    """The page was held and is not held now."""
     again = f", the last of {times} times," if times > 1 else ""
     was = f"Page {page + 1} of {num_pages} was stored {when(stored)}{again}"
     later = at(left) if isinstance(stored, BeforeLog) else f"{left.time - stored.time:.1f} s later, {at(left)}"
@@ -76,7 +73,6 @@ def left(
 
 
 def lost(page: int, gap: Gap, num_gaps: int, resync: BatchPosition | None) -> str:
-    """Batches are missing."""
     numbers, between = _numbers(gap)
     more = f" ({num_gaps} gaps since the view was last right)" if num_gaps > 1 else ""
     return f"Page {page + 1} may have been stored in {numbers}, lost: {between}{more}. {_since(resync)}."
@@ -90,7 +86,6 @@ def _numbers(gap: Gap) -> tuple[str, str]:
 
 
 def missing(gap: Gap) -> str:
-    """The batches before a resync."""
     numbers, between = _numbers(gap)
     return f"{numbers} {'were' if gap.first_seq != gap.last_seq else 'was'} lost {between}"
 
@@ -107,7 +102,6 @@ def replaced(replacement: Replacement, left: BatchPosition, decision: Decision |
 
 
 def stored_later(page: int, num_pages: int, later: BatchPosition, now: float) -> str:
-    """The page comes after the moment."""
     after = f"{max(0.0, later.time - now):.3f} s after this moment"
     return f"Page {page + 1} of {num_pages} is not stored yet: it is stored {at(later)}, {after}."
 
@@ -134,7 +128,6 @@ def other_names(lora_name: str | None, cache_salt: str | None, held: int) -> str
 
 
 def held_by(worker: str, held: int, num_pages: int, decision: Decision | None) -> str:
-    """The worker that holds most of the prompt."""
     text = f"{printable(worker)} holds most of the prompt, {held} of {count(num_pages, 'page')}"
     if decision is None:
         return f"{text}."
@@ -142,7 +135,6 @@ def held_by(worker: str, held: int, num_pages: int, decision: Decision | None) -
 
 
 def before_the_log(page: int, gap: Gap, resync: BatchPosition | None) -> str:
-    """The log begins after the first batches of the worker."""
     begins = f"The log begins with batch {gap.after.seq} of this worker, {at(gap.after)}"
     return (
         f"{begins}. Page {page + 1} may have been stored in an earlier one, which is not in the log. {_since(resync)}."
@@ -154,7 +146,6 @@ def _since(resync: BatchPosition | None) -> str:
 
 
 def stale(page: int, state: str, reason: str, began: BatchPosition, resync: BatchPosition | None) -> str:
-    """The view is not right."""
     if resync is not None:
         return f"A resync began {when(resync)} and has not ended, so page {page + 1} may still come."
     since = "from before the log begins" if isinstance(began, BeforeLog) else utc_text(began.time)
@@ -179,7 +170,6 @@ def doubtful(state: str, reason: str, began: BatchPosition, *, is_degraded: bool
 
 
 def never_stored(page: int, num_pages: int, first: BatchPosition) -> str:
-    """No batch stores the page."""
     if isinstance(first, BeforeLog):
         return f"Page {page + 1} of {num_pages} was not held when the log begins, and no batch in it stores the page."
     return f"Page {page + 1} of {num_pages} was never stored; the worker's first batch in the log came {at(first)}."
@@ -192,7 +182,6 @@ def not_continued(page: int, num_pages: int, last: BatchPosition, first: BatchPo
 
 
 def slower_tier(page: int, medium: str, tier: str, stored: BatchPosition) -> str:
-    """The page was never on the faster tier."""
     if isinstance(stored, BeforeLog):
         return f"Page {page + 1} was on {medium} and not on {tier} when the log begins, and was not stored there since."
     return f"Page {page + 1} was stored on {medium} {at(stored)}, and never on {tier}."
@@ -217,7 +206,6 @@ def group(held: int | None, group: Group, end: int, reused: int, *, is_expired: 
 
 
 def other_namespace(namespace: Mapping[str, str | int | bool | None], number: int, first: BatchPosition) -> str:
-    """The worker holds the prompt under another namespace."""
     held = f"The worker holds {count(number, 'page')} of this prompt"
     stored = f"the first one stored {when(first)}"
     if not namespace:

@@ -23,9 +23,8 @@ from kv_events.hashing import U64Array
 from kv_events.http.explanations import BatchPosition
 from kv_events.kernels.batches import END_EVENT, EPOCH, FIRST_EVENT, IS_REMOVAL, NUM_PAGES, PAGES, ROW, SEQ
 from kv_events.kernels.log_records import OFFSET, PARTITION, PAYLOAD, TIMESTAMP_MS
-from kv_events.log.batch_columns import BatchColumns
 from kv_events.log.moments import LogMoment
-from kv_events.log.reader import RecordChunk
+from kv_events.log.reader import BatchColumns, RecordChunk
 from kv_events.records import Channel, LogRecord
 from kv_events.reservations import CHOICES
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -33,7 +32,6 @@ from kv_events.streams import StreamId, split_group
 
 History: TypeAlias = Iterable[RecordChunk] | Iterable[tuple[int | None, LogRecord]]
 """All records of a log, as chunks or each with its index; None for records of a topic."""
-
 
 _REPLACED_S = 1.0
 _MOST_PARTINGS = 16
@@ -155,16 +153,13 @@ class PromptTracer(ApplyObserver):
                 self.decisions.take(each[1].channel, each[1].payload)
             elif each[1].channel == Channel.EVENTS:
                 newest = max(newest, each[1].timestamp_ms / 1000)
-                self._follow_record(*each, until)
+                index, record = each
+                if until.takes(record if until.index is None else record._replace(offset=index or 0)):
+                    self.take_one(index, record, partial(self.replay.apply, record))
+                else:
+                    self._note_later(index, record)
         if until.time_s is not None and self.replay.applier.records:
             self.replay.pass_time(min(until.time_s, newest))
-
-    def _follow_record(self, index: int | None, record: LogRecord, until: LogMoment) -> None:
-        """Apply a record if it is before the moment."""
-        if until.takes(record if until.index is None else record._replace(offset=index or 0)):
-            self.take_one(index, record, partial(self.replay.apply, record))
-        else:
-            self._note_later(index, record)
 
     def _follow_chunk(self, chunk: RecordChunk, until: LogMoment) -> float:
         """Apply the records of a chunk that are before the moment. Returns the latest time of an event."""
@@ -211,10 +206,6 @@ class PromptTracer(ApplyObserver):
         apply()
         if len(self.hashes.variants) != self._num_variants and self._columns is not None:
             self.mark_not_plain(self._columns)
-
-    def later_streams(self) -> dict[StreamId, tuple[BatchPosition, int]]:
-        """Return the streams whose first batch comes after the moment, see `first_records`."""
-        return {stream: first for stream, first in self.first_records.items() if stream not in self.streams}
 
     def _find_replacement(self, trace: StreamTrace, run: PlainRun, rows: list[int]) -> None:
         arrays = run.batches.columns.arrays

@@ -25,7 +25,7 @@ from analysis.html.plots import (
     YELLOW,
     Chart,
     Curve,
-    RowStyle,
+    LegendItem,
     TimelineRow,
     bands,
     calendar_axis,
@@ -42,14 +42,14 @@ BEST, CHOSEN, AVERAGE = "always the candidate that holds most", "the routers' ch
 """Policies: two that are thought of, and what happened."""
 _CHARTS = ("shares", "policies", "tiers", "workers", "rates", "batches", "churn", "faults")
 _MOST_ROWS = 20
-_LANE_STYLES = {
-    "stale": RowStyle(ORANGE, "band"),
-    "syncing": RowStyle(SKY, "band"),
-    facts.GAP: RowStyle(RED, "triangle"),
-    facts.DIGEST: RowStyle(PINK, "square"),
-    facts.RESTART: RowStyle(YELLOW, "diamond"),
-    facts.RESYNC: RowStyle(BLUE, "circle"),
-}
+_LANE_STYLES = (
+    LegendItem("stale", ORANGE, "band"),
+    LegendItem("syncing", SKY, "band"),
+    LegendItem(facts.GAP, RED, "triangle"),
+    LegendItem(facts.DIGEST, PINK, "square"),
+    LegendItem(facts.RESTART, YELLOW, "diamond"),
+    LegendItem(facts.RESYNC, BLUE, "circle"),
+)
 
 
 def write_audit_page(path: Path, report: AuditReport, series: AuditCurves) -> int:

@@ -9,14 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from bokeh.models import (
-    ColumnDataSource,
-    DataRange1d,
-    FactorRange,
-    HoverTool,
-    NumeralTickFormatter,
-    Range1d,
-)
+from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.plotting import figure
 
 from analysis.words import short_name, utc
@@ -53,12 +46,12 @@ class Curve(NamedTuple):
 
 
 class LegendItem(NamedTuple):
-    """A line of a legend."""
+    """A line of a legend: what is drawn, and how."""
 
     name: str
     colour: str
     shape: str
-    """band, line, dashed, or a marker's name."""
+    """band, line, dashed, or a marker's name. In a timeline, a marker is drawn where something begins."""
 
 
 class TimelineRow(NamedTuple):
@@ -68,14 +61,6 @@ class TimelineRow(NamedTuple):
     kind: str
     begin_ms: float
     end_ms: float
-
-
-class RowStyle(NamedTuple):
-    """How a kind is drawn."""
-
-    colour: str
-    shape: str
-    """`band`: from beginning to end. Otherwise a marker at the beginning."""
 
 
 @dataclass
@@ -162,7 +147,15 @@ def lines(title: str, note: str, unit: str, axis: Axis, curves: Sequence[Curve],
         plot.scatter("x", column, source=alone, size=4, color=each.colour)
     _add_hover(plot, axis, curves, columns, drawn[0], "0.0%" if is_share else "0,0.[0]")
     legend = [LegendItem(printable(each.name), each.colour, "dashed" if each.is_dashed else "line") for each in curves]
-    return _chart(title, note, plot, legend, axis, curves, _shown_share if is_share else "{:,.1f}".format)
+    return _chart(
+        title,
+        note,
+        plot,
+        legend,
+        axis,
+        curves,
+        (lambda share: "-" if np.isnan(share) else f"{share:.1%}") if is_share else "{:,.1f}".format,
+    )
 
 
 def shares_of(part: npt.NDArray[np.int64], whole: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -179,23 +172,23 @@ def _alone(values: Values) -> Values:
 
 
 def lanes(
-    title: str, note: str, axis: Axis, names: Sequence[str], items: Sequence[TimelineRow], styles: dict[str, RowStyle]
+    title: str, note: str, axis: Axis, names: Sequence[str], items: Sequence[TimelineRow], styles: Sequence[LegendItem]
 ) -> Chart:
     """What happened to some workers over time, a row for each of them."""
     rows = _distinct([short_name(each) for each in names])
     plot = _figure(axis, height=_AXIS_HEIGHT + _LANE_HEIGHT * len(rows), y_range=FactorRange(factors=rows[::-1]))
     legend = []
-    for kind, style in styles.items():
-        chosen = [each for each in items if each.kind == kind]
+    for style in styles:
+        chosen = [each for each in items if each.kind == style.name]
         if chosen:
-            legend.append(LegendItem(kind, style.colour, style.shape))
+            legend.append(style)
             columns = {
                 "y": [rows[each.row] for each in chosen],
                 "begin": [each.begin_ms for each in chosen],
                 "end": [each.end_ms for each in chosen],
                 "worker": [printable(names[each.row]) for each in chosen],
             }
-            _draw_lane_items(plot, kind, style, ColumnDataSource(columns))
+            _draw_lane_items(plot, style, ColumnDataSource(columns))
     header = ["time (UTC)", "until", "worker", "what"]
     cells = [
         [utc(each.begin_ms / 1000), utc(each.end_ms / 1000), printable(names[each.row]), each.kind]
@@ -204,8 +197,8 @@ def lanes(
     return Chart(title, note, plot, legend, header, cells, len(items), "marks, the first ones", is_numeric=False)
 
 
-def _draw_lane_items(plot: figure, kind: str, style: RowStyle, source: ColumnDataSource) -> None:
-    tips = [("stream", "@worker"), (kind, f"@begin{{{_CALENDAR_TIME}}} UTC")]
+def _draw_lane_items(plot: figure, style: LegendItem, source: ColumnDataSource) -> None:
+    tips = [("stream", "@worker"), (style.name, f"@begin{{{_CALENDAR_TIME}}} UTC")]
     drawn: Any
     if style.shape == "band":
         drawn = plot.hbar("y", left="begin", right="end", height=0.5, source=source, color=style.colour)
@@ -214,12 +207,9 @@ def _draw_lane_items(plot: figure, kind: str, style: RowStyle, source: ColumnDat
         drawn = plot.scatter(
             "begin", "y", source=source, marker=style.shape, size=10, fill_color=style.colour, line_color=_PAPER
         )
-    plot.add_tools(HoverTool(renderers=[drawn], tooltips=tips, formatters=_times("@begin", "@end")))
-
-
-def _times(*columns: str) -> Any:
-    """That these columns are times, for tooltips."""
-    return dict.fromkeys(columns, "datetime")
+    plot.add_tools(
+        HoverTool(renderers=[drawn], tooltips=tips, formatters=dict.fromkeys(("@begin", "@end"), "datetime"))
+    )
 
 
 def _distinct(labels: list[str]) -> list[str]:
@@ -282,7 +272,7 @@ def _add_hover(
     tips = [
         (short_name(each.name), f"@{column}{{{number_format}}}") for each, column in zip(curves, columns, strict=True)
     ]
-    formatters = _times("@x") if axis.is_calendar else {}
+    formatters: Any = {"@x": "datetime"} if axis.is_calendar else {}
     tips.insert(0, (axis.label, times))
     plot.add_tools(HoverTool(renderers=[drawn], mode="vline", tooltips=tips, formatters=formatters))
 
@@ -301,7 +291,3 @@ def _chart(
     header = [axis.label, *(printable(each.name) for each in curves)]
     rows = [[axis.text(point), *(shown(float(each.values[point])) for each in curves)] for point in points]
     return Chart(title, note, plot, legend, header, rows, num_points)
-
-
-def _shown_share(value: float) -> str:
-    return "-" if np.isnan(value) else f"{value:.1%}"

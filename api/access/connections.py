@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Scope
 
 from api.access.guard import PROBES, Guard
 from api.problems import ProblemError, ProblemKind
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 
 HEAD_S = 10.0
 """Time after which a connection must have sent a complete head, or finished its TLS handshake."""

@@ -98,10 +98,7 @@ class DecisionRoute:
             try:
                 records.append(
                     self._record(
-                        raw,
-                        decode_as(DecisionProbe, slimmed(raw, body_format).rest, body_format),
-                        body_format,
-                        now,
+                        raw, decode_as(DecisionProbe, slimmed(raw, body_format).rest, body_format), body_format, now
                     )
                 )
             except ProblemError as problem:

@@ -32,7 +32,7 @@ from api.telemetry.requests import end_request, start_request
 from api.telemetry.service_metrics import HttpMetrics
 from indexer.consumer import Consumer
 from kv_events.http.parsed_query import ParsedQuery
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.runtime.tracing import open_spans
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from api.fast.kernels.query import Times
 from api.fast.request_templates import RequestTemplate, TemplateTable
 from api.fast.writer import texts
 from kv_events.kernels.bundles import pin
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 

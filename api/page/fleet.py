@@ -1,6 +1,5 @@
 """GET /fleet: all workers, those in trouble first, and whether their views are true."""
 
-import re
 from collections import Counter
 from collections.abc import Generator
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from indexer.namespaces import NamespaceKey
 from indexer.views import View, ViewState, least_trusted
 from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
 from kv_events.http.workers import Listener
+from kv_events.runtime.words import natural_order
 from kv_events.schema import BATCHES_LOST, MEDIA, counted_reason
 from kv_events.streams import StreamId
 from selection.book import Booked
@@ -82,7 +82,7 @@ def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
 
 def _order(worker: FleetWorker) -> tuple[object, ...]:
     """Worse ones first, then by name, in which numbers count as numbers."""
-    name = [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", worker.worker)]
+    name = natural_order(worker.worker)
     return severity(worker), -worker.missing_batches, name, worker.model, worker.tenant, worker.block_size
 
 
@@ -118,6 +118,7 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
         capacity=_capacity(scene, views, ranks, key.block_size),
         booked=_booked(scene, views),
         lifetime_s=held * len(removed) / sum(removed) if sum(removed) else None,
+        lifetime_p50_s=watch.median_lifetime_s(view.stream for view in views),
         peak_pages=sum(max(watch.peak_pages(view.stream), sum(view.num_pages)) for view in views),
         stored=stored,
         removed=removed,

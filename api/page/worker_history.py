@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -13,11 +13,14 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from api.page.lifetimes import PageLifetimes
 from indexer.consumer import Consumer
 from indexer.slices import Slices
 from indexer.views import View
 from indexer.worker_log import WorkerChange
+from kv_events.codec import DecodedBatch
 from kv_events.http.fleet import StateChange
+from kv_events.runtime.supervised import in_background
 from kv_events.streams import StreamId
 
 INTERVAL_S: Final = 5.0
@@ -27,6 +30,7 @@ NUM_INTERVALS: Final = 60
 _MAX_CHANGES = 30
 _SLICE_VIEWS = 256
 _SLICE_S = 0.00025
+_FOLLOWED_S = 600.0
 
 Rates = npt.NDArray[np.float64]
 """[intervals, 2] pages stored and removed per second, oldest interval first."""
@@ -57,6 +61,9 @@ class WorkerHistory:
         self._histories: defaultdict[StreamId, _History] = defaultdict(_History)
         self._num_samples = 0
         self._sampled_at = 0.0
+        self._on_applied: list[Callable[[View, DecodedBatch], None]] | None = None  # None: of the past
+        self._lifetimes: PageLifetimes | None = None
+        self._asked_at = 0.0
 
     @classmethod
     def of_past(cls, rates: CountedRates, changes: Mapping[StreamId, Iterable[StateChange]]) -> WorkerHistory:
@@ -80,14 +87,13 @@ class WorkerHistory:
                 )
                 self._histories[change.stream].changes.appendleft(event)
 
+        self._on_applied = consumer.applier.on_applied
         consumer.worker_log.on_change.append(note)
-        task = asyncio.create_task(self._sample_forever(consumer), name="fleet-watch")
-        try:
-            yield
-        finally:
-            consumer.worker_log.on_change.remove(note)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        async with in_background(self._sample_forever(consumer), "fleet-watch"):
+            try:
+                yield
+            finally:
+                consumer.worker_log.on_change.remove(note)
 
     def sample(self, views: list[View], now: float) -> Iterator[None]:
         """Take the rates since the last sample, in slices. Call it every `INTERVAL_S`. now: seconds of any clock.
@@ -108,14 +114,32 @@ class WorkerHistory:
                 yield
         self._num_samples += 1
         self._sampled_at = now
-        for stream in before - {view.stream for view in views}:
+        known = {view.stream for view in views}
+        for stream in before - known:
             del self._histories[stream]
+        if self._lifetimes is not None and self._on_applied is not None:
+            self._lifetimes.keep(known)
+            if time.monotonic() - self._asked_at > _FOLLOWED_S:
+                self._on_applied.remove(self._lifetimes.note)
+                self._lifetimes = None
 
     def rates(self, stream: StreamId) -> Rates:
         """Return the rates of a stream. They are shorter while fewer intervals have passed."""
         number = min(self._num_samples, NUM_INTERVALS)
         order = np.arange(self._num_samples - number, self._num_samples) % NUM_INTERVALS
         return self._known(stream).rates[order]
+
+    def median_lifetime_s(self, streams: Iterable[StreamId]) -> float | None:
+        """Return the seconds for which half of the pages that ranks removed were held at most. None: not known.
+
+        Pages are followed from the first call on, until nobody has called for ten minutes: it costs microseconds a
+        batch.
+        """
+        self._asked_at = time.monotonic()
+        if self._lifetimes is None and self._on_applied is not None:
+            self._lifetimes = PageLifetimes()
+            self._on_applied.append(self._lifetimes.note)
+        return None if self._lifetimes is None else self._lifetimes.median_s(streams)
 
     def peak_pages(self, stream: StreamId) -> int:
         """Return the most pages that the stream held at any sample."""

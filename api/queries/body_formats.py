@@ -34,7 +34,6 @@ _STEP = re.compile(r"\[(\d+)\]|(\w+)")
 _NOT_FOUND = object()
 _MAX_WEIGHTS_BYTES = 4096
 
-
 CONTENT_TYPES = {
     "application/json": JSON,
     "application/msgpack": MSGPACK,

@@ -15,6 +15,7 @@ from analysis.markers import Change, MarkerReport
 from kv_events.http.fleet import StateChange
 from kv_events.http.log import LogMarker
 from kv_events.runtime.helper_process import HelperEndedError, helper_results
+from kv_events.runtime.supervised import cancel
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,7 @@ class MarkerSearch:
         try:
             yield
         finally:
-            if self._task is not None:
-                self._task.cancel()
-                await asyncio.gather(self._task, return_exceptions=True)
+            await cancel(self._task)
 
     async def _search(self) -> None:
         arguments = str(self._folder), str(self.next_index)

@@ -22,7 +22,6 @@ from kv_events.schema import MEDIA
 
 _OUTSIDE = problem(422, "The moment is outside the log, or a parameter is invalid")
 
-
 AT_TEXT: Final = f"The moment: {MOMENT_FORMS}"
 
 At = Annotated[str | None, Query(description=AT_TEXT)]

@@ -122,29 +122,23 @@ class ReplayViews:
 
     @property
     def namespaces(self) -> Namespaces:
-        """The views."""
         return present_moment().views.namespaces
 
     @property
     def freshness(self) -> Freshness:
-        """What tells their states."""
         return present_moment().views.freshness
 
     @property
     def applier(self) -> Applier:
-        """What has applied the records of the moment, with their counts."""
         return present_moment().views.applier
 
     def why_not_ready(self) -> str:
-        """Return "": everything that belongs to a moment has been applied."""
-        return ""
+        return ""  # everything that belongs to a moment has been applied
 
     def reason(self, view: View) -> str:
-        """Return why a view cannot be fully trusted, or "" if it can."""
         return self.freshness.reason(view)
 
     def now(self) -> float:
-        """Return the time of the moment."""
         return present_moment().views.now
 
 

@@ -164,7 +164,7 @@ def loads_of(roster: Roster, rows: Sequence[int], *columns: npt.NDArray[Any]) ->
                 potential_decode_blocks=blocks,
                 active_requests=requests,
                 reported_requests=UNSET if report is None else report.requests,
-                reported_blocks=UNSET if report is None else report.used_pages,
+                reported_blocks=UNSET if report is None or report.used_pages is None else report.used_pages,
             )
         )
     return loads

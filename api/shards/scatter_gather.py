@@ -42,7 +42,7 @@ from indexer.views import STATES, ViewState
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
 from kv_events.http.service import ShardMember, Shards
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import in_background, keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -162,12 +162,10 @@ class ScatterGather:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watch the other members in the background of a block."""
-        task = asyncio.create_task(keep_running(self._watch, "shards", logger), name="shards")
         try:
-            yield
+            async with in_background(keep_running(self._watch, "shards", logger), "shards"):
+                yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             await self._peers.close()
 
     def shards(self) -> Shards:
@@ -354,17 +352,14 @@ def _streams(found: PromptRows, winners: dict[int, _Winner], place: int) -> list
     streams = []
     for row in found.rows:
         winner = winners.get(row.partition)
-        if winner is not None and winner.place == place:
-            streams.append(_stream(row, winner.is_ready))
+        if winner is None or winner.place != place:
+            continue
+        state = STATES[row.state]
+        if state is ViewState.LIVE and not winner.is_ready:
+            state = ViewState.SYNCING
+        tiers = TierTokens(row.gpu, row.cpu, row.disk, row.external)
+        streams.append(StreamScore(row.worker, row.dp_rank, tiers, state, row.age_ms, row.partition))
     return streams
-
-
-def _stream(row: StreamRow, is_ready: bool) -> StreamScore:
-    state = STATES[row.state]
-    if state is ViewState.LIVE and not is_ready:
-        state = ViewState.SYNCING
-    tiers = TierTokens(row.gpu, row.cpu, row.disk, row.external)
-    return StreamScore(row.worker, row.dp_rank, tiers, state, row.age_ms, row.partition)
 
 
 def _in_words(missing: Sequence[Missing]) -> str:

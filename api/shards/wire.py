@@ -17,7 +17,6 @@ MAX_BLOCK_SIZES = 64
 MAX_NAMES = 100
 """Bound on the names of models in the answer to a query about an unknown one."""
 
-
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Partition = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]

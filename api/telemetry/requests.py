@@ -16,7 +16,7 @@ from api.access.guard import header
 from api.problems import ProblemError
 from api.telemetry.service_metrics import HttpMetrics
 from kv_events.records import Headers
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.runtime.tracing import trace_headers
 
 if TYPE_CHECKING:

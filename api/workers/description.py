@@ -31,7 +31,6 @@ _LINK_STATUS = {"connecting": "pending", "connected": "active"}
 
 _encoder = msgspec.json.Encoder()
 
-
 Engines = Mapping[StreamId, "EngineStatus"]
 """Rank -> the status of the engine's reader."""
 

@@ -25,7 +25,7 @@ from indexer.consumer import Consumer
 from kv_events.engine_wire import endpoint_of_rank
 from kv_events.errors import InvalidValueError
 from kv_events.http.worker_records import WorkerRecord
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import in_background, keep_running
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
 from selection.book import Place
@@ -71,12 +71,8 @@ class WorkerRecords:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Read the engines' metrics inside the block."""
-        task = asyncio.create_task(keep_running(self._reports.follow, "engine metrics", logger), name="engine-metrics")
-        try:
+        async with in_background(keep_running(self._reports.follow, "engine metrics", logger), "engine-metrics"):
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     @property
     def generation(self) -> int:
@@ -111,16 +107,9 @@ class WorkerRecords:
         record = self._records.get(stream.worker)
         is_named = record is not None and stream[:2] == _scope(record) and stream.dp_rank in record.ranks
         named = record.total_kv_blocks if record is not None and is_named else None
-        pages = named or (self._reports.room(stream) // block_size if block_size and not self._shares(stream) else 0)
+        pages = named or (self._reports.room(stream) // block_size if block_size else 0)
         found = {MEDIA[0].value: pages} if pages else {}
         return found if self._registrations is None else found | self._registrations.room(stream)
-
-    def _shares(self, stream: StreamId) -> bool:
-        """Return whether pages of other attention groups take a part of the room that the engine says."""
-        of_model = self._consumer.namespaces.find(stream.model, stream.tenant)
-        groups = (group for each in of_model for group in each.groups.values())
-        views = (group.by_rank.get((stream.worker, stream.dp_rank)) for group in groups)
-        return any(view is not None and any(view.num_pages) for view in views)
 
     async def put(self, record: WorkerRecord) -> WorkerRecord:
         """Add or replace a record, and read the ranks whose addresses it names. Raises ProblemError (403, 409, 503).

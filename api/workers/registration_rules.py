@@ -10,12 +10,12 @@ from typing import TypeAlias
 from api.problems import ProblemError, ProblemKind
 from api.selection.answers import worker_name
 from api.workers.allowed_addresses import AddressRefusedError, AllowedAddresses
-from api.workers.engine_metrics import place_of
+from api.workers.reports import place_of
 from bridge import EngineSettings
 from kv_events.engine_wire import LocateError, has_wildcard
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.http.worker_records import WorkerRecord
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 
 _limited_logger = RateLimitedLogger(logging.getLogger(__name__), "registrations")

@@ -20,7 +20,6 @@ from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
 from api.telemetry.families import Collected, counter, gauge, without_workers
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.engine_metrics import place_of
 from api.workers.registration_rules import (
     check_addresses,
     check_conflicts,
@@ -30,6 +29,7 @@ from api.workers.registration_rules import (
     select_ranks,
     stream_of,
 )
+from api.workers.reports import place_of
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.fleet import EngineConflictError
 from bridge.metrics import BridgeMetrics
@@ -41,6 +41,7 @@ from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from kv_events.errors import KvsightError
 from kv_events.http.worker_records import WorkerRecord
 from kv_events.log.memory import MemoryLog
+from kv_events.runtime.supervised import cancel
 from kv_events.schema import ENGINE_UNHEARD, MEDIA
 from kv_events.streams import StreamId, split_group
 
@@ -116,9 +117,7 @@ class Registrations:
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
             await self._fleet.close()
             if self._saved is not None:
                 await self._saved.close()
@@ -390,12 +389,6 @@ class Registrations:
 class OtherWriterError(SnapshotStoreError):
     """Another process has saved its own registrations since this one read them."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "another service saves its registrations in the same place: each needs a folder (--snapshot-dir) or "
-            "a Redis database (KVSIGHT_REDIS, redis://HOST:PORT/DB) of its own"
-        )
-
 
 class _SavedList(msgspec.Struct):
     engines: list[msgspec.Raw]
@@ -422,7 +415,10 @@ class SavedRegistrations:
         """Replace the list. Raises SnapshotStoreError; if it is OtherWriterError, nothing was overwritten."""
         writer = _decoded(await self._store.load()).writer
         if writer not in ("", self._own_name, self._writer_before):
-            raise OtherWriterError
+            raise OtherWriterError(
+                "another service saves its registrations in the same place: each needs a folder (--snapshot-dir) or "
+                "a Redis database (KVSIGHT_REDIS, redis://HOST:PORT/DB) of its own"
+            )
         image = {"engines": list(engines), "records": list(records), "writer": self._own_name}
         await self._store.save([msgspec.json.encode(image)])
 

@@ -35,7 +35,6 @@ MAX_BODY_BYTES = 64 * 1024
 _T = TypeVar("_T")
 _MAX_NAMES = 20
 
-
 _BAD_PARAMETER = problem(422, "A parameter is invalid")
 _UNKNOWN_WORKER = problem(404, "No stream of this worker matches")
 

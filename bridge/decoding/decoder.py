@@ -15,14 +15,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bridge.decoding.events import AttentionSpec, ClearedRun, InvalidEvent, PageRun, Run, tier_of
+from bridge.decoding.events import (
+    AttentionSpec,
+    ClearedRun,
+    InvalidEvent,
+    PageRun,
+    Run,
+    decode_mooncake_event,
+    may_remove,
+    tier_of,
+)
 from bridge.decoding.kernels import columns, scan
-from bridge.decoding.mooncake import decode_mooncake_event, may_remove
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
 from kv_events.kernels.bundles import pin
 from kv_events.limits import MAX_ENGINE_EVENTS, MAX_PAGES_PER_BATCH
+from kv_events.schema import UNREADABLE
 from publisher.kernels.events import PageEvents
 
 MAX_PAYLOAD_BYTES = 16 * 2**20
@@ -33,7 +42,6 @@ _MAX_EXTRA_BYTES = 2**20
 _ROWS = 4096
 _KEPT_BYTES = 2**22
 """Buffers for larger payloads are only kept until the next one."""
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _Row: TypeAlias = list[int]
 I64Array: TypeAlias = npt.NDArray[np.int64]
@@ -156,13 +164,13 @@ class Decoder(threading.local):
         for start, stop in pairwise([*begins, num_rows]):
             try:
                 run = self._run(data, self._events.rows[start].tolist(), start, stop)
-            except _UNREADABLE:
+            except UNREADABLE:
                 yield from ((self._single(data, number), 1) for number in range(start, stop))
             else:
                 yield run, stop - start
 
     def _run(self, data: memoryview, row: _Row, start: int, stop: int) -> Run:
-        """The run of events start:stop. row: that of the first. Raises one of _UNREADABLE."""
+        """The run of events start:stop. row: that of the first. Raises one of UNREADABLE."""
         match row[columns.KIND]:
             case columns.STORED | columns.REMOVED:
                 return self._pages(data, row, start, stop)
@@ -178,7 +186,7 @@ class Decoder(threading.local):
         row[columns.STORE_ROW] = number if row[columns.KIND] == columns.STORED else -1
         try:
             return self._run(data, row, number, number + 1)
-        except _UNREADABLE:
+        except UNREADABLE:
             may_be_removal = row[columns.KIND] != columns.STORED
             if row[columns.KIND] == columns.MOONCAKE_EVENT:
                 may_be_removal = may_remove(data[row[columns.START] : row[columns.STOP]])

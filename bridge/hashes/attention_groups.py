@@ -47,9 +47,10 @@ class AttentionGroups:
         self.streams: dict[str, int] = {}
         """Streams that the groups need, by name -> number of groups that must all hold a page."""
         self._defaults = defaults
-        self._namespaces: dict[str | GroupIndex, HashNamespace] = {}
+        self.namespaces: dict[str | GroupIndex, HashNamespace] = {}
         self._known: dict[GroupIndex, _Known] = {}
-        self._stream_of: dict[GroupIndex, str | None] = {}
+        self.stream_of: dict[GroupIndex, str | None] = {}
+        """The stream of each known group. None: it has none."""
         self._unit = 0
         self._unknown_rule = ""  # why some group has no stream
         self._contradiction = ""  # what was ignored since the groups were forgotten
@@ -66,19 +67,15 @@ class AttentionGroups:
 
     def namespace(self, key: str | GroupIndex) -> HashNamespace | None:
         """The namespace of a group or owner. None if there are too many."""
-        namespace = self._namespaces.get(key)
-        if namespace is None and len(self._namespaces) < _MAX_NAMESPACES:
+        namespace = self.namespaces.get(key)
+        if namespace is None and len(self.namespaces) < _MAX_NAMESPACES:
             label = f"group {key}" if isinstance(key, int) else key
-            namespace = self._namespaces[key] = HashNamespace(label, len(self._namespaces), namespace_salt(label))
+            namespace = self.namespaces[key] = HashNamespace(label, len(self.namespaces), namespace_salt(label))
         return namespace
-
-    def known_namespace(self, key: str) -> HashNamespace | None:
-        """The namespace of an owner. None if nothing was ever stored in it."""
-        return self._namespaces.get(key)
 
     def forget(self) -> None:
         """Forget all groups, because the engine may have been replaced. Namespaces keep their meaning."""
-        self.streams, self._known, self._stream_of, self._unit = {}, {}, {}, 0
+        self.streams, self._known, self.stream_of, self._unit = {}, {}, {}, 0
         self._unknown_rule = self._contradiction = ""
 
     def naming(self) -> HashNamespace | None:
@@ -86,18 +83,14 @@ class AttentionGroups:
 
         Equal prefixes have equal hashes in all groups.
         """
-        full = [group for group, stream in self._stream_of.items() if stream == OWN_STREAM]
+        full = [group for group, stream in self.stream_of.items() if stream == OWN_STREAM]
         key = min(full, key=lambda group: self._known[group].block_size) if full else None
         return self.namespace(key)
-
-    def stream_of(self, group: GroupIndex) -> str | None:
-        """The stream of a group. None if the group is not known, or has no stream."""
-        return self._stream_of.get(group)
 
     def is_settled(self, run: PageRun) -> bool:
         """Whether a run can be applied before the rest of its batch: it concerns the worker's own stream alone."""
         if run.is_removal:
-            return all(self._stream_of[group] == OWN_STREAM for group in self.removed_from(run.attention_group))
+            return all(self.stream_of[group] == OWN_STREAM for group in self.removed_from(run.attention_group))
         known = self._known.get(run.attention_group)
         if known is None or len(self._known) > 1:  # not the only group
             groups = self.stored_in(run.attention_group)
@@ -115,17 +108,17 @@ class AttentionGroups:
         Storage behind an engine may name no groups although the engine does.
         """
         numbered: list[GroupIndex] = [
-            key for key, stream in self._stream_of.items() if key is not None and stream == OWN_STREAM
+            key for key, stream in self.stream_of.items() if key is not None and stream == OWN_STREAM
         ]
         if group is None and numbered:
             return numbered
-        return [group] if group in self._stream_of else []
+        return [group] if group in self.stream_of else []
 
     def removed_from(self, group: GroupIndex) -> list[GroupIndex]:
         """The known groups that a removal affects. One that names no group removes the hash from every group."""
         if group is None:
-            return list(self._stream_of)
-        return [group] if group in self._stream_of else []
+            return list(self.stream_of)
+        return [group] if group in self.stream_of else []
 
     def learn(self, run: PageRun) -> bool:
         """Learn the group of a store. Returns whether the groups changed.
@@ -181,9 +174,9 @@ class AttentionGroups:
         if max(sizes, default=0) > _MAX_SCALE * self._unit:
             self._unknown_rule = f"its attention groups have blocks of {min(sizes)} and of {max(sizes)} tokens"
             self._unit = 0
-        self._stream_of = {group: self._name(group, known) for group, known in self._known.items()}
-        self.streams = dict(Counter(stream for stream in self._stream_of.values() if stream is not None))
-        if self._stream_of.get(None) == OWN_STREAM and self.streams[OWN_STREAM] > 1:
+        self.stream_of = {group: self._name(group, known) for group, known in self._known.items()}
+        self.streams = dict(Counter(stream for stream in self.stream_of.values() if stream is not None))
+        if self.stream_of.get(None) == OWN_STREAM and self.streams[OWN_STREAM] > 1:
             self.streams[OWN_STREAM] -= 1  # came before it was known that groups have numbers
         step = lcm(*sizes)
         reuses_parts = any(known.has_parts and known.spec.kind == "mamba" for known in counted.values())

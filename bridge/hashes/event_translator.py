@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bridge.context import EngineContext
-from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, PageRun, Run, tier_of
-from bridge.decoding.mooncake import MooncakeEvent
+from bridge.decoding.events import MASK64, ClearedRun, InvalidEvent, MooncakeEvent, PageRun, Run, tier_of
 from bridge.hashes.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
 from bridge.hashes.hash_memory import HashMemory, HashNamespace, TranslatedPages
 from bridge.hashes.page_namer import PageNamer, with_pages
@@ -201,17 +200,17 @@ class EventTranslator:
         elif run.is_removal:
             for group in self._groups.removed_from(run.attention_group):
                 namespace = self._groups.namespace(group)
-                if namespace is not None and self._groups.stream_of(group) == OWN_STREAM:
+                if namespace is not None and self._groups.stream_of.get(group) == OWN_STREAM:
                     self._remove(run, self._outputs[OWN_STREAM], namespace, group, self._groups.scale(group))
         else:
             for group in self._groups.stored_in(run.attention_group):
-                if self._groups.stream_of(group) == OWN_STREAM:
+                if self._groups.stream_of.get(group) == OWN_STREAM:
                     self._store(run._replace(attention_group=group), self._groups.namespace(group))
 
     def _change(self, run: PageRun) -> None:
         """Apply a mixed run of full attention: at once if it has the stream's block size, else part by part."""
         group = run.attention_group
-        if self._groups.stream_of(group) is None:
+        if self._groups.stream_of.get(group) is None:
             group = self._groups.stored_in(group)[0]
         namespace = self._groups.namespace(group)
         has_our_size = self._size.admits(run.block_size, is_on_device=run.is_on_device)
@@ -236,7 +235,7 @@ class EventTranslator:
         else:
             groups = self._groups.stored_in(run.attention_group) or [run.attention_group]
         for group in groups:
-            name, namespace = self._groups.stream_of(group), self._namespace(group, len(hashes))
+            name, namespace = self._groups.stream_of.get(group), self._namespace(group, len(hashes))
             if name == OWN_STREAM or namespace is None:
                 continue
             output = None if name is None else self._outputs.get(name)
@@ -339,7 +338,7 @@ class EventTranslator:
             namespace = self._namespace(event.owner, len(hashes))
             if namespace is not None:
                 self._store_mooncake_event(event, hashes, namespace)
-        elif (known := self._groups.known_namespace(event.owner)) is not None:
+        elif (known := self._groups.namespaces.get(event.owner)) is not None:
             if event.event_type == "removed":
                 self._outputs[OWN_STREAM].remove_all(hashes, known, event.medium or "")
             else:

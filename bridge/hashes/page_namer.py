@@ -38,7 +38,6 @@ class PageNamer:
         return NamespaceSeed(seed, bool(cache_salt))
 
     def leave_out(self, num_pages: int) -> None:
-        """Count pages with unknown parents."""
         self._counters.unknown_parents += num_pages
         self.num_left_out += num_pages
 

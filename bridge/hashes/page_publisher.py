@@ -17,6 +17,8 @@ from publisher.kernels.events import PageEvents
 from publisher.publisher import EventPublisher
 
 _MAX_MEDIA_NAMES = 64
+_MAX_COLLISIONS = 65_536
+"""Engine hashes that are kept. Beyond, the pages of the oldest one are dropped."""
 _KINDS = np.arange(2 * NUM_MEDIA, dtype=np.uint8)  # stores on each tier, then removals
 _OF_COPIES = np.where(_KINDS >= REMOVAL, _KINDS + np.uint8(COPY_REMOVAL - REMOVAL), _KINDS)
 """Kind -> the same, with removals of one copy in place of removals of all."""
@@ -36,10 +38,10 @@ class PagePublisher:
         self._is_clear = False  # whether nothing was stored since the last clear
         self._counts_copies = context.defaults.count_copies
         self._counters, self._limited_logger = context.counters, context.limited_logger
-        self._collisions = HashCollisions()
+        self._collisions: dict[tuple[str | None, int], set[int]] = {}
+        """Namespace and engine hash -> the other hashes under which the ledger may hold its pages."""
 
     def clear(self) -> None:
-        """Publish that the worker holds no pages."""
         self._collisions.clear()
         if self.publisher is not None and not self._is_clear:
             self._is_clear = True
@@ -91,7 +93,7 @@ class PagePublisher:
             self._count_unknown(medium, len(block_hashes))
         elif self.publisher is not None:
             self._counters.pages_removed += len(block_hashes)
-            hashes = self._collisions.all_of(block_hashes, namespace)
+            hashes = self._all_of(block_hashes, namespace)
             self.publisher.publish_columns(PageEvents.removed(hashes, tier), namespace.label)
 
     def _publish_ambiguous(
@@ -113,13 +115,13 @@ class PagePublisher:
             first, end = ends[start], ends[stop]
             part = columns.part(slice(start, stop), slice(first, end))
             if is_removal[start]:
-                hashes = self._collisions.all_of(part.block_hashes, namespace)
+                hashes = self._all_of(part.block_hashes, namespace)
                 publisher.publish_columns(PageEvents.one(hashes, int(part.kinds[0])), namespace.label)
                 continue
             here = [page for page in ambiguous if first <= page.position < end]
             for page in here:
                 if page.engine_hash != page.block_hash:
-                    self._remove_everywhere(*self._collisions.add(page, namespace))
+                    self._note_collision(page, namespace)
             reassigned = {page.position - first for page in here if page.is_reassigned}
             if not reassigned:
                 publisher.publish_columns(part, namespace.label)
@@ -130,6 +132,21 @@ class PagePublisher:
                     self._remove_everywhere(part.block_hashes[at : at + 1], namespace.label)
                 pages = single_pages(part.block_hashes[at:until], part.hashes[at:until], kinds[at:until])
                 publisher.publish_columns(pages, namespace.label)
+
+    def _note_collision(self, page: AmbiguousPage, namespace: HashNamespace) -> None:
+        self._collisions.setdefault((namespace.label, page.engine_hash), set()).add(page.block_hash)
+        if len(self._collisions) > _MAX_COLLISIONS:
+            label, engine_hash = next(iter(self._collisions))
+            others = sorted(self._collisions.pop((label, engine_hash)))
+            self._remove_everywhere(np.array(others, np.uint64), label)
+
+    def _all_of(self, block_hashes: U64Array, namespace: HashNamespace) -> U64Array:
+        """Ledger hashes of all pages with these engine hashes: a removal does not say which it means."""
+        if not self._collisions:
+            return block_hashes
+        known = [(namespace.label, engine_hash) for engine_hash in block_hashes.tolist()]
+        others = [other for key in known for other in self._collisions.get(key, ())]
+        return np.concatenate((block_hashes, np.array(others, np.uint64))) if others else block_hashes
 
     def _remove_everywhere(self, block_hashes: U64Array, label: str | None) -> None:
         if self.publisher is not None and len(block_hashes):
@@ -144,38 +161,3 @@ class PagePublisher:
 
 def _hashes(pages: Iterable[AmbiguousPage]) -> U64Array:
     return np.array([page.block_hash for page in pages], np.uint64)
-
-
-_MOST = 65_536
-"""Engine hashes that are kept. Beyond, the pages of the oldest one are dropped."""
-
-
-class HashCollisions:
-    """Engine hash -> the other hashes under which the ledger may hold its pages. True if there are any."""
-
-    def __init__(self) -> None:
-        self._hashes: dict[tuple[str | None, int], set[int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._hashes)
-
-    def add(self, page: AmbiguousPage, namespace: HashNamespace) -> tuple[U64Array, str | None]:
-        """Add a page. Returns hashes to remove from all tiers, because another hash made room, and their namespace."""
-        self._hashes.setdefault((namespace.label, page.engine_hash), set()).add(page.block_hash)
-        if len(self._hashes) <= _MOST:
-            return np.empty(0, np.uint64), None
-        oldest = next(iter(self._hashes))
-        return np.array(sorted(self._hashes.pop(oldest)), np.uint64), oldest[0]
-
-    def all_of(self, block_hashes: U64Array, namespace: HashNamespace) -> U64Array:
-        """Ledger hashes of all pages with these engine hashes.
-
-        A removal does not say which it means, so it means all.
-        """
-        if not self._hashes:
-            return block_hashes
-        others = [other for known in block_hashes.tolist() for other in self._hashes.get((namespace.label, known), ())]
-        return np.concatenate((block_hashes, np.array(others, np.uint64))) if others else block_hashes
-
-    def clear(self) -> None:
-        self._hashes.clear()

@@ -9,9 +9,7 @@ from contextlib import aclosing
 
 from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages
-from bridge.registry import StreamRegistry
-from bridge.republisher import Republisher
-from bridge.settings import EngineDefaults
+from bridge.registry import DecodeThreads
 from bridge.stream.messages import Backlog
 from bridge.stream.rank_streams import RankStreams
 from bridge.stream.replay import (
@@ -23,7 +21,6 @@ from bridge.stream.replay import (
 )
 from bridge.stream.sequence_check import BatchOrder, RestartLimit, SequenceCheck
 from kv_events.engine_wire import Payload
-from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +45,8 @@ class EngineStream:
     """State of one engine's stream. Only one task at a time may call it, except for `status`."""
 
     def __init__(
-        self,
-        stream: StreamId,
-        defaults: EngineDefaults,
-        registry: StreamRegistry,
-        counters: BridgeCounters,
-        replay: ReplayClient | None,
-        republisher: Republisher | None = None,
+        self, ranks: RankStreams, threads: DecodeThreads, counters: BridgeCounters, replay: ReplayClient | None
     ) -> None:
-        """stream: as registered; batches may name other ranks. Nothing is published while it has another owner."""
         self.last_message_at = time.monotonic()
         """Time of the last batch, or of creation. By `time.monotonic()`."""
         self.connection: int | None = None
@@ -65,11 +55,11 @@ class EngineStream:
         """When that connection was lost; None while it is open."""
         self.replay_failure: str | None = None
         """Why the last replay failed; None if it did not. Live batches are applied all the same."""
-        self._name = stream.key
-        self.ranks = RankStreams(stream, defaults, registry, counters, republisher)
+        self._name = ranks.key
+        self.ranks = ranks
         self._counters = counters
         self._replay = replay
-        self._threads = registry.threads
+        self._threads = threads
         self._sequence = SequenceCheck()
         self._no_replay_before = -math.inf  # pause after a replay socket failed
         self._settled_until = -math.inf  # until then, batches out of order are stale
@@ -247,7 +237,7 @@ class EngineStream:
                 is_reachable = time.monotonic() < deadline and not isinstance(error, ReplayUnreachableError)
                 self._counters.failed_replays += 1
                 failure = f"no replay from {error}; {_COST}"
-                self.ranks.warn("%s", failure)
+                self.ranks.limited_logger.warning("%s", failure)
             finally:
                 self.replay_failure = failure
             await self._apply_waiting()

@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 from bridge.context import BridgeCounters
 from bridge.decoding.decoder import Messages, UnreadableBatch
-from bridge.decoding.events import InvalidEvent, Run
-from bridge.decoding.mooncake import MooncakeEvent
+from bridge.decoding.events import InvalidEvent, MooncakeEvent, Run
 from bridge.registry import StreamRegistry
 from bridge.republisher import Republisher
 from bridge.settings import EngineDefaults
 from bridge.worker_stream import EngineState, StreamStatus, WorkerStream
 from kv_events.engine_wire import Payload
 from kv_events.limits import MAX_DP_RANK
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
@@ -59,13 +58,13 @@ class RankStreams:
         """registered: the stream of batches that name no rank. Nothing is published while it has another owner.
         republisher: also gets the batches that are applied.
         """
-        self._registered, self.worker = registered, registered.worker
+        self._registered, self.worker, self.key = registered, registered.worker, registered.key
         self._registry = registry
         self._decoder = registry.decoder
         self._counters = counters
         self._republisher = republisher
-        self._limited_logger = RateLimitedLogger(logger, f"engine {registered.key}")
-        self._context = registry.context(defaults, counters, self._limited_logger)
+        self.limited_logger = RateLimitedLogger(logger, f"engine {registered.key}")
+        self._context = registry.context(defaults, counters, self.limited_logger)
         self._waiting: list[tuple[int, Payload]] = []  # in order
         self.waiting_bytes = 0
         """Total size of the batches that wait."""
@@ -103,7 +102,7 @@ class RankStreams:
             yield from self._apply_all(messages)
         except Exception as error:  # noqa: BLE001  (logged; other engines of the address go on)
             between = int(messages.seqs[0]), int(messages.seqs[-1])
-            self._limited_logger.warning("batches %d to %d cannot be applied", *between, error=error)
+            self.limited_logger.warning("batches %d to %d cannot be applied", *between, error=error)
             self._drop_all_pages(len(messages), *between)
         self._counters.batches += len(messages)  # those that are applied: a step may be followed by anything
 
@@ -132,7 +131,7 @@ class RankStreams:
         self._note_missed(num_batches, first, last)
         self._counters.lost_batches += num_batches
         self._counters.losses += 1
-        self._limited_logger.warning("%d batches are lost, all its pages are dropped", num_batches)
+        self.limited_logger.warning("%d batches are lost, all its pages are dropped", num_batches)
         self._is_incomplete = True
         for stream in self._streams.values():
             stream.drop_all_pages(num_batches)
@@ -176,9 +175,6 @@ class RankStreams:
             ends = min(held.first, first), max(held.last, last)
             self.missed = Missed(*ends, held.num_batches + num_batches, held.since)
 
-    def warn(self, template: str, *facts: object) -> None:
-        self._limited_logger.warning(template, *facts)
-
     async def _close(self, stream: WorkerStream, deadline_s: float, *, clear: bool) -> None:
         try:
             await stream.close(deadline_s, clear=clear)
@@ -190,7 +186,7 @@ class RankStreams:
             if isinstance(batch, UnreadableBatch):
                 seq, payload = messages.one(batch.number)
                 self._counters.undecodable += 1
-                self._limited_logger.warning("batch %d: %s", seq, batch.reason)
+                self.limited_logger.warning("batch %d: %s", seq, batch.reason)
                 if payload:
                     self._drop_all_pages(1, seq, seq)  # it may have removed pages
                 continue
@@ -202,7 +198,7 @@ class RankStreams:
                 touched.add(self._apply_run(run, stream))
                 if isinstance(run, InvalidEvent):
                     between = int(messages.seqs[0]), int(messages.seqs[-1])
-                    self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
+                    self.limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
                         self._drop_all_pages(1, *between)
             for each in touched:
@@ -210,7 +206,7 @@ class RankStreams:
                     continue
                 yield from each.end_batch()
                 if problem := each.translator.problem:
-                    self.warn("the view of rank %d is degraded: %s", each.stream.dp_rank, problem)
+                    self.limited_logger.warning("the view of rank %d is degraded: %s", each.stream.dp_rank, problem)
             yield
 
     def _apply_run(self, run: Run, stream: WorkerStream | None) -> WorkerStream | None:
@@ -233,7 +229,7 @@ class RankStreams:
         if stream is not None and not stream.is_replaced:
             return stream
         self._counters.foreign_ranks += 1
-        self._limited_logger.warning("events of rank %d are left out: it has another owner, or is one too many", rank)
+        self.limited_logger.warning("events of rank %d are left out: it has another owner, or is one too many", rank)
         return None
 
     def _open(self, rank: int) -> WorkerStream | None:

@@ -10,16 +10,7 @@ import zmq.asyncio
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES
 from bridge.stream.messages import Backlog, receiving
-from kv_events.engine_wire import (
-    FrameError,
-    Locate,
-    LocateError,
-    ReplayMessage,
-    as_given,
-    is_ipv6,
-    parse_replay,
-    replay_request,
-)
+from kv_events import engine_wire
 from kv_events.errors import KvsightError
 
 MAX_MESSAGE_BYTES = 4 * MAX_PAYLOAD_BYTES
@@ -52,7 +43,11 @@ class ReplayClient:
     """Requests replays from one engine. Each request has its own socket, so that answers never mix."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, endpoint: str, timeout_s: float, locate: Locate = as_given
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        timeout_s: float,
+        locate: engine_wire.Locate = engine_wire.as_given,
     ) -> None:
         self._context = context
         self._endpoint = endpoint
@@ -61,7 +56,7 @@ class ReplayClient:
 
     async def batches(
         self, start: int, deadline: float, live: Backlog | None = None
-    ) -> AsyncGenerator[ReplayMessage, None]:
+    ) -> AsyncGenerator[engine_wire.ReplayMessage, None]:
         """Yield the kept batches from `start` to the newest, numbers ascending. An answer may skip some.
 
         deadline: by `time.monotonic()`. live: a stream whose messages end the wait. Raises ReplayUnreachableError
@@ -71,12 +66,12 @@ class ReplayClient:
         """
         try:
             address = await self._locate(self._endpoint)
-        except LocateError as error:
+        except engine_wire.LocateError as error:
             raise ReplayUnreachableError(str(error)) from None
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IPV6, is_ipv6(address))
+            socket.setsockopt(zmq.IPV6, engine_wire.is_ipv6(address))
             socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             await self._connect(socket, address, deadline)
@@ -90,7 +85,7 @@ class ReplayClient:
                     answer.receive()
                     continue
                 self._check_deadline(deadline)
-                message = parse_replay(answer.next())
+                message = engine_wire.parse_replay(answer.next())
                 if message.is_end:
                     return
                 if message.seq <= last:
@@ -98,7 +93,7 @@ class ReplayClient:
                 last = message.seq
                 with receiving(answer.receive):
                     yield message
-        except (zmq.ZMQError, FrameError) as error:
+        except (zmq.ZMQError, engine_wire.FrameError) as error:
             raise ReplayError(f"{self._endpoint}: {error}") from error
         finally:
             socket.close()
@@ -153,7 +148,7 @@ class _Answer:
         # a readable socket may be empty again once the engine has died, so reads must not block; waits have a limit
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         self._num_bytes = 0
-        self._reader.send_multipart(replay_request(start), zmq.NOBLOCK)
+        self._reader.send_multipart(engine_wire.replay_request(start), zmq.NOBLOCK)
 
     def receive(self) -> None:
         with suppress(zmq.Again):

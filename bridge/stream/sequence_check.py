@@ -74,7 +74,6 @@ class SequenceCheck:
         self._last_applied, self.expected = self._last_live_content, seq + 1
 
     def note_live(self, seq: int, payload: Payload) -> None:
-        """Note a live batch of this incarnation."""
         self._last_live, self._last_live_content = seq, _content_hash(payload)
         while self._ahead and next(iter(self._ahead)) <= seq:
             self._ahead.popitem(last=False)

@@ -22,7 +22,7 @@ from bridge.stream.messages import MAX_MESSAGES, Backlog, Inbox, SenderMessages,
 from bridge.stream.replay import MAX_MESSAGE_BYTES
 from kv_events.engine_wire import LocateError, is_ipv6
 from kv_events.remedies import remedy
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -17,12 +17,11 @@ from indexer.slices import Interval
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from indexer.sources.reader import Opened, SourceReader
 from kv_events.errors import InvalidValueError
-from kv_events.log.event_log import EventLogError, EventLogWriter
-from kv_events.log.files import delete_unfinished, replace_file
-from kv_events.log.retention import DeletedSegment, LogRetention
+from kv_events.log.event_log import DeletedSegment, EventLogError, EventLogWriter, LogRetention
+from kv_events.log.format import delete_unfinished, replace_file
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import cancel, keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -154,9 +153,8 @@ class Recorder:
                 await stop.wait()
         finally:
             stop.set()
-            for task in following:
-                task.cancel()
-            await asyncio.gather(upkeep, *following, return_exceptions=True)
+            await cancel(*following)
+            await asyncio.gather(upkeep, return_exceptions=True)
             self._close()
 
     async def _open_patiently(self, stop: asyncio.Event) -> None:
@@ -205,7 +203,7 @@ class Recorder:
 
     async def _start(self, feed: Feed, reader: SourceReader, stop: asyncio.Event, *, once: bool) -> Opened | None:
         """Open a source where its recording ended. None: `stop` was set before."""
-        recorded = self._positions.of(feed.channel)
+        recorded = dict(self._positions.by_channel[feed.channel])
         wanted = recorded | {part: max(begin, recorded.get(part, 0)) for part, begin in feed.begins.items()}
         opened = None
         if once:
@@ -215,7 +213,7 @@ class Recorder:
         while not stop.is_set() and opened is None:
             opened = await reader.start(wanted)  # it logs why there is none, and pauses
         if opened is not None:
-            self._positions.set(feed.channel, opened.begins)  # the topic may have been created again
+            self._positions.by_channel[feed.channel] |= opened.begins  # the topic may have been created again
         return opened
 
     # --- the disk ---------------------------------------------------------------------------------------------------
@@ -225,7 +223,8 @@ class Recorder:
 
         Returns the number of records that were not appended.
         """
-        waiting = deque(record for record in records if not self._positions.has(record))
+        recorded = self._positions.by_channel
+        waiting = deque(each for each in records if each.offset >= recorded[each.channel].get(each.partition, 0))
         while waiting or not self._is_flushed:
             try:
                 self._append(waiting)
@@ -250,7 +249,7 @@ class Recorder:
             except InvalidValueError as error:
                 self.lost += 1
                 logger.warning("partition %d offset %d is not recorded: %s", record.partition, record.offset, error)
-            self._positions.note(record)
+            self._positions.by_channel[record.channel][record.partition] = record.offset + 1
             waiting.popleft()
         writer.flush(sync=False)
         self._is_flushed, self._is_synced = True, False
@@ -291,7 +290,6 @@ class Recorder:
         return taken
 
     def _tidy(self) -> None:
-        """Sync what was written, and delete what exceeds a bound."""
         writer = self._opened()
         if not self._is_synced and self._is_flushed:
             writer.flush()
@@ -300,7 +298,6 @@ class Recorder:
         self._enforce()
 
     def _enforce(self) -> None:
-        """Delete what exceeds a bound."""
         self._kept_segment = self._opened().segment_index
         for segment in self._retention.enforce():
             self._on_deleted(segment)
@@ -391,7 +388,8 @@ class LogPositions:
         next_index: of the log. is_empty: read nothing, because the offsets of before mean nothing.
         """
         self._path = folder / _POSITIONS_FILE
-        self._positions: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self.by_channel: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        """Channel -> partition -> offset of the next record."""
         delete_unfinished(folder, _POSITIONS_FILE)
         if is_empty:
             return
@@ -399,32 +397,16 @@ class LogPositions:
 
         start, saved = 0, self._read()
         if saved is not None and saved.index <= next_index:
-            self._positions.update(saved.positions)
+            self.by_channel.update(saved.positions)
             start = saved.index
         for chunk in scan_log(folder, lambda _damage: None, start):  # what is damaged needs no position
             new = chunk._replace(rows=chunk.rows[max(0, start - chunk.first_index) :])
             for channel in np.unique(new.channels).tolist():
-                self._positions[channel] |= {partition: last + 1 for partition, _, last in new.offsets(channel)}
-
-    def of(self, channel: int) -> dict[int, int]:
-        """Partition -> offset of the next record of a channel."""
-        return dict(self._positions[channel])
-
-    def set(self, channel: int, begins: Mapping[int, int]) -> None:
-        """Go on with other offsets. begins: partition -> offset of the record that will be copied next."""
-        self._positions[channel] |= begins
-
-    def has(self, record: LogRecord) -> bool:
-        """Return whether the log has a record already."""
-        return record.offset < self._positions[record.channel].get(record.partition, 0)
-
-    def note(self, record: LogRecord) -> None:
-        """Count a record that was appended."""
-        self._positions[record.channel][record.partition] = record.offset + 1
+                self.by_channel[channel] |= {partition: last + 1 for partition, _, last in new.offsets(channel)}
 
     def save(self, index: int) -> None:
         """Write the file. index: of the next record of the log; those before it are on disk. Raises OSError."""
-        replace_file(self._path, [msgspec.json.encode(_Saved(index, self._positions))])
+        replace_file(self._path, [msgspec.json.encode(_Saved(index, self.by_channel))])
 
     def _read(self) -> _Saved | None:
         try:

@@ -6,9 +6,8 @@ Start at `Timeline`, which opens any moment of a log in a folder, or at `Replay`
 
 from indexer.replay.frames import KeyFrameError, open_beginning
 from indexer.replay.log_indexer import LogIndexer
-from indexer.replay.past_records import PastRecords
 from indexer.replay.replay import ApplyObserver, Replay
-from indexer.replay.timeline import BatchAt, Timeline
+from indexer.replay.timeline import BatchAt, PastRecords, Timeline
 
 __all__ = [
     "ApplyObserver",

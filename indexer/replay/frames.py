@@ -16,8 +16,7 @@ from indexer.slices import run_at_once
 from indexer.snapshots.base import SnapshotDamagedError
 from indexer.snapshots.image import check, take, unpack
 from kv_events.errors import KvsightError
-from kv_events.log.files import replace_file
-from kv_events.log.format import list_segments
+from kv_events.log.format import list_segments, replace_file
 from kv_events.records import LogRecord
 
 FRAME_SUFFIX: Final = ".kvframe"
@@ -58,13 +57,6 @@ class FrameHead(msgspec.Struct, frozen=True, array_like=True):
     """See `Replay`."""
 
 
-class Frame(NamedTuple):
-    """A key frame whose head was read."""
-
-    path: Path
-    head: FrameHead
-
-
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FrameHead)
 
@@ -76,7 +68,6 @@ def checksum(record: LogRecord) -> int:
 
 
 def settings_of_views(settings: IndexerSettings) -> dict[str, float]:
-    """Return the settings on which views depend, by name."""
     return {name: getattr(settings, name) for name in _SETTINGS}
 
 
@@ -103,18 +94,10 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
     return path
 
 
-def read_head(path: Path, settings: IndexerSettings | None) -> Frame:
-    """Read the head of a key frame. settings: with which it must be made; None: any.
-
-    Raises KeyFrameError, or OtherSettingsError.
+def read_head(path: Path, settings: IndexerSettings | None) -> FrameHead:
+    """Read the head of a key frame. settings: with which it must be made; None: any. Raises KeyFrameError, or
+    OtherSettingsError.
     """
-    head = _read_head(path)
-    if settings is not None and head.settings != settings_of_views(settings):
-        raise OtherSettingsError(f"{path}: the key frame was made with other settings: {head.settings}")
-    return Frame(path, head)
-
-
-def _read_head(path: Path) -> FrameHead:
     try:
         with path.open("rb") as file:
             begin = file.read(len(_MAGIC) + _LENGTHS_BYTES)
@@ -122,18 +105,21 @@ def _read_head(path: Path) -> FrameHead:
             packed = file.read(min(num_bytes, path.stat().st_size))
         if begin[:8] != _MAGIC or zlib.crc32(packed).to_bytes(4, "little") != stated:
             raise KeyFrameError(f"{path}: the head of the key frame is damaged")
-        return _decoder.decode(packed)
+        head = _decoder.decode(packed)
     except (OSError, msgspec.DecodeError) as error:
         raise KeyFrameError(f"{path}: {error}") from error
+    if settings is not None and head.settings != settings_of_views(settings):
+        raise OtherSettingsError(f"{path}: the key frame was made with other settings: {head.settings}")
+    return head
 
 
-def load_frame(frame: Frame, settings: IndexerSettings) -> Replay:
+def load_frame(path: Path, head: FrameHead, settings: IndexerSettings) -> Replay:
     """Return the views of a key frame. Raises KeyFrameError."""
     try:
-        snapshot = unpack(_image(frame.path), settings)
+        snapshot = unpack(_image(path), settings)
     except (OSError, SnapshotDamagedError) as error:
-        raise KeyFrameError(f"{frame.path}: {error}") from error
-    head, replay = frame.head, Replay(settings)
+        raise KeyFrameError(f"{path}: {error}") from error
+    replay = Replay(settings)
     replay.applier.namespaces = snapshot.namespaces
     replay.applier.records, replay.applier.dead_letters.counts = head.num_records, Counter(head.rejected)
     replay.positions = dict(head.positions)
@@ -147,7 +133,7 @@ def faults_of_frames(folder: Path) -> list[str]:
     faults = []
     for path in sorted(folder.glob(f"*{FRAME_SUFFIX}")):
         try:
-            _read_head(path)
+            read_head(path, None)
             check(_image(path))
         except (KeyFrameError, SnapshotDamagedError, OSError) as error:
             faults.append(f"{path}: {error}" if isinstance(error, SnapshotDamagedError) else str(error))
@@ -181,7 +167,7 @@ def open_beginning(folder: Path, settings: IndexerSettings, *, is_bounded: bool 
     fault = ""
     if path.exists():
         try:
-            views = load_frame(read_head(path, settings if is_bounded else None), settings)
+            views = load_frame(path, read_head(path, settings if is_bounded else None), settings)
             return Beginning(views, warning=begins_late(folder, first) if views.lacks_beginning else "")
         except (KeyFrameError, OtherSettingsError) as error:
             fault = str(error)

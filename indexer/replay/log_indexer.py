@@ -1,6 +1,5 @@
 """Keeps the key frames and the time index of an event log up to date, here or in a process of their own."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,13 +13,13 @@ from indexer.replay.frames import FRAME_SUFFIX, checksum, save_frame, settings_o
 from indexer.replay.timeline import Timeline
 from indexer.settings import IndexerSettings
 from kv_events.kernels.log_records import END, PAYLOAD
-from kv_events.log.files import delete_unfinished
+from kv_events.log.format import delete_unfinished
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.log.time_index import TIMES_SUFFIX
 from kv_events.records import LogRecord
 from kv_events.runtime.helper_process import helper_results
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import in_background, keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +51,13 @@ class LogIndexer:
         self._frame_cost = frame_cost
         self.timeline = Timeline(folder, settings)
         """The log. Its `damage` and `faults` name what could not be used."""
-        self._next_index = self._segment = 0
+        self.next_index = self._segment = 0
+        """Index of the next record to read."""
         self._begin()
         self.frames_written = 0
         """Key frames written so far."""
         self.failures: dict[str, str] = {}
         """Kind of file (key frame, time index) -> why the last one of it could not be written."""
-
-    @property
-    def next_index(self) -> int:
-        """Index of the next record to read."""
-        return self._next_index
 
     def advance(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
         """Read everything that was appended since, and write key frames that are due.
@@ -70,30 +65,30 @@ class LogIndexer:
         on_progress: receives the index of the next record, now and then. Raises OSError if the log cannot be read.
         """
         self.timeline.refresh()
-        if self._next_index < self.timeline.first_index:
+        if self.next_index < self.timeline.first_index:
             logger.warning(
-                "%s: records from %d on were deleted before they were indexed", self._folder, self._next_index
+                "%s: records from %d on were deleted before they were indexed", self._folder, self.next_index
             )
             self._begin()
-        for chunk in self.timeline.chunks(self._next_index):
+        for chunk in self.timeline.chunks(self.next_index):
             while (segment := self.timeline.segment_after(self._segment)) is not None and segment <= chunk.first_index:
-                self._segment = self._next_index = segment  # records before it that were not read are damaged
+                self._segment = self.next_index = segment  # records before it that were not read are damaged
                 self._write_frame()
-            on_progress(self._next_index)
+            on_progress(self.next_index)
             self._apply(chunk)
-        self._write("time index", self.timeline.save_times)
+        self._write("time index", self.timeline.save)
 
     def _begin(self) -> None:
         """Continue at the newest key frame, or at the oldest record."""
-        self._views, self._next_index = self.timeline.nearest(LogMoment())
-        self._segment = self._next_index  # no key frame is due for files that begin here or before
+        self._views, self.next_index = self.timeline.nearest(LogMoment())
+        self._segment = self.next_index  # no key frame is due for files that begin here or before
         self._cost = 0
         self._newest: tuple[LogRecord, int] | None = None  # the last record that was applied, and the index after it
         self._began_at: float | None = None  # time of the first record that was applied
 
     def _apply(self, chunk: RecordChunk) -> None:
         """Apply the records of a chunk from the next one on, and write the key frames that are due in it."""
-        row = max(0, self._next_index - chunk.first_index)
+        row = max(0, self.next_index - chunk.first_index)
         if self._began_at is None and row < len(chunk.rows):
             self._began_at = float(chunk.timestamps_ms[row]) / 1000
         costs = np.cumsum(_RECORD_COST + (chunk.rows[:, END] - chunk.rows[:, PAYLOAD]) // _PAGE_BYTES)
@@ -103,8 +98,8 @@ class LogIndexer:
             stop = min(len(costs), int(np.searchsorted(costs, spent + left, "right")) + 1)
             self._views.apply_chunk(chunk, row, np.ones(stop - row, np.bool_))
             self._cost += int(costs[stop - 1]) - spent
-            row, self._next_index = stop, chunk.first_index + stop
-            self._newest = chunk.record(stop - 1), self._next_index
+            row, self.next_index = stop, chunk.first_index + stop
+            self._newest = chunk.record(stop - 1), self.next_index
             if self._cost > max(self._frame_cost, self._cost_of_held()):
                 self._write_frame()
 
@@ -121,8 +116,8 @@ class LogIndexer:
         self._cost = 0
         self._views.lacks_beginning = self._views.lacks_beginning and not self._knows_all()
         record, after = self._newest or (None, -1)
-        last = checksum(record) if record is not None and after == self._next_index else 0  # 0: it is damaged
-        if self._write("key frame", lambda: save_frame(self._folder, self._views, self._next_index, last)):
+        last = checksum(record) if record is not None and after == self.next_index else 0  # 0: it is damaged
+        if self._write("key frame", lambda: save_frame(self._folder, self._views, self.next_index, last)):
             self.frames_written += 1
 
     def _write(self, kind: str, write: Callable[[], object]) -> bool:
@@ -144,12 +139,8 @@ async def indexing(folder: Path, settings: IndexerSettings | None = None) -> Asy
     the views once more. If it ends, it is started again. settings: of the views; default: from `KVSIGHT_*` variables.
     """
     bounds = msgspec.json.encode(settings_of_views(settings or IndexerSettings())).decode()
-    task = asyncio.create_task(keep_running(lambda: _index(folder, bounds), "key frames", logger), name="key frames")
-    try:
+    async with in_background(keep_running(lambda: _index(folder, bounds), "key frames", logger), "key frames"):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _index(folder: Path, settings: str) -> None:

@@ -14,9 +14,8 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from kv_events.kernels.log_records import OFFSET, PARTITION
-from kv_events.log.batch_columns import BatchColumns
 from kv_events.log.moments import LogMoment
-from kv_events.log.reader import RecordChunk
+from kv_events.log.reader import BatchColumns, RecordChunk
 from kv_events.records import Channel, LogRecord
 
 _NEVER = np.iinfo(np.int64).min
@@ -69,7 +68,6 @@ class Replay:
 
     @property
     def namespaces(self) -> Namespaces:
-        """The views."""
         return self.applier.namespaces
 
     def apply(self, record: LogRecord) -> None:
@@ -85,11 +83,7 @@ class Replay:
             pass
 
     def apply_chunk(
-        self,
-        chunk: RecordChunk,
-        start: int = 0,
-        wanted: Mask | None = None,
-        observer: ApplyObserver | None = None,
+        self, chunk: RecordChunk, start: int = 0, wanted: Mask | None = None, observer: ApplyObserver | None = None
     ) -> None:
         """Apply records of a chunk from row `start` on. The result is that of `apply` for each of them.
 

@@ -1,31 +1,23 @@
 """Any moment of an event log, and the way from one moment to another."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from indexer.replay.frames import (
-    FRAME_SUFFIX,
-    Frame,
-    KeyFrameError,
-    OtherSettingsError,
-    begins_late,
-    checksum,
-    load_frame,
-    read_head,
-)
+from indexer.replay import frames
 from indexer.replay.replay import Replay
 from indexer.settings import IndexerSettings
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.log.event_log import EventLogError
-from kv_events.log.format import EventLogCorruptedError
+from kv_events.log.format import EventLogCorruptedError, list_segments
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.log.time_index import TimeIndex
 from kv_events.records import Channel, LogRecord
+from kv_events.reservations import FOLDERS_BESIDE
 
 _NAME_BYTES = 4096
 """The names of a batch are within its first bytes."""
@@ -43,7 +35,7 @@ class BatchAt(NamedTuple):
     batch: DecodedBatch
 
 
-class Timeline:
+class Timeline(TimeIndex):
     """Opens any moment of an event log, also while the log grows. For one thread at a time.
 
     A moment is an index, a time, or offsets of partitions. The views are those of the nearest key frame before
@@ -53,38 +45,26 @@ class Timeline:
     """
 
     def __init__(self, folder: Path, settings: IndexerSettings | None = None) -> None:
-        """settings: bounds and time-to-live of the views; default: from `KVSIGHT_*` variables.
-
-        Raises EventLogError if there is no such folder, or OSError.
+        """settings: bounds and time-to-live of the views; default: from `KVSIGHT_*` variables. Raises EventLogError if
+        there is no such folder, or OSError.
         """
         if not folder.is_dir():
             raise EventLogError(f"{folder}: no such folder")
-        self._folder = folder
         self._settings = settings or IndexerSettings()
         self._damage: dict[tuple[Path, int], EventLogCorruptedError] = {}
         self._frame_faults: dict[Path, str] = {}
         self._other_settings: dict[Path, str] = {}
         self._lacks_beginning = False  # whether views were opened without what precedes the log
-        self._times = TimeIndex(folder, self._note_damage)
         self._views: Replay | None = None  # of the last call
-
-    @property
-    def first_index(self) -> int:
-        """Index of the oldest record."""
-        return self._times.first_index
-
-    @property
-    def next_index(self) -> int:
-        """Index after the newest record."""
-        return self._times.next_index
+        super().__init__(folder, self._note_damage)
 
     @property
     def extent(self) -> LogExtent:
         """Which records the log has, without their offsets: see `offsets`."""
         first, end = self.first_index, self.next_index
-        if self._times.is_empty:
+        if self.is_empty:
             return LogExtent(first_index=first, next_index=end)
-        return LogExtent("the log", end - first, first, end, self._times.first_ms, self._times.last_ms)
+        return LogExtent("the log", end - first, first, end, self.first_ms, self.last_ms)
 
     @property
     def index(self) -> int:
@@ -104,7 +84,7 @@ class Timeline:
         lack what precedes the log, and one of these key frames is named.
         """
         needed = list(self._other_settings.values())[-1:] if self._lacks_beginning else []
-        return [*self._frame_faults.values(), *self._times.faults, *needed]
+        return [*self._frame_faults.values(), *self.file_faults, *needed]
 
     @property
     def warnings(self) -> list[str]:
@@ -112,16 +92,8 @@ class Timeline:
         were opened without what precedes the log, because no key frame has it.
         """
         if self._lacks_beginning:
-            return [] if self._other_settings else [begins_late(self._folder, self.first_index)]
+            return [] if self._other_settings else [frames.begins_late(self._folder, self.first_index)]
         return list(self._other_settings.values())[:1]
-
-    def refresh(self) -> None:
-        """Take the records along that were appended since. Raises OSError."""
-        self._times.refresh()
-
-    def save_times(self) -> None:
-        """Write the files of the time index. Raises OSError."""
-        self._times.save()
 
     def at(self, moment: LogMoment | None = None, views: Replay | None = None) -> Replay:
         """Return the views at a moment; default: the end of the log.
@@ -167,7 +139,7 @@ class Timeline:
         late, views.skipped = np.array(views.skipped, np.int64), []
         start = int(late[0]) if len(late) else views.next_index
         behind = {partition for partition, offset in (moment.offsets or {}).items() if offset}
-        for chunk in self._times.chunks(start):
+        for chunk in self.chunks(start):
             first, last = max(0, start - chunk.first_index), min(len(chunk.rows), stop - chunk.first_index)
             if last <= 0 or (moment.offsets is not None and not behind):
                 break
@@ -189,15 +161,11 @@ class Timeline:
         views.next_index = max(views.next_index, stop)
         views.moment = moment
         if moment.time_s is not None:
-            self._pass_time(views, moment.time_s)
+            if views.applier.records and self.last_event_ms is not None:  # time ends with the last event of the log
+                views.pass_time(min(moment.time_s, self.last_event_ms / 1000))
         elif moment.offsets is None:
             views.index = max(views.index, stop)
         return True
-
-    def _pass_time(self, views: Replay, time_s: float) -> None:
-        """Advance the clock of views to a time, but not beyond the last event of the log."""
-        if views.applier.records and self._times.last_event_ms is not None:
-            views.pass_time(min(time_s, self._times.last_event_ms / 1000))
 
     def next(self) -> Replay | None:
         """Return the views after the next record of events, or None at the end of the log.
@@ -209,7 +177,6 @@ class Timeline:
 
     def previous(self) -> Replay | None:
         """Return the views before the newest record of events of the present moment. None at the beginning of the log.
-
         Raises OSError.
         """
         before = self.event_before(self.index)
@@ -217,7 +184,7 @@ class Timeline:
 
     def event_before(self, stop: int) -> tuple[int, LogRecord] | None:
         """Return the newest record of events before an index, and its index. None if there is none. Raises OSError."""
-        while (start := self._times.block_before(stop)) is not None:
+        while (start := self.block_before(stop)) is not None:
             events = [each for each in self.records(start, stop) if each[1].channel == Channel.EVENTS]
             if events:
                 return events[-1]
@@ -225,20 +192,15 @@ class Timeline:
         return None
 
     def event_from(self, start: int) -> tuple[int, LogRecord] | None:
-        """Return the oldest record of events at or behind an index, and its index. None if there is none.
-
-        Raises OSError.
+        """Return the oldest record of events at or behind an index, and its index. None if there is none. Raises
+        OSError.
         """
         events = (each for each in self.records(start) if each[1].channel == Channel.EVENTS)
         return next(events, None)
 
-    def segment_after(self, index: int) -> int | None:
-        """Return the index at which the first file after a record begins. None if there is none."""
-        return self._times.segment_after(index)
-
     def first_after(self, time_s: float) -> int:
         """Return an index such that no record before it is later than a time."""
-        return self._times.before(time_s * 1000)
+        return self.before(time_s * 1000)
 
     def records_of(self, channels: Sequence[Channel], start: int, stop: int) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of some channels, from index `start` up to but excluding `stop`. Raises OSError."""
@@ -249,19 +211,12 @@ class Timeline:
             if chunk.next_index >= stop:
                 return
 
-    def chunks(self, start: int) -> Iterator[RecordChunk]:
-        """Yield the records from index `start` on in chunks, the first of which may begin earlier.
-
-        Damage is passed over and noted. Raises OSError.
-        """
-        return self._times.chunks(start)
-
     def records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of all channels, from index `start` up to but excluding `stop`.
 
         Damage is passed over and noted. Raises OSError.
         """
-        for chunk in self._times.chunks(start):
+        for chunk in self.chunks(start):
             for index, record in chunk.records():
                 if stop is not None and index >= stop:
                     return
@@ -278,7 +233,7 @@ class Timeline:
         first, end = start.index or 0, self.end_of(stop)
         if start.time_s is not None:
             first = self.first_after(start.time_s)
-        for chunk in self._times.chunks(first):
+        for chunk in self.chunks(first):
             wanted = (chunk.channels == Channel.EVENTS) & chunk.before(stop) & ~chunk.before(start)
             for row in np.flatnonzero(wanted).tolist():
                 record = chunk.record(row)
@@ -290,12 +245,12 @@ class Timeline:
 
     def end_of(self, moment: LogMoment) -> int:
         """Return an index after the last record that belongs to a moment. Records before it may not belong to it."""
-        stop = self._times.next_index
+        stop = self.next_index
         if moment.index is not None:
             stop = min(stop, moment.index)
-        if moment.time_s is not None and not self._times.is_empty:
-            stop = min(stop, self._times.after(moment.time_s * 1000))
-        return max(stop, self._times.first_index)
+        if moment.time_s is not None and not self.is_empty:
+            stop = min(stop, self.after(moment.time_s * 1000))
+        return max(stop, self.first_index)
 
     def nearest(self, moment: LogMoment) -> tuple[Replay, int]:
         """Return the views of the last key frame at or before a moment, and the index of the next record to apply.
@@ -303,29 +258,29 @@ class Timeline:
         Without such a frame: empty views and the oldest index.
         """
         stop = self.end_of(moment)
-        for path in sorted(self._folder.glob(f"*{FRAME_SUFFIX}"), reverse=True):
+        for path in sorted(self._folder.glob(f"*{frames.FRAME_SUFFIX}"), reverse=True):
             if path in self._frame_faults:
                 continue
             try:
-                frame = read_head(path, self._settings)
-                if self._is_before(frame, moment, stop):
-                    self._check_record(frame)
-                    views = load_frame(frame, self._settings)
+                head = frames.read_head(path, self._settings)
+                if self._is_before(head, moment, stop):
+                    self._check_record(path, head)
+                    views = frames.load_frame(path, head, self._settings)
                     self._lacks_beginning = self._lacks_beginning or views.lacks_beginning
-                    return views, frame.head.next_index
-            except KeyFrameError as error:
+                    return views, head.next_index
+            except frames.KeyFrameError as error:
                 self._frame_faults[path] = str(error)
-            except OtherSettingsError as error:
+            except frames.OtherSettingsError as error:
                 self._other_settings[path] = str(error)
-        first = self._times.first_index
+        first = self.first_index
         views = Replay(self._settings)
-        views.lacks_beginning = first > 0 or self._folder / f"{first:020d}{FRAME_SUFFIX}" in self._other_settings
+        views.lacks_beginning = first > 0 or self._folder / f"{first:020d}{frames.FRAME_SUFFIX}" in self._other_settings
         self._lacks_beginning = self._lacks_beginning or views.lacks_beginning
         return views, first
 
     def _num_frames(self, start: int, stop: int) -> int:
         """Return the number of key frames behind an index, up to and including another one."""
-        names = (path.name.removesuffix(FRAME_SUFFIX) for path in self._folder.glob(f"*{FRAME_SUFFIX}"))
+        names = (path.name.removesuffix(frames.FRAME_SUFFIX) for path in self._folder.glob(f"*{frames.FRAME_SUFFIX}"))
         return sum(start < int(name) <= stop for name in names if name.isdecimal())
 
     def offsets(self) -> dict[int, tuple[int, int]]:
@@ -339,20 +294,19 @@ class Timeline:
                 found[partition] = found.get(partition, (first, 0))[0], last + 1
         return found
 
-    def _is_before(self, frame: Frame, moment: LogMoment, stop: int) -> bool:
-        head = frame.head
+    def _is_before(self, head: frames.FrameHead, moment: LogMoment, stop: int) -> bool:
         return (
-            self._times.first_index <= head.next_index <= stop
+            self.first_index <= head.next_index <= stop
             and (moment.time_s is None or head.newest_ms <= moment.time_s * 1000)
             and (moment.offsets is None or _is_within(head.positions, moment.offsets))
         )
 
-    def _check_record(self, frame: Frame) -> None:
+    def _check_record(self, path: Path, head: frames.FrameHead) -> None:
         """Check that the log still has the record before a key frame. One that is deleted or damaged proves nothing."""
-        last = frame.head.next_index - 1
+        last = head.next_index - 1
         for _, record in self.records(last, last + 1):
-            if checksum(record) != frame.head.last_record:
-                raise KeyFrameError(f"{frame.path}: the key frame belongs to another log")
+            if frames.checksum(record) != head.last_record:
+                raise frames.KeyFrameError(f"{path}: the key frame belongs to another log")
 
     def _note_damage(self, error: EventLogCorruptedError) -> None:
         self._damage.setdefault((error.segment, error.position), error)
@@ -377,3 +331,51 @@ def _is_in_order(views: Replay, late: Iterable[LogRecord]) -> bool:
 
 def _is_within(positions: Mapping[int, int], limits: Mapping[int, int]) -> bool:
     return all(offset <= limits.get(partition, 0) for partition, offset in positions.items())
+
+
+class PastRecords:
+    """Goes on at a later moment where the one before ended. For one thread at a time."""
+
+    def __init__(self, folder: Path, channels: Sequence[Channel], span_s: float) -> None:
+        """folder: of the event log. span_s: time before a moment in which records count."""
+        self._folders = [folder / name for name in FOLDERS_BESIDE]  # of a service that follows an event log
+        self._channels = channels
+        self._span_s = span_s
+        self._beside: dict[Path, Timeline] = {}
+        self._read: list[int] = []  # index up to which each log has been read
+        self._now = 0.0
+
+    def advance(
+        self, timeline: Timeline, index: int, now: float, begin: Callable[[], None]
+    ) -> Iterator[tuple[LogRecord, bool]]:
+        """Return the records that were added since the last call, each with whether it is of a log beside.
+
+        Some may be later than the moment. index: at or after its end. now: its time. begin: called at once if earlier
+        records do not count any more; then all of them are returned again. Raises OSError.
+        """
+        logs = [(timeline, index), *((each, each.end_of(LogMoment(time_s=now))) for each in self._open_beside())]
+        starts = [log.first_after(now - self._span_s) for log, _ in logs]
+        is_back, self._now = now < self._now, now
+        if (
+            is_back
+            or len(self._read) != len(logs)
+            or not all(start <= read <= stop for start, read, (_, stop) in zip(starts, self._read, logs, strict=True))
+        ):
+            begin()
+            self._read = starts
+        read, self._read = self._read, []  # begin anew if a log cannot be read
+        return self._records(logs, read)
+
+    def _records(self, logs: Sequence[tuple[Timeline, int]], read: Sequence[int]) -> Iterator[tuple[LogRecord, bool]]:
+        for number, (log, stop) in enumerate(logs):
+            for _, record in log.records_of(self._channels, read[number], stop):
+                yield record, number > 0
+        self._read = [stop for _, stop in logs]
+
+    def _open_beside(self) -> list[Timeline]:
+        for folder in self._folders:
+            if folder in self._beside:
+                self._beside[folder].refresh()
+            elif folder.is_dir() and list_segments(folder):
+                self._beside[folder] = Timeline(folder)
+        return list(self._beside.values())

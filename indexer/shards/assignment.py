@@ -57,11 +57,9 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
         return frozenset(p for each in self.members if each.id == member for p in each.partitions)
 
     def owners(self) -> dict[int, Member]:
-        """Return partition -> its member."""
         return {partition: member for member in self.members for partition in member.partitions}
 
     def has(self, member: str) -> bool:
-        """Return whether a member belongs to the group."""
         return any(each.id == member for each in self.members)
 
 
@@ -74,7 +72,6 @@ _assignments = msgspec.msgpack.Decoder(Assignment)
 
 
 def encode(told: Candidate | Assignment) -> bytes:
-    """Return the bytes for Kafka's group protocol."""
     return _encoder.encode(told)
 
 

@@ -31,11 +31,10 @@ from indexer.shards.assignment import (
 )
 from indexer.shards.settings import GroupSettings
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
-from kv_events.kafka.private_parts import start_client, stop_consumer
+from kv_events.kafka.private_parts import start_client, stop_client
 from kv_events.kafka.settings import KafkaSettings
-from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import Backoff, in_background, keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +53,8 @@ class Membership:
     """One member of a group. Belongs to one event loop."""
 
     def __init__(self, settings: KafkaSettings, shards: GroupSettings, url: str) -> None:
-        """url: address of this process, unless the settings name another one.
-
-        Raises InvalidValueError for settings without a broker, or for a file that cannot be used.
+        """url: address of this process, unless the settings name another one. Raises InvalidValueError for settings
+        without a broker, or for a file that cannot be used.
         """
         group = shards.group or ""
         self.id = uuid.uuid4().hex
@@ -80,7 +78,6 @@ class Membership:
 
     @property
     def is_assigned(self) -> bool:
-        """Whether this process has been in the group."""
         return self.assignment is not NOBODY
 
     @property
@@ -94,12 +91,10 @@ class Membership:
 
     @property
     def own(self) -> frozenset[int]:
-        """Partitions that the newest assignment gives to this member."""
         return self.assignment.partitions_of(self.id)
 
     @property
     def wanted(self) -> frozenset[int]:
-        """Partitions to read."""
         return self.own | self.lent
 
     async def wait(self, seconds: float) -> None:
@@ -114,14 +109,12 @@ class Membership:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Be a member during a block. Leaving it leaves the group, so that the others take over at once."""
-        parts = {"consumer group": self._run, "consumer group clock": self._watch_clock}
-        tasks = [asyncio.create_task(keep_running(part, name, logger), name=name) for name, part in parts.items()]
-        try:
+        clock = "consumer group clock"
+        async with (
+            in_background(keep_running(self._run, "consumer group", logger), "consumer group"),
+            in_background(keep_running(self._watch_clock, clock, logger), clock),
+        ):
             yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch_clock(self) -> None:
         while True:
@@ -151,15 +144,15 @@ class Membership:
             rebalance_timeout_ms=round(max(self._session_s, _REBALANCE_S) * 1000),
             metadata_max_age_ms=_METADATA_AGE_MS,
         )
+        consumer.subscribe([self._topic])
+        await start_client(consumer)
         try:
-            consumer.subscribe([self._topic])
-            await start_client(consumer)
             while True:
                 await consumer.getmany(timeout_ms=_POLL_MS)  # there are no records; raises errors of the group
                 self.outage.note_success()
                 self._backoff.reset()
         finally:
-            await stop_consumer(consumer)
+            await stop_client(consumer)
 
     def _reason(self, error: Exception) -> str:
         match error:
@@ -173,11 +166,9 @@ class Membership:
                 return self._connection.failure(error, "read")
 
     def candidate(self) -> Candidate:
-        """What this member says of itself."""
         return Candidate(self.id, self.url, self.assignment.generation, sorted(self.held))
 
     def adopt(self, assignment: Assignment) -> None:
-        """Follow a new assignment."""
         was_in_touch = assignment.before == self.assignment.generation and self.assignment.has(self.id)
         own = assignment.partitions_of(self.id)
         self.lent = frozenset(self.held) - own if was_in_touch and assignment.has(self.id) else frozenset()

@@ -74,7 +74,6 @@ class OwnedPartitions:
         return self._progress.is_behind(view.partition)
 
     def has(self, partition: int) -> bool:
-        """Return whether records of a partition are to be applied."""
         return partition in self._progress.positions
 
     async def follow(self) -> None:
@@ -122,7 +121,6 @@ class OwnedPartitions:
         return snapshot.positions.get(partition, 0)
 
     async def _give_up(self, partition: int) -> None:
-        """Drop the views of a partition."""
         self._progress.remove(partition)
         await self._close(partition)
         for view in self._views(partition):

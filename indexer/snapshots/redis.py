@@ -57,9 +57,8 @@ class RedisStore:
             return await self._current() is not None
 
     async def time(self) -> float | None:
-        """Return the server's time in seconds since 1970, or None if this user may not ask for it.
-
-        Raises SnapshotStoreError.
+        """Return the server's time in seconds since 1970, or None if this user may not ask for it. Raises
+        SnapshotStoreError.
         """
         with self._translated_errors():
             try:
@@ -150,7 +149,6 @@ def _error(client: Redis, error: RedisError | RuntimeError) -> SnapshotStoreErro
 
 
 def _parsed(pointer: bytes | str | None) -> tuple[str, int] | None:
-    """Return name and number of the chunks of a pointer."""
     if pointer is None:
         return None
     name, num_chunks = (pointer if isinstance(pointer, str) else pointer.decode()).split(" ")

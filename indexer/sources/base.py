@@ -30,9 +30,8 @@ class Source(Protocol):
         """
 
     async def fetch(self) -> Sequence[LogRecord]:
-        """Return the next records, in order within each partition. Waits briefly and may return none.
-
-        Raises SourceUnavailableError, or LogReplacedError, after which `start` must be called again.
+        """Return the next records, in order within each partition. Waits briefly and may return none. Raises
+        SourceUnavailableError, or LogReplacedError, after which `start` must be called again.
         """
 
     async def ends(self) -> Mapping[int, int]:

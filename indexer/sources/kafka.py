@@ -12,14 +12,7 @@ from aiokafka.errors import CorruptRecordException
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from kv_events.codec import encode_resync
 from kv_events.kafka.connection import KafkaConnection
-from kv_events.kafka.private_parts import (
-    check_fetching,
-    describe_topics,
-    start_client,
-    stop_consumer,
-    stop_producer,
-    topic_id,
-)
+from kv_events.kafka.private_parts import check_fetching, describe_topics, start_client, stop_client, topic_id
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics, retention_mismatches
 from kv_events.records import Headers, LogRecord
@@ -213,18 +206,14 @@ class KafkaSource:
             fetch_max_wait_ms=_FETCH_WAIT_MS,
             max_partition_fetch_bytes=_PARTITION_BYTES,
         )
-        self._clients.push_async_callback(stop_consumer, self._consumer)
         await start_client(self._consumer)
+        self._clients.push_async_callback(stop_client, self._consumer)
 
     async def _open_producer(self) -> None:
         """Connect the writer of requests. A reader that sends none needs no right to write."""
         producer = self._connection.producer(acks="all", enable_idempotence=True)
-        try:
-            await start_client(producer)
-        except BaseException:
-            await stop_producer(producer)
-            raise
-        self._clients.push_async_callback(stop_producer, producer)
+        await start_client(producer)
+        self._clients.push_async_callback(stop_client, producer)
         self._producer = producer
 
     async def _compare_retention(self) -> None:

@@ -1,8 +1,10 @@
 """Reads a `MemoryLog` in this process."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
-from kv_events.log.memory import LogTruncatedError, LogWatch, MemoryLog
+from kv_events.log.memory import LogTruncatedError, MemoryLog
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
 
@@ -15,18 +17,27 @@ class MemorySource:
     def __init__(self, log: MemoryLog) -> None:
         self._log = log
         self._offset = 0
-        self._watch: LogWatch | None = None
+        self._arrival = asyncio.Event()
+        self._stop_watching: Callable[[], None] = lambda: None
 
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         wanted, oldest = positions.get(0, 0), self._log.first_offset
         self._offset = wanted if oldest <= wanted <= self._log.next_offset else oldest
-        self._watch = self._log.watch()
+        loop, arrival = asyncio.get_running_loop(), self._arrival
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(arrival.set)
+
+        self._stop_watching()
+        self._stop_watching = self._log.watch(wake)
         return {0: self._offset}
 
     async def fetch(self) -> Sequence[LogRecord]:
-        records = self._read()
-        if not records and self._watch is not None:
-            await self._watch.wait(_WAIT_S)
+        self._arrival.clear()
+        if not (records := self._read()):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._arrival.wait(), _WAIT_S)
             records = self._read()
         return records
 
@@ -37,9 +48,8 @@ class MemorySource:
         self._log.request(request)
 
     async def stop(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._stop_watching()
+        self._stop_watching = lambda: None
 
     def _read(self) -> Sequence[LogRecord]:
         try:

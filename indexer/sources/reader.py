@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from indexer.sources.base import Source, SourceUnavailableError
 from kv_events.records import LogRecord
-from kv_events.runtime.backoff import Backoff
-from kv_events.runtime.outages import Outage
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import Outage, RateLimitedLogger
+from kv_events.runtime.supervised import Backoff
 from kv_events.schema import ResyncRequest
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,6 @@ class SourceReader:
         return ends
 
     async def request(self, request: ResyncRequest) -> bool:
-        """Send a request to a publisher. Returns False if the source is unavailable."""
         try:
             await self._source.request(request)
         except SourceUnavailableError as error:
@@ -87,7 +85,6 @@ class SourceReader:
         return True
 
     async def stop(self) -> None:
-        """Release the source."""
         await self._source.stop()
 
     async def _pause(self, error: SourceUnavailableError) -> None:

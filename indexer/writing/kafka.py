@@ -7,7 +7,7 @@ from typing import Any
 
 from indexer.writing.queue import WriteUnavailableError
 from kv_events.kafka.connection import KafkaConnection
-from kv_events.kafka.private_parts import start_client, stop_producer
+from kv_events.kafka.private_parts import start_client, stop_client
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
 from kv_events.limits import MAX_RECORD_BYTES
@@ -43,19 +43,14 @@ class TopicWriter:
             raise
 
     async def stop(self) -> None:
-        """Close the connection."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            await stop_producer(producer)
+            await stop_client(producer)
 
     async def _connect(self) -> None:
         topics = await inspect_topics(self._connection, self._settings, create=True, names=[self._topic])
         if topics.created:
             logger.info("created topic %s", self._topic)
         producer = self._connection.producer(enable_idempotence=True, acks="all", max_batch_size=MAX_RECORD_BYTES)
-        try:
-            await start_client(producer)
-        except BaseException:
-            await stop_producer(producer)
-            raise
+        await start_client(producer)
         self._producer = producer

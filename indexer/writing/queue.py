@@ -5,20 +5,18 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeAlias
 
 from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import KvsightError
-from kv_events.log.event_log import EventLogError, EventLogWriter
-from kv_events.log.retention import LogRetention
+from kv_events.log.event_log import EventLogWriter, LogRetention, WriterThread
 from kv_events.records import Channel, LogRecord
 from kv_events.reservations import RESERVATIONS_FOLDER, STEPS
-from kv_events.runtime.backoff import Backoff
 from kv_events.runtime.outages import Outage
-from kv_events.runtime.supervised import keep_running
+from kv_events.runtime.supervised import Backoff, cancel, keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +96,6 @@ class WriteQueue:
 
     @property
     def num_queued(self) -> int:
-        """Records that wait to be written."""
         return len(self._queue)
 
     def put(self, kind: str, key: str, payload: bytes) -> str | None:
@@ -111,7 +108,7 @@ class WriteQueue:
             return NO_LOG
         offset, now_ms = self.accepted.total(), int(time.time() * 1000)
         record = LogRecord(0, offset, now_ms, key.encode(), payload, self.contents.channel)
-        if self._is_full(record.memory_bytes):
+        if self._queued_bytes + record.memory_bytes > self._max_bytes:
             self.dropped[QUEUE_FULL] += 1
             return QUEUE_FULL
         self.accepted[kind] += 1
@@ -135,14 +132,10 @@ class WriteQueue:
                 async with asyncio.timeout(_STOP_S):
                     while self._queue:  # noqa: ASYNC110  (the task has no event for it)
                         await asyncio.sleep(0.01)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
             if self._queue:
                 logger.warning("%d %s were not written before the end", len(self._queue), self.contents.name)
             await self._stop()
-
-    def _is_full(self, num_bytes: int) -> bool:
-        return self._queued_bytes + num_bytes > self._max_bytes
 
     async def _drain(self) -> None:
         assert self._write is not None
@@ -176,36 +169,21 @@ class FolderWriter:
         """max_bytes: bound on the log, at least two segments. segment_bytes: size of a file."""
         self._folder = folder
         self._max_bytes = max_bytes
-        self._segment_bytes = segment_bytes
         self._kept_segment = -1  # index of the newest segment when the bound was enforced last
-        self._writer: EventLogWriter | None = None  # used only in the thread
-        self._thread = ThreadPoolExecutor(1, folder.name)
+        self._log = WriterThread(folder, segment_bytes, WriteUnavailableError)
+        self._retention: LogRetention | None = None
 
     async def write(self, records: Sequence[LogRecord]) -> None:
-        """See `Write`."""
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records)
-        except (OSError, EventLogError) as error:
-            raise WriteUnavailableError(f"event log {self._folder}: {error}") from error
+        await self._log.run(partial(self._write, records))
 
     async def stop(self) -> None:
-        """Close the log."""
-        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._close)
-        self._thread.shutdown(wait=False)
-        await asyncio.shield(closing)
+        await self._log.stop()
 
-    def _write(self, records: Sequence[LogRecord]) -> None:
-        if self._writer is None:
-            self._writer = EventLogWriter(self._folder, segment_bytes=self._segment_bytes)
-            self._retention = LogRetention(self._folder, self._writer, self._max_bytes, None)
+    def _write(self, records: Sequence[LogRecord], writer: EventLogWriter) -> None:
+        self._retention = self._retention or LogRetention(self._folder, writer, self._max_bytes, None)
         for record in records:
-            self._writer.append(record._replace(offset=self._writer.next_index))
-        self._writer.flush(sync=False)
-        if self._writer.segment_index != self._kept_segment:
+            writer.append(record._replace(offset=writer.next_index))
+        writer.flush(sync=False)
+        if writer.segment_index != self._kept_segment:
             self._retention.enforce()
-            self._kept_segment = self._writer.segment_index
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            self._kept_segment = writer.segment_index

@@ -23,14 +23,9 @@ class StateChange(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class FleetRank(msgspec.Struct, frozen=True, kw_only=True):
-    """The stream of one DP rank, or one of its group streams."""
+class _Health(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a view can be trusted, or that of a worker: then the least trustworthy one among its ranks."""
 
-    dp_rank: int
-    group: str = ""
-    """`mamba`, `swa:N` or another group of a hybrid model. Empty: the main stream."""
-    stream: str
-    """The stream's key in the log: tenant/model/worker/rank."""
     state: State
     reason: str = ""
     """Why the view cannot be fully trusted; empty if it can."""
@@ -45,44 +40,39 @@ class FleetRank(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     """Seconds since the worker was last heard."""
     agreed_at: float | None = None
-    """When the digests of the view and of the publisher were equal for the last time. None: not yet."""
+    """When the digests of view and publisher were equal for the last time; the earliest among ranks. None: not yet."""
     missing_batches: int = 0
     """Batches that are known to be lost, until the digests are equal again; before a bridge, as long as it says so."""
     is_resync_requested: bool = False
-    epoch: int
-    seq: int
     pages: dict[str, int]
     """Medium -> pages held."""
 
 
-class FleetWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a model. Counts are sums over its ranks, since this process knows it."""
+class FleetRank(_Health, frozen=True, kw_only=True):
+    """The stream of one DP rank, or one of its group streams."""
+
+    dp_rank: int
+    group: str = ""
+    """`mamba`, `swa:N` or another group of a hybrid model. Empty: the main stream."""
+    stream: str
+    """The stream's key in the log: tenant/model/worker/rank."""
+    epoch: int
+    seq: int
+
+
+class FleetWorker(_Health, frozen=True, kw_only=True):
+    """One worker of a model. Counts are sums over its ranks, since this process knows it. The state is without group
+    streams, and what belongs to a state is that of a rank with it."""
 
     worker: str
     model: str
     tenant: str
     block_size: int
     """Tokens per page."""
-    state: State
-    """The least trustworthy state among the ranks, without group streams. `reason`, `endpoint`, `cause`, `remedy`,
-    `since` and `age_s` are those of a rank with this state."""
-    reason: str = ""
-    endpoint: str = ""
-    cause: str = ""
-    remedy: str = ""
     can_resync: bool = False
     """Whether a publisher listens whose answer would mend the view."""
     can_forget: bool = False
     """Whether POST /unregister takes it: a registered engine, or an expired worker of a log that others write."""
-    since: float | None = None
-    age_s: float
-    agreed_at: float | None = None
-    """The earliest among the ranks, see `FleetRank`."""
-    missing_batches: int = 0
-    is_resync_requested: bool = False
-    """Whether it is for any rank."""
-    pages: dict[str, int]
-    """Medium -> pages held."""
     capacity: dict[str, int] = {}
     """Medium -> pages for which all its ranks together have room. Media of which a rank's room is unknown are left
     out."""
@@ -92,6 +82,10 @@ class FleetWorker(msgspec.Struct, frozen=True, kw_only=True):
     lifetime_s: float | None = None
     """How long a page stays on average before it is removed: pages held by pages removed per second, in the time of
     `removed`. None: none was removed."""
+    lifetime_p50_s: float | None = None
+    """Seconds for which half of the pages that it removed lately from its device were held at most, from one page in
+    256. Pages are followed while somebody asks for the fleet. None: none of them was removed, or this is a moment of a
+    log."""
     peak_pages: int
     """The most pages that it held, on all media together, since this process knows it."""
     stored: list[float]

@@ -7,15 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.hashing import (
-    U64Array,
-    local_hashes_with_objects,
-    namespace_seed,
-    num_whole_pages,
-    object_hash,
-    rolling_hashes,
-    sequence_hashes,
-)
+from kv_events import hashing
+from kv_events.hashing import U64Array
 from kv_events.http.queries import MediaSpan
 
 Weights = tuple[float, ...]
@@ -55,14 +48,16 @@ class ParsedQuery:
     def hashes(self, numbers: PromptArray, block_size: int) -> U64Array:
         """Return uint64[pages]: the prompt's sequence hashes in a namespace with this block size."""
         if self.field == "token_ids" and self.media:
-            objects = self._objects(num_whole_pages(len(numbers), block_size, is_bigram=self.is_bigram), block_size)
+            objects = self._objects(
+                hashing.num_whole_pages(len(numbers), block_size, is_bigram=self.is_bigram), block_size
+            )
             seed = int(self.seed)
-            return rolling_hashes(
-                local_hashes_with_objects(numbers, objects, block_size, seed, is_bigram=self.is_bigram)
+            return hashing.rolling_hashes(
+                hashing.local_hashes_with_objects(numbers, objects, block_size, seed, is_bigram=self.is_bigram)
             )
         if self.field == "token_ids":
-            return sequence_hashes(numbers, block_size, int(self.seed), is_bigram=self.is_bigram)
-        return rolling_hashes(numbers) if self.field == "block_hashes" else numbers
+            return hashing.sequence_hashes(numbers, block_size, int(self.seed), is_bigram=self.is_bigram)
+        return hashing.rolling_hashes(numbers) if self.field == "block_hashes" else numbers
 
     def num_positions(self, numbers: PromptArray) -> int | None:
         """Return the tokens or token pairs of the prompt. None if it is given by hashes."""
@@ -73,10 +68,10 @@ class ParsedQuery:
         objects: list[list[int]] = [[] for _ in range(num_pages)]
         for span in self.media:
             for page in objects[span.offset // block_size : -(-(span.offset + span.length) // block_size)]:
-                page.append(object_hash(span.hash))
+                page.append(hashing.object_hash(span.hash))
         return [sorted(page) for page in objects]
 
     @cached_property
     def seed(self) -> np.uint64:
         """Seed of the local hashes."""
-        return np.uint64(namespace_seed(self.lora_name, self.cache_salt))
+        return np.uint64(hashing.namespace_seed(self.lora_name, self.cache_salt))

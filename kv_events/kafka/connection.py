@@ -2,8 +2,6 @@
 
 `KafkaConnection` is the only place that creates aiokafka's clients: with TLS, login and client id of the settings. None
 of them creates a topic by asking about it, as a client would by default: `kv_events.kafka.topics` creates topics.
-
-The module imports aiokafka when a connection is used, so that the contract loads without it.
 """
 
 import asyncio
@@ -17,7 +15,14 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
 
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, errors
+from aiokafka.abc import AbstractTokenProvider
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.conn import collect_hosts, create_conn
+from aiokafka.protocol.metadata import MetadataRequest
+
 from kv_events.errors import InvalidValueError, KvsightError, shorten
+from kv_events.kafka.private_parts import adapt
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.settings import read_secret
 from kv_events.runtime.tls import TlsFiles, connection_reason
@@ -69,25 +74,15 @@ class KafkaConnection:
 
     def consumer(self, **options: Any) -> Any:
         """Create an AIOKafkaConsumer that is not started. Raises KafkaUnreachableError, as `producer` and `admin`."""
-        from aiokafka import AIOKafkaConsumer
-
         return self._adapted(AIOKafkaConsumer, options)
 
     def producer(self, **options: Any) -> Any:
-        """Create an AIOKafkaProducer that is not started."""
-        from aiokafka import AIOKafkaProducer
-
         return self._adapted(AIOKafkaProducer, options)
 
     def admin(self, **options: Any) -> Any:
-        """Create an AIOKafkaAdminClient that is not started."""
-        from aiokafka.admin import AIOKafkaAdminClient
-
         return self._adapted(AIOKafkaAdminClient, options)
 
     def _adapted(self, kind: Any, options: dict[str, Any]) -> Any:
-        from kv_events.kafka.private_parts import adapt
-
         client = kind(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
         adapt(client, self._fresh_options)
         return client
@@ -97,17 +92,13 @@ class KafkaConnection:
 
         aiokafka's clients only log the reason. Their own error does not contain it.
         """
-        from aiokafka.conn import collect_hosts
-
         hosts = collect_hosts(self.bootstrap)
         await _first_success([partial(self._bootstrap_from, host, port) for host, port, _ in hosts])
 
     def failure(self, error: Exception, operation: str) -> str:
         """Say in one line why an operation failed after the login. operation: a right, such as `read` or `write`."""
-        from aiokafka.errors import TopicAuthorizationFailedError
-
         reason = f"{error}" or repr(error)
-        if isinstance(error, TopicAuthorizationFailedError):
+        if isinstance(error, errors.TopicAuthorizationFailedError):
             reason = f"{self.user} may not {operation} topic {' '.join(map(str, error.args))}: an ACL must allow it"
         elif isinstance(error, TimeoutError):
             reason = "no answer in time"
@@ -116,18 +107,15 @@ class KafkaConnection:
     @contextmanager
     def guarded(self, operation: str, failed: type[KvsightError]) -> Iterator[None]:
         """Raise `failed` for an error of Kafka in the block. operation: see `failure`."""
-        from aiokafka.errors import KafkaError
-
         try:
             yield
         except KafkaUnreachableError as error:
             raise failed(str(error)) from error
-        except (KafkaError, OSError) as error:  # TimeoutError is an OSError
+        except (errors.KafkaError, OSError) as error:  # TimeoutError is an OSError
             raise failed(self.failure(error, operation)) from error
 
     @property
     def user(self) -> str:
-        """The user of this login, for messages."""
         if self._settings.kafka_username is not None:
             return f"user {shorten(self._settings.kafka_username)}"
         return "this client"
@@ -143,17 +131,13 @@ class KafkaConnection:
 
     async def _login(self, host: str, port: int) -> list[tuple[str, int]]:
         """Return the addresses of all brokers, as one broker gives them. Raises KafkaUnreachableError."""
-        from aiokafka.conn import create_conn
-        from aiokafka.errors import KafkaError
-        from aiokafka.protocol.metadata import MetadataRequest
-
         options = self._current_options()
         connection = None
         try:
             async with asyncio.timeout(_CHECK_S):
                 connection = await create_conn(host, port, **options)
                 metadata = await connection.send(MetadataRequest([]))
-        except (KafkaError, OSError, EOFError) as error:
+        except (errors.KafkaError, OSError, EOFError) as error:
             reason = self._reason(error, is_connected=connection is not None)
             raise KafkaUnreachableError(f"Kafka at {host}:{port}: {reason}") from error
         finally:
@@ -165,13 +149,6 @@ class KafkaConnection:
 
     def _reason(self, error: BaseException, *, is_connected: bool) -> str:
         """Return in words why a broker cannot be used. is_connected: whether the login was complete before."""
-        from aiokafka.errors import (
-            IllegalSaslStateError,
-            KafkaError,
-            SaslAuthenticationFailed,
-            UnsupportedSaslMechanismError,
-        )
-
         mechanism = self._settings.kafka_sasl_mechanism
         cause = error.__cause__ if isinstance(error.__cause__, ssl.SSLError) else error
         reason = connection_reason(cause)
@@ -180,17 +157,17 @@ class KafkaConnection:
         match cause:
             case TimeoutError():
                 return f"no answer within {_CHECK_S:.0f} s"
-            case SaslAuthenticationFailed() if self._settings.is_kafka_password_used:
+            case errors.SaslAuthenticationFailed() if self._settings.is_kafka_password_used:
                 return f"wrong user or password (user {shorten(self._settings.kafka_username)}, {mechanism})"
-            case SaslAuthenticationFailed():
+            case errors.SaslAuthenticationFailed():
                 return _REFUSED_LOGIN
-            case UnsupportedSaslMechanismError():
+            case errors.UnsupportedSaslMechanismError():
                 return f"it does not offer the SASL mechanism {mechanism}"
-            case IllegalSaslStateError():
+            case errors.IllegalSaslStateError():
                 return f"this port has no login; unset {variable('kafka_sasl_mechanism')}"
             case EOFError() | ConnectionError() if self._settings.kafka_tls and not is_connected:
                 return f"it closed the connection; the port may not use TLS: unset {variable('kafka_tls')}"
-            case KafkaError() | EOFError() | ConnectionError():
+            case errors.KafkaError() | EOFError() | ConnectionError():
                 return self._reason_of_a_closed_connection(is_connected)
             case OSError(strerror=str(text)):
                 return text
@@ -234,7 +211,7 @@ class KafkaConnection:
             options["sasl_plain_username"] = settings.kafka_username
             options["sasl_plain_password"] = settings.secret("kafka_password")
         elif has_login:
-            options["sasl_oauth_token_provider"] = _token_provider(settings)
+            options["sasl_oauth_token_provider"] = _TokenProvider(settings)
         return options
 
 
@@ -287,8 +264,6 @@ _once_per_period = _OncePerPeriod()
 
 def _limit_log_lines() -> None:
     """Limit the warnings of aiokafka's loggers. A filter applies to one logger only, not to those below it."""
-    import aiokafka  # noqa: F401  (creates the loggers)
-
     for name in list(logging.root.manager.loggerDict):
         if name == "aiokafka" or name.startswith("aiokafka."):
             logging.getLogger(name).addFilter(_once_per_period)  # a second time has no effect
@@ -299,7 +274,7 @@ def _is_without_secrets(line: logging.LogRecord) -> bool:
     return line.levelno > logging.DEBUG
 
 
-class _TokenProvider:
+class _TokenProvider(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka has no types
     """Gets a token of OAUTHBEARER for each connection. Errors are OSError, which aiokafka expects there."""
 
     def __init__(self, settings: KafkaSettings) -> None:
@@ -309,10 +284,6 @@ class _TokenProvider:
     async def token(self) -> str:
         """Return a token. A hook of aiokafka."""
         return (await asyncio.to_thread(self._read if self._file is not None else self._run)).strip()
-
-    def extensions(self) -> dict[str, str]:
-        """Return no extensions. A hook of aiokafka."""
-        return {}
 
     def _read(self) -> str:
         assert self._file is not None
@@ -340,10 +311,3 @@ class _TokenProvider:
         if not done.stdout.strip() or len(done.stdout) > _MAX_TOKEN_BYTES:
             raise OSError(f"{name} printed {len(done.stdout)} characters, expected a token")
         return done.stdout
-
-
-def _token_provider(settings: KafkaSettings) -> _TokenProvider:
-    from aiokafka.abc import AbstractTokenProvider
-
-    AbstractTokenProvider.register(_TokenProvider)
-    return _TokenProvider(settings)

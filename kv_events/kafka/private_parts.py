@@ -11,14 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from aiokafka import errors
 from aiokafka.conn import CloseReason
-from aiokafka.errors import (
-    KafkaConnectionError,
-    LeaderNotAvailableError,
-    NoError,
-    UnknownTopicOrPartitionError,
-    for_code,
-)
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
@@ -85,7 +79,7 @@ def _report_loss(connection: Any) -> None:
             return send(request, expect_response=expect_response)
         except RuntimeError as error:
             connection.close(reason=CloseReason.CONNECTION_BROKEN)
-            raise KafkaConnectionError(f"{error}") from error
+            raise errors.KafkaConnectionError(f"{error}") from error
 
     connection.send = send_or_close
 
@@ -100,11 +94,11 @@ async def describe_topics(client: Any, topics: Iterable[str]) -> dict[str, list[
     answer = await _to_its_end(inner, request)
     described = {}
     for found in answer.to_object()["topics"]:
-        error = for_code(found["error_code"])
-        if error in (NoError, LeaderNotAvailableError):
+        error = errors.for_code(found["error_code"])
+        if error in (errors.NoError, errors.LeaderNotAvailableError):
             parts = sorted(found["partitions"], key=lambda part: part["partition"])
             described[found["topic"]] = [part["replicas"] for part in parts]
-        elif error is not UnknownTopicOrPartitionError:
+        elif error is not errors.UnknownTopicOrPartitionError:
             raise error(found["topic"])
     return described
 
@@ -139,51 +133,37 @@ async def _to_its_end(inner: Any, request: Any) -> Any:
 
 
 async def start_client(client: Any) -> None:
-    """Start a client. A cancellation waits a second for the end of the start.
+    """Start a client, and stop it if that fails. A cancellation waits a second for the end of the start.
 
     aiokafka keeps the connection with which it begins open if it is cancelled then.
     """
     starting = asyncio.ensure_future(client.start())
     try:
         await asyncio.shield(starting)
-    except asyncio.CancelledError:
+    except BaseException:
         try:
             await asyncio.wait({starting}, timeout=_STOP_S)
         finally:
             await _cancel(starting)
+            await stop_client(client)
         raise
 
 
-async def stop_consumer(consumer: Any) -> None:
-    """Stop an AIOKafkaConsumer and close its connections.
+async def stop_client(client: Any) -> None:
+    """Stop a client and close its connections. A producer flushes for at most a second; later records are dropped.
 
-    Its own `stop` can end half-way, in the cancellation of its own fetch.
+    Its own `stop` waits until the broker has accepted all records, and that of a consumer can end half-way, in the
+    cancellation of its own fetch.
     """
-    _give_up_requests(consumer)
-    if not await _stops(consumer.stop()):
-        await _stops(consumer._client.close())
-
-
-async def stop_producer(producer: Any) -> None:
-    """Flush an AIOKafkaProducer for at most a second, then close its connections. Later records are dropped.
-
-    Its own `stop` waits until the broker has accepted all records.
-    """
-    _give_up_requests(producer)
-    if not await _stops(producer.stop()):
-        await _stops(producer._sender.close())
-        await _stops(producer.client.close())
-
-
-async def stop_admin(admin: Any) -> None:
-    """Close the connections of an AIOKafkaAdminClient."""
-    _give_up_requests(admin)
-    await admin.close()
-
-
-def _give_up_requests(client: Any) -> None:
-    for request in _unanswered.get(inner_client(client), ()):
+    inner = inner_client(client)
+    for request in _unanswered.get(inner, ()):
         request.cancel()  # it could open a connection again
+    if not hasattr(client, "stop"):  # an admin client
+        await client.close()
+    elif not await _stops(client.stop()):
+        if hasattr(client, "_sender"):
+            await _stops(client._sender.close())
+        await _stops(inner.close())
 
 
 async def _stops(stop: Awaitable[None]) -> bool:

@@ -68,7 +68,6 @@ class KafkaSettings(KvsightSettings):
 
     @property
     def is_kafka_password_used(self) -> bool:
-        """Whether the login is by user and password."""
         return self.kafka_sasl_mechanism not in (None, "OAUTHBEARER")
 
     @model_validator(mode="after")
@@ -86,9 +85,9 @@ class KafkaSettings(KvsightSettings):
     @model_validator(mode="after")
     def _tls_is_complete(self) -> Self:
         if not self.kafka_tls:
-            self._refuse(_OF_TLS, f"none without {variable('kafka_tls')}=true")
+            self.refuse(_OF_TLS, f"none without {variable('kafka_tls')}=true")
         if self.kafka_cert_file is None:
-            self._refuse(("kafka_key_file", "kafka_key_password_file"), f"none without {variable('kafka_cert_file')}")
+            self.refuse(("kafka_key_file", "kafka_key_password_file"), f"none without {variable('kafka_cert_file')}")
         return self
 
     @model_validator(mode="after")
@@ -96,7 +95,7 @@ class KafkaSettings(KvsightSettings):
         mechanism = self.kafka_sasl_mechanism
         if not self.is_kafka_password_used:
             needed = f"{variable('kafka_sasl_mechanism')}=PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512"
-            self._refuse(_OF_PASSWORD, f"none without {needed}")
+            self.refuse(_OF_PASSWORD, f"none without {needed}")
         elif self.kafka_username is None:
             raise InvalidValueError(variable("kafka_username"), None, f"a user, for {mechanism}")
         else:
@@ -104,20 +103,11 @@ class KafkaSettings(KvsightSettings):
         if mechanism == "OAUTHBEARER":
             self._require_one(_OF_TOKEN)
         else:
-            self._refuse(_OF_TOKEN, f"none without {variable('kafka_sasl_mechanism')}=OAUTHBEARER")
+            self.refuse(_OF_TOKEN, f"none without {variable('kafka_sasl_mechanism')}=OAUTHBEARER")
         return self
-
-    def _refuse(self, fields: tuple[str, ...], expected: str) -> None:
-        for field in fields:
-            if getattr(self, field) is not None:
-                raise InvalidValueError(variable(field), _shown(getattr(self, field)), expected)
 
     def _require_one(self, fields: tuple[str, str]) -> None:
         given = [field for field in fields if getattr(self, field) is not None]
         if len(given) != 1:
             wanted = f"exactly one of {variable(fields[0])} and {variable(fields[1])}"
             raise InvalidValueError(variable(fields[0]), "both" if given else None, wanted)
-
-
-def _shown(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value

@@ -9,7 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from aiokafka.admin import NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError, TopicAuthorizationFailedError, for_code
+
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
+from kv_events.kafka.private_parts import describe_topics, start_client, stop_client
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.variables import variable
 from kv_events.runtime.words import count
@@ -47,22 +52,20 @@ async def inspect_topics(
     names: some of `topic_names`; by default those that publishers use. Raises KafkaUnreachableError, also if the broker
     refuses to create a topic.
     """
-    from kv_events.kafka.private_parts import describe_topics, start_client, stop_admin
-
     names = [settings.events_topic, settings.control_topic] if names is None else names
     await connection.check()
     admin = connection.admin(request_timeout_ms=_TIMEOUT_MS)
-    try:
-        with connection.guarded("describe", KafkaUnreachableError):
-            await start_client(admin)
+    with connection.guarded("describe", KafkaUnreachableError):
+        await start_client(admin)
+        try:
             found = await describe_topics(admin, names)
             missing = [name for name in names if name not in found] if create else []
             if missing:
                 await _create(admin, settings, missing, connection.user)
                 found |= await _describe_new(admin, missing)
             configs = await _configs(admin, list(found))
-    finally:
-        await stop_admin(admin)
+        finally:
+            await stop_client(admin)
     topics = {
         name: Topic(name, len(parts), min(map(len, parts), default=0), configs.get(name, {}))
         for name, parts in found.items()
@@ -108,9 +111,6 @@ def retention_mismatches(topic: Topic, snapshot_interval_s: float) -> list[str]:
 
 
 async def _create(admin: Any, settings: KafkaSettings, names: Sequence[str], user: str) -> None:
-    from aiokafka.admin import NewTopic
-    from aiokafka.errors import KafkaError, TopicAlreadyExistsError, TopicAuthorizationFailedError, for_code
-
     retention_ms = settings.topic_retention_s * 1000
     configs = {
         "cleanup.policy": "delete",
@@ -130,10 +130,6 @@ async def _create(admin: Any, settings: KafkaSettings, names: Sequence[str], use
 
 async def _describe_new(admin: Any, names: list[str]) -> dict[str, list[list[int]]]:
     """Describe topics that the controller has just created. A broker learns of them a moment later."""
-    from aiokafka.errors import KafkaError
-
-    from kv_events.kafka.private_parts import describe_topics
-
     give_up = time.monotonic() + _TIMEOUT_MS / 1000
     while True:
         found = await describe_topics(admin, names)
@@ -147,8 +143,6 @@ async def _describe_new(admin: Any, names: list[str]) -> dict[str, list[list[int
 
 async def _configs(admin: Any, names: list[str]) -> dict[str, dict[str, str]]:
     """Topic -> those of `_CONFIGS` that this user may read."""
-    from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-
     if not names:
         return {}
     wanted = [ConfigResource(ConfigResourceType.TOPIC, name, configs=dict.fromkeys(_CONFIGS, "")) for name in names]
@@ -161,7 +155,6 @@ async def _configs(admin: Any, names: list[str]) -> dict[str, dict[str, str]]:
 
 
 def topic_names(settings: KafkaSettings) -> list[str]:
-    """Return the names of all topics."""
     return list(_partitions(settings))
 
 

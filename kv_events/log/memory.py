@@ -1,8 +1,5 @@
 """The log of the embedded mode: passes records and resync requests between threads of one process."""
 
-from __future__ import annotations
-
-import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -55,17 +52,14 @@ class MemoryLog:
 
     @property
     def first_offset(self) -> int:
-        """Offset of the oldest record kept."""
         return self._first
 
     @property
     def next_offset(self) -> int:
-        """Offset of the next record to be appended."""
         with self._lock:
             return self._first + len(self._records)
 
     def append(self, key: bytes, payload: bytes, timestamp_ms: int) -> int:
-        """Append one record and return its offset."""
         with self._lock:
             offset = self._first + len(self._records)
             record = LogRecord(0, offset, timestamp_ms, key, payload)
@@ -92,21 +86,14 @@ class MemoryLog:
             return [self._records[i] for i in range(start, stop)]
 
     def request(self, request: ResyncRequest) -> None:
-        """Send a request to the publishers of the stream."""
         with self._lock:
             listeners = list(self._on_request)
         for listener in listeners:
             listener(request)
 
-    def watch(self) -> LogWatch:
-        """Return an object that waits for records inside the running event loop."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
-
-        return LogWatch(event, self._subscribe(self._on_append, wake))
+    def watch(self, on_append: Callable[[], None]) -> Callable[[], None]:
+        """Call a function after each record, on the thread of its writer. Returns a function to unsubscribe."""
+        return self._subscribe(self._on_append, on_append)
 
     def listen(self, on_request: Callable[[ResyncRequest], None]) -> Callable[[], None]:
         """Call a function for each resync request, on the thread of the caller. Returns a function to unsubscribe."""
@@ -125,23 +112,3 @@ class MemoryLog:
                 listeners.remove(listener)
 
         return stop
-
-
-class LogWatch:
-    """Waits for new records of a `MemoryLog`; belongs to one event loop."""
-
-    def __init__(self, event: asyncio.Event, stop: Callable[[], None]) -> None:
-        self._event, self._stop = event, stop
-
-    async def wait(self, timeout_s: float) -> bool:
-        """Wait until a record has arrived since the last call. Returns False after the timeout."""
-        try:
-            await asyncio.wait_for(self._event.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        self._event.clear()
-        return True
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._stop()

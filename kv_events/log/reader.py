@@ -1,4 +1,4 @@
-"""Reads event logs: many records at a time, as columns, past damage and a torn tail. Start at `scan_log`."""
+"""Reads event logs: many records at once, as columns, past damage and a torn tail. Start at `scan_log`."""
 
 import fcntl
 import os
@@ -10,38 +10,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.kernels.log_records import (
-    BEGIN,
-    CHANNEL,
-    END,
-    NUM_FIELDS,
-    OFFSET,
-    PARTITION,
-    TIMESTAMP_MS,
-    checksum_tables,
-    find_records,
-)
-from kv_events.log.format import (
-    FRAME_BYTES,
-    HEADER_BYTES,
-    LOCK_NAME,
-    MAX_BODY_BYTES,
-    EventLogCorruptedError,
-    Resume,
-    Segment,
-    body_of,
-    corrupted,
-    is_sound,
-    list_segments,
-    read_version,
-)
+from kv_events.kernels import batches
+from kv_events.kernels import log_records as column
+from kv_events.kernels.bundles import I64Matrix
+from kv_events.log import format as layout
+from kv_events.log.format import EventLogCorruptedError, Resume, Segment
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.records import Channel, LogRecord
 
 _CHUNK_BYTES = 2 << 20  # larger reads are slower; more than the largest record
 _MOST_ROWS = 16_384
-_MOST_RECORD_BYTES = FRAME_BYTES + MAX_BODY_BYTES
-_TABLES = checksum_tables()
+_MOST_RECORD_BYTES = layout.FRAME_BYTES + layout.MAX_BODY_BYTES
+_TABLES = column.checksum_tables()
 _MOST_MS, _MOST_OFFSET = 2**62, np.iinfo(np.int64).max
 
 OnDamage = Callable[[EventLogCorruptedError], None]
@@ -62,34 +42,33 @@ class RecordChunk(NamedTuple):
     @property
     def timestamps_ms(self) -> npt.NDArray[np.int64]:
         """[n] milliseconds since 1970."""
-        return self.rows[:, TIMESTAMP_MS]
+        return self.rows[:, column.TIMESTAMP_MS]
 
     @property
     def channels(self) -> npt.NDArray[np.int64]:
         """[n] channels."""
-        return self.rows[:, CHANNEL]
+        return self.rows[:, column.CHANNEL]
 
     @property
     def begins(self) -> npt.NDArray[np.int64]:
         """[n] byte offsets in the segment at which the records begin."""
-        return self.rows[:, BEGIN] + self.position
+        return self.rows[:, column.BEGIN] + self.position
 
     @property
     def end(self) -> int:
         """Byte offset in the segment after the last record."""
-        return int(self.rows[-1, END]) + self.position
+        return int(self.rows[-1, column.END]) + self.position
 
     @property
     def next_index(self) -> int:
-        """Index after the last record."""
         return self.first_index + len(self.rows)
 
     def offsets(self, channel: int) -> Iterator[tuple[int, int, int]]:
         """Yield (partition, offset of its first record, offset of its last one) of a channel."""
         rows = self.rows[self.channels == channel]
-        for partition in np.unique(rows[:, PARTITION]).tolist():
-            (found,) = np.nonzero(rows[:, PARTITION] == partition)
-            yield partition, int(rows[found[0], OFFSET]), int(rows[found[-1], OFFSET])
+        for partition in np.unique(rows[:, column.PARTITION]).tolist():
+            (found,) = np.nonzero(rows[:, column.PARTITION] == partition)
+            yield partition, int(rows[found[0], column.OFFSET]), int(rows[found[-1], column.OFFSET])
 
     def before(self, moment: LogMoment) -> npt.NDArray[np.bool_]:
         """Return bool[n]: which records belong to a moment of the log."""
@@ -99,13 +78,12 @@ class RecordChunk(NamedTuple):
         if moment.index is not None:
             taken[max(0, moment.index - self.first_index) :] = False
         if moment.offsets is not None:
-            partitions, places = np.unique(self.rows[:, PARTITION], return_inverse=True)
+            partitions, places = np.unique(self.rows[:, column.PARTITION], return_inverse=True)
             limits = [min(moment.offsets.get(partition, 0), _MOST_OFFSET) for partition in partitions.tolist()]
-            taken &= self.rows[:, OFFSET] < np.array(limits, np.int64)[places]
+            taken &= self.rows[:, column.OFFSET] < np.array(limits, np.int64)[places]
         return taken
 
     def note_in(self, extent: LogExtent) -> None:
-        """Count the records."""
         times = self.timestamps_ms
         first_ms, last_ms = int(times.min()), int(times.max())
         extent.extend(self.first_index, len(self.rows), first_ms, last_ms, self.offsets(Channel.EVENTS))
@@ -130,20 +108,20 @@ def scan_log(folder: Path, on_damage: OnDamage, start: int = 0) -> Iterator[Reco
 
     A torn tail of the last segment ends the log. Raises OSError.
     """
-    for segment in list_segments(folder):
+    for segment in layout.list_segments(folder):
         if segment.next_first_index is None or segment.next_first_index > start:
             yield from scan_segment(segment, on_damage)
 
 
 def scan_segment(
-    segment: Segment, on_damage: OnDamage, position: int = HEADER_BYTES, index: int | None = None
+    segment: Segment, on_damage: OnDamage, position: int = layout.HEADER_BYTES, index: int | None = None
 ) -> Iterator[RecordChunk]:
     """Yield the sound records of a segment from a byte position, which is that of record `index` (default: the first).
 
     Damage is reported and passed over. Raises OSError.
     """
     try:
-        if read_version(segment) is None:
+        if layout.read_version(segment) is None:
             return
     except EventLogCorruptedError as error:  # the records may be sound all the same
         on_damage(error)
@@ -158,11 +136,11 @@ def scan_segment(
 
 
 def _sound_chunks(segment: Segment, position: int, index: int) -> Iterator[RecordChunk]:
-    rows = np.empty((_MOST_ROWS, NUM_FIELDS), np.int64)
+    rows = np.empty((_MOST_ROWS, column.NUM_FIELDS), np.int64)
     with segment.path.open("rb", buffering=0) as file:
         while True:
             data = os.pread(file.fileno(), _CHUNK_BYTES, position)
-            found = find_records(np.frombuffer(data, np.uint8), MAX_BODY_BYTES, _TABLES, rows)
+            found = column.find_records(np.frombuffer(data, np.uint8), layout.MAX_BODY_BYTES, _TABLES, rows)
             if not found:
                 break
             chunk = RecordChunk(segment, index, position, data, rows[:found].copy())
@@ -180,9 +158,9 @@ def _check_end(fd: int, segment: Segment, position: int, index: int) -> None:
     """
     fault = _fault(fd, position)
     if fault is not None and (fault.corrupted or segment.next_first_index is not None):
-        raise corrupted(segment, position, index, fault.detail, _resume(fd, segment, position, index, fault))
+        raise layout.corrupted(segment, position, index, fault.detail, _resume(fd, segment, position, index, fault))
     if segment.next_first_index not in (None, index):
-        raise corrupted(segment, position, index, f"records up to {segment.next_first_index} are missing")
+        raise layout.corrupted(segment, position, index, f"records up to {segment.next_first_index} are missing")
 
 
 class _Fault(NamedTuple):
@@ -199,11 +177,11 @@ def _fault(fd: int, position: int) -> _Fault | None:
     if num_left <= 0:
         return None
     rest = os.pread(fd, num_left, position)
-    if is_sound(rest, 0):
+    if layout.is_sound(rest, 0):
         return None  # an append has finished since the read
-    if rest.count(0) == len(rest) or len(rest) < FRAME_BYTES:
+    if rest.count(0) == len(rest) or len(rest) < layout.FRAME_BYTES:
         return _Fault(f"a torn tail of {len(rest)} bytes", corrupted=False)
-    body = body_of(rest, 0)
+    body = layout.body_of(rest, 0)
     if body is None:
         return _Fault("the checksum of a record's head is wrong", corrupted=True)
     if body.stop > len(rest):
@@ -215,9 +193,9 @@ def _resume(fd: int, segment: Segment, position: int, index: int, fault: _Fault)
     """Find the first sound record behind a fault in the same segment."""
     begin = position + (fault.num_bytes or 1)
     data = memoryview(os.pread(fd, 2 * _MOST_RECORD_BYTES, begin))
-    if fault.num_bytes is not None and is_sound(data, 0):
+    if fault.num_bytes is not None and layout.is_sound(data, 0):
         return Resume(index + 1, begin)
-    found = next((begin + at for at in range(min(len(data), _MOST_RECORD_BYTES)) if is_sound(data, at)), None)
+    found = next((begin + at for at in range(min(len(data), _MOST_RECORD_BYTES)) if layout.is_sound(data, at)), None)
     if found is None:
         return None
     if segment.next_first_index is None:  # at least one record is lost
@@ -249,10 +227,10 @@ def torn_tail(folder: Path, last: RecordChunk | None, damage: Sequence[EventLogC
 
     last: the last chunk of records. damage: what the scan found; its end is not named again.
     """
-    segment = list_segments(folder)[-1]
+    segment = layout.list_segments(folder)[-1]
     is_known = last is not None and last.segment.path == segment.path
     end, index = (last.end, last.next_index) if last is not None and is_known else (0, segment.first_index)
-    end = max(end, HEADER_BYTES)
+    end = max(end, layout.HEADER_BYTES)
     is_damage = any(error.segment == segment.path and error.position in (0, end) for error in damage)
     num_left = segment.path.stat().st_size - end
     if num_left <= 0 or is_damage or _is_written(folder):
@@ -263,10 +241,48 @@ def torn_tail(folder: Path, last: RecordChunk | None, damage: Sequence[EventLogC
 def _is_written(folder: Path) -> bool:
     """Return whether a writer has the log open."""
     try:
-        with (folder / LOCK_NAME).open("rb") as file:
+        with (folder / layout.LOCK_NAME).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
     return False
+
+
+class BatchColumns(NamedTuple):
+    """The batches of consecutive records.
+
+    A batch is *plain* if `kv_events.codec.decode_batch` accepts it with the same result, and if it has only stores and
+    removals, no degraded reason, and nothing that only newer versions know. Its names are not checked: they are sound
+    if a batch with the same ones was accepted. Of other records, only the names have columns, if they can be read.
+    """
+
+    data: bytes
+    rows: I64Matrix
+    """[n, NUM_FIELDS] the records, as in `kv_events.kernels.log_records`; positions are relative to `data`."""
+    arrays: batches.BatchArrays
+    """The batches, as in `kv_events.kernels.batches`."""
+
+    def names(self) -> list[bytes | None]:
+        """Return the encoded model, tenant, worker, rank and block size of each batch. None if they are unreadable.
+
+        Batches with equal bytes belong to one stream and have one block size.
+        """
+        data = self.data
+        places = self.arrays.batches[:, (batches.NAMES, batches.NAMES_END)].tolist()
+        return [data[start:end] if end else None for start, end in places]
+
+
+def decode_chunk(chunk: RecordChunk, start: int, stop: int) -> BatchColumns:
+    """Decode the records [start, stop) of a chunk."""
+    rows = chunk.rows[start:stop]
+    arrays = batches.BatchArrays(
+        np.empty(len(rows), np.uint8),
+        np.empty((len(rows), batches.NUM_BATCH_FIELDS), np.int64),
+        np.empty((len(chunk.data) // batches.LEAST_EVENT_BYTES + 1, batches.NUM_EVENT_FIELDS), np.int64),
+        np.empty(len(chunk.data) // 8 + 1, np.uint64),
+    )
+    num_events, num_words = batches.decode_batches(np.frombuffer(chunk.data, np.uint8), rows, arrays)
+    used = arrays._replace(events=arrays.events[:num_events], words=arrays.words[:num_words])
+    return BatchColumns(chunk.data, rows, used)

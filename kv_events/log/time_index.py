@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.log.files import replace_file
-from kv_events.log.format import HEADER_BYTES, Segment, list_segments
+from kv_events.log.format import HEADER_BYTES, Segment, list_segments, replace_file
 from kv_events.log.reader import OnDamage, RecordChunk, scan_segment
 from kv_events.records import Channel
 
@@ -48,7 +47,6 @@ class TimeIndex:
 
     def __init__(self, folder: Path, on_damage: OnDamage) -> None:
         """Reads the files of the index, and the records that they do not cover. on_damage: receives damaged records.
-
         Raises OSError.
         """
         self._folder = folder
@@ -56,7 +54,7 @@ class TimeIndex:
         self._segments: list[Segment] = []
         self._covered: dict[int, _Covered] = {}  # by the first index of the segment
         self._saved: dict[int, int] = {}  # first index of the segment -> next index in its file
-        self.faults: list[str] = []
+        self.file_faults: list[str] = []
         """Files of the index that could not be used. The segments were read instead."""
         self.refresh()
 
@@ -71,6 +69,17 @@ class TimeIndex:
                 covered = self._scan(segment, covered)
             self._covered[segment.first_index] = covered
         self._all = np.concatenate([self._covered[s.first_index].blocks for s in self._segments] or [_no_blocks()])
+        self.is_empty = not len(self._all)
+        """Whether the log has no sound record."""
+        self.first_index = self._segments[0].first_index if self._segments else 0
+        self.next_index = self._covered[self._segments[-1].first_index].next_index if self._segments else 0
+        """Index after the newest record."""
+        self.first_ms = int(self._all[:, _FIRST_MS].min(initial=-_NEVER - 1))
+        """The earliest time of a record, in milliseconds since 1970."""
+        self.last_ms = int(self._all[:, _LAST_MS].max(initial=_NEVER))
+        last_event_ms = int(self._all[:, _LAST_EVENT_MS].max(initial=_NEVER))
+        self.last_event_ms = None if last_event_ms == _NEVER else last_event_ms
+        """The latest time of a record of events. None if there is none."""
 
     def save(self) -> None:
         """Write the files of the index, one for each segment. Raises OSError."""
@@ -80,37 +89,6 @@ class TimeIndex:
                 body = facts.tobytes() + covered.blocks.astype("<i8").tobytes()
                 replace_file(self._path(first), (_MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
                 self._saved[first] = covered.next_index
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the log has no sound record."""
-        return not len(self._all)
-
-    @property
-    def first_index(self) -> int:
-        """Index of the oldest record."""
-        return self._segments[0].first_index if self._segments else 0
-
-    @property
-    def next_index(self) -> int:
-        """Index after the newest record."""
-        return self._covered[self._segments[-1].first_index].next_index if self._segments else 0
-
-    @property
-    def first_ms(self) -> int:
-        """The earliest time of a record, in milliseconds since 1970."""
-        return int(self._all[:, _FIRST_MS].min())
-
-    @property
-    def last_ms(self) -> int:
-        """The latest time of a record."""
-        return int(self._all[:, _LAST_MS].max())
-
-    @property
-    def last_event_ms(self) -> int | None:
-        """The latest time of a record of events. None if there is none."""
-        last = int(self._all[:, _LAST_EVENT_MS].max(initial=_NEVER))
-        return None if last == _NEVER else last
 
     def after(self, time_ms: float) -> int:
         """Return an index such that all records from there on are later than a time."""
@@ -161,7 +139,7 @@ class TimeIndex:
             return _nothing(segment)
         covered = _load(path, segment)
         if covered is None:
-            self.faults.append(_fault(path))
+            self.file_faults.append(_fault(path))
             return _nothing(segment)
         self._saved[segment.first_index] = covered.next_index
         return covered
@@ -186,7 +164,6 @@ def _fault(path: Path) -> str:
 
 
 def _load(path: Path, segment: Segment) -> _Covered | None:
-    """Read a file of the index. None if it is damaged."""
     data = path.read_bytes()
     body = data[12:]
     facts = np.frombuffer(body[:24].ljust(24, b"\0"), "<i8")

@@ -1,6 +1,7 @@
-"""Outages of a server that several parts of a process use: one log line at the beginning, one at the end."""
+"""Log lines without end are limited: those of an outage to two, those that a bad peer causes to two a minute."""
 
 import logging
+import math
 import time
 from datetime import UTC, datetime
 
@@ -32,7 +33,6 @@ class Outage:
         return 0.0 if self.since is None else max(0.0, time.time() - self.since)
 
     def is_failing(self, user: str) -> bool:
-        """Return whether the newest attempt of a user failed."""
         return user in self._failing
 
     def note_failure(self, reason: object, user: str = "", began: float | None = None) -> None:
@@ -50,8 +50,31 @@ class Outage:
             self.since = None
 
     def note_success(self, user: str = "") -> None:
-        """Note a successful attempt."""
         self._failing.discard(user)
         if self.since is not None and not self._failing:
             self._logger.warning("%s again after %.1f s", self._up, self.seconds)
             self.since = None
+
+
+_INTERVAL_S = 30.0
+
+
+class RateLimitedLogger:
+    """Logs each kind of warning at most once in 30 seconds. Counters keep the full number. Thread-safe."""
+
+    def __init__(self, log: logging.Logger, subject: str) -> None:
+        """subject: what all messages are about; they begin with it."""
+        self._log = log
+        self._subject = subject
+        self._logged_at: dict[str, float] = {}  # by template; there is a fixed number of them
+
+    def warning(self, template: str, *facts: object, error: Exception | None = None) -> None:
+        """Log a warning unless one of the same template was logged less than 30 seconds ago.
+
+        template: a constant, in the style of `logging`. facts: shorten those that come from outside. error: its
+        traceback is logged, too.
+        """
+        now = time.monotonic()
+        if now >= self._logged_at.get(template, -math.inf) + _INTERVAL_S:
+            self._logged_at[template] = now
+            self._log.warning("%s: " + template, self._subject, *facts, exc_info=error)

@@ -1,5 +1,6 @@
 """Base of all settings classes: values from `KVSIGHT_*` variables, frozen, with errors that name the variable."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,6 +62,12 @@ class KvsightSettings(BaseSettings):
             return value.get_secret_value()
         path: Path | None = getattr(self, f"{field}_file")
         return None if path is None else read_secret(f"{field}_file", path)
+
+    def refuse(self, fields: Sequence[str], expected: str) -> None:
+        """Raise InvalidValueError if one of the fields is set."""
+        for field in fields:
+            if (value := getattr(self, field)) is not None:
+                raise InvalidValueError(variable(field), str(value) if isinstance(value, Path) else value, expected)
 
     @classmethod
     def _first_error(cls, error: ValidationError) -> InvalidValueError:

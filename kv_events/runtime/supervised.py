@@ -1,16 +1,28 @@
-"""Long-lived tasks, which start again after an unexpected error instead of ending silently."""
+"""Long-lived tasks: for the time of a block, and such that start again after an unexpected error; and their pauses."""
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 from kv_events.errors import KvsightError
-from kv_events.runtime.backoff import pause_s
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
+
+
+@asynccontextmanager
+async def in_background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Run `work` during a block, and cancel it at the end. name: of the task."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        await cancel(task)
 
 
 async def keep_running(
@@ -40,3 +52,40 @@ async def keep_running(
             num_failures += 1
         else:
             return
+
+
+async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel tasks, as far as there are any, and wait for their ends."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)
+
+
+_random = random.SystemRandom()
+
+
+def pause_s(attempt: int, first_s: float, longest_s: float) -> float:
+    """Seconds to wait after attempt 0, 1, ...: `first_s`, doubled per attempt, at most `longest_s`.
+
+    Each pause is shortened at random by up to a half, so that clients of one server do not return all at once.
+    """
+    return min(longest_s, first_s * 2.0 ** min(attempt, 64)) * _random.uniform(0.5, 1.0)
+
+
+class Backoff:
+    """The pauses of one retry loop. Belongs to one task."""
+
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self.failed_attempts = 0
+        """Since the last success."""
+
+    async def pause(self) -> None:
+        pause = pause_s(self.failed_attempts, self._first_s, self._longest_s)
+        self.failed_attempts += 1
+        await asyncio.sleep(pause)
+
+    def reset(self) -> None:
+        self.failed_attempts = 0

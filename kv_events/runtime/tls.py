@@ -59,9 +59,8 @@ class TlsFiles(NamedTuple):
         return tuple(found)
 
     def load_server(self, context: ssl.SSLContext) -> None:
-        """Let the next connections to a server have the certificate that is in the files now.
-
-        Raises InvalidValueError naming the file; the context stays as it is then.
+        """Let the next connections to a server have the certificate that is in the files now. Raises InvalidValueError
+        naming the file; the context stays as it is then.
         """
         self.check_server()
         assert self.cert is not None

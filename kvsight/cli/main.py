@@ -11,7 +11,7 @@ import typer
 
 from kv_events.errors import KvsightError
 from kv_events.runtime.variables import check_variables
-from kvsight.cli import bridge, demo, endpoint_picker, query, register, route, serve, simulate, top
+from kvsight.cli import bridge, demo, query, register, route, serve, simulate, top
 from kvsight.cli.app import App, print_versions
 from kvsight.cli.doctor.command import doctor
 from kvsight.cli.logs import audit, explain, files, record, replay, tail
@@ -40,7 +40,7 @@ app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("bridge")(bridge.bridge)
 app.command("republish")(bridge.republish)
-app.command("endpoint-picker")(endpoint_picker.endpoint_picker)
+app.command("endpoint-picker")(route.endpoint_picker)
 app.command("route")(route.route)
 app.command("register")(register.register)
 app.command("unregister")(register.unregister)

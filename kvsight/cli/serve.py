@@ -103,8 +103,11 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
     from api.app import create_app
     from api.server import listen, run_server, url_of
     from api.starting import load_and_answer
+    from indexer.assembly import create_recording
 
-    recording = _recording(indexer, settings)
+    recording = None
+    if settings.record is not None:
+        recording = create_recording(indexer, settings.record, settings.record_keep_s, settings.record_bytes)
     if indexer.is_embedded:
         import_module("bridge")  # its kernels are loaded, too
     if settings.reuse_port:
@@ -167,14 +170,6 @@ def _follower(
         reservations=reservations,
         limits=registration,
     )
-
-
-def _recording(indexer: IndexerSettings, settings: ApiSettings) -> RecordingThread | None:
-    from indexer.assembly import create_recording
-
-    if settings.record is None:
-        return None
-    return create_recording(indexer, settings.record, settings.record_keep_s, settings.record_bytes)
 
 
 def _embedded(

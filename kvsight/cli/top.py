@@ -81,7 +81,9 @@ def top(
     if not ranks and (flag := at_most_one({"--model": model, "--tenant": tenant})):
         raise UsageError(f"{flag} needs --ranks")
     with Client(url, token=api_token, timeout_s=_TIMEOUT_S, retry=RetryPolicy(attempts=1)) as client:
-        table = _ranks_table(client, contains, model, tenant) if ranks else _fleet_table(client, contains)
+        table = _Table(lambda: client.fleet(contains, limit=_MOST_WORKERS), _fleet_lines)
+        if ranks:
+            table = _ranks_table(client, contains, model, tenant)
         if once:
             found = table.read()
             if as_json or found or (model, tenant) == (None, None):
@@ -106,10 +108,6 @@ class _Table(NamedTuple):
 
 _Show: TypeAlias = Callable[[Any, str], None]
 """Shows the newest answer, or None before the first one, and why there is no newer one; empty if there is."""
-
-
-def _fleet_table(client: Client, contains: str) -> _Table:
-    return _Table(lambda: client.fleet(contains, limit=_MOST_WORKERS), _fleet_lines)
 
 
 def _ranks_table(client: Client, contains: str, model: str | None, tenant: str | None) -> _Table:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from api.http_pool import HttpPool, NoAnswerError
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kvsight.base_client import address_and_authorization
 from kvsight.routers.placement import address_of
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import litellm
 from litellm.integrations.custom_logger import CustomLogger
 
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kvsight.routers.placement import DEADLINE_S, Placement
 
 _KEY = "kvsight"  # of our note in a request's metadata

@@ -23,7 +23,7 @@ from api.http_pool import HttpPool, NoAnswerError
 from kv_events.errors import KvsightError
 from kv_events.http.selection import Selection, SelectRequest
 from kv_events.http.service import DEFAULT_URL
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kvsight import calls, selection_calls
 from kvsight.base_client import address_and_authorization
 from kvsight.calls import Call

@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kvsight.routers.gateway import TARGET, Gateway
 from kvsight.routers.placement import KnownWorker, Placed, Placement, body_of, model_of
 

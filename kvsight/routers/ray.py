@@ -18,7 +18,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kvsight.routers.placement import DEADLINE_S, Placed, Placement
 
 _MOST_BOOKED = 4096

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kvsight.routers.placement import Placed, Placement
 
 _warnings = RateLimitedLogger(logging.getLogger(__name__), "verl chooses the server")

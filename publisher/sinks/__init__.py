@@ -6,20 +6,8 @@ settings; aiokafka and ZMQ are loaded when their sink is created.
 
 from kv_events.errors import InvalidValueError
 from publisher.settings import PublisherSettings
-from publisher.sinks.base import OutRecord, Sink, SinkError, SinkRejectedError, SinkUnavailableError
+from publisher.sinks.base import Sink
 from publisher.sinks.file import FileSink
-from publisher.sinks.memory import MemorySink
-
-__all__ = [
-    "FileSink",
-    "MemorySink",
-    "OutRecord",
-    "Sink",
-    "SinkError",
-    "SinkRejectedError",
-    "SinkUnavailableError",
-    "create_sink",
-]
 
 
 def create_sink(settings: PublisherSettings) -> Sink:

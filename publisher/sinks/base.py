@@ -55,9 +55,8 @@ class Sink(Protocol):
         """Connect. Raises SinkUnavailableError; it may then be called again."""
 
     async def send(self, records: Sequence[OutRecord]) -> None:
-        """Send records, in order for equal keys. Returns when all of them are durable for this sink.
-
-        Raises SinkUnavailableError or SinkRejectedError. Any part of the records may then have been accepted.
+        """Send records, in order for equal keys. Returns when all of them are durable for this sink. Raises
+        SinkUnavailableError or SinkRejectedError. Any part of the records may then have been accepted.
         """
 
     async def stop(self) -> None:

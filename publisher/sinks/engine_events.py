@@ -13,20 +13,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kv_events import schema
 from kv_events.codec import decode_batch
 from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes
-from kv_events.schema import (
-    CLOSED,
-    MEDIA,
-    AllBlocksCleared,
-    EventBatch,
-    PackedRemoved,
-    PackedStored,
-    SnapshotBegin,
-    SnapshotEnd,
-    StorageMedium,
-    WireEvent,
-)
 
 Encoding: TypeAlias = Literal["array", "map"]
 
@@ -51,11 +40,11 @@ class EngineEvents:
         self.num_omitted = 0
         """Number of omitted pages: pages without tokens, or whose hash does not follow from the tokens."""
         self._encoding = encoding
-        self._batch_decoder = msgspec.msgpack.Decoder(EventBatch)
-        self._event_decoder = msgspec.msgpack.Decoder(WireEvent)
+        self._batch_decoder = msgspec.msgpack.Decoder(schema.EventBatch)
+        self._event_decoder = msgspec.msgpack.Decoder(schema.WireEvent)
         self._encoder = msgspec.msgpack.Encoder()
-        self._sent: dict[StorageMedium, set[int]] = {medium: set() for medium in MEDIA}
-        self._resent: dict[StorageMedium, set[int]] | None = None  # since the beginning of a resync
+        self._sent: dict[schema.StorageMedium, set[int]] = {medium: set() for medium in schema.MEDIA}
+        self._resent: dict[schema.StorageMedium, set[int]] | None = None  # since the beginning of a resync
         self._has_begun = False
 
     def encode(self, record: bytes) -> bytes | None:
@@ -64,7 +53,7 @@ class EngineEvents:
         The first batch clears all blocks, for readers that know an earlier worker of this name. The last one clears
         them, too.
         """
-        is_last = decode_batch(record).degraded_reason == CLOSED  # also checks the whole record
+        is_last = decode_batch(record).degraded_reason == schema.CLOSED  # also checks the whole record
         batch = self._batch_decoder.decode(record)
         events: list[Any] = [] if self._has_begun else [self._event(_CLEARED)]
         self._has_begun = True
@@ -72,45 +61,45 @@ class EngineEvents:
             with contextlib.suppress(msgspec.ValidationError):  # a tag of a newer version
                 events += self._translated(self._event_decoder.decode(raw), batch.block_size)
         if is_last:
-            events += self._translated(AllBlocksCleared(), batch.block_size)
+            events += self._translated(schema.AllBlocksCleared(), batch.block_size)
         return self._encoder.encode([batch.timestamp, events, batch.dp_rank]) if events else None
 
-    def _translated(self, event: WireEvent, block_size: int) -> list[Any]:
+    def _translated(self, event: schema.WireEvent, block_size: int) -> list[Any]:
         match event:
-            case PackedStored() if self._resent is not None:
+            case schema.PackedStored() if self._resent is not None:
                 self._note_resent(event, self._resent)
-            case PackedStored():
+            case schema.PackedStored():
                 return self._stored(event, block_size)
-            case PackedRemoved():
+            case schema.PackedRemoved():
                 removed = self._sent[event.medium].intersection(np.frombuffer(event.sequence_hashes, "<u8").tolist())
                 return self._removed(event.medium, removed)
-            case AllBlocksCleared():
+            case schema.AllBlocksCleared():
                 for sent in self._sent.values():
                     sent.clear()
                 return [self._event(_CLEARED)]
-            case SnapshotBegin():
-                self._resent = {medium: set() for medium in MEDIA}
-            case SnapshotEnd() if self._resent is not None:
+            case schema.SnapshotBegin():
+                self._resent = {medium: set() for medium in schema.MEDIA}
+            case schema.SnapshotEnd() if self._resent is not None:
                 resent, self._resent = self._resent, None
                 return [
                     removed
-                    for medium in MEDIA
+                    for medium in schema.MEDIA
                     for removed in self._removed(medium, self._sent[medium] - resent[medium])
                 ]
         return []
 
-    def _note_resent(self, event: PackedStored, resent: dict[StorageMedium, set[int]]) -> None:
+    def _note_resent(self, event: schema.PackedStored, resent: dict[schema.StorageMedium, set[int]]) -> None:
         hashes = set(np.frombuffer(event.sequence_hashes, "<u8").tolist())
         self.num_omitted += len(hashes - self._sent[event.medium])
         resent[event.medium] |= hashes
 
-    def _removed(self, medium: StorageMedium, hashes: set[int]) -> list[Any]:
+    def _removed(self, medium: schema.StorageMedium, hashes: set[int]) -> list[Any]:
         if not hashes:
             return []
         self._sent[medium] -= hashes
         return [self._event("BlockRemoved", block_hashes=sorted(hashes), medium=medium.value)]
 
-    def _stored(self, event: PackedStored, block_size: int) -> list[Any]:
+    def _stored(self, event: schema.PackedStored, block_size: int) -> list[Any]:
         hashes, parents = np.frombuffer(event.sequence_hashes, "<u8"), np.frombuffer(event.parents, "<u8").tolist()
         rows = _token_rows(event.token_ids, len(hashes))
         if rows.shape[1] not in (block_size, block_size + 1):
@@ -126,7 +115,7 @@ class EngineEvents:
         return events
 
     def _chain(
-        self, event: PackedStored, hashes: U64Array, rows: U32Array, parent: int | None, block_size: int
+        self, event: schema.PackedStored, hashes: U64Array, rows: U32Array, parent: int | None, block_size: int
     ) -> Any | None:
         """Return the event for pages whose hashes readers can reproduce. rows: uint32[pages, block_size or 1 more]."""
         is_bigram = rows.shape[1] > block_size

@@ -1,13 +1,12 @@
 """The file sink: an event log in a folder."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from kv_events.errors import check_type
-from kv_events.log.event_log import EventLogError, EventLogWriter
+from kv_events.log.event_log import EventLogWriter, WriterThread
 from kv_events.records import LogRecord
 from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
@@ -25,49 +24,29 @@ class FileSink:
         self._folder = Path(folder)
         self.outage = Outage(logger, f"event log {folder} takes no records", f"event log {folder} takes records")
         self._segment_bytes = segment_bytes
-        self._writer: EventLogWriter | None = None  # used only in the thread
-        self._thread: ThreadPoolExecutor | None = None  # one: a cancelled call finishes before the next
+        self._log: WriterThread | None = None
 
     async def start(self) -> None:
         """Open the log. A log that another writer has open counts as unavailable."""
-        self._thread = self._thread or ThreadPoolExecutor(1, f"event-log:{self._folder}")
-        await self._in_thread(self._thread, self._open)
+        self._log = self._log or WriterThread(self._folder, self._segment_bytes, SinkUnavailableError)
+        await self._log.run(lambda _writer: None)
 
     async def send(self, records: Sequence[OutRecord]) -> None:
         """Write and sync in a thread. A full disk counts as unavailable."""
-        if self._thread is None:
+        if self._log is None:
             raise SinkUnavailableError(f"event log {self._folder} is not open")
-        await self._in_thread(self._thread, lambda: self._write(records))
+        await self._log.run(partial(_write, records))
 
     async def stop(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            closing = asyncio.get_running_loop().run_in_executor(thread, self._close)
-            thread.shutdown(wait=False)
-            await asyncio.shield(closing)
+        log, self._log = self._log, None
+        if log is not None:
+            await log.stop()
 
     def requests(self) -> AsyncIterator[ResyncRequest | None]:
         return no_requests()
 
-    async def _in_thread(self, thread: ThreadPoolExecutor, step: Callable[[], None]) -> None:
-        try:
-            await asyncio.get_running_loop().run_in_executor(thread, step)
-        except (OSError, EventLogError) as error:
-            raise SinkUnavailableError(f"event log {self._folder}: {error}") from error
 
-    def _open(self) -> None:
-        if self._writer is None:  # an abandoned open may have finished
-            self._writer = EventLogWriter(self._folder, segment_bytes=self._segment_bytes)
-
-    def _write(self, records: Sequence[OutRecord]) -> None:
-        if self._writer is None:
-            raise EventLogError("it is not open")
-        for record in records:
-            log_record = LogRecord(0, self._writer.next_index, record.timestamp_ms, record.key, record.payload)
-            self._writer.append(log_record)
-        self._writer.flush()
-
-    def _close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+def _write(records: Sequence[OutRecord], writer: EventLogWriter) -> None:
+    for record in records:
+        writer.append(LogRecord(0, writer.next_index, record.timestamp_ms, record.key, record.payload))
+    writer.flush()

@@ -13,27 +13,17 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from aiokafka import TopicPartition
-from aiokafka.errors import (
-    ConsumerStoppedError,
-    CorruptRecordException,
-    InvalidTimestampError,
-    InvalidTopicError,
-    KafkaError,
-    MessageSizeTooLargeError,
-    RecordTooLargeError,
-)
+from aiokafka import TopicPartition, errors
 from aiokafka.partitioner import DefaultPartitioner
 
 from kv_events.codec import decode_resync
 from kv_events.errors import InvalidValueError, RecordRejectedError, check_type, shorten
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
-from kv_events.kafka.private_parts import check_fetching, describe_topics, start_client, stop_consumer, stop_producer
+from kv_events.kafka.private_parts import check_fetching, describe_topics, start_client, stop_client
 from kv_events.kafka.topics import inspect_topics, mismatches
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.runtime.backoff import Backoff
-from kv_events.runtime.outages import Outage
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import Outage, RateLimitedLogger
+from kv_events.runtime.supervised import Backoff
 from kv_events.schema import ResyncRequest
 from kv_events.streams import worker_key
 from publisher.settings import PublisherSettings
@@ -41,7 +31,7 @@ from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableEr
 
 logger = logging.getLogger(__name__)
 
-_FOR_GOOD = (InvalidTopicError, MessageSizeTooLargeError, RecordTooLargeError)
+_FOR_GOOD = (errors.InvalidTopicError, errors.MessageSizeTooLargeError, errors.RecordTooLargeError)
 _RETRY_S = 1.0
 _LOOK_S = 1.0
 """Time without requests after which the control topic is looked for."""
@@ -74,7 +64,9 @@ class KafkaSink:
         self._limited_logger = RateLimitedLogger(logger, f"control topic {settings.control_topic}")
         self._producer: Any = None
         self._consumer: Any = None
-        self._times = _RecordTimes()
+        # the broker refuses times that are an hour ahead (its setting); over the monotonic clock, so that a clock that
+        # is set right is trusted again
+        self._refused_lead_ms = math.inf
         self._records: Sequence[OutRecord] = ()  # records of the current or interrupted call
         self._acknowledged: list[asyncio.Future[Any]] = []  # for each record passed to the producer
 
@@ -102,12 +94,12 @@ class KafkaSink:
             raise SinkRejectedError(self._connection.failure(error, "write")) from error
         except KafkaUnreachableError as error:
             raise SinkUnavailableError(str(error)) from error
-        except InvalidTimestampError as error:
-            self._times.refuse(records)
+        except errors.InvalidTimestampError as error:
+            self._refused_lead_ms = max(map(_lead_ms, records)) - _TIME_MARGIN_MS
             await self._stop_producer()
             detail = "it refuses the time of records, so they are sent without; is the clock of this machine right?"
             raise SinkUnavailableError(f"Kafka at {self._connection.bootstrap}: {detail}") from error
-        except (KafkaError, OSError) as error:
+        except (errors.KafkaError, OSError) as error:
             await self._stop_producer()  # its idempotent session may be lost; the retry starts a new one
             raise SinkUnavailableError(self._connection.failure(error, "write")) from error
         self._records, self._acknowledged = (), []
@@ -116,7 +108,7 @@ class KafkaSink:
         """Flush for at most one second, then disconnect."""
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            await stop_consumer(consumer)
+            await stop_client(consumer)
         await self._stop_producer()
 
     async def requests(self) -> AsyncIterator[ResyncRequest | None]:
@@ -125,17 +117,17 @@ class KafkaSink:
             try:
                 async with asyncio.timeout(_LOOK_S):
                     message = await self._consumer.getone()
-            except ConsumerStoppedError:
+            except errors.ConsumerStoppedError:
                 return
             except TimeoutError:
                 await self._restore_control_topic()
                 await self._restore_consumer()
                 continue
-            except (CorruptRecordException, UnicodeDecodeError):
+            except (errors.CorruptRecordException, UnicodeDecodeError):
                 await self._consumer.seek_to_end()  # requests that are skipped with it are repeated
                 yield None
                 continue
-            except KafkaError as error:
+            except errors.KafkaError as error:
                 self._limited_logger.warning("%s; listening again", self._connection.failure(error, "read"))
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -153,7 +145,7 @@ class KafkaSink:
         sending = asyncio.ensure_future(self._send_all(records))
         try:
             while not (await asyncio.wait({sending}, timeout=_PATIENCE_S))[0]:
-                with contextlib.suppress(KafkaError, KafkaUnreachableError, OSError):
+                with contextlib.suppress(errors.KafkaError, KafkaUnreachableError, OSError):
                     await self._restore_topics()
             await sending
         finally:
@@ -165,7 +157,7 @@ class KafkaSink:
                 self._settings.events_topic,
                 value=record.payload,
                 key=record.key,
-                timestamp_ms=self._times.of(record),
+                timestamp_ms=record.timestamp_ms if _lead_ms(record) < self._refused_lead_ms else _NO_TIME,
                 headers=list(record.headers),
             )
             self._acknowledged.append(await sending)
@@ -179,13 +171,9 @@ class KafkaSink:
             acks="all",
             compression_type=None if compression == "none" else compression,
             max_batch_size=MAX_RECORD_BYTES,
-            partitioner=_WorkerPartitioner(),
+            partitioner=_partition_of_worker,
         )
-        try:
-            await start_client(producer)
-        except BaseException:
-            await stop_producer(producer)
-            raise
+        await start_client(producer)
         self._producer = producer
         self._acknowledged = []
 
@@ -228,53 +216,36 @@ class KafkaSink:
             self._limited_logger.warning("%s; listening again", error)
             try:
                 await self._start_consumer()
-            except (KafkaError, KafkaUnreachableError, OSError):
+            except (errors.KafkaError, KafkaUnreachableError, OSError):
                 return  # repeated at the next look
-            await stop_consumer(given_up)
+            await stop_client(given_up)
 
     async def _stop_producer(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
-            await stop_producer(producer)
+            await stop_client(producer)
 
     async def _start_consumer(self) -> None:
         topic = self._settings.control_topic
         partitions = await self._producer.partitions_for(topic)
         consumer = self._connection.consumer(group_id=None, enable_auto_commit=False, auto_offset_reset="latest")
+        await start_client(consumer)
         try:
-            await start_client(consumer)
             consumer.assign([TopicPartition(topic, partition) for partition in sorted(partitions)])
             await consumer.seek_to_end()
         except BaseException:
-            await stop_consumer(consumer)
+            await stop_client(consumer)
             raise
         self._consumer = consumer
 
 
-class _WorkerPartitioner:
-    """Puts all streams of a worker into one partition, that of its rank 0, so that one reader can have them all."""
-
-    def __init__(self) -> None:
-        self._by_key = DefaultPartitioner()
-
-    def __call__(self, key: bytes | None, partitions: Sequence[int], available: Sequence[int]) -> int:
-        found: int = self._by_key(None if key is None else worker_key(key), partitions, available)
-        return found
+_partition_of_key = DefaultPartitioner()
 
 
-class _RecordTimes:
-    """Times that the broker accepts: it refuses those of a clock that is an hour ahead (its setting)."""
-
-    def __init__(self) -> None:
-        self._refused_lead_ms = math.inf  # over the monotonic clock, so a clock that is set right is trusted again
-
-    def of(self, record: OutRecord) -> int:
-        """Return the time to send, or `_NO_TIME` if the clock is as far ahead as when a record was refused."""
-        return record.timestamp_ms if _lead_ms(record) < self._refused_lead_ms else _NO_TIME
-
-    def refuse(self, records: Sequence[OutRecord]) -> None:
-        """Note that the time of one of these records was refused."""
-        self._refused_lead_ms = max(map(_lead_ms, records)) - _TIME_MARGIN_MS
+def _partition_of_worker(key: bytes | None, partitions: Sequence[int], available: Sequence[int]) -> int:
+    """Put all streams of a worker into one partition, that of its rank 0, so that one reader can have them all."""
+    found: int = _partition_of_key(None if key is None else worker_key(key), partitions, available)
+    return found
 
 
 def _lead_ms(record: OutRecord) -> float:

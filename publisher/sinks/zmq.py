@@ -14,8 +14,7 @@ from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, SinkRejectedError, no_requests
 from publisher.sinks.engine_events import EngineEvents
-from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
-from publisher.sinks.zmq_socket import EventSocket
+from publisher.sinks.zmq_socket import EventSocket, KeptBatches, ReplaySocket
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ class ZmqSink:
         self._omitted_logged = 0
 
     async def start(self) -> None:
-        """Open both sockets. An address in use counts as unavailable."""
         await self._socket.start()
 
     async def send(self, records: Sequence[OutRecord]) -> None:
@@ -68,7 +66,6 @@ class ZmqSink:
         self._log_omitted()
 
     async def stop(self) -> None:
-        """Allow half a second to transmit what was sent, then close."""
         await self._socket.stop()
 
     def requests(self) -> AsyncIterator[ResyncRequest | None]:

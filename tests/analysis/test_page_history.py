@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from analysis.explain.hash_rules import WatchTable
 from analysis.explain.page_history import NEVER, PageHistory, RemovalKind
-from analysis.explain.watched_hashes import WatchTable
 
 NUM_PAGES = 6
 WORDS = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1))

@@ -11,13 +11,14 @@ from bridge.registry import StreamRegistry
 from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
+from bridge.stream.rank_streams import RankStreams
 from bridge.stream.sequence_check import BatchOrder, SequenceCheck
 from bridge.stream.subscriber import Connections
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId
 from publisher import PublisherSettings
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.models.stream_reader import StreamReader
 from tests.rigs.bridge import pages, store
 from tests.support.waiting import async_wait_until
@@ -103,7 +104,8 @@ async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_
     template = PublisherSettings(model="-", worker="-", block_size=1, ledger_pages=10_000)
     registry = StreamRegistry(BridgeSettings(), template, SharedSink(MemorySink(log)))
     stream = StreamId("m", "default", "w", 0)
-    engine_stream = EngineStream(stream, EngineDefaults(block_size=4), registry, BridgeCounters(), None)
+    ranks = RankStreams(stream, EngineDefaults(block_size=4), registry, BridgeCounters())
+    engine_stream = EngineStream(ranks, registry.threads, BridgeCounters(), None)
 
     def shown() -> tuple[object, ...]:
         view = StreamReader().read_all(log.read(0))

@@ -10,7 +10,7 @@ from bridge.shared_sink import SharedSink
 from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
-from publisher.sinks import OutRecord, SinkRejectedError, SinkUnavailableError
+from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError
 from tests.support.waiting import async_wait_until
 
 ONE, TWO = StreamId("m", "t", "one", 0), StreamId("m", "t", "two", 0)

@@ -12,7 +12,7 @@ from kv_events.log.memory import MemoryLog
 from kv_events.streams import split_group
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.models.stream_reader import Pages, StreamReader
 from tests.rigs.bridge import CPU, GPU, NOW, on
 from tests.support.engines.event_payloads import names_of

@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 import pytest
 
-from bridge.threads import DecodeThreads
+from bridge.registry import DecodeThreads
 
 LARGE = 1 << 20
 

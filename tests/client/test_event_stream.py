@@ -10,8 +10,8 @@ import pytest
 
 from kv_events.http.events import ClientDropped, FeedEvent
 from kvsight import AsyncClient, Client
+from kvsight.base_client import MAX_EVENT_BYTES, EventReader
 from kvsight.errors import UnexpectedAnswerError
-from kvsight.event_stream import MAX_EVENT_BYTES, EventReader
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 DROPPED = b'event: dropped\ndata: {"lost": 7}\n\n'

@@ -67,7 +67,7 @@ async def test_a_topic_replays_to_what_the_live_views_were_then_and_are_now(kafk
         for request in requests[:60]:
             fleet.run.step(request)
         await fleet.wait_until_synced()
-        then, offsets = held_by(fleet.consumer.namespaces.views), dict(fleet.consumer.positions)
+        then, offsets = held_by(fleet.consumer.namespaces.views), dict(fleet.consumer.progress.positions)
         for request in requests[60:]:
             fleet.run.step(request)
         await fleet.wait_until_synced()

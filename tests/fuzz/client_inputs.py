@@ -7,9 +7,9 @@ import msgspec
 
 from kv_events.http.events import EVENT_NAMES, BatchApplied, ClientDropped, FeedEvent, StateChanged
 from kvsight import KvsightHttpError, Prompt, calls
+from kvsight.base_client import EventReader
 from kvsight.calls import Call
 from kvsight.errors import UnexpectedAnswerError
-from kvsight.event_stream import EventReader
 
 _HELD = {
     "longest_matched": 16, "gpu": 4, "dp": {"0": 4, "1": 0}, "matched_dp": {"0": 4, "1": 16}, "cpu": 16, "disk": 16,

@@ -19,11 +19,11 @@ from bridge.stream.rank_streams import RankStreams
 from bridge.tensorrt import PolledEvents
 from kv_events.codec import decode_batch
 from kv_events.log.memory import MemoryLog
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.support.engines.event_payloads import cleared, payload, removed, stored
 from tests.support.engines.hostile_payloads import SHAPES, hostile
 

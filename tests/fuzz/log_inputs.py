@@ -19,8 +19,8 @@ from kv_events.log.memory import MemoryLog
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, SnapshotBegin, SnapshotEnd
 from publisher import EventPublisher, PublisherSettings
-from publisher.sinks import MemorySink
 from publisher.sinks.engine_events import Encoding, EngineEvents
+from publisher.sinks.memory import MemorySink
 from tests.support.log.records import Stream
 from tests.support.log.records import removed as packed_removed
 from tests.support.log.records import stored as packed_stored

@@ -14,11 +14,12 @@ from bridge.decoding.decoder import Messages
 from bridge.settings import EngineDefaults
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import Inbox
+from bridge.stream.rank_streams import RankStreams
 from bridge.stream.subscriber import ConnectionState
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
 from kv_events.log.memory import MemoryLog
-from publisher.sinks import MemorySink
-from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
+from publisher.sinks.memory import MemorySink
+from publisher.sinks.zmq_socket import KeptBatches, ReplaySocket
 from tests.fuzz.engine_inputs import PAYLOADS, STREAM, small_publisher, small_registry
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.inboxes import of_protocol, received
@@ -88,7 +89,8 @@ class ReplayTarget:
         ]
         replay: Any = _ScriptedReplay(messages[len(messages) // 2 :])
         registry = small_registry()
-        engine_stream = EngineStream(STREAM, EngineDefaults(block_size=4), registry, BridgeCounters(), replay)
+        ranks = RankStreams(STREAM, EngineDefaults(block_size=4), registry, BridgeCounters())
+        engine_stream = EngineStream(ranks, registry.threads, BridgeCounters(), replay)
         await engine_stream.open()
         for message in messages[: len(messages) // 2]:
             await engine_stream.take_live(Messages.of([(abs(message.seq), message.payload)]))

@@ -33,9 +33,8 @@ from kv_events.kernels.batches import (
     TIME,
 )
 from kv_events.kernels.log_records import END, PAYLOAD
-from kv_events.log.batch_columns import BatchColumns, decode_chunk
 from kv_events.log.event_log import EventLogWriter
-from kv_events.log.reader import RecordChunk, scan_log
+from kv_events.log.reader import BatchColumns, RecordChunk, decode_chunk, scan_log
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import SnapshotBegin, WireEvent
 from tests.support.effort import num_examples

@@ -16,7 +16,7 @@ from indexer.freshness import NO_HEARTBEAT
 from indexer.namespaces import Namespaces
 from indexer.scores import stream_scores
 from indexer.settings import IndexerSettings
-from indexer.snapshots.folder import FolderStore
+from indexer.snapshots.base import FolderStore
 from indexer.snapshots.image import unpack
 from indexer.sources.base import Source
 from indexer.sources.file import FileSource
@@ -64,7 +64,8 @@ def view_of(consumer: Consumer, stream: Stream) -> View:
 
 
 async def caught_up(consumer: Consumer, log: MemoryLog) -> None:
-    await async_wait_until(lambda: consumer.ready and consumer.positions.get(0, 0) == log.next_offset, what="the end")
+    progress = consumer.progress
+    await async_wait_until(lambda: consumer.ready and progress.positions.get(0, 0) == log.next_offset, what="the end")
 
 
 @asynccontextmanager
@@ -346,5 +347,5 @@ async def test_records_of_other_channels_change_no_view_and_count_as_read(tmp_pa
     async with consumer.running():
         await async_wait_until(lambda: consumer.ready, what="ready")
     view = view_of(consumer, stream)
-    assert (consumer.positions, view.num_pages[0], view.state) == ({0: 5}, 1, ViewState.LIVE)
+    assert (consumer.progress.positions, view.num_pages[0], view.state) == ({0: 5}, 1, ViewState.LIVE)
     assert (consumer.applier.records, consumer.applier.dead_letters.counts) == (2, {})

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from indexer.replay import LogIndexer, Replay, Timeline
 from indexer.settings import IndexerSettings
-from kv_events.log.batch_columns import decode_chunk
 from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.log.moments import LogMoment
+from kv_events.log.reader import decode_chunk
 from kv_events.records import Channel, LogRecord
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run

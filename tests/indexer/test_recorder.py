@@ -13,12 +13,11 @@ from indexer.recording.feed import Feed, Selection
 from indexer.recording.recorder import MAX_WAITING_BYTES, LogPositions, Recorder, RecordingThread
 from indexer.sources.memory import MemorySource
 from kv_events.decisions import VERSION, Decision, Outcome, encode_decision
-from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import DeletedSegment, EventLogReader, EventLogWriter
 from kv_events.log.format import EventLogCorruptedError, list_segments, size_of
 from kv_events.log.memory import MemoryLog
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
-from kv_events.log.retention import DeletedSegment
 from kv_events.records import Channel, LogRecord
 from tests.support.log.plain_log import flip, segments
 from tests.support.log.records import Stream, stored
@@ -195,8 +194,8 @@ def test_offsets_are_counted_for_each_channel_and_partition(tmp_path: Path) -> N
         writer.append(LogRecord(0, 40, 1, b"key", b"2", Channel.DECISIONS))
         writer.append(LogRecord(1, 3, 1, b"key", b"3"))
     positions = LogPositions(tmp_path, next_index=3)
-    assert positions.of(Channel.EVENTS) == {0: 8, 1: 4}
-    assert positions.of(Channel.DECISIONS) == {0: 41}
+    assert positions.by_channel[Channel.EVENTS] == {0: 8, 1: 4}
+    assert positions.by_channel[Channel.DECISIONS] == {0: 41}
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ import pytest
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings, RedisSettings
 from indexer.slices import run_at_once
-from indexer.snapshots.base import SnapshotDamagedError, SnapshotStore, SnapshotStoreError
-from indexer.snapshots.folder import FolderStore
+from indexer.snapshots.base import FolderStore, SnapshotDamagedError, SnapshotStore, SnapshotStoreError
 from indexer.snapshots.image import SnapshotParts, take, unpack
 from indexer.snapshots.redis import RedisStore
 from indexer.views import ViewState

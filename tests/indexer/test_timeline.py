@@ -13,9 +13,8 @@ from indexer.replay import LogIndexer, Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
 from kv_events.codec import StoredPages
-from kv_events.log.event_log import EventLogError, EventLogWriter
+from kv_events.log.event_log import EventLogError, EventLogWriter, LogRetention
 from kv_events.log.moments import LogMoment
-from kv_events.log.retention import LogRetention
 from kv_events.records import Channel, LogRecord
 from tests.support.log.plain_log import flip
 from tests.support.log.records import Stream, removed, stored

@@ -13,7 +13,7 @@ from aiokafka.errors import KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest
 
 from kv_events.kafka.connection import KafkaConnection
-from kv_events.kafka.private_parts import check_fetching, stop_consumer, stop_producer
+from kv_events.kafka.private_parts import check_fetching, stop_client
 from kv_events.kafka.settings import KafkaSettings
 from tests.support.servers.kafka_broker import KafkaBroker
 
@@ -73,8 +73,8 @@ async def test_a_consumer_that_aiokafka_has_given_up_is_noticed(kafka_broker: Ka
 
 
 async def test_clients_that_never_started_stop() -> None:
-    await stop_consumer(AIOKafkaConsumer(bootstrap_servers=_NOWHERE))
-    await stop_producer(AIOKafkaProducer(bootstrap_servers=_NOWHERE))
+    await stop_client(AIOKafkaConsumer(bootstrap_servers=_NOWHERE))
+    await stop_client(AIOKafkaProducer(bootstrap_servers=_NOWHERE))
 
 
 @pytest.mark.parametrize("kind", ["consumer", "producer"])
@@ -89,7 +89,7 @@ async def test_clients_stop_in_time_with_a_fake_connection_whose_end_is_never_co
     connections = (client._client if kind == "consumer" else client.client)._conns
     connections["unconfirmed"] = SimpleNamespace(close=lambda **_: never, connected=lambda: True)
     async with asyncio.timeout(10):
-        await {"consumer": stop_consumer, "producer": stop_producer}[kind](client)
+        await stop_client(client)
 
 
 async def test_clients_of_a_broker_that_is_away_stop_in_time_and_leave_no_task(kafka_broker: KafkaBroker) -> None:
@@ -104,8 +104,8 @@ async def test_clients_of_a_broker_that_is_away_stop_in_time_and_leave_no_task(k
     await asyncio.to_thread(kafka_broker.kill)
     pending = await producer.send(topic, b"second")
     async with asyncio.timeout(10):
-        await stop_consumer(consumer)
-        await stop_producer(producer)
+        await stop_client(consumer)
+        await stop_client(producer)
     pending.cancel()
     await asyncio.sleep(0)
     left = {task.get_coro().__qualname__ for task in asyncio.all_tasks() - before}  # type: ignore[union-attr]

@@ -13,10 +13,10 @@ from pydantic import Field
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
-from kv_events.runtime.backoff import Backoff, pause_s
 from kv_events.runtime.event_loops import new_event_loop
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.runtime.settings import KvsightSettings
+from kv_events.runtime.supervised import Backoff, pause_s
 from tests.support.waiting import async_wait_until
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from bridge.decoding.decoder import Decoder
-from bridge.decoding.events import ClearedRun, InvalidEvent, PageRun, tier_of
+from bridge.decoding.events import ClearedRun, InvalidEvent, MooncakeEvent, PageRun, tier_of
 from bridge.decoding.kernels.columns import UNKNOWN
-from bridge.decoding.mooncake import MooncakeEvent
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS
 
 MASK64 = 2**64 - 1

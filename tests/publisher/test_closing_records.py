@@ -103,7 +103,7 @@ async def test_a_publisher_sends_a_closing_record_unless_it_is_replaced(ends_str
         assert view is not None
         await async_wait_until(lambda: consumer.freshness.state(view) is ViewState.LIVE, what="a live view")
         await publisher.aclose(ends_stream=ends_stream)
-        await async_wait_until(lambda: consumer.positions.get(0) == log.next_offset, what="all records")
+        await async_wait_until(lambda: consumer.progress.positions.get(0) == log.next_offset, what="all records")
         assert (consumer.freshness.state(view), view.num_pages[0]) == (state, 2)
 
 

@@ -13,7 +13,7 @@ from kv_events.codec import decode_batch
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, ResyncRequest, SnapshotBegin
 from publisher import EventPublisher, OutRecord, SinkRejectedError, SinkUnavailableError
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.models.stream_reader import StreamReader
 from tests.rigs.publisher import FaultySink, make_running, steps_of, stored, view_of
 from tests.support.log.records import words

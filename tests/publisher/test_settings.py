@@ -8,7 +8,8 @@ import pytest
 from kv_events.errors import InvalidValueError
 from kv_events.streams import StreamId
 from publisher import PublisherSettings
-from publisher.sinks import FileSink, create_sink
+from publisher.sinks import create_sink
+from publisher.sinks.file import FileSink
 from publisher.sinks.kafka import KafkaSink
 from publisher.sinks.zmq import ZmqSink
 

@@ -17,8 +17,9 @@ from kv_events.log.event_log import EventLogReader, EventLogWriter
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import ResyncRequest
 from publisher import OutRecord, PublisherSettings, Sink, SinkRejectedError, SinkUnavailableError
-from publisher.sinks import FileSink, MemorySink
+from publisher.sinks.file import FileSink
 from publisher.sinks.kafka import KafkaSink
+from publisher.sinks.memory import MemorySink
 from tests.support.waiting import async_wait_until
 
 

@@ -13,9 +13,9 @@ import zmq.asyncio
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockStored
 from publisher import EventPublisher, OutRecord, PublisherSettings
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from publisher.sinks.zmq import ZmqSink
-from publisher.sinks.zmq_replay import KeptBatches
+from publisher.sinks.zmq_socket import KeptBatches
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until
 
@@ -153,7 +153,7 @@ async def test_a_sink_stops_when_a_reader_left_its_answer_unread() -> None:
 async def test_a_reader_that_is_stuck_is_abandoned_and_may_ask_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("publisher.sinks.zmq_replay._STUCK_S", 2.0)
+    monkeypatch.setattr("publisher.sinks.zmq_socket._STUCK_S", 2.0)
     async with sink_with(num_batches=60) as (_, readers):
         reader = readers.open()
         await ask(reader, 0)

@@ -15,12 +15,12 @@ from bridge.hashes.event_translator import EventTranslator
 from bridge.settings import EngineDefaults
 from kv_events.engine_wire import Locate, as_given
 from kv_events.log.memory import MemoryLog
-from kv_events.runtime.rate_limited_logger import RateLimitedLogger
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, counted_reason
 from kv_events.streams import StreamId, split_group
 from publisher import EventPublisher, PublisherSettings
 from publisher.kernels.blocks import BlockTable
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.models.stream_reader import Pages, StreamReader
 from tests.support.engines.event_payloads import cleared, names_of, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine

@@ -7,7 +7,7 @@ from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockStored, SnapshotBegin, SnapshotEnd
 from publisher import EventPublisher, OutRecord, PublisherSettings
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.models.stream_reader import StreamReader
 from tests.support.log.records import words
 

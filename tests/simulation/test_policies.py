@@ -40,9 +40,9 @@ def test_a_policy_chooses_a_worker_there_is(name: str, make_fleet, prompts) -> N
 def test_random_repeats_itself_for_a_seed_only(make_fleet, prompts) -> None:
     router, request = make_fleet().run.router, prompts.request(50)
     one, again, other = (create_policy("random", seed) for seed in (1, 1, 2))
-    chosen = [one.choose(request, router, "1", 0.0) for _ in range(50)]
-    assert chosen == [again.choose(request, router, "1", 0.0) for _ in range(50)]
-    assert chosen != [other.choose(request, router, "1", 0.0) for _ in range(50)]
+    chosen = [one(request, router, "1", 0.0) for _ in range(50)]
+    assert chosen == [again(request, router, "1", 0.0) for _ in range(50)]
+    assert chosen != [other(request, router, "1", 0.0) for _ in range(50)]
 
 
 def test_round_robin_goes_around(make_fleet, prompts) -> None:

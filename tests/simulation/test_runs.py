@@ -17,7 +17,7 @@ from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import MEDIA, StorageMedium
 from kv_events.streams import DEFAULT_TENANT
-from publisher.sinks import OutRecord
+from publisher.sinks.base import OutRecord
 from publisher.sinks.memory import MemorySink
 from simulation import (
     CACHES,

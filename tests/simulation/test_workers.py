@@ -11,7 +11,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.hashing import sequence_hashes
 from kv_events.schema import BlockStored, StorageMedium
 from simulation import CACHES, Request, SimulatedWorker
-from simulation.byteless_store import BytelessStore
+from simulation.caches import BytelessStore
 from simulation.run import DirectFleet
 from tests.models.cache_checks import check_cache
 from tests.support.log.records import words

@@ -116,6 +116,7 @@ export class WorkerView {
     parts.bar.classList.toggle("unknown", room.whole === null);
     const sentences = [`${room.words}.`,
       room.whole === null ? `Its room is not known: the whole bar is the most that it held since this service knows it, ${counted(worker.peak_pages, "page")}.` : null,
+      worker.lifetime_p50_s === null ? null : `Half of the pages that it removed stayed ${duration(worker.lifetime_p50_s)} at most on the device.`,
       worker.lifetime_s === null ? "No page was removed lately." : `A page stays ${duration(worker.lifetime_s)} on average before it is removed.`];
     setText(parts.pages, sentences.filter((each) => each).join(" "));
     const minutes = duration(worker.stored.length * fleet.interval_s);

@@ -60,7 +60,8 @@ function row() {
     drawTiers(bar, room.parts, room.whole ?? whole, `${named(worker.worker)}: ${room.words}`);
     bar.classList.toggle("unknown", room.whole === null);
     setText(pages, [room.short, bookedWords(worker)].filter((each) => each).join(" · "));
-    setText(stays, worker.lifetime_s === null ? "" : `a page stays ${duration(worker.lifetime_s)}`);
+    const stay = worker.lifetime_p50_s ?? worker.lifetime_s;
+    setText(stays, stay === null ? "" : `a page stays ${duration(stay)}${worker.lifetime_p50_s === null ? " on average" : " (median)"}`);
     stored.draw(worker.stored);
     setText(storedRate, rate(worker.stored.at(-1) ?? 0));
     removed.draw(worker.removed);

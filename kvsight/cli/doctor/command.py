@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _EXIT_BROKEN = 1
 _DEFAULT_TENANT = "default"
 
-
 _FLAGS = {
     "kafka": BROKER,
     "redis": Flag(str, "Redis of the snapshots, to check it: redis://HOST:PORT/DB", True),

@@ -117,7 +117,8 @@ def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
     worst = sorted(report.streams, key=lambda each: ([-number for number in each.trouble], natural_order(each.stream)))
     shown = worst[:_MOST_ROWS]
     yield ""
-    yield f"streams{_of(len(shown), len(worst))}, the worst first"
+    of_all = f", {len(shown)} of {len(worst)}" if len(shown) < len(worst) else ""
+    yield f"streams{of_all}, the worst first"
     first_bad = [each.first_bad_batch for each in shown]
     columns = [
         Column("stream", [each.stream for each in shown]),
@@ -178,11 +179,7 @@ def _prefix_lines(report: AuditReport, width: int) -> Iterator[str]:
     yield "prefixes that are used most"
     columns = [
         Column("last page", [f"{each.sequence_hash:016x}" for each in report.hottest]),
-        *(
-            [Column("text", [each.text for each in report.hottest])]
-            if any(each.text for each in report.hottest)
-            else []
-        ),
+        *([Column("text", texts)] if any(texts := [each.text for each in report.hottest]) else []),
         Column("pages", [each.pages for each in report.hottest]),
         Column("requests", [each.requests for each in report.hottest]),
         Column("stores", [each.stores for each in report.hottest]),
@@ -240,7 +237,3 @@ def _example_lines(log: str, funnel: Funnel, folder: Path | None) -> Iterator[st
 
 def _share(number: int, whole: int) -> str:
     return f"{number / max(1, whole):.1%}"
-
-
-def _of(shown: int, known: int) -> str:
-    return f", {shown} of {known}" if shown < known else ""

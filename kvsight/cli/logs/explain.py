@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +23,6 @@ from kvsight.extras import require
 
 if TYPE_CHECKING:
     from analysis.explain.asked_prompt import AskedPrompt
-    from analysis.explain.tracer import History
-    from kv_events.log.reader import RecordChunk
 
 
 @with_flags(KAFKA)
@@ -63,31 +61,26 @@ def explain(
 
 def _explain(asked: AskedPrompt, source: LogInput | TopicInput, moment: LogMoment) -> Explanation:
     """Raises UsageError if the moment is outside the log."""
+    from analysis.explain.decisions import decisions_beside
     from analysis.explain.explanation import NothingToExplainError
     from analysis.explain.explanation import explain as explain_records
 
-    views = source.views_before() if isinstance(source, LogInput) else None
+    if isinstance(source, LogInput):
+        parts: tuple[Any, ...] = (
+            source.chunks("replaying"),
+            moment,
+            source.views_before(),
+            decisions_beside(source.folder),
+        )
+    else:
+        parts = ((None, record) for record in source.records()), moment  # a topic has no indices
     try:
-        found = explain_records(asked, _history(source), moment, views, _decisions(source))
+        found = explain_records(asked, *parts)
     except NothingToExplainError as error:
         raise UsageError(moment_fault(source.extent, moment) or f"{source.extent.name}: {error}") from error
     if fault := moment_fault(source.extent, moment):
         raise UsageError(fault)
     return msgspec.structs.replace(found, damage=list(source.damage_lines))
-
-
-def _history(source: LogInput | TopicInput) -> History:
-    """The records to follow. A topic has no indices."""
-    if isinstance(source, LogInput):
-        return source.chunks("replaying")
-    return ((None, record) for record in source.records())
-
-
-def _decisions(source: LogInput | TopicInput) -> Iterable[RecordChunk]:
-    """The decisions beside an event log."""
-    from analysis.explain.decisions import decisions_beside
-
-    return decisions_beside(source.folder) if isinstance(source, LogInput) else ()
 
 
 def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:

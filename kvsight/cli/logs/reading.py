@@ -248,6 +248,15 @@ class TopicInput:
                 self.extent.note(index, record)
                 yield record
 
+    def views_at(self, moment: LogMoment) -> tuple[Replay, LogExtent]:
+        """The views at a moment, and the extent of the topic. Raises KvsightError."""
+        from indexer.replay import Replay
+
+        return Replay().apply_all(self.records(), moment), self.extent
+
+    def book_at(self, moment: LogMoment, views: Replay) -> None:
+        """Return None: what is reserved is in another topic."""
+
     def exit_if_damaged(self) -> None:
         """Do nothing: what a topic holds is not damaged."""
 

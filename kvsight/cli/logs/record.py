@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kv_events.log.event_log import EventLogReader
+from kv_events.log.event_log import DeletedSegment, EventLogReader
 from kv_events.log.moments import LogMoment
-from kv_events.log.retention import DeletedSegment
 from kv_events.records import Channel
 from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity
 from kvsight.cli.logs.reading import write_key_frames
@@ -74,12 +73,7 @@ def record(
         segment = max(1, int(parse_quantity("--segment-bytes", segment_bytes, BYTES)))
     load_kernels()
     recorder = Recorder(
-        folder,
-        segment_bytes=segment,
-        max_bytes=size,
-        max_age_s=age_s,
-        is_patient=not once,
-        on_deleted=_report_deletion,
+        folder, segment_bytes=segment, max_bytes=size, max_age_s=age_s, is_patient=not once, on_deleted=_report_deletion
     )
     recorder.open()
     begun = f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops"

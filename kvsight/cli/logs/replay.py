@@ -11,10 +11,10 @@ import msgspec
 import typer
 
 from kv_events.http.log import BatchInLog, MovedPage, StreamDiff
-from kv_events.log.moments import LogExtent, LogMoment
+from kv_events.log.moments import LogMoment
 from kv_events.runtime.words import count, local_time, natural_order
 from kv_events.streams import StreamId, split_group
-from kvsight.cli.logs.reading import LogInput, TopicInput, exit_if_any_damaged, extent_text, moment_fault, open_source
+from kvsight.cli.logs.reading import LogInput, exit_if_any_damaged, extent_text, moment_fault, open_source
 from kvsight.cli.shared.answers import Asked, answer_lines
 from kvsight.cli.shared.console import (
     EXIT_USAGE,
@@ -97,12 +97,12 @@ def replay(
     source = open_source(log, kafka, flags, moment)
     load_kernels()
     asked = None if body is None else decode_query(body)
-    replayed, extent = _replay(source, moment)
+    replayed, extent = source.views_at(moment)
     fault = moment_fault(extent, moment)
     if not replayed.applier.records:
         raise UsageError(fault or f"--at {moment.typed}: no record is before this moment: {extent_text(extent)}")
     if body is None or asked is None:
-        book = source.book_at(moment, replayed) if isinstance(source, LogInput) else None
+        book = source.book_at(moment, replayed)
         print_result(list(_views(replayed, book)), streams_lines(_rows(replayed, book), out.width), as_json=as_json)
     else:
         _show_answer(body, *asked, replayed, as_json)
@@ -150,14 +150,6 @@ def _serve(folder: Path, at: str | None, **flags: Any) -> None:
         err.print(f"damaged: {line}")
     err.print(f"the past of {folder} is served on {url_of(bound, settings)} (docs at /docs)")
     run_server(app, settings, bound)
-
-
-def _replay(source: LogInput | TopicInput, moment: LogMoment) -> tuple[Replay, LogExtent]:
-    from indexer.replay import Replay
-
-    if isinstance(source, TopicInput):
-        return Replay().apply_all(source.records(), moment), source.extent
-    return source.views_at(moment)
 
 
 def _used(moment: LogMoment, replayed: Replay) -> str:
@@ -266,9 +258,7 @@ def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
         raise UsageError(fault)
     if not views.applier.records:
         raise UsageError(f"{flag} {moment.typed}: no record is before this moment: {extent_text(extent)}")
-    err.print(
-        f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}",
-    )
+    err.print(f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}")
     return holdings_of(views)
 
 

@@ -116,7 +116,8 @@ def _columns(held: Mapping[str, Mapping[str, Any]], known: Sequence[StreamRow]) 
         cells = [f"{fields['weighted']:g}" if "weighted" in fields else "" for fields in instances]
         yield Column("weighted", cells, is_number=True, rank=3)
     yield Column("state", [str(fields.get("state", "")) for fields in instances], rank=2)
-    yield Column("last heard", [_ago(fields) for fields in instances], is_number=True, rank=5)
+    heard = [f"{duration(fields['age_ms'])} ago" if "age_ms" in fields else "" for fields in instances]
+    yield Column("last heard", heard, is_number=True, rank=5)
 
 
 def _tiers(instances: Sequence[Mapping[str, Any]], known: Sequence[StreamRow]) -> list[str]:
@@ -137,10 +138,6 @@ def _best_rank(fields: Mapping[str, Any]) -> str:
     on_device = fields.get("dp", {})
     on_any = fields.get("matched_dp", on_device)
     return min(on_any, key=lambda rank: (-on_any[rank], -on_device.get(rank, 0), int(rank)), default="")
-
-
-def _ago(fields: Mapping[str, Any]) -> str:
-    return f"{duration(fields['age_ms'])} ago" if "age_ms" in fields else ""
 
 
 def _absent_lines(asked: Asked, known: Sequence[StreamRow], held: Mapping[str, Any]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from kv_events.schema import AllBlocksCleared, BlockStored, EngineEvent, Storage
 from kv_events.streams import MAMBA_GROUP, group_model
 from publisher import EventPublisher, PublisherSettings
 from publisher.metrics import publisher_families
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from simulation import Request, SimulationSettings
 from simulation.run import DirectFleet
 from tests.rigs.api import asking

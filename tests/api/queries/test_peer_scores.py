@@ -17,7 +17,7 @@ from indexer.settings import IndexerSettings
 from kv_events.hashing import local_hashes, namespace_seed, token_array
 from kv_events.log.memory import MemoryLog
 from publisher import EventPublisher, PublisherSettings
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from publisher.sinks.zmq import ZmqSink
 from tests.rigs.api import asking, embedding
 from tests.support.engines.event_payloads import cleared, payload, removed, stored

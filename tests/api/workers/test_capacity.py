@@ -8,8 +8,8 @@ import pytest
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
-from api.workers.engine_metrics import metrics_of
 from api.workers.registrations import Registrations
+from api.workers.reports import metrics_of
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
@@ -139,6 +139,25 @@ async def test_copies_count_and_removed_pages_tell_how_long_a_page_stays() -> No
         kept = {each["worker"]: each["lifetime_s"] for each in found["workers"]}
         assert kept["one"] == pytest.approx(900 / 20 * 2, rel=0.6)  # 100 pages in 5 s; the service takes samples, too
         assert kept["two"] is None
+
+
+async def test_half_of_the_removed_pages_stayed_no_longer_than_the_median() -> None:
+    fed = HandFed()
+    service, one = LiveService(fed.consumer, ApiSettings()), Stream("one")
+    before, long, short = (list(range(first, first + 256 * 100, 256)) for first in (256, 256 * 1000, 256 * 2000))
+    async with asking(create_app(service)) as client:
+        await fed.feed(one.batch(now=1000))
+        assert (await worker(client))["lifetime_p50_s"] is None  # pages are followed from now on
+        one.held = {(page, 0) for page in before}
+        await fed.feed(one.resync(now=1000), one.batch(stored_record((0, long)), now=1000))
+        await fed.feed(one.batch(stored_record((0, short)), now=1100))
+        await fed.feed(one.batch(removed_record([*before, *short, *long[:10]]), now=1103))
+
+        async def is_shown() -> bool:
+            found = (await worker(client))["lifetime_p50_s"]
+            return found is not None and abs(found - 3) < 0.1  # of those before the resync, nobody knows the age
+
+        await async_wait_until(is_shown, 60, "the median")
 
 
 async def test_metrics_can_do_without_names_of_workers() -> None:

@@ -2,19 +2,19 @@
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
 from api.workers.allowed_addresses import AllowedAddresses
-from api.workers.engine_metrics import metrics_of
-from api.workers.reports import Reports
+from api.workers.reports import Reports, metrics_of
 from kv_events.streams import StreamId
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.log.hand_fed import HandFed
-from tests.support.servers.embedded_service import TOKENS, service
+from tests.support.servers.embedded_service import TOKENS, reading, service
 from tests.support.servers.scripted_server import HANG_UP, Reply, scripted
 from tests.support.waiting import async_wait_until
 
@@ -94,6 +94,24 @@ async def test_loads_show_what_the_engine_of_a_record_reports() -> None:
             (worker,) = (await served.client.get("/fleet")).json()["workers"]
             assert worker["capacity"] == {"GPU": 400}
             assert {request.line for request in http.requests} == {"GET /metrics HTTP/1.1"}
+
+
+async def test_pages_in_use_are_not_known_where_attention_groups_share_them() -> None:
+    """An engine counts blocks, of which a page takes one in each group."""
+    async with (
+        scripted(*[Reply(body=VLLM.encode())] * 600) as http,
+        reading(metrics_url=f"{http.url}/metrics") as parts,
+    ):
+        served, engine = parts
+        for number, kind in enumerate(("full_attention", "sliding_window")):
+            group: dict[str, Any] = {"group_idx": number, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": 8}
+            engine.send(payload(stored([1, 2, 3, 4], TOKENS, **group), form="map"))
+
+            async def is_shown(blocks: int | None) -> bool:
+                await served.client.post("/select", json={"model_name": "m", "token_ids": TOKENS})
+                return await reported(served.client) == [(5, blocks)]
+
+            await async_wait_until(partial(is_shown, None if number else 10), 60, "the engine's load")
 
 
 async def follow(url: str, allow: str, until: Any) -> Reports:

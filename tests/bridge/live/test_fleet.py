@@ -11,7 +11,7 @@ from bridge import BridgeSettings, ConnectionState, EngineConflictError, EngineS
 from kv_events.errors import InvalidValueError
 from kv_events.schema import BATCHES_LOST
 from publisher import PublisherSettings
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.rigs.bridge import GPU, LiveBridge, bridged, on, self_named
 from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine

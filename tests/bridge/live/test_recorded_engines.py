@@ -21,7 +21,7 @@ from indexer.consumer import Consumer
 from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
 from publisher import PublisherSettings
-from publisher.sinks import MemorySink
+from publisher.sinks.memory import MemorySink
 from tests.engines.recording import Asked, AskedText, Batch, Header, Restarted, Step, read
 from tests.support.engines.recorded_engine import recorded_engine
 from tests.support.engines.zmq_engine import ZmqEngine
@@ -79,7 +79,7 @@ class Replayed:
         publishers = [stream.publisher for stream in streams if stream.publisher is not None]
         waiting = [each.queued + each.in_flight or not each.next_seq for each in publishers]
         is_sent = self._counter("batches") == self._num_batches and not any(waiting)
-        return is_sent and self._consumer.positions.get(0) == self._log.next_offset
+        return is_sent and self._consumer.progress.positions.get(0) == self._log.next_offset
 
     def _counter(self, name: str) -> int:
         return sum(getattr(engine.counters, name) for engine in self._fleet.status())

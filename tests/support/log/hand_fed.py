@@ -28,7 +28,8 @@ class HandFed:
         await async_wait_until(lambda: self.consumer.ready, what="a consumer that has caught up")
         for record in records:
             self.log.append(record.key, record.payload, record.timestamp_ms)
-        await async_wait_until(lambda: self.consumer.positions.get(0) == self.log.next_offset, what="records applied")
+        progress, log = self.consumer.progress, self.log
+        await async_wait_until(lambda: progress.positions.get(0) == log.next_offset, what="records applied")
 
     async def hold(
         self,
