@@ -11,28 +11,25 @@ from kv_events.kernels.instructions import eight_bytes
 from kv_events.kernels.numbers import U64, int64, uint64
 from kv_events.limits import MAX_ENGINE_PAGES
 
-# fields; the first ones are strings, whose pairs of columns begin at MEDIUM
-_F_MEDIUM, _F_LORA, _F_SALT, _F_SPEC, _F_LOCALITY = range(5)
-_F_EXTRA, _F_HASHES, _F_PARENT, _F_TOKENS, _F_BLOCK_SIZE, _F_LORA_ID, _F_GROUP, _F_WINDOW = range(5, 13)
-F_TAG, F_EVENT_TYPE, F_UNKNOWN, _F_LORA_OR_MAP = range(13, 17)
-NUM_TEXTS = 5
+# fields that are no columns; the others are named by the column, or the first one, that their value goes to
+F_EVENT_TYPE, F_UNKNOWN, _F_LORA_OR_MAP = range(columns.NUM_COLUMNS, columns.NUM_COLUMNS + 3)
 
 _TEXT, _BORDERS, _MEANINGS = msgpack.dictionary(
     {
-        "medium": _F_MEDIUM,
-        "lora_name": _F_LORA,
-        "cache_salt": _F_SALT,
-        "kv_cache_spec_kind": _F_SPEC,
-        "locality": _F_LOCALITY,
-        "extra_keys": _F_EXTRA,
-        "block_hashes": _F_HASHES,
-        "parent_block_hash": _F_PARENT,
-        "token_ids": _F_TOKENS,
-        "block_size": _F_BLOCK_SIZE,
-        "lora_id": _F_LORA_ID,
-        "group_idx": _F_GROUP,
-        "kv_cache_spec_sliding_window": _F_WINDOW,
-        "type": F_TAG,
+        "medium": columns.MEDIUM,
+        "lora_name": columns.LORA,
+        "cache_salt": columns.SALT,
+        "kv_cache_spec_kind": columns.SPEC,
+        "locality": columns.LOCALITY,
+        "extra_keys": columns.EXTRA,
+        "block_hashes": columns.HASH_FROM,
+        "parent_block_hash": columns.PARENT,
+        "token_ids": columns.TOKEN_FROM,
+        "block_size": columns.BLOCK_SIZE,
+        "lora_id": columns.LORA_ID,
+        "group_idx": columns.GROUP,
+        "kv_cache_spec_sliding_window": columns.WINDOW,
+        "type": columns.KIND,
         "event_type": F_EVENT_TYPE,
     }
 )
@@ -51,12 +48,12 @@ _LOCALITY_TEXT, _LOCALITY_BORDERS, _LOCALITIES = msgpack.dictionary(
 # fields of the array form, in the order in which the engines added them; index 0 is the tag
 STORED_FIELDS = np.array(
     [
-        F_TAG, _F_HASHES, _F_PARENT, _F_TOKENS, _F_BLOCK_SIZE, _F_LORA_ID, _F_MEDIUM, _F_LORA_OR_MAP, _F_EXTRA,
-        _F_GROUP, _F_SPEC, _F_WINDOW,
+        columns.KIND, columns.HASH_FROM, columns.PARENT, columns.TOKEN_FROM, columns.BLOCK_SIZE, columns.LORA_ID,
+        columns.MEDIUM, _F_LORA_OR_MAP, columns.EXTRA, columns.GROUP, columns.SPEC, columns.WINDOW,
     ],
     np.int64,
 )  # fmt: skip
-REMOVED_FIELDS = np.array([F_TAG, _F_HASHES, _F_MEDIUM, _F_GROUP], np.int64)
+REMOVED_FIELDS = np.array([columns.KIND, columns.HASH_FROM, columns.MEDIUM, columns.GROUP], np.int64)
 
 _MAX_SIZE = uint64(2**31 - 1)
 _MAX_PAGES = uint64(MAX_ENGINE_PAGES)
@@ -155,8 +152,8 @@ def _read_lora_or_map(data: U8Input, at: int, stop: int, row: I64Vector) -> int:
         field, at = read_name(data, at, stop)
         if at < 0:
             return columns.reject(row, columns.TRUNCATED)
-        if field in (_F_SALT, _F_LORA):
-            at = _read_text(data, at, stop, row, columns.MEDIUM + 2 * field)
+        if field in (columns.SALT, columns.LORA):
+            at = _read_text(data, at, stop, row, field)
         else:
             at = msgpack.skip(data, at, stop)
         if at < 0:
@@ -201,27 +198,21 @@ def read_field(
     data: U8Input, at: int, stop: int, field: int, row: I64Vector, hashes: U64Vector, tokens: U32Vector
 ) -> int:
     """Read one value into the row. Returns the position after it, or -1 with a reason in the row."""
-    if field < NUM_TEXTS:
-        return _read_text(data, at, stop, row, columns.MEDIUM + 2 * field)
-    if field == _F_HASHES:
+    if columns.MEDIUM <= field <= columns.LOCALITY:
+        return _read_text(data, at, stop, row, field)
+    if field == columns.HASH_FROM:
         return _read_hashes(data, at, stop, row, hashes)
-    if field == _F_TOKENS:
+    if field == columns.TOKEN_FROM:
         return read_tokens(data, at, stop, row, tokens)
-    if field == _F_PARENT:
+    if field == columns.PARENT:
         return _read_parent(data, at, stop, row)
-    if field == _F_BLOCK_SIZE:
-        return _read_number(data, at, stop, row, columns.BLOCK_SIZE)
-    if field == _F_LORA_ID:
-        return _read_number(data, at, stop, row, columns.LORA_ID)
-    if field == _F_GROUP:
-        return _read_number(data, at, stop, row, columns.GROUP)
-    if field == _F_WINDOW:
-        return _read_number(data, at, stop, row, columns.WINDOW)
+    if columns.BLOCK_SIZE <= field <= columns.WINDOW:
+        return _read_number(data, at, stop, row, field)
     if field == _F_LORA_OR_MAP:
         return _read_lora_or_map(data, at, stop, row)
-    if field == _F_EXTRA:
+    if field == columns.EXTRA:
         return _read_extra(data, at, stop, row)
-    if field == F_TAG:
+    if field == columns.KIND:
         return read_tag(data, at, stop, row)
     if field == F_EVENT_TYPE:
         row[columns.KIND] = columns.MOONCAKE_EVENT
