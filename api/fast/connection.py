@@ -6,14 +6,12 @@ if it had arrived just now. Connections become direct after some queries: see `a
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable
 from typing import Any
 
 from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.fast.http_limits import HEAD, LimitedHttpProtocol
-from api.fast.kernels.connections import MAX_REQUEST_BYTES
 from api.problems import ProblemError
 
 _ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 2, 16
@@ -97,8 +95,7 @@ class FastConnection(LimitedHttpProtocol):
         self._until_direct -= 1
         if self._until_direct <= 0:
             self._until_direct = _ANSWERS_AFTER_RETURN
-            if self.scheme == "http" and head.content_length <= MAX_REQUEST_BYTES:
-                self._learn(head, data, start)
+            if self.scheme == "http" and self._learn(head, data, start):
                 self.loop.call_soon(self._become_direct)  # the answer has been sent by then
         return True
 
@@ -121,11 +118,13 @@ class FastConnection(LimitedHttpProtocol):
         """Return whether the answer to a request of the fast path comes later."""
         return self._answering is not None
 
-    def _learn(self, head: Head, data: bytes, start: int) -> None:
-        """Let kernels answer requests like this one on direct connections, if they can."""
+    def _learn(self, head: Head, data: bytes, start: int) -> bool:
+        """Let direct connections recognise requests like this one. Returns whether they can."""
         template = None if self._direct is None else self._fast_path.request_template(head, data, start)
-        if self._direct is not None and template is not None:
-            self._direct.learn(template)
+        if self._direct is None or template is None:
+            return False
+        self._direct.learn(template)
+        return True
 
     def _become_direct(self) -> None:
         if self._direct is None or self._direct_as is not None or self._held or self.rest:
@@ -140,29 +139,25 @@ class FastConnection(LimitedHttpProtocol):
                 self._direct_as = connection
                 self.transport.pause_reading()
 
-    def answer_now(self, data: bytes) -> Callable[[], None] | None:
-        """Return what sends the answer to a request of this connection, which is direct. Similar ones are recognised.
+    def answer_now(self, data: bytes) -> bool:
+        """Answer a request of this connection, which is direct, and let similar ones be recognised.
 
-        Returns None if it is not one complete request, and the connection must be taken back.
+        Returns False if it is not one complete request, and the connection must be taken back.
         """
         read = self._fast_path.heads.read(data)
         if read is None or read[1] + read[0].content_length != len(data):
-            return None
+            return False
         head, start = read
         body = self._fast_path.answer(head, data, start)
         if body is None:
-            return partial(self._pass_on, data)
+            self._end_direct()
+            self.feed(data)
+            return True
         self._learn(head, data, start)
-        return partial(self._send_now, body, self._fast_path.media_type(head))
-
-    def _pass_on(self, data: bytes) -> None:
-        self._end_direct()
-        self.feed(data)
-
-    def _send_now(self, body: bytes, media_type: bytes) -> None:
-        self._respond(body, media_type)
+        self._respond(body, self._fast_path.media_type(head))
         if self.transport.get_write_buffer_size():
             self._end_direct()
+        return True
 
     def resume(self, data: bytes, rest: bytes) -> None:
         """Read again. data: what was read of a request. rest: what is left to send of the answer before it."""

@@ -60,8 +60,8 @@ class TextRoute(NamedTuple, Generic[Question]):
     """Answers a request whose numbers are `text[start:end]`, between the brackets. Returns None, and has changed
     nothing, if the text must be read or answered in another way. Raises ProblemError.
     """
-    direct_plan: Callable[[Question], DirectPlan | None] | None
-    """Returns how kernels answer such requests now, or None if they must not. None: never. Raises ProblemError."""
+    direct_plan: Callable[[Question], DirectPlan | None]
+    """Returns how kernels answer such requests now, or None if they must not. Raises ProblemError."""
 
 
 class FastPath:
@@ -219,9 +219,9 @@ class FastPath:
         return self._tenants.rate(question.tenant)
 
     def request_template(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
-        """Return the template of a request that was answered here. None: kernels cannot answer it."""
+        """Return the template of a request that was answered here. None: its connection cannot be direct."""
         is_plain = head.caller.content_type == "application/json" and head.caller.limit is None
-        if not is_plain or head.path not in self._routes or self._routes[head.path].direct_plan is None:
+        if not is_plain or head.path not in self._routes:
             return None
         template = self._routes[head.path].templates.read(data, start)
         found = None if template is None else RequestTemplate.of(head, template, self.heads.generation)
@@ -233,9 +233,8 @@ class FastPath:
             return None
         if self._rate(template.question) is not None:
             return None
-        plan = self._routes[template.path].direct_plan
         try:
-            return None if plan is None else plan(template.question)
+            return self._routes[template.path].direct_plan(template.question)
         except ProblemError:
             return None
         except Exception as error:  # noqa: BLE001  (FastAPI's route reports it, if it fails as well)

@@ -15,8 +15,8 @@ import ctypes
 import logging
 import select
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -54,8 +54,8 @@ class Owner(Protocol):
     def response_headers(self) -> bytes:
         """Return the header lines of any answer."""
 
-    def answer_now(self, data: bytes) -> Callable[[], None] | None:
-        """Return what sends the answer to a request, or None if the connection must be taken back."""
+    def answer_now(self, data: bytes) -> bool:
+        """Answer a request at once, if that is possible. Returns whether the connection can stay as it is."""
 
     def resume(self, data: bytes, rest: bytes) -> None:
         """Read again. data: what was read of a request. rest: what is left to send of the answer before it."""
@@ -142,7 +142,8 @@ class KernelConnections:
 
     def end(self) -> None:
         """Return all connections."""
-        self._hand_over([_Pending(connection) for connection in self._owners])
+        for connection in list(self._owners):
+            self._hand_over(_Pending(connection))
 
     def answered_at(self, connection: int) -> float:
         """Return the time of the last answer, by the clock of the loop."""
@@ -178,7 +179,8 @@ class KernelConnections:
                 self._limited_logger.warning("direct connections are closed: %r", error)
                 for number in members:
                     self._abort(ready[number], self._owners[ready[number]])
-        self._hand_over(pending)  # which may add templates
+        for each in pending:  # which may add templates
+            self._hand_over(each)
         fitting = int(_PASS_S * len(ready) / (time.perf_counter() - began))
         self._at_once = max(1, min(_MOST, 2 * self._at_once, fitting))
 
@@ -214,36 +216,19 @@ class KernelConnections:
         begin, end = self._sockets.rest_borders[number].tolist()
         return _Pending(int(self._sockets.connections[number]), rest=self._sockets.rests[begin:end].tobytes())
 
-    def _hand_over(self, pending: Sequence[_Pending]) -> None:
-        """Let owners go on with their connections: answer a request at once, or take the connection back.
-
-        All answers are made before the first one is sent: to wake a client that waits takes longer than to answer it,
-        and a client that has begun to read is not woken again.
-        """
-        sends = dict[int, Callable[[], None] | None]()
-        for connection, data, _ in pending:
-            if data:
-                with self._closing_after_errors(connection):
-                    sends[connection] = self._owners[connection].answer_now(data)
-        for connection, data, rest in pending:
-            with self._closing_after_errors(connection):
-                if (send := sends.get(connection)) is not None:
-                    send()
-                    self._answered_at[connection] = asyncio.get_running_loop().time()
-                elif (owner := self._owners.get(connection)) is not None:
-                    self.leave(connection, owner)
-                    owner.resume(data, rest)
-
-    @contextmanager
-    def _closing_after_errors(self, connection: int) -> Iterator[None]:
-        """Close a connection of which something may be lost. The others are served."""
-        owner = self._owners.get(connection)
+    def _hand_over(self, pending: _Pending) -> None:
+        """Let its owner go on with a connection: answer a request at once, or take the connection back."""
+        connection, data, rest = pending
+        owner = self._owners[connection]
         try:
-            yield
-        except Exception as error:  # noqa: BLE001
+            if data and owner.answer_now(data):
+                self._answered_at[connection] = asyncio.get_running_loop().time()
+            else:
+                self.leave(connection, owner)
+                owner.resume(data, rest)
+        except Exception as error:  # noqa: BLE001  (the others are served)
             self._limited_logger.warning("a direct connection is closed: %r", error)
-            if owner is not None:
-                self._abort(connection, owner)
+            self._abort(connection, owner)
 
     def _abort(self, connection: int, owner: Owner) -> None:
         """Close a connection of which something may be lost."""

@@ -74,7 +74,7 @@ class SelectionRoutes:
         templates = TemplateCache(("token_ids",), _decoded_text)
         return {
             "/select": TextRoute(templates, partial(self._answer, is_reserving=False), self._direct_plan),
-            _RESERVE: TextRoute(templates, partial(self._answer, is_reserving=True), None),
+            _RESERVE: TextRoute(templates, partial(self._answer, is_reserving=True), lambda _: None),
         }
 
     def _answer(self, request: SelectRequest, text: bytes, start: int, end: int, *, is_reserving: bool) -> bytes | None:

@@ -127,8 +127,8 @@ class _Owner:
     def response_headers(self) -> bytes:
         return b"server: test\r\n"
 
-    def answer_now(self, data: bytes) -> None:
-        return None
+    def answer_now(self, data: bytes) -> bool:
+        return False
 
     def resume(self, data: bytes, rest: bytes) -> None:
         assert not rest
