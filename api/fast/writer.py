@@ -220,11 +220,16 @@ class AnswerWriter:
         return found
 
     def plan(self, question: ParsedQuery, namespace: Namespace) -> Plan:
-        """Return how this question is answered now. It is kept: questions that follow each other are often the same."""
+        """Return how this question is answered now. It is kept: those that follow often differ in their seed alone."""
         plan = self._plan
         if plan is None or not plan.is_for(question, namespace):
-            plan = self._plan = self._planned(question, namespace)
-        return plan
+            plan = self._planned(question, namespace)
+        elif question is plan.question:
+            return plan
+        state = long_hash_state(plan.numbers[0] + question.is_bigram, question.seed)
+        self._buffers.long_state[: len(state)] = state
+        self._plan = plan._replace(question=question, seeds=(question.seed, plan.seeds[1]))
+        return self._plan
 
     def _planned(self, question: ParsedQuery, namespace: Namespace) -> Plan:
         table = self._roster(namespace)
@@ -238,8 +243,6 @@ class AnswerWriter:
         buffers.out[: len(begin)] = np.frombuffer(begin, _UINT8)
         if question.weights is not None:
             buffers.weights[:] = question.weights
-        state = long_hash_state(block_size + question.is_bigram, question.seed)
-        buffers.long_state[: len(state)] = state
         return Plan(
             question,
             ref(namespace),
@@ -286,12 +289,16 @@ class Plan(NamedTuple):
     """Bound on the size of an answer."""
 
     def is_for(self, question: ParsedQuery, namespace: Namespace) -> bool:
-        """Return whether nothing has changed since the plan was made."""
+        """Return whether the plan would be the same now, but for the question and its seed."""
+        mine = self.question
         return (
-            (question is self.question or question == self.question)
-            and self.namespace() is namespace
+            self.namespace() is namespace
             and namespace.num_changes == self.num_changes
             and namespace.index.lookup is self.lookup
+            and question.tenant == mine.tenant
+            and question.is_peer == mine.is_peer
+            and question.is_bigram == mine.is_bigram
+            and question.weights == mine.weights
         )
 
     def answer(self, prompt: _Prompt, found: int, has_groups: int, times: Times) -> tuple[int, int, int]:
