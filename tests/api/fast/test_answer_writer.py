@@ -159,3 +159,18 @@ def test_another_namespace_of_the_same_model_is_not_mistaken_for_one_that_was_dr
         )
         assert written == expected
         assert msgspec.json.decode(expected)["instances"].keys() == {worker}
+
+
+@given(
+    st.sampled_from([16, 64]),  # windows of more than 60 tokens are hashed in another way
+    st.lists(st.tuples(st.none() | st.sampled_from(["salt", "pepper"]), st.booleans(), st.booleans())),
+)
+@settings(max_examples=num_examples(40))
+def test_each_question_is_hashed_with_its_own_seed(block_size: int, asked: list[tuple[str | None, bool, bool]]) -> None:
+    namespaces = Namespaces(IndexerSettings.ignoring_environment())
+    writer, namespace = AnswerWriter(), namespaces.add_namespace("m", DEFAULT_TENANT, block_size)
+    tokens, freshness = np.arange(200, dtype=np.uint32), freshness_of(is_catching_up=False, outage=False)
+    for salt, is_bigram, is_peer in asked:
+        question = ParsedQuery("m", DEFAULT_TENANT, "token_ids", None, salt, is_bigram, is_peer=is_peer)
+        found = writer.find(question, tokens, namespace, freshness)
+        assert found.hashes.tolist() == question.hashes(tokens, block_size).tolist()
