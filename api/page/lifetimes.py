@@ -1,6 +1,6 @@
 """How long pages stay on the device of each rank, by the index of `kvsight audit`. It follows one page in 256."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,17 +59,18 @@ class PageLifetimes:
                 rank.mark, rank.is_resync = rank.mark + 1, True
             else:
                 self._index.sweep(rank.number, rank.mark)
-                rank.is_resync = False
+        rank.is_resync = view.marks is not None  # a resync that was cut off has no end
 
     def median_s(self, streams: Iterable[StreamId]) -> float | None:
         """Return the seconds for which half of the pages that ranks removed were held at most; None without any."""
         known = [self._ranks[stream].removed for stream in streams if stream in self._ranks]
         return median_lifetime(np.sum(known, axis=0)) if known else None
 
-    def keep(self, streams: Set[StreamId]) -> None:
-        """Forget all other ranks."""
+    def keep(self, streams: Set[StreamId]) -> Iterator[None]:
+        """Forget all other ranks, in slices."""
         for stream in self._ranks.keys() - streams:
             self._index.sweep(self._ranks.pop(stream).number)
+            yield
 
     def _note_pages(self, rank: _Rank, hashes: U64Array, time_s: float, is_store: bool) -> None:
         at = BatchTime(milliseconds(time_s), 0 if rank.is_resync else 1)

@@ -117,11 +117,8 @@ class WorkerHistory:
         known = {view.stream for view in views}
         for stream in before - known:
             del self._histories[stream]
-        if self._lifetimes is not None and self._on_applied is not None:
-            self._lifetimes.keep(known)
-            if time.monotonic() - self._asked_at > _FOLLOWED_S:
-                self._on_applied.remove(self._lifetimes.note)
-                self._lifetimes = None
+        if self._lifetimes is not None:
+            yield from self._lifetimes.keep(known)
 
     def rates(self, stream: StreamId) -> Rates:
         """Return the rates of a stream. They are shorter while fewer intervals have passed."""
@@ -157,4 +154,7 @@ class WorkerHistory:
         while True:
             if not consumer.why_not_ready():  # before, counts grow by what a snapshot or the log has from earlier
                 await slices.run(self.sample(consumer.namespaces.views, time.monotonic()))
+            if self._lifetimes is not None and time.monotonic() - self._asked_at > _FOLLOWED_S:
+                consumer.applier.on_applied.remove(self._lifetimes.note)
+                self._lifetimes = None
             await asyncio.sleep(INTERVAL_S)

@@ -23,7 +23,8 @@ class MemorySource:
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         wanted, oldest = positions.get(0, 0), self._log.first_offset
         self._offset = wanted if oldest <= wanted <= self._log.next_offset else oldest
-        loop, arrival = asyncio.get_running_loop(), self._arrival
+        loop, self._arrival = asyncio.get_running_loop(), asyncio.Event()
+        arrival = self._arrival
 
         def wake() -> None:
             if not loop.is_closed():

@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from zlib import crc32
 
 from indexer.writing.queue import WriteUnavailableError
 from kv_events.kafka.connection import KafkaConnection
@@ -37,7 +35,9 @@ class TopicWriter:
                 async with asyncio.timeout(_WRITE_S):
                     if self._producer is None:
                         await self._connect()
-                    await self._send(records)
+                    send = self._producer.send
+                    sent = [await send(self._topic, value=each.payload, key=each.key) for each in records]
+                    await asyncio.gather(*sent)
         except WriteUnavailableError:
             await self.stop()
             raise
@@ -46,28 +46,6 @@ class TopicWriter:
         producer, self._producer = self._producer, None
         if producer is not None:
             await stop_client(producer)
-
-    async def _send(self, records: Sequence[LogRecord]) -> None:
-        """Send batches that are made here: aiokafka's `send` needs more than twice as much of the processor."""
-        partitions = sorted(await self._producer.partitions_for(self._topic))
-        by_partition = defaultdict[int, list[LogRecord]](list)
-        for each in records:
-            by_partition[partitions[crc32(each.key) % len(partitions)]].append(each)
-        send = self._producer.send_batch
-        sent = [
-            await send(batch, self._topic, partition=partition)
-            for partition, members in by_partition.items()
-            for batch in self._batches(members)
-        ]
-        await asyncio.gather(*sent)
-
-    def _batches(self, records: Sequence[LogRecord]) -> Iterator[Any]:
-        batch = self._producer.create_batch()
-        for each in records:
-            while batch.append(key=each.key, value=each.payload, timestamp=None) is None:  # it is full
-                yield batch
-                batch = self._producer.create_batch()
-        yield batch
 
     async def _connect(self) -> None:
         topics = await inspect_topics(self._connection, self._settings, create=True, names=[self._topic])

@@ -9,11 +9,20 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Literal
 
-from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.trace import (
+    NoOpTracer,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    get_current_span,
+    get_tracer_provider,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kv_events.errors import InvalidValueError
@@ -25,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["producer", "consumer", "server"]
 
-_KINDS: dict[Kind, trace.SpanKind] = {
-    "producer": trace.SpanKind.PRODUCER,
-    "consumer": trace.SpanKind.CONSUMER,
-    "server": trace.SpanKind.SERVER,
+_KINDS: dict[Kind, SpanKind] = {
+    "producer": SpanKind.PRODUCER,
+    "consumer": SpanKind.CONSUMER,
+    "server": SpanKind.SERVER,
 }
 _EXPORTERS = "opentelemetry_traces_exporter"
 _PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
@@ -72,14 +81,16 @@ class Spans:
         if not span.get_span_context().trace_flags.sampled:
             return ()
         carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, trace.set_span_in_context(span, _ROOT))
+        self._propagator.inject(carrier, set_span_in_context(span, _ROOT))
         return tuple((name, value.encode()) for name, value in carrier.items())
 
     def is_context(self, headers: Headers) -> bool:
-        return trace.get_current_span(self._parent(headers)).get_span_context().is_valid
+        """Return whether headers carry the context of a span."""
+        return get_current_span(self._parent(headers)).get_span_context().is_valid
 
     def fail(self, span: Span, description: str) -> None:
-        span.set_status(trace.Status(trace.StatusCode.ERROR, description))
+        """Mark a span as failed."""
+        span.set_status(Status(StatusCode.ERROR, description))
 
     def end(self) -> None:
         """Send the spans that wait, for at most two seconds. Spans that end later are dropped."""
@@ -101,7 +112,7 @@ class Spans:
         """
         with self._opening:
             if self._tracer is None:
-                provider = trace.get_tracer_provider()
+                provider = get_tracer_provider()
                 if isinstance(provider, TracerProvider):
                     self._ended.set()  # the program ends it
                     self._tracer = provider.get_tracer("kvsight")
@@ -115,7 +126,7 @@ class Spans:
         except Exception as error:  # noqa: BLE001  (exporters raise many kinds for wrong values of `OTEL_*`)
             self._ended.set()
             logger.warning("no traces are sent: %s (see the variables OTEL_*)", error)
-            return trace.NoOpTracer()
+            return NoOpTracer()
 
     def _create_provider(self) -> TracerProvider:
         """Create a provider that ends with the process.
