@@ -14,6 +14,8 @@ from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.runtime.supervised import cancel, keep_running
 from publisher.sinks.base import SinkUnavailableError
 
+logger = logging.getLogger(__name__)
+
 _LINGER_MS = 500
 _MAX_UNREAD = 100_000
 """Batches that may wait for a slow reader. It misses later ones and can request a replay."""
@@ -27,7 +29,6 @@ _IN_FLIGHT_BYTES = 4 * 2**20
 _BATCHES_AT_A_TIME = 64
 _FULL_PAUSE_MS = 5
 _STUCK_S = 30.0
-_LINGER_MS = 500
 
 
 class KeptBatches:
@@ -252,6 +253,3 @@ class EventSocket:
         context, self._context, self._live = self._context, None, None
         if context is not None:
             await asyncio.to_thread(context.term)
-
-
-logger = logging.getLogger(__name__)
