@@ -6,12 +6,12 @@
 
 import gc
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from numba.core import registry, types
+from numba.core import registry
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
@@ -23,30 +23,6 @@ _OPTIONS = {"nopython": True, "no_cfunc_wrapper": True, "_nrt": False}
 """`_nrt`: without numba's memory runtime. numba counts references to the arrays of a named tuple at every access, which
 costs more than the work itself. Callers allocate all arrays, so nothing has to be counted; an allocation inside a
 kernel is a compile error instead of a slow kernel."""
-
-
-_Function: Any = types.Function
-_resolve = _Function.get_call_type
-_NUMBERS = (types.Integer, types.Float, types.Boolean)
-
-
-@cache
-def _resolve_on_numbers(operation: Any, context: Any, args: tuple[Any, ...]) -> Any:
-    return _resolve(operation, context, args, {})
-
-
-def _resolve_once(operation: Any, context: Any, args: Any, kws: Any) -> Any:
-    """Choose the implementation of an operator on numbers once for each of their types.
-
-    numba tries a hundred candidates wherever one occurs, which is an eighth of the time of a compilation.
-    """
-    is_operator = getattr(operation.typing_key, "__module__", "") == "_operator"
-    if is_operator and not kws and all(isinstance(each, _NUMBERS) for each in args):
-        return _resolve_on_numbers(operation, context, tuple(args))
-    return _resolve(operation, context, args, kws)
-
-
-_Function.get_call_type = _resolve_once
 
 
 class _UntranslatedLibrary(JITCodeLibrary):
