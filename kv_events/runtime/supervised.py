@@ -1,4 +1,4 @@
-"""Long-lived tasks: for the time of a block, and such that start again after an unexpected error; and their pauses."""
+"""Background tasks: some end with a block, others restart after an unexpected error. Pauses between attempts."""
 
 import asyncio
 import logging
