@@ -87,6 +87,11 @@ class Inbox:
         return int(self._counts[receive.NUM_BAD])
 
     @property
+    def message_bytes(self) -> int:
+        """Mean size of the messages, or that of the last one that is not of the protocol, if it is larger."""
+        return max(int(self._counts[receive.NUM_BYTES]) // max(len(self), 1), sum(self.bad_sizes[1]))
+
+    @property
     def bad_sizes(self) -> tuple[int, list[int]]:
         """Number of frames of the last message that is not of the protocol, and the sizes of the first four."""
         num_frames, *sizes = self._counts[receive.BAD_SHAPE : receive.BAD_SHAPE + receive.SHAPE_SIZE].tolist()
