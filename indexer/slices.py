@@ -2,24 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Generator, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 _SLICE_S = 0.001
 """Duration of a slice, after which queries are answered."""
 
 
-_T = TypeVar("_T")
-
-
-def run_at_once(steps: Generator[None, None, _T]) -> _T:
+def run_at_once(steps: Iterator[None]) -> Any:
     """Run a generator to its end without pauses. Returns what it returns."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            result: _T = end.value
-            return result
+            return end.value
 
 
 class Slices:

@@ -16,6 +16,7 @@ from httpx import AsyncClient
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
+from indexer.slices import run_at_once
 from kv_events.errors import InvalidValueError
 from kv_events.records import LogRecord
 from tests.rigs.api import replaying, samples
@@ -96,8 +97,7 @@ async def test_counters_do_not_fall_when_a_worker_is_forgotten(client: AsyncClie
     stream = Stream("1")
     await fed.hold(stream, TOKENS)
     before = await samples(client)
-    for _ in fed.consumer.namespaces.forget(stream.id):
-        pass
+    run_at_once(fed.consumer.namespaces.forget(stream.id))
     forgotten = await samples(client)
     stream.restart()
     await fed.hold(stream, TOKENS[:8])

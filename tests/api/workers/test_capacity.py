@@ -13,6 +13,7 @@ from api.workers.reports import metrics_of
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
+from indexer.slices import run_at_once
 from kv_events.log.memory import MemoryLog
 from tests.rigs.api import asking, samples
 from tests.support.engines.event_payloads import payload, stored
@@ -129,8 +130,7 @@ async def test_copies_count_and_removed_pages_tell_how_long_a_page_stays() -> No
         one, views = Stream("one"), fed.consumer.namespaces
         hashes = await fed.hold(one, list(range(1, 4001)))
         for now in (1e9, 1e9 + 5):
-            for _ in service.history.sample(views.views, now):
-                pass
+            run_at_once(service.history.sample(views.views, now))
             await fed.feed(
                 one.batch(removed_record(hashes[-100:])), Stream("two").batch(stored_record((0, hashes[:900])))
             )

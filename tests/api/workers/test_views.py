@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from api.problems import ProblemError
 from api.view_source import stream_pages
 from api.workers.routes import _radix_view
+from indexer.slices import run_at_once
 from kv_events.http.worker_records import WorkerRecord
 from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import ResyncRequest
@@ -103,8 +104,7 @@ async def test_a_stream_that_is_forgotten_while_it_is_read_is_a_404(client: http
     assert view is not None
     reading = _radix_view(fed.consumer, view, limit=1000, cursor=0)
     reading.send(None)  # run until the pause after the first slice
-    for _ in views.forget(stream.id):
-        pass
+    run_at_once(views.forget(stream.id))
     with pytest.raises(ProblemError, match=stream.id.key) as caught:
         reading.send(None)
     assert caught.value.status == 404
