@@ -68,24 +68,6 @@ async def test_an_engines_own_metrics_say_how_much_fits(text: str) -> None:
         assert http.requests[-1].headers["host"] == http.url.removeprefix("http://")
 
 
-async def test_room_that_attention_groups_share_is_not_known() -> None:
-    """An engine counts blocks, of which a page takes one in each group."""
-    full: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
-    window: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
-    async with (
-        scripted(*[Reply(body=VLLM.encode())] * 100) as http,
-        reading(metrics_url=f"{http.url}/metrics") as (served, engine),
-    ):
-        engine.send(payload(stored([1, 2, 3, 4], TOKENS, **full), form="map"))
-        await has_room(served.client, 1600)
-        engine.send(payload(stored([5, 6, 7, 8], TOKENS, **window), form="map"))
-
-        async def is_unknown() -> bool:
-            return not (await worker(served.client))["capacity"]
-
-        await async_wait_until(is_unknown, 60, "the groups to count")
-
-
 @pytest.mark.parametrize("number", ["1e999", "1e300", "0", "5" * 30])
 def test_room_of_absurd_size_is_not_believed(number: str) -> None:
     assert metrics_of(b"sglang:max_total_num_tokens %s\n" % number.encode(), [0])[0].room is None
