@@ -191,6 +191,7 @@ class LiveService(Service):
             self._tenants,
             None if group is None else group.fast_answers(has_tenants=self._tenants is not None),
             {} if self.selection is None else self.selection.text_routes(),
+            None if self.selection is None else self.selection.bodyless_route(),
         )
         for routes in (
             RegisterRoutes(registrations, consumer),

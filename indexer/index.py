@@ -10,6 +10,7 @@ import numpy.typing as npt
 from indexer.kernels import apply, holder_sets, prefixes
 from indexer.kernels.find import PageLookup, find
 from indexer.kernels.reuse import sets_of_pages, trim_to_reusable
+from indexer.slices import run_at_once
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.digest import DIGEST_WORDS, Digest
 from kv_events.errors import InvalidValueError, KvsightError
@@ -118,8 +119,7 @@ class OverlapIndex:
         stream = len(self._digests)
         if stream == self._max_streams:
             raise IndexFullError("worker streams", self._max_streams)
-        for _ in self.make_room():
-            pass
+        run_at_once(self.make_room())
         self._digests.append(None)
         return self._use_stream(stream)
 
@@ -315,8 +315,7 @@ class OverlapIndex:
         num_sets, words_per_set = sum(map(len, image.sets)), image.words_per_set
         if max(image.digests, default=0) >= self._max_streams or not words_per_set or words_per_set % NUM_MEDIA:
             raise InvalidValueError("image", words_per_set, f"at most {self._max_streams} streams")
-        for _ in self._widen(words_per_set // NUM_MEDIA):
-            pass
+        run_at_once(self._widen(words_per_set // NUM_MEDIA))
         self._check_streams(image)
         ids = np.empty(num_sets, np.uint32)
         for hashes, parents, holders in zip(image.hashes, image.parents, image.holders, strict=True):

@@ -2,24 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Generator, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 _SLICE_S = 0.001
 """Duration of a slice, after which queries are answered."""
 
 
-_T = TypeVar("_T")
-
-
-def run_at_once(steps: Generator[None, None, _T]) -> _T:
+def run_at_once(steps: Iterator[None]) -> Any:
     """Run a generator to its end without pauses. Returns what it returns."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            result: _T = end.value
-            return result
+            return end.value
 
 
 class Slices:
@@ -28,6 +24,12 @@ class Slices:
     def __init__(self, slice_s: float = _SLICE_S) -> None:
         self._slice_s = slice_s
         self._began = time.perf_counter()
+        self._before_s = 0.0  # in earlier slices
+
+    @property
+    def spent_s(self) -> float:
+        """The time so far, without the pauses."""
+        return self._before_s + time.perf_counter() - self._began
 
     async def run(self, steps: Iterator[None]) -> Any:
         """Run a generator to its end, with pauses between its steps. Returns what it returns."""
@@ -40,7 +42,9 @@ class Slices:
 
     async def yield_if_due(self) -> None:
         """Let other tasks run if this slice has lasted long enough."""
-        if time.perf_counter() - self._began > self._slice_s:
+        took_s = time.perf_counter() - self._began
+        if took_s > self._slice_s:
+            self._before_s += took_s
             await asyncio.sleep(0)
             self._began = time.perf_counter()
 

@@ -153,21 +153,7 @@ def stores_with_tokens(payload: bytes) -> list[schema.PackedStored]:
     return [event for event in events if isinstance(event, schema.PackedStored) and event.token_ids]
 
 
-class _BatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The fields of a batch in front of its events."""
-
-    schema_version: int
-    model: str
-    tenant: str
-    worker: str
-    dp_rank: int
-    block_size: int
-    epoch: int
-    seq: int
-    timestamp: float
-
-
-_head_decoder = msgspec.msgpack.Decoder(_BatchHead)
+_head_decoder = msgspec.msgpack.Decoder(schema.BatchHead)
 
 
 def batch_time(payload: bytes) -> float | None:

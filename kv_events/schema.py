@@ -133,8 +133,8 @@ class SnapshotEnd(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
 WireEvent: TypeAlias = PackedStored | PackedRemoved | AllBlocksCleared | SnapshotBegin | SnapshotEnd
 
 
-class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One record of the log: consecutive events of one worker stream."""
+class BatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The fields of a batch in front of its events."""
 
     schema_version: int
     """major << 8 | minor. Another major is refused; a newer minor may add trailing fields and event tags."""
@@ -152,6 +152,11 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Changes that wait for later batches are not older.
     """
+
+
+class EventBatch(BatchHead, frozen=True, array_like=True, gc=False):
+    """One record of the log: consecutive events of one worker stream."""
+
     events: list[msgspec.Raw]
     """`WireEvent`s. Empty in a heartbeat."""
     digest: bytes

@@ -6,7 +6,6 @@ query comes later, because the other members are asked. Their requests are answe
 """
 
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any, Generic, NamedTuple
 
 from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
-from api.fast.heads import Head, HeadReader
+from api.fast.heads import BodylessRoute, Head, HeadReader
 from api.fast.kernel_connections import DirectPlan, KernelConnections
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
 from api.fast.kernels.query import Times
@@ -38,7 +37,6 @@ from kv_events.runtime.tracing import open_spans
 logger = logging.getLogger(__name__)
 
 _RESERVE = "/select_and_reserve"
-_OF_PAGES = re.compile(rb"\n(?:origin|sec-fetch-site)[ \t]*:", re.IGNORECASE)
 _PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
 _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
 
@@ -77,12 +75,15 @@ class FastPath:
         tenants: TenantRates | None = None,
         group: GroupAnswers | None = None,
         selections: Mapping[str, TextRoute[Any]] = MappingProxyType({}),
+        bodyless: BodylessRoute | None = None,
     ) -> None:
         """tenants: bounds on their queries, if any. group: how a member of a group answers. None: `answers` does.
 
-        selections: how those who choose workers are answered, by path.
+        selections: how those who choose workers are answered, by path. bodyless: how requests are answered that say
+        how reservations go on.
         """
         self._tenants = tenants
+        self._bodyless = bodyless
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if group is None else {}
         self._group = group
         self._spans = open_spans()
@@ -93,6 +94,7 @@ class FastPath:
             max_body_bytes,
             with_traces=with_traces,
             is_allowed_host=settings.is_allowed_host,
+            bodyless=bodyless,
         )
         self._consumer = consumer
         self._answers = answers
@@ -122,7 +124,7 @@ class FastPath:
             return None
         began = time.perf_counter()
         # a span that never ends, because the request is passed to FastAPI, is not sent
-        span = None if self._spans is None else start_request(self._spans, head.path, head.trace)
+        span = None if self._spans is None or not head.path else start_request(self._spans, head.path, head.trace)
         try:
             body = self._answer(head, data, start)
         except ProblemError:
@@ -133,7 +135,8 @@ class FastPath:
         if body is not None:
             if head.caller.limit is not None:
                 head.caller.limit.note()
-            self._metrics.queries.note(head.path, time.perf_counter() - began)
+            if head.path:
+                self._metrics.queries.note(head.path, time.perf_counter() - began)
             if span is not None:
                 end_request(span, HTTPStatus.OK)
         return body
@@ -170,8 +173,10 @@ class FastPath:
         if self._group is not None:
             reply = self._group.members.get(head.path)
             return None if reply is None or head.caller.content_type not in _PACKED else reply(data[start:])
-        if head.path == _RESERVE and _OF_PAGES.search(data, 0, start):
+        if head.is_of_page and head.path in ("", _RESERVE):
             return None  # FastAPI's middleware judges what pages of other sites ask for
+        if not head.path:
+            return None if self._bodyless is None else self._bodyless.answer(*head.parameters)
         if head.caller.content_type == "application/json":
             route = self._routes.get(head.path)
             return None if route is None else self._answer_json(route, data, start)

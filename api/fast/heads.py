@@ -1,5 +1,6 @@
 """Heads of query requests. A kernel finds the lines that matter; what they say about the caller is looked up here."""
 
+import re
 from collections.abc import Callable, Collection, Set
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import numpy as np
 from api.access.guard import refusal_of, scope_of
 from api.access.rate_limits import RateLimit
 from api.access.tokens import TokenRegistry
-from api.fast.kernels.head import NUM_FOUND, PASS_ON, TRACE_PARENT, TRACE_STATE, read_head
+from api.fast.kernels.head import FETCH_SITE, NUM_FOUND, ORIGIN, PASS_ON, TRACE_PARENT, TRACE_STATE, read_head
 from api.queries.body_formats import CONTENT_TYPES
 from kv_events.records import Headers
 from kv_events.runtime.tracing import trace_headers
@@ -17,6 +18,8 @@ _HTTP_VERSION = "1.1"
 _MAX_KEPT, _MAX_KEPT_BYTES = 4096, 1024
 """Bounds on the callers that are kept, and on the lines of one. Others are looked up each time."""
 _MOST_DIGITS = 18
+_LONGEST_LINE = 512
+_NO_TYPE = b"application/json"  # stands for that of a body which is missing
 
 
 class Caller(NamedTuple):
@@ -36,14 +39,29 @@ class Head(NamedTuple):
     """An accepted head."""
 
     path: str
+    """Empty: the request has no body, see `parameters`."""
     caller: Caller
     content_length: int
     trace: Headers = ()
     """Context of the caller's trace, if the process sends traces."""
+    is_of_page: bool = False
+    """Whether a page of a browser may have asked."""
+    parameters: tuple[bytes | None, ...] = ()
+    """Groups of `BodylessRoute.line`."""
+
+
+class BodylessRoute(NamedTuple):
+    """How requests are answered that have no body, and parameters in their path."""
+
+    line: re.Pattern[bytes]
+    """Of their first lines."""
+    scope: str
+    answer: Callable[..., bytes]
+    """Gets the groups of the line. Raises ProblemError, and has changed nothing then."""
 
 
 class HeadReader:
-    """Reads the heads of POST requests to some paths. One thread calls it."""
+    """Reads the heads of POST requests to some paths, and of some requests without a body. One thread calls it."""
 
     def __init__(
         self,
@@ -53,6 +71,7 @@ class HeadReader:
         *,
         with_traces: bool = False,
         is_allowed_host: Callable[[str], bool] = lambda _host: True,
+        bodyless: BodylessRoute | None = None,
     ) -> None:
         """tokens: those whose scope for the path is required. max_body_bytes: largest accepted Content-Length.
 
@@ -61,7 +80,8 @@ class HeadReader:
         self._is_allowed_host = is_allowed_host
         self._paths = {request_line(path): path for path in paths}
         self._scopes = {path: scope_of("POST", path) for path in paths}
-        self._longest = max(map(len, self._paths), default=0)
+        self._bodyless = bodyless
+        self._longest = max(map(len, self._paths), default=0) if bodyless is None else _LONGEST_LINE
         self._tokens = tokens
         self._max_body_bytes = max_body_bytes
         self._with_traces = with_traces
@@ -74,19 +94,34 @@ class HeadReader:
         """Read the head of a request, and return it with its end, or None if the request must be passed to FastAPI."""
         start = data.find(b"\n", 0, self._longest) + 1
         path = self._paths.get(data[:start])
-        if path is None:
+        if path is None and self._bodyless is not None:
+            return self._read_bodyless(self._bodyless, data, start)
+        end = PASS_ON if path is None else read_head(data, start, len(data), self._found)
+        if path is None or end == PASS_ON:
             return None
-        end = read_head(data, start, len(data), self._found)
-        if end == PASS_ON:
-            return None
-        length, content_type, host, token, *_ = values = [data[first:last] for first, last in self._found.tolist()]
+        length, content_type, host, token, *_ = values = self._values(data)
         if not length.isdigit() or len(length) > _MOST_DIGITS or int(length) > self._max_body_bytes:
             return None
         caller = self._caller((content_type, host, token if self._tokens.are_required else b""))
         if caller is None or self._scopes[path] not in caller.scopes:
             return None
         trace = _trace(values) if self._with_traces else ()
-        return Head(path, caller, int(length), trace), end
+        return Head(path, caller, int(length), trace, _is_of_page(values)), end
+
+    def _read_bodyless(self, route: BodylessRoute, data: bytes, start: int) -> tuple[Head, int] | None:
+        line = route.line.fullmatch(data, 0, start)
+        end = PASS_ON if line is None else read_head(data, start, len(data), self._found)
+        if line is None or end == PASS_ON:
+            return None
+        length, _, host, token, *_ = values = self._values(data)
+        caller = self._caller((_NO_TYPE, host, token if self._tokens.are_required else b""))
+        if length not in (b"", b"0") or caller is None or route.scope not in caller.scopes:
+            return None
+        return Head("", caller, 0, (), _is_of_page(values), line.groups()), end
+
+    def _values(self, data: bytes) -> list[bytes]:
+        """Return the values of the lines that matter, "" for those that are missing."""
+        return [data[first:last] for first, last in self._found.tolist()]
 
     def forget(self) -> None:
         """Look up all callers again, because the tokens have changed."""
@@ -120,6 +155,10 @@ class HeadReader:
 def request_line(path: str) -> bytes:
     """Return the first line of requests to a path."""
     return b"POST %b HTTP/1.1\r\n" % path.encode()
+
+
+def _is_of_page(values: list[bytes]) -> bool:
+    return bool(values[ORIGIN] or values[FETCH_SITE])
 
 
 def _trace(values: list[bytes]) -> Headers:

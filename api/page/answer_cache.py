@@ -6,6 +6,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Hashable
 from typing import Any, Final, TypeVar
 
+from indexer.slices import Slices
+
 _MIN_AGE_S: Final = 0.9
 """Answers are used for so long, a little less than the second at which pages ask."""
 _AGE_PER_COST: Final = 100
@@ -42,22 +44,9 @@ class AnswerCache:
 
     async def _compute(self, key: tuple[str, Hashable], steps: Generator[None, None, _T]) -> _T:
         async with self._turns[key[0]]:
-            answer, cost_s = await _run(steps)
-        age_s = min(max(_MIN_AGE_S, _AGE_PER_COST * cost_s), _MAX_AGE_S)
+            slices = Slices(_SLICE_S)
+            answer: _T = await slices.run(steps)
+        age_s = min(max(_MIN_AGE_S, _AGE_PER_COST * slices.spent_s), _MAX_AGE_S)
         if key in self._kept:
             self._kept[key] = (time.monotonic() + age_s, self._kept[key][1])
         return answer
-
-
-async def _run(steps: Generator[None, None, _T]) -> tuple[_T, float]:
-    """Run a generator in slices. Returns what it returns, and the seconds that it took without the pauses."""
-    cost_s = 0.0
-    while True:
-        began = time.perf_counter()
-        try:
-            while time.perf_counter() - began < _SLICE_S:
-                next(steps)
-        except StopIteration as end:
-            return end.value, cost_s + time.perf_counter() - began
-        cost_s += time.perf_counter() - began
-        await asyncio.sleep(0)

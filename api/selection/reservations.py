@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -11,12 +12,15 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.access.guard import scope_of
+from api.fast.heads import BodylessRoute
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as, format_of
 from api.queries.large_bodies import Body, BodyFormat
 from api.queries.routes import RawEndpoint, json_response, read_body
 from api.selection.answers import loads_of, worker_name
+from api.selection.direct import MOST_CHOICES, MOST_HASHES
 from api.selection.requests import Prompt, decoded
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
@@ -25,14 +29,20 @@ from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
 from kv_events.limits import MAX_OUTPUT_BLOCKS, MAX_PAGES_PER_DECISION, MAX_REQUEST_ID_BYTES
 from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
-from selection.book import BookFullError
+from selection.book import BookFullError, Place
 from selection.exchange import ReservationExchange
-from selection.roster import Rosters
+from selection.roster import Roster, Rosters
 from selection.selector import prefill_name
 
 _PENDING_S, _MAX_PENDING, _MAX_PENDING_PAGES = 120.0, 4096, 2**22
 _PAGE_BYTES = 8
 _MAX_STEP_BYTES = 1024
+_STEP = re.compile(
+    rb"(?:DELETE /reservations/%b|POST /reservations/%b/(prefill_complete|output_block)) HTTP/1\.1\r\n"
+    % (2 * (rb"([\w.~-]+)",))
+)
+"""First line of a request that says how a reservation goes on. Ids with other characters are left to FastAPI."""
+_DONE = msgspec.json.encode(Done())
 
 
 class Reservations:
@@ -97,6 +107,23 @@ class Reservations:
                 self.book.apply(record, now)
             except BookFullError as error:  # what is booked of the request expires
                 raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
+            self._put(record)
+
+    def has_room(self, namespace: Namespace, roster: Roster, now: float) -> bool:
+        """Return whether kernels may book on all ranks of a roster now. If not, they may later."""
+        self.book.expire(now)
+        try:
+            self.book.check_room(MOST_CHOICES, MOST_HASHES)
+            for row in np.flatnonzero(roster.columns.places < 0).tolist():  # there is another roster then
+                self.book.number(Place(*namespace.key[:2], roster.workers[row], roster.dp_ranks[row]))
+        except BookFullError:
+            return False
+        return bool((roster.columns.places >= 0).all())
+
+    def note(self, booked: Iterable[tuple[Reserved, int, int]], now: float) -> None:
+        """Note what kernels have booked, and send it to other replicas. booked: see `Selector.booked`."""
+        for record, place, num_pages in booked:
+            self.book.note_reserved(record, place, num_pages, now)
             self._put(record)
 
     def keep_pending(self, records: list[Reserved], now: float) -> None:
@@ -172,6 +199,14 @@ class Reservations:
         decision = Decision(VERSION, request.selection_id, now, *key, tokens, pages, worker, rank, None, [])
         return Reserved(VERSION, self._replica, decision, request.effective_prefill_tokens, request.session_id or "")
 
+    def bodyless_route(self) -> BodylessRoute:
+        """Return how steps without a body are answered in the fast path, as the routes of `router` do."""
+        return BodylessRoute(_STEP, scope_of("DELETE", "/reservations/x"), self._answer_step)
+
+    def _answer_step(self, released: bytes | None, going_on: bytes | None, step: bytes | None) -> bytes:
+        self._progress((released or going_on or b"").decode(), RELEASED if step is None else step.decode())
+        return _DONE
+
     def router(self) -> APIRouter:
         """Return the routes whose paths have parameters."""
         router = APIRouter(tags=["selection"])
@@ -180,7 +215,7 @@ class Reservations:
         @router.post("/reservations/{reservation_id:path}/prefill_complete", response_class=Response, responses=done)
         async def prefill_complete(reservation_id: str) -> Response:
             """Note that the prefill of a request is complete, because its first token has come."""
-            return self._progress(reservation_id, PREFILL_COMPLETE)
+            return self._progressed(reservation_id, PREFILL_COMPLETE)
 
         @router.post("/reservations/{reservation_id:path}/output_block", response_class=Response, responses=done)
         async def output_block(reservation_id: str, request: Request) -> Response:
@@ -192,12 +227,12 @@ class Reservations:
             if given.decay_fraction is not None and not 0 <= given.decay_fraction <= 1:
                 fault = InvalidValueError("decay_fraction", given.decay_fraction, "a number in 0.0 .. 1.0")
                 raise ProblemError.of_value(fault, HTTPStatus.BAD_REQUEST)
-            return self._progress(reservation_id, OUTPUT_BLOCK, given.decay_fraction)
+            return self._progressed(reservation_id, OUTPUT_BLOCK, given.decay_fraction)
 
         @router.delete("/reservations/{reservation_id:path}", response_class=Response, responses=done)
         async def release(reservation_id: str) -> Response:
             """Release the reservation of a request that has ended."""
-            return self._progress(reservation_id, RELEASED)
+            return self._progressed(reservation_id, RELEASED)
 
         @router.get("/loads", response_class=Response, responses=answers(list[ModelLoads], "By model"))
         async def loads(model_name: str | None = None, routing_group: str | None = None) -> Response:
@@ -222,7 +257,12 @@ class Reservations:
         loads = loads_of(roster, range(len(places)), *columns)
         return ModelLoads(model_name=model, routing_group=tenant, loads=loads)
 
-    def _progress(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> Response:
+    def _progressed(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> Response:
+        self._progress(reservation_id, step, decay_fraction)
+        return json_response(Done())
+
+    def _progress(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> None:
+        """Note how a reservation goes on. Raises ProblemError (404, 503)."""
         self._check_ready()
         now = self._served.now()
         known = self.book.get(reservation_id)
@@ -234,8 +274,7 @@ class Reservations:
         self._put(record)
         at_prefill = prefill_name(reservation_id)
         if step in (PREFILL_COMPLETE, RELEASED) and self.book.get(at_prefill) is not None:
-            return self._progress(at_prefill, RELEASED)
-        return json_response(Done())
+            self._progress(at_prefill, RELEASED)
 
 
 def _unknown(detail: str, value: str | int) -> ProblemError:

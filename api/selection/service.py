@@ -45,6 +45,8 @@ class SelectionService:
         self._routes = SelectionRoutes(served, selector, self._reservations, render, tenants, max_body_bytes)
         self.text_routes = self._routes.text_routes
         """See `SelectionRoutes`."""
+        self.bodyless_route = self._reservations.bodyless_route
+        """See `Reservations`."""
 
     def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""

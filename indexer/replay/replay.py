@@ -13,6 +13,7 @@ from indexer.applier import Applier, Batches, DeadLetters, Mask, PlainRun
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
+from indexer.slices import run_at_once
 from kv_events.kernels.log_records import OFFSET, PARTITION
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import BatchColumns, RecordChunk
@@ -172,8 +173,7 @@ class Replay:
     def _forget_silent(self) -> None:
         for view in self.namespaces.views:
             if self.freshness.silence_s(view) > self.settings.forget_after_s:
-                for _ in self.namespaces.forget(view.stream):
-                    pass
+                run_at_once(self.namespaces.forget(view.stream))
 
 
 def _period(seconds: float) -> int:

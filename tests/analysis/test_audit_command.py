@@ -125,9 +125,7 @@ def test_a_log_that_begins_late_has_no_gap_but_those_in_it(tmp_path: Path) -> No
     assert [each.kind for each in report.findings] == ["before the log"]
     assert "begins after the first batches of 1 of 1 stream: 5 batches before it" in report.verdict
     stream.batch(stored((0, [300])), now=1_700_000_003.0)  # it is lost
-    with EventLogWriter(tmp_path) as writer:
-        for second in range(4, 13):
-            writer.append(stream.batch(now=1_700_000_000.0 + second))
+    write_log(tmp_path, (stream.batch(now=1_700_000_000.0 + second) for second in range(4, 13)))
     (found,) = audit_log(tmp_path).streams
     assert (found.earlier_batches, found.gaps, found.missing_batches, found.not_live_s) == (5, 1, 1, 8.0)
 

@@ -22,6 +22,7 @@ from api.settings import ApiSettings
 from bridge import EngineSettings
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
+from indexer.slices import run_at_once
 from indexer.snapshots.base import SnapshotDamagedError
 from indexer.snapshots.image import take, unpack
 from kv_events.errors import InvalidValueError
@@ -209,12 +210,7 @@ def test_a_snapshot_with_a_bad_name_is_damaged(bad: str) -> None:
 
 def image_of(namespaces: Namespaces) -> bytes:
     """Return a snapshot."""
-    copying = take(namespaces, {}, 0.0)
-    while True:
-        try:
-            next(copying)
-        except StopIteration as end:
-            return b"".join(end.value.pack())
+    return b"".join(run_at_once(take(namespaces, {}, 0.0)).pack())
 
 
 async def test_names_with_control_characters_and_markup_are_text_everywhere(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,9 +13,8 @@ import msgspec
 import pytest
 from httpx import AsyncClient
 
-from api.app import create_app
-from api.service import LiveService
 from api.settings import ApiSettings
+from indexer.slices import run_at_once
 from kv_events.errors import InvalidValueError
 from kv_events.records import LogRecord
 from tests.rigs.api import replaying, samples
@@ -96,8 +95,7 @@ async def test_counters_do_not_fall_when_a_worker_is_forgotten(client: AsyncClie
     stream = Stream("1")
     await fed.hold(stream, TOKENS)
     before = await samples(client)
-    for _ in fed.consumer.namespaces.forget(stream.id):
-        pass
+    run_at_once(fed.consumer.namespaces.forget(stream.id))
     forgotten = await samples(client)
     stream.restart()
     await fed.hold(stream, TOKENS[:8])
@@ -163,15 +161,13 @@ def test_settings_come_from_the_environment_and_hide_the_token(monkeypatch: pyte
         ("port", 70_000, "KVSIGHT_PORT"),
         ("max_connections", 0, "--max-connections"),
         ("api_token", "", "KVSIGHT_API_TOKEN"),
+        ("tokenize_url", "localhost:8000", "--tokenize-url"),
+        *(("allowed_hosts", hosts, "--allowed-hosts") for hosts in ("kvsight:8000", "http://kvsight", "a,,b", "")),
     ],
 )
 def test_a_bad_setting_is_named(name: str, value: Any, shown: str) -> None:
     with pytest.raises(InvalidValueError, match=shown):
         ApiSettings(**{name: value})
-
-
-def test_an_application_can_be_made_outside_an_event_loop() -> None:
-    assert create_app(LiveService(HandFed().consumer, ApiSettings())).title == "kvsight"
 
 
 @pytest.mark.parametrize("settings", [{}, {"api_token": "s3cret"}])

@@ -15,6 +15,7 @@ from api.service import LiveService
 from api.settings import ApiSettings
 from api.telemetry.service_metrics import HttpMetrics, metrics_text
 from indexer.settings import IndexerSettings
+from indexer.slices import run_at_once
 from tests.rigs.api import samples
 from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.log.hand_fed import HandFed
@@ -79,8 +80,7 @@ async def test_no_counter_falls_when_workers_come_and_go(serving: Any) -> None:
         before = await samples(client)
         (own,) = {name[-1] for name in before if name[0] == "kvsight_worker_state"} - {"other"}
         leaving = next(stream for stream in streams if stream.id.worker == own)
-        for _ in fed.consumer.namespaces.forget(leaving.id):
-            pass
+        run_at_once(fed.consumer.namespaces.forget(leaving.id))
         after = await samples(client)
         for stream in streams:
             if stream is not leaving:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -27,19 +28,14 @@ from kv_events.schema import AllBlocksCleared, ResyncRequest
 from tests.support.commands import invoke
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run
+from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, removed, stored
 from tests.support.log.version_1 import write_version_1
 from tests.support.log.view_facts import facts
 
 ROOT = Path(__file__).parents[2]
 START_MS = 1_700_000_000_000
-
-
-def write(folder: Path, records: list[LogRecord], segment_bytes: int = 1500) -> Path:
-    with EventLogWriter(folder, segment_bytes=segment_bytes) as writer:
-        for record in records:
-            writer.append(record)
-    return folder
+write = partial(write_log, segment_bytes=1500)
 
 
 def records_of(folder: Path) -> list[LogRecord]:

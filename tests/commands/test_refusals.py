@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-from kv_events.log.event_log import EventLogWriter
 from kvsight.cli.main import run
 from kvsight.extras import SERVE
+from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, stored
 
 PAIRS = "give either {} or {}, not both".format
@@ -151,9 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a log of three records, a query and a damaged trace."""
     folder = tmp_path_factory.mktemp("refusals")
     stream = Stream("w")
-    with EventLogWriter(folder / "run.log") as writer:
-        for page in (1, 2, 3):
-            writer.append(stream.batch(stored((page - 1, [page])), now=1000.0 + page))
+    write_log(folder / "run.log", (stream.batch(stored((page - 1, [page])), now=1000.0 + page) for page in (1, 2, 3)))
     (folder / "prompt.json").write_text(json.dumps({"model_name": "m", "token_ids": list(range(1, 33))}))
     sound = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
     (folder / "bad.jsonl").write_text(sound + '{"timestamp": -1}\n')

@@ -15,7 +15,6 @@ from indexer.replay import LogIndexer, Timeline, log_indexer
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import sequence_hashes, token_array
 from kv_events.http.explanations import Explanation
-from kv_events.log.event_log import EventLogWriter
 from kv_events.log.format import list_segments
 from kv_events.log.moments import LogExtent, LogMoment, utc_text
 from kv_events.records import LogRecord
@@ -24,7 +23,7 @@ from kvsight.cli.logs import reading
 from kvsight.cli.logs.lines import RecordLine
 from kvsight.cli.logs.reading import moment_fault
 from tests.support.commands import invoke
-from tests.support.log.late_log import write_late_log
+from tests.support.log.late_log import write_late_log, write_log
 from tests.support.log.planted_causes import check_truth, planted
 from tests.support.log.planted_scene import VICTIM
 from tests.support.log.records import Stream, removed, stored
@@ -33,13 +32,6 @@ from tests.support.servers.service_process import ServiceProcess
 TOKENS = list(range(1, 33))
 PAGES = list(range(1, 21))
 HASHES = sequence_hashes(token_array(TOKENS), 4).tolist()
-
-
-def written(folder: Path, records: list[LogRecord], segment_bytes: int = 2**20) -> Path:
-    with EventLogWriter(folder, segment_bytes=segment_bytes) as writer:
-        for record in records:
-            writer.append(record)
-    return folder
 
 
 def printed(*words: object, code: int = 0, stdin: str = "") -> Any:
@@ -62,7 +54,7 @@ def log(tmp_path: Path) -> Path:
         one.batch(now=1002.0),
         one.batch(stored((HASHES[-1], [77])), now=1003.0),
     ]
-    return written(tmp_path / "log", records)
+    return write_log(tmp_path / "log", records)
 
 
 def test_a_replay_shows_scores_and_views_as_they_were(log: Path) -> None:
@@ -148,7 +140,7 @@ def changing(tmp_path: Path) -> Path:
         streams[1].batch(stored((0, [1, 2])), now=1001),
         streams[0].batch(removed([1, 2]), stored((0, [7, 8])), now=1002),
     ]
-    return written(tmp_path / "run.log", records)
+    return write_log(tmp_path / "run.log", records)
 
 
 def test_two_moments_of_a_log_differ_by_pages_gained_lost_and_moved(changing: Path) -> None:
@@ -209,7 +201,7 @@ def test_a_dump_of_several_block_sizes_has_the_names_of_its_streams(changing: Pa
 def segmented(tmp_path: Path) -> Path:
     """A log of many small files."""
     stream = Stream("w")
-    return written(tmp_path / "log", [stream.batch(stored((0, [page])), now=1000 + page) for page in PAGES], 500)
+    return write_log(tmp_path / "log", [stream.batch(stored((0, [page])), now=1000 + page) for page in PAGES], 500)
 
 
 def test_the_first_replay_of_a_large_log_writes_its_key_frames(
@@ -231,7 +223,7 @@ def test_the_first_replay_of_a_large_log_writes_its_key_frames(
 
 def test_the_sound_part_of_a_damaged_log_is_replayed_and_explained(tmp_path: Path) -> None:
     scene, truth = planted("evicted", 204)
-    log = written(tmp_path / "log", scene.records)
+    log = write_log(tmp_path / "log", scene.records)
     (segment,) = list_segments(log)
     data = bytearray(segment.path.read_bytes())
     data[100] ^= 0xFF  # inside the first record, which is noise
@@ -270,7 +262,7 @@ def at(scene: Any) -> list[str]:
 @pytest.mark.parametrize("name", ["evicted", "not_known_yet", "other_block_size"])
 def test_the_true_cause_is_printed(name: str, tmp_path: Path) -> None:
     scene, truth = planted(name, 200)
-    words = ["explain", written(tmp_path / "log", scene.records), "--prompt", "-", *at(scene)]
+    words = ["explain", write_log(tmp_path / "log", scene.records), "--prompt", "-", *at(scene)]
     query = json.dumps(scene.body)
     found = msgspec.convert(printed(*words, "--worker", VICTIM, stdin=query), Explanation, strict=False)
     (worker,) = found.workers
@@ -337,7 +329,7 @@ def test_every_command_shows_a_time_that_no_calendar_has_as_a_number(tmp_path: P
     stream, shown = Stream("w"), f"@{2**62 / 1000:g}"
     records = [stream.batch(stored((page - 1, [page])), now=1.7e9 + page) for page in range(1, 6)]
     records[3] = records[3]._replace(timestamp_ms=2**62)
-    log = written(tmp_path / "log", records)
+    log = write_log(tmp_path / "log", records)
     query = json.dumps({"model_name": "m", "seq_hashes": [1, 2, 3, 4, 999]})
     for words in ("replay", "replay --at 4", "explain --prompt -", "log info", f"replay --at 2 --to 5 --diff {log}"):
         done = invoke(*words.split(), log, stdin=query)

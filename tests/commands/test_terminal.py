@@ -15,9 +15,9 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from kv_events.hashing import sequence_hashes, token_array
-from kv_events.log.event_log import EventLogWriter
 from kv_events.records import LogRecord
 from tests.support.commands import ENVIRONMENT, KVSIGHT, RunningCommand, kvsight, served_log
+from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.terminal import COLUMNS, Screen, on_terminal
@@ -46,9 +46,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(stream.batch(now=now) for stream in (first, second, third)),
     ]
     folder = tmp_path_factory.mktemp("recorded") / "log"
-    with EventLogWriter(folder) as writer:
-        for record in records:
-            writer.append(record)
+    write_log(folder, records)
     return folder
 
 

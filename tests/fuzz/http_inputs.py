@@ -14,6 +14,7 @@ from api.queries.body_formats import CONTENT_TYPES, decode_as, format_of
 from api.queries.routes import QueryRoutes
 from api.workers.register import engine_of
 from api.workers.registrations import SavedRegistrations
+from indexer.slices import run_at_once
 from indexer.snapshots.base import Piece
 from indexer.writing.queue import WriteQueue
 from kv_events.decisions import VERSION, Candidate, Decision, Outcome, decode_decision, encode_decision
@@ -58,8 +59,7 @@ class HttpTarget:
 
     def __init__(self) -> None:
         consumer = HandFed(SMALL).consumer
-        for _ in consumer.applier.apply(Stream("w").batch(stored((0, [1, 2, 3]))), 1.0):
-            pass
+        run_at_once(consumer.applier.apply(Stream("w").batch(stored((0, [1, 2, 3]))), 1.0))
         decisions = DecisionRoute(consumer, WriteQueue(None))
         self._routes = QueryRoutes(LocalAnswers(consumer), lambda: True, 2**20).endpoints() | decisions.endpoints()
 

@@ -10,6 +10,7 @@ from bridge.decoding.decoder import Decoder
 from indexer.applier import Applier, DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
+from indexer.slices import run_at_once
 from indexer.snapshots.base import SnapshotDamagedError
 from indexer.snapshots.image import take, unpack
 from kv_events.codec import decode_batch
@@ -21,6 +22,7 @@ from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Snapsh
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.engine_events import Encoding, EngineEvents
 from publisher.sinks.memory import MemorySink
+from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream
 from tests.support.log.records import removed as packed_removed
 from tests.support.log.records import stored as packed_stored
@@ -49,8 +51,7 @@ class RecordTarget:
     def __call__(self, data: bytes) -> None:
         with contextlib.suppress(RecordRejectedError):
             decode_batch(data)
-        for _ in self._applier.apply(LogRecord(0, 0, 0, b"", data), 1.0):
-            pass
+        run_at_once(self._applier.apply(LogRecord(0, 0, 0, b"", data), 1.0))
 
 
 def published_records() -> list[bytes]:
@@ -80,9 +81,7 @@ def run_published(data: bytes) -> None:
 def segment() -> bytes:
     """Return a segment file."""
     with tempfile.TemporaryDirectory() as name:
-        with EventLogWriter(Path(name)) as writer:
-            for record in records():
-                writer.append(LogRecord(0, 1, 2, b"key", record))
+        write_log(Path(name), (LogRecord(0, 1, 2, b"key", record) for record in records()))
         return next(Path(name).glob("*.kvlog")).read_bytes()
 
 
@@ -111,15 +110,8 @@ def _with_checksums(data: bytes) -> bytes:
 def _snapshot() -> bytes:
     applier = Applier(Namespaces(SMALL), DeadLetters())
     for worker in ("a", "b"):
-        for _ in applier.apply(Stream(worker).batch(packed_stored((0, [1, 2, 3]), tier=len(worker))), 1.0):
-            pass
-    copying = take(applier.namespaces, {0: 5}, 1.0)
-    while True:
-        try:
-            next(copying)
-        except StopIteration as end:
-            data: bytes = b"".join(end.value.pack())
-            return data
+        run_at_once(applier.apply(Stream(worker).batch(packed_stored((0, [1, 2, 3]), tier=len(worker))), 1.0))
+    return b"".join(run_at_once(take(applier.namespaces, {0: 5}, 1.0)).pack())
 
 
 _SNAPSHOT = _snapshot()

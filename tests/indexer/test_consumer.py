@@ -22,10 +22,11 @@ from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
 from indexer.views import LATE_S, View, ViewState
-from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogReader
 from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import ResyncRequest
+from tests.support.log.late_log import write_log
 from tests.support.log.plain_log import flip, segments
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
@@ -327,9 +328,7 @@ async def test_an_operators_resync_reaches_a_busy_stream() -> None:
 
 async def test_a_damaged_segment_of_a_followed_log_is_skipped(tmp_path: Path) -> None:
     stream = Stream()
-    with EventLogWriter(tmp_path, segment_bytes=1000) as writer:
-        for i in range(20):
-            writer.append(stream.batch(stored((0, [i + 1]))))
+    write_log(tmp_path, (stream.batch(stored((0, [i + 1]))) for i in range(20)), 1000)
     flip(segments(tmp_path)[1], 40)
     consumer = new_consumer(MemoryLog(), source=FileSource(tmp_path))
     async with consumer.running():
@@ -340,9 +339,7 @@ async def test_a_damaged_segment_of_a_followed_log_is_skipped(tmp_path: Path) ->
 
 async def test_records_of_other_channels_change_no_view_and_count_as_read(tmp_path: Path) -> None:
     stream, decision = Stream(), LogRecord(0, 0, 1, b"router", b"anything", Channel.DECISIONS)
-    with EventLogWriter(tmp_path) as writer:
-        for each in (decision, stream.batch(stored((0, [1, 2]))), decision, stream.batch(removed([2])), decision):
-            writer.append(each)
+    write_log(tmp_path, (decision, stream.batch(stored((0, [1, 2]))), decision, stream.batch(removed([2])), decision))
     consumer = new_consumer(MemoryLog(), source=FileSource(tmp_path))
     async with consumer.running():
         await async_wait_until(lambda: consumer.ready, what="ready")

@@ -19,6 +19,7 @@ from kv_events.log.reader import decode_chunk
 from kv_events.records import Channel, LogRecord
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run
+from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, stored
 from tests.support.log.view_facts import facts
 
@@ -31,9 +32,7 @@ def write(folder: Path, random: Random, length: int) -> list[LogRecord]:
     records = faulty_run(random, length)
     done = random.randrange(len(records) + 1)
     for part in (records[:done], records[done:]):
-        with EventLogWriter(folder, segment_bytes=random.choice((1, 4000, 50_000))) as writer:
-            for record in part:
-                writer.append(record)
+        write_log(folder, part, random.choice((1, 4000, 50_000)))
         if random.random() < 0.7:
             LogIndexer(folder, SETTINGS, frame_cost=random.choice((0, 500, 5000, 10**9))).advance()
     for frame in folder.glob("*.kvframe"):
@@ -176,9 +175,7 @@ def test_workers_are_dropped_as_in_a_replay_from_the_beginning(seed: int) -> Non
 
 @pytest.mark.parametrize("frame_cost", [None, 10_000])
 def test_views_after_any_moves_are_those_of_the_moment(tmp_path: Path, frame_cost: int | None) -> None:
-    with EventLogWriter(tmp_path, segment_bytes=20_000) as writer:
-        for record in faulty_run(Random(3), 500):
-            writer.append(record)
+    write_log(tmp_path, faulty_run(Random(3), 500), 20_000)
     timeline = Timeline(tmp_path, SETTINGS)
     if frame_cost is not None:
         LogIndexer(tmp_path, SETTINGS, frame_cost=frame_cost).advance()
@@ -228,9 +225,7 @@ def test_a_live_view_agreed_with_its_publisher_at_its_newest_batch(tmp_path: Pat
 
 
 def test_views_do_not_move_back_or_far_beyond_key_frames(tmp_path: Path) -> None:
-    with EventLogWriter(tmp_path) as writer:
-        for i in range(100):
-            writer.append(Stream("w").batch(stored((0, [i + 1])), now=1000 + i))
+    write_log(tmp_path, (Stream("w").batch(stored((0, [i + 1])), now=1000 + i) for i in range(100)))
     LogIndexer(tmp_path, SETTINGS, frame_cost=2000).advance()
     timeline = Timeline(tmp_path, SETTINGS)
     moving = timeline.at(LogMoment(index=50))

@@ -19,6 +19,7 @@ from kv_events.log.memory import MemoryLog
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
 from kv_events.records import Channel, LogRecord
+from tests.support.log.late_log import write_log
 from tests.support.log.plain_log import flip, segments
 from tests.support.log.records import Stream, stored
 from tests.support.waiting import async_wait_until
@@ -87,9 +88,7 @@ async def test_what_is_offered_last_is_written_before_the_end(tmp_path: Path) ->
 
 
 async def test_a_recording_goes_on_after_damage_and_knows_what_it_has(tmp_path: Path) -> None:
-    with EventLogWriter(tmp_path) as writer:
-        for number in range(10):
-            writer.append(record(number))
+    write_log(tmp_path, (record(number) for number in range(10)))
     (segment,) = segments(tmp_path)
     flip(segment, size_of(segment) // 2)
     recorder = Recorder(tmp_path)
@@ -106,9 +105,7 @@ async def test_a_recording_goes_on_after_damage_and_knows_what_it_has(tmp_path: 
 async def test_a_recording_goes_on_after_a_file_with_a_damaged_header(
     tmp_path: Path, damaged: slice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with EventLogWriter(tmp_path, segment_bytes=3000) as writer:
-        for number in range(10):
-            writer.append(record(number))
+    write_log(tmp_path, (record(number) for number in range(10)), 3000)
     last = damage_the_last(tmp_path, damaged)
     for first in (8, 12):
         recorder = Recorder(tmp_path)

@@ -140,8 +140,7 @@ def linked(namespaces: Namespaces) -> dict[str, list[str]]:
 
 
 def forget(namespaces: Namespaces, model: str) -> None:
-    for _ in namespaces.forget(StreamId(model, "default", "w0", 0)):
-        pass
+    run_at_once(namespaces.forget(StreamId(model, "default", "w0", 0)))
 
 
 @pytest.mark.parametrize("models", [["m", "m#mamba", "m#swa:4"], ["m#swa:4", "m#mamba", "m"]])

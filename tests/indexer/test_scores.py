@@ -10,9 +10,9 @@ import pytest
 
 from indexer.index import OverlapIndex
 from indexer.scores import TierTokens, WorkerScore, stream_scores, worker_scores
+from indexer.slices import run_at_once
 from indexer.views import ViewState
 from kv_events.codec import RemovedPages, StoredPages
-from kv_events.hashing import U64Array
 from kv_events.schema import BATCHES_LOST
 from tests.rigs.views import Views
 from tests.support.log.records import Stream, stored
@@ -113,13 +113,7 @@ def store(index: OverlapIndex, stream: int, chain: Chain, first: int = 0, tier: 
 
 def shared(index: OverlapIndex, most: int = 1000) -> list[Chain]:
     """Return the prefixes that the index finds."""
-    steps = index.shared_prefixes(most)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: list[U64Array] = end.value
-            return [tuple(each.tolist()) for each in found]
+    return [tuple(each.tolist()) for each in run_at_once(index.shared_prefixes(most))]
 
 
 def expected(held: dict[int, set[int]], chains: list[Chain]) -> dict[Chain, int]:

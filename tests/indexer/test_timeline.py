@@ -16,6 +16,7 @@ from kv_events.codec import StoredPages
 from kv_events.log.event_log import EventLogError, EventLogWriter, LogRetention
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
+from tests.support.log.late_log import write_log
 from tests.support.log.plain_log import flip
 from tests.support.log.records import Stream, removed, stored
 from tests.support.log.view_facts import facts
@@ -53,9 +54,7 @@ def num_bytes(folder: Path) -> int:
 
 def test_an_indexer_continues_where_another_one_ended(log: Path) -> None:
     before = index_log(log)
-    with EventLogWriter(log) as writer:
-        for i in range(30):
-            writer.append(Stream("w-2").batch(stored((0, [100 + i])), now=2000))
+    write_log(log, (Stream("w-2").batch(stored((0, [100 + i])), now=2000) for i in range(30)))
     indexer = LogIndexer(log, SETTINGS, frame_cost=1500)
     assert indexer.next_index > NUM_RECORDS / 2
     indexer.advance()
@@ -164,9 +163,7 @@ def test_an_indexer_that_is_overtaken_by_deletions_goes_on_at_the_oldest_record(
 
 def write_more(folder: Path, stream: Stream, first: int, number: int) -> None:
     """Write batches, one a second. Batch i stores page i + 1."""
-    with EventLogWriter(folder, segment_bytes=1500) as writer:
-        for i in range(first, first + number):
-            writer.append(stream.batch(stored((0, [i + 1])), now=1000.5 + i))
+    write_log(folder, (stream.batch(stored((0, [i + 1])), now=1000.5 + i) for i in range(first, first + number)), 1500)
 
 
 def delete_before(folder: Path, index: int) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.position import Admission, Position
+from indexer.slices import run_at_once
 from indexer.views import ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -233,8 +234,7 @@ def test_a_batch_that_arrives_twice_is_applied_once_however_late_it_is() -> None
 def test_forgetting_the_last_view_frees_the_namespace(views: Views) -> None:
     stream = Stream()
     views.read(stream.batch(stored((0, [1]))))
-    for _ in views.applier.namespaces.forget(stream.id):
-        pass
+    run_at_once(views.applier.namespaces.forget(stream.id))
     assert (list(views.applier.namespaces), views.applier.namespaces.views) == ([], [])
 
 

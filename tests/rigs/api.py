@@ -1,6 +1,6 @@
 """Applications that are asked without a server, or over one."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings
+from indexer.assembly import create_consumer
 from indexer.consumer import Consumer
+from indexer.settings import IndexerSettings
 from kv_events.log.memory import MemoryLog
 from kv_events.log.moments import LogMoment
 from selection.settings import SelectionSettings
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
 
 Serving = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, HandFed]]]
@@ -75,6 +78,15 @@ def embedding(
 
 
 @asynccontextmanager
+async def embedded(indexer: IndexerSettings | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Run such an application, and yield a client of it. settings: of registrations."""
+    log = MemoryLog()
+    consumer = create_consumer(indexer or IndexerSettings(max_pages=2**16), log)
+    async with asking(embedding(consumer, log, **settings)) as client:
+        yield client
+
+
+@asynccontextmanager
 async def served(
     consumer: Consumer, verify: Any = WITHOUT_TLS, registrations: Registrations | None = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
@@ -82,6 +94,15 @@ async def served(
     api = ApiSettings(port=0, **settings)
     app = create_app(LiveService(consumer, api, registrations))
     async with running_server(app, api) as url, httpx.AsyncClient(base_url=url, verify=verify, timeout=60) as client:
+        yield client
+
+
+@asynccontextmanager
+async def served_worker(tokens: Sequence[int], **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Run a server that knows the worker `w`, which holds a prompt, and yield a client of it."""
+    fed = HandFed()
+    async with served(fed.consumer, **settings) as client:
+        await fed.hold(Stream("w"), tokens)
         yield client
 
 

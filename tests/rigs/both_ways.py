@@ -16,6 +16,7 @@ from api.queries.body_formats import format_of
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.service import LiveService
 from api.settings import ApiSettings
+from indexer.slices import run_at_once
 from kv_events.hashing import sequence_hashes
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
@@ -36,8 +37,7 @@ class BothWays:
         self._consumer = fed.consumer
         for worker, rank, pages in (("a", 0, 10), ("b", 0, 3), ("b", 1, 7)):
             batch = Stream(worker, dp_rank=rank, block_size=BLOCK_SIZE).batch(stored((0, hashes[:pages])))
-            for _ in self._consumer.applier.apply(batch, 1.0):
-                pass
+            run_at_once(self._consumer.applier.apply(batch, 1.0))
         self._fast_path = LiveService(self._consumer, ApiSettings()).fast_path
 
     def agree(self, body: bytes, path: str = "/query", content_type: str = "application/json") -> bool:

@@ -7,6 +7,7 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.resync import ResyncPlanner
 from indexer.settings import IndexerSettings
+from indexer.slices import run_at_once
 from indexer.views import View, ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
@@ -26,8 +27,7 @@ class Views:
     def read(self, *records: LogRecord, at: float | None = None, tick: float | None = None) -> None:
         """Apply records. at, tick: as for `Applier.apply`; default: the records' own time."""
         for record in records:
-            for _ in self.applier.apply(record, record.timestamp_ms / 1000 if at is None else at, tick):
-                pass
+            run_at_once(self.applier.apply(record, record.timestamp_ms / 1000 if at is None else at, tick))
 
     def read_now(self, *records: LogRecord) -> None:
         """Apply records that arrive now."""

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 import msgspec
 
-from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.errors import KvsightError
+from kvsight.base_client import address_and_authorization
 
 _T = TypeVar("_T")
 
@@ -63,14 +64,7 @@ class EngineClient:
 
     def __init__(self, url: str, token: str | None = None, *, field: str = "engine") -> None:
         """field: for the message. Raises InvalidValueError for an invalid address."""
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self.url = url.rstrip("/")
-        try:
-            is_valid = httpx.URL(url).scheme in ("http", "https") and bool(httpx.URL(url).host)
-        except httpx.InvalidURL:
-            is_valid = False
-        if not is_valid:
-            raise InvalidValueError(field, url, "an address such as http://HOST:PORT")
+        self.url, headers = address_and_authorization(url, token, field)
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
         self.date: ClockReading | None = None
         """The engine's clock, as of its newest answer."""

@@ -5,12 +5,10 @@ import json
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-import httpx
 import pytest
 
 from api.access.guard import OPEN_PATHS, scope_of
@@ -20,11 +18,10 @@ from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
-from tests.rigs.api import replace, served
+from tests.rigs.api import replace, served_worker
 from tests.support.commands import RunningCommand
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
-from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
@@ -47,13 +44,7 @@ def table(name: str, *scopes: str, limit: float | None = None) -> str:
     return text if limit is None else f"{text}requests_per_s = {limit}\n"
 
 
-@asynccontextmanager
-async def a_service(file: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a service with a file of tokens, which knows the worker `w`."""
-    fed = HandFed()
-    async with served(fed.consumer, api_tokens_file=file, **settings) as client:
-        await fed.hold(Stream("w"), TOKENS)
-        yield client
+a_service = partial(served_worker, TOKENS)
 
 
 @pytest.fixture
@@ -64,7 +55,7 @@ def file(tmp_path: Path) -> Path:
 async def test_a_query_needs_the_scope_read(file: Path) -> None:
     """On the fast path, too. `test_hostile_input` has the scopes of all routes."""
     replace(file, "".join(table(scope, scope) for scope in SCOPES))
-    async with a_service(file, api_token="of-everything") as client:
+    async with a_service(api_tokens_file=file, api_token="of-everything") as client:
         for _ in range(3):  # the fast path knows the callers from the second one on
             for scope in SCOPES:
                 answer = await client.post("/query", json=QUERY, headers=as_(scope))
@@ -106,7 +97,7 @@ def test_every_route_that_changes_something_needs_more_than_reading() -> None:
 
 async def test_tokens_change_while_the_service_runs(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     replace(file, table("old", "read"))
-    async with a_service(file) as client:
+    async with a_service(api_tokens_file=file) as client:
 
         async def status(name: str) -> int:
             return (await client.post("/query", json=QUERY, headers=as_(name))).status_code
@@ -132,7 +123,7 @@ async def test_tokens_change_while_the_service_runs(file: Path, caplog: pytest.L
 
 async def test_the_tokens_of_a_deleted_file_are_no_longer_valid(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     replace(file, table("caller", "read"))
-    async with a_service(file) as client:
+    async with a_service(api_tokens_file=file) as client:
 
         async def is_permitted() -> bool:
             return (await client.post("/query", json=QUERY, headers=as_("caller"))).is_success
@@ -150,7 +141,7 @@ async def test_the_tokens_of_a_deleted_file_are_no_longer_valid(file: Path, capl
 
 async def test_an_open_stream_of_events_ends_with_its_token(file: Path) -> None:
     replace(file, table("stays", "read") + table("goes", "read") + table("shrinks", "read"))
-    async with a_service(file) as client:
+    async with a_service(api_tokens_file=file) as client:
         received = dict.fromkeys(("stays", "goes", "shrinks"), 0)
 
         async def listen(name: str) -> None:
@@ -174,7 +165,7 @@ async def test_an_open_stream_of_events_ends_with_its_token(file: Path) -> None:
 
 async def test_top_waits_out_a_limit_of_requests(file: Path) -> None:
     replace(file, table("slow", "read", limit=1))
-    async with a_service(file) as client:
+    async with a_service(api_tokens_file=file) as client:
         words = ("top", "--json", "--interval", 0.1, "--url", client.base_url)
         with RunningCommand(*words, KVSIGHT_API_TOKEN=secret("slow")) as command:
             await async_wait_until(lambda: command.out.count("\n") >= 3, 60, "lines, two of them after refusals")
@@ -213,7 +204,7 @@ def test_a_bad_file_stops_the_start_and_shows_no_token(file: Path, text: str | N
 
 async def test_a_token_has_a_limit_on_either_path(file: Path) -> None:
     replace(file, table("limited", "read", limit=5) + table("free", "read"))
-    async with a_service(file) as client:
+    async with a_service(api_tokens_file=file) as client:
         began, statuses = time.monotonic(), []
         for number in range(40):
             method, path, body = ("POST", "/query", QUERY) if number % 2 else ("GET", "/workers", None)
@@ -236,7 +227,7 @@ async def test_a_token_has_a_limit_on_either_path(file: Path) -> None:
 
 async def test_each_query_of_a_batch_counts(file: Path) -> None:
     replace(file, table("limited", "read", limit=2))
-    async with a_service(file) as client:
+    async with a_service(api_tokens_file=file) as client:
         for queries in ([], [QUERY] * 100):  # an empty one is a request, too
             answer = await client.post("/query/batch", json={"queries": queries}, headers=as_("limited"))
             assert (answer.status_code, len(answer.json()["results"])) == (200, len(queries))

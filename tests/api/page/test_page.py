@@ -9,8 +9,6 @@ import msgspec
 import pytest
 
 from api.page.worker_history import WorkerHistory
-from api.settings import ApiSettings
-from kv_events.errors import InvalidValueError
 from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
 from kv_events.http.queries import PeerAnswer, RfcAnswer
 from kv_events.http.service import Readiness, Status
@@ -257,11 +255,6 @@ async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(
         check_problem(await other.post("/tokenize", json={"model_name": "m", "text": ""}), 422)
     asked = {"model": "m", "prompt": "Hello", "mm_payload": "none"}
     assert [msgspec.json.decode(request.body) for request in engine.requests[:2]] == [asked, asked]
-
-
-def test_the_address_of_the_tokenizer_is_checked_at_the_start() -> None:
-    with pytest.raises(InvalidValueError, match="--tokenize-url"):
-        ApiSettings(tokenize_url="localhost:8000")
 
 
 @pytest.mark.parametrize(

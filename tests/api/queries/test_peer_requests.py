@@ -2,18 +2,14 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from indexer.assembly import create_consumer
-from indexer.settings import IndexerSettings
-from kv_events.log.memory import MemoryLog
-from tests.rigs.api import asking, embedding
+from tests.rigs.api import embedded
 from tests.support.servers.child_process import free_port
 from tests.support.servers.peer_indexer import PeerIndexer
 
@@ -26,14 +22,6 @@ QUERY = {"model_name": "m", "token_ids": [1, 2, 3, 4]}
 def peer(tmp_path: Path) -> Iterator[PeerIndexer]:
     with PeerIndexer(tmp_path / "peer.log") as running:
         yield running
-
-
-@asynccontextmanager
-async def ours() -> AsyncIterator[httpx.AsyncClient]:
-    log = MemoryLog()
-    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
-    async with asking(embedding(consumer, log)) as client:
-        yield client
 
 
 def without(field: str) -> dict[str, Any]:
@@ -92,7 +80,7 @@ async def both_say(peer: PeerIndexer, client: httpx.AsyncClient, method: str, pa
 
 
 async def test_what_the_peer_answers_we_answer_and_what_it_refuses_we_refuse_in_its_words(peer: PeerIndexer) -> None:
-    async with ours() as client:
+    async with embedded() as client:
         assert await both_say(peer, client, "POST", "/register", ENGINE) == [(201, None)] * 2
         differences = []
         for request in EQUAL:
@@ -107,7 +95,7 @@ async def test_what_the_peer_answers_we_answer_and_what_it_refuses_we_refuse_in_
 
 async def test_where_we_differ_is_what_the_documentation_states(peer: PeerIndexer) -> None:
     engine = {**ENGINE, "model_name": "other"}
-    async with ours() as client:
+    async with embedded() as client:
         assert await both_say(peer, client, "POST", "/register", engine) == [(201, None)] * 2
         again = await both_say(peer, client, "POST", "/register", engine)
         assert again == [(409, "instance 1 dp_rank 0 already registered"), (200, None)]

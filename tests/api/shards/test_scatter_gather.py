@@ -21,6 +21,7 @@ from indexer.settings import IndexerSettings
 from indexer.shards.assignment import Assignment, Candidate, Member, decode_assignment, decode_candidate, share_out
 from indexer.shards.assignment import encode as encode_entry
 from indexer.shards.owned_partitions import copy_views
+from indexer.slices import run_at_once
 from indexer.snapshots.image import take, unpack
 from indexer.sources.memory import MemorySource
 from kv_events.digest import digest_bytes
@@ -87,8 +88,7 @@ def consumer_of(*batches: tuple[int, Stream, Sequence[Any]]) -> Consumer:
     )
     for partition, stream, events in batches:
         record = stream.batch(*events)._replace(partition=partition)
-        for _ in consumer.applier.apply(record, NOW - 0.25, consumer.freshness.log_read_at):
-            pass
+        run_at_once(consumer.applier.apply(record, NOW - 0.25, consumer.freshness.log_read_at))
     return consumer
 
 
@@ -192,12 +192,12 @@ def test_a_snapshot_of_a_partition_restores_its_views_and_no_others(
     for partition in range(NUM_PARTITIONS):
         own = [view for view in source.views if view.partition == partition]
         copies = Namespaces(SETTINGS)
-        run(copy_views(own, copies, partition))
-        loaded = unpack(b"".join(run(take(copies, {partition: 7}, NOW)).pack()), SETTINGS)
+        run_at_once(copy_views(own, copies, partition))
+        loaded = unpack(b"".join(run_at_once(take(copies, {partition: 7}, NOW)).pack()), SETTINGS)
         for view in loaded.namespaces.views:
             view.last_batch_tick = 5.0
         target = Namespaces(SETTINGS)
-        run(copy_views(loaded.namespaces.views, target, partition))
+        run_at_once(copy_views(loaded.namespaces.views, target, partition))
         assert loaded.positions == {partition: 7}
         assert {facts(view) for view in target.views} == {facts(view) for view in own}
         assert all(view.last_batch_tick == 5.0 and view.partition == partition for view in target.views)
@@ -213,14 +213,6 @@ def facts(view: Any) -> tuple[object, ...]:
     }
     digest = digest_bytes(view.index.digest(view.number))
     return view.stream, view.epoch, view.next_seq, view.state, view.stale_reason, digest, frozenset(pages)
-
-
-def run(steps: Any) -> Any:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 NOW_MS = 1_800_000_000_000

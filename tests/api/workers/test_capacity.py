@@ -13,6 +13,7 @@ from api.workers.reports import metrics_of
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
+from indexer.slices import run_at_once
 from kv_events.log.memory import MemoryLog
 from tests.rigs.api import asking, samples
 from tests.support.engines.event_payloads import payload, stored
@@ -67,24 +68,6 @@ async def test_an_engines_own_metrics_say_how_much_fits(text: str) -> None:
         assert http.requests[-1].headers["host"] == http.url.removeprefix("http://")
 
 
-async def test_room_that_attention_groups_share_is_not_known() -> None:
-    """An engine counts blocks, of which a page takes one in each group."""
-    full: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
-    window: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
-    async with (
-        scripted(*[Reply(body=VLLM.encode())] * 100) as http,
-        reading(metrics_url=f"{http.url}/metrics") as (served, engine),
-    ):
-        engine.send(payload(stored([1, 2, 3, 4], TOKENS, **full), form="map"))
-        await has_room(served.client, 1600)
-        engine.send(payload(stored([5, 6, 7, 8], TOKENS, **window), form="map"))
-
-        async def is_unknown() -> bool:
-            return not (await worker(served.client))["capacity"]
-
-        await async_wait_until(is_unknown, 60, "the groups to count")
-
-
 @pytest.mark.parametrize("number", ["1e999", "1e300", "0", "5" * 30])
 def test_room_of_absurd_size_is_not_believed(number: str) -> None:
     assert metrics_of(b"sglang:max_total_num_tokens %s\n" % number.encode(), [0])[0].room is None
@@ -129,8 +112,7 @@ async def test_copies_count_and_removed_pages_tell_how_long_a_page_stays() -> No
         one, views = Stream("one"), fed.consumer.namespaces
         hashes = await fed.hold(one, list(range(1, 4001)))
         for now in (1e9, 1e9 + 5):
-            for _ in service.history.sample(views.views, now):
-                pass
+            run_at_once(service.history.sample(views.views, now))
             await fed.feed(
                 one.batch(removed_record(hashes[-100:])), Stream("two").batch(stored_record((0, hashes[:900])))
             )

@@ -206,13 +206,6 @@ async def test_a_service_without_a_log_drops_and_counts_decisions() -> None:
         assert 'kvsight_decisions_dropped_total{reason="no_log"} 1.0' in (await service.client.get("/metrics")).text
 
 
-async def test_a_token_is_needed_where_one_is_set() -> None:
-    async with rig(api_token="secret") as service:
-        check_problem(await service.post(OUTCOME), 401)
-        service.client.headers["authorization"] = "Bearer secret"
-        assert len(await service.kept(OUTCOME)) == 1
-
-
 async def test_a_large_prompt_is_kept_and_its_end_left_out() -> None:
     async with rig() as service:
         (found,) = await service.kept({**DECIDED, "token_ids": list(range(300_000))})

@@ -11,10 +11,7 @@ import pytest
 
 from api.settings import RegistrationSettings
 from bridge import EngineSettings
-from indexer.assembly import create_consumer
-from indexer.settings import IndexerSettings
-from kv_events.log.memory import MemoryLog
-from tests.rigs.api import asking, embedding
+from tests.rigs.api import embedded
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import check_problem
@@ -84,13 +81,6 @@ def peer(tmp_path: Path) -> Iterator[PeerIndexer]:
         yield running
 
 
-@asynccontextmanager
-async def ours(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    log = MemoryLog()
-    async with asking(embedding(create_consumer(IndexerSettings(max_pages=2**16), log), log, **settings)) as client:
-        yield client
-
-
 def shown(answer: Any) -> Any:
     """Return what clients of the peer may rely on. How an answer words a failed registration is its own affair."""
     if isinstance(answer, list):
@@ -112,7 +102,7 @@ def check_equal(peer: httpx.Response, own: httpx.Response) -> None:
 
 
 async def test_answers_are_those_of_the_peer_except_that_it_moves_a_worker_to_another_model(peer: PeerIndexer) -> None:
-    async with ours() as client:
+    async with embedded() as client:
         for method, path, body in DIALECT:
             given = {} if body is None else {"json": body}
             check_equal(peer.request(method, path, **given), await client.request(method, path, **given))
@@ -238,13 +228,13 @@ async def test_a_worker_of_a_log_is_schedulable_once_it_is_known_there(client: h
     ],
 )
 async def test_refused_records_change_nothing(fields: dict[str, Any], status: int) -> None:
-    async with ours() as client:
+    async with embedded() as client:
         check_problem(await client.post("/workers", json=record(1, **fields)), status)
         assert (await client.get("/workers")).json() == []
 
 
 async def test_changes_at_the_same_time_are_all_made() -> None:
-    async with ours() as client:
+    async with embedded() as client:
         await client.post("/workers", json=record(1, **events(0)))
         moved = {"kv_events_endpoints": {"0": f"tcp://127.0.0.1:{PORTS[1]}"}}
         changes = [{"total_kv_blocks": 5} | moved, {"lifecycle": "draining"}, {"taints": ["t"]}]
@@ -254,14 +244,14 @@ async def test_changes_at_the_same_time_are_all_made() -> None:
 
 
 async def test_the_number_of_records_is_bounded() -> None:
-    async with ours(max_registrations=1024) as client:
+    async with embedded(max_registrations=1024) as client:
         answers = [(await client.post("/workers", json={"worker_id": n})).status_code for n in range(1026)]
         assert answers == [201] * 1024 + [409] * 2
         assert (await client.post("/workers", json={"worker_id": 3})).status_code == 201
 
 
 async def test_the_ranks_of_all_records_are_bounded() -> None:
-    async with ours() as client:  # 1024 ranks
+    async with embedded() as client:  # 1024 ranks
         assert (await client.post("/workers", json=record(1, data_parallel_size=600))).status_code == 201
         problem = check_problem(await client.post("/workers", json=record(2, data_parallel_size=425)), 409)
         assert (problem["field"], problem["value"]) == ("data_parallel_size", 425)
@@ -286,7 +276,7 @@ async def silent_ports(number: int) -> AsyncIterator[list[str]]:
 
 
 async def test_other_changes_do_not_wait_for_the_addresses_of_a_record() -> None:
-    async with ours() as client, silent_ports(20) as addresses:
+    async with embedded() as client, silent_ports(20) as addresses:
         await client.post("/workers", json=record(1))
         await client.post("/workers", json=record(2))
         ranks = {"kv_events_endpoints": dict(enumerate(addresses)), "data_parallel_size": len(addresses)}
@@ -302,7 +292,7 @@ async def test_other_changes_do_not_wait_for_the_addresses_of_a_record() -> None
 
 
 async def test_a_change_meanwhile_is_not_lost() -> None:
-    async with ours() as client, silent_ports(1) as (address,):
+    async with embedded() as client, silent_ports(1) as (address,):
         await client.post("/workers", json=record(1))
         slow = asyncio.create_task(client.patch("/workers/1", json={"kv_events_endpoints": {"0": address}}))
         await client.patch("/workers/1", json={"taints": ["t"]})

@@ -1,7 +1,6 @@
 """/register and /unregister without a server: dialects, answers and refusals. No engine is required."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import CLOSED
-from tests.rigs.api import asking, embedding
+from tests.rigs.api import asking, embedded
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
@@ -31,15 +30,6 @@ RFC = {
     "instance_id": "pod-1", "type": "vLLM", "endpoint": ENDPOINT, "modelname": "m", "block_size": 4, "dp_rank": 0,
     "tenant_id": "t",
 }  # fmt: skip
-
-
-@asynccontextmanager
-async def embedded(indexer: IndexerSettings | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client of a service that reads engines itself."""
-    log, indexer = MemoryLog(), indexer or IndexerSettings(max_pages=2**16)
-    consumer = create_consumer(indexer, log)
-    async with asking(embedding(consumer, log, **settings)) as client:
-        yield client
 
 
 @pytest.fixture
@@ -291,12 +281,6 @@ async def test_engines_have_metrics(client: httpx.AsyncClient) -> None:
     series = 'kvsight_bridge_link{dp_rank="0",model="m",state="connecting",tenant="default",worker="1"} 1.0'
     assert series in text
     assert "kvsight_registrations 1.0" in text
-
-
-async def test_registering_needs_the_token(serving: Any) -> None:
-    async with serving(api_token="secret") as (client, _):
-        check_problem(await client.post("/register", json=PEER), 401)
-        check_problem(await client.post("/unregister", json=PEER), 401)
 
 
 async def test_an_http_port_is_refused_at_once(client: httpx.AsyncClient) -> None:

@@ -96,7 +96,7 @@ async def test_loads_show_what_the_engine_of_a_record_reports() -> None:
             assert {request.line for request in http.requests} == {"GET /metrics HTTP/1.1"}
 
 
-async def test_pages_in_use_are_not_known_where_attention_groups_share_them() -> None:
+async def test_room_and_pages_in_use_are_not_known_where_attention_groups_share_them() -> None:
     """An engine counts blocks, of which a page takes one in each group."""
     async with (
         scripted(*[Reply(body=VLLM.encode())] * 600) as http,
@@ -109,7 +109,10 @@ async def test_pages_in_use_are_not_known_where_attention_groups_share_them() ->
 
             async def is_shown(blocks: int | None) -> bool:
                 await served.client.post("/select", json={"model_name": "m", "token_ids": TOKENS})
-                return await reported(served.client) == [(5, blocks)]
+                (worker,) = (await served.client.get("/fleet")).json()["workers"]
+                return await reported(served.client) == [(5, blocks)] and bool(worker["capacity"]) == (
+                    blocks is not None
+                )
 
             await async_wait_until(partial(is_shown, None if number else 10), 60, "the engine's load")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from api.problems import ProblemError
 from api.view_source import stream_pages
 from api.workers.routes import _radix_view
+from indexer.slices import run_at_once
 from kv_events.http.worker_records import WorkerRecord
 from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import ResyncRequest
@@ -78,7 +79,7 @@ async def test_workers_are_filtered(
 
 
 async def test_a_radix_view_names_every_page_once(client: httpx.AsyncClient, fed: HandFed) -> None:
-    hashes = await fed.hold(Stream("pod/1"), list(range(400)), {0: range(100), 3: range(50)})
+    hashes = await fed.hold(Stream("pod/1"), list(range(360)), {0: range(90), 3: range(50)})
     await fed.hold(Stream("other"), list(range(4000, 4100)))
     pages, cursor, calls = [], 0, 0
     while cursor is not None:
@@ -86,9 +87,9 @@ async def test_a_radix_view_names_every_page_once(client: httpx.AsyncClient, fed
         assert answer["num_pages"] == len(answer["pages"]) <= 30
         pages += answer["pages"]
         cursor, calls = answer["next_cursor"], calls + 1
-    assert calls == 4
+    assert calls == 3  # the last part is full
     assert (answer["epoch"], answer["seq"], answer["state"], answer["block_size"]) == (1, 0, "live", 4)
-    media = {hashes[i]: ["GPU", "EXTERNAL"] if i < 50 else ["GPU"] for i in range(100)}
+    media = {hashes[i]: ["GPU", "EXTERNAL"] if i < 50 else ["GPU"] for i in range(90)}
     assert {page["sequence_hash"]: page["media"] for page in pages} == media
     parents = {page["sequence_hash"]: page["parent"] for page in pages}
     assert parents == dict(zip(hashes, [None, *hashes], strict=False))
@@ -103,8 +104,7 @@ async def test_a_stream_that_is_forgotten_while_it_is_read_is_a_404(client: http
     assert view is not None
     reading = _radix_view(fed.consumer, view, limit=1000, cursor=0)
     reading.send(None)  # run until the pause after the first slice
-    for _ in views.forget(stream.id):
-        pass
+    run_at_once(views.forget(stream.id))
     with pytest.raises(ProblemError, match=stream.id.key) as caught:
         reading.send(None)
     assert caught.value.status == 404
@@ -124,12 +124,6 @@ async def test_many_workers_never_hold_up_the_loop(client: httpx.AsyncClient, fe
     await check_turns(ask, lambda turns: max(turns) < sum(turns) / 3)
     names = [each["instance_id"] for each in msgspec.json.decode(answers[-1].content)]
     assert sorted(names) == sorted(f"w{number}" for number in range(3000))
-
-
-async def test_a_last_page_that_is_full_has_no_next_cursor(client: httpx.AsyncClient, fed: HandFed) -> None:
-    await fed.hold(Stream("1"), TOKENS)
-    answer = (await client.get("/workers/1/view", params={"limit": 4})).json()
-    assert (answer["num_pages"], answer["next_cursor"]) == (4, None)
 
 
 async def test_an_unknown_worker_is_a_404_that_names_the_known(client: httpx.AsyncClient, fed: HandFed) -> None:
@@ -176,11 +170,8 @@ async def test_a_resync_on_demand_reaches_the_publisher(client: httpx.AsyncClien
     assert (requests[0].stream, requests[0].reason) == ("default/m/1/0", "operator")
 
 
-async def test_nothing_held_is_an_empty_dump(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/dump")).json() == {}
-
-
 async def test_a_dump_has_the_peers_shape(client: httpx.AsyncClient, fed: HandFed) -> None:
+    assert (await client.get("/dump")).json() == {}
     await fed.feed(Stream("1", dp_rank=3).batch(stored((0, [101]))))
     answer = (await client.get("/dump")).json()
     block = {"block_hash": 101, "tokens_hash": None, "mm_extra_info": None}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from indexer.applier import Applier, DeadLetters
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
+from indexer.slices import run_at_once
 from indexer.tenants import TenantGate, TenantLimits
 from indexer.views import View, ViewState
 from kv_events.digest import digest_bytes
@@ -59,8 +60,7 @@ def records(steps: list[Step]) -> tuple[list[LogRecord], dict[tuple[str, str], S
 
 def apply(applier: Applier, sent: list[LogRecord]) -> None:
     for record in sent:
-        for _ in applier.apply(record, record.timestamp_ms / 1000):
-            pass
+        run_at_once(applier.apply(record, record.timestamp_ms / 1000))
 
 
 def pages_of(view: View) -> set[int]:

@@ -32,6 +32,7 @@ from indexer.applier import Applier, DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
+from indexer.slices import run_at_once
 from kv_events.decisions import VERSION, DecisionRecord, Outcome, encode_decision
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.log.event_log import EventLogWriter
@@ -211,8 +212,7 @@ class DecidingFleet:
 
     def _catch_up(self) -> None:
         for record in self._behind:
-            for _ in self._applier.apply(record, self._now):
-                pass
+            run_at_once(self._applier.apply(record, self._now))
         self._behind.clear()
         self._freshness.note_log_read(self._now)
 
