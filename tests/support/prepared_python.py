@@ -2,7 +2,8 @@
 
 Starting Python, numba and the kernels takes two seconds of CPU time, and the tests run some hundred commands. The
 prepared process has imported what commands import, except for the commands themselves, and has loaded the kernels. It
-has one thread, so that it can be forked. A forked process has its own environment, folder, streams and session, and ends as any other one does.
+has one thread, so that it can be forked. A forked process has its own environment, folder, streams and session, and
+ends as any other one does.
 
 Usage: `python -m tests.support.prepared_python SOCKET`, with the file descriptor of a Unix socket. Each request is a
 JSON array `[MODULE, ARGUMENTS, ENVIRONMENT, FOLDER]` with four file descriptors: the standard streams, and a socket to
@@ -37,6 +38,7 @@ from tests.support.stepped_clock import read_at_exec
 
 _MODULES = (
     "aiokafka.admin",
+    "analysis.explain.explanation",
     "api.app",
     "api.queries.kernels.parts",
     "api.server",
@@ -47,7 +49,9 @@ _MODULES = (
     "indexer.replay",
     "kv_events.hashing",
     "kvsight.client",
+    "numpy.ma",
     "publisher.sinks.kafka",
+    "pydantic.v1",
     "pythonjsonlogger.json",
     "rich.progress",
     "rich.table",
