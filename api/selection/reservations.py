@@ -31,7 +31,7 @@ from kv_events.limits import MAX_OUTPUT_BLOCKS, MAX_PAGES_PER_DECISION, MAX_REQU
 from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
 from selection.book import BookFullError, Place
 from selection.exchange import ReservationExchange
-from selection.roster import Roster, Rosters
+from selection.roster import Rosters
 from selection.selector import prefill_name
 
 _PENDING_S, _MAX_PENDING, _MAX_PENDING_PAGES = 120.0, 4096, 2**22
@@ -109,16 +109,17 @@ class Reservations:
                 raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
             self._put(record)
 
-    def has_room(self, namespace: Namespace, roster: Roster, now: float) -> bool:
-        """Return whether kernels may book on all ranks of a roster now. If not, they may later."""
+    def make_room(self, namespace: Namespace, now: float) -> bool:
+        """Return whether kernels may book on all ranks of a namespace now, after each has got a number."""
         self.book.expire(now)
+        roster = self._rosters.of(namespace, now)
         try:
             self.book.check_room(MOST_CHOICES, MOST_HASHES)
-            for row in np.flatnonzero(roster.columns.places < 0).tolist():  # there is another roster then
+            for row in np.flatnonzero(roster.columns.places < 0).tolist():
                 self.book.number(Place(*namespace.key[:2], roster.workers[row], roster.dp_ranks[row]))
         except BookFullError:
             return False
-        return bool((roster.columns.places >= 0).all())
+        return bool((self._rosters.of(namespace, now).columns.places >= 0).all())
 
     def note(self, booked: Iterable[tuple[Reserved, int, int]], now: float) -> None:
         """Note what kernels have booked, and send it to other replicas. booked: see `Selector.booked`."""

@@ -93,8 +93,10 @@ class SelectionRoutes:
         if not is_plain or request.explain or request.sources:
             return None
         namespace, now, selector = self._namespace(request), self._served.now(), self._selector
-        work = None if namespace.groups else selector.work(request, namespace, now)
-        if work is None or (is_reserving and not self._reservations.has_room(namespace, work[0], now)):
+        if namespace.groups or (is_reserving and not self._reservations.make_room(namespace, now)):
+            return None
+        work = selector.work(request, namespace, now)
+        if work is None:
             return None
         roster, scale = work
         tables = self._tables.setdefault(roster, {})

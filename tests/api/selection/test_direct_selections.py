@@ -77,7 +77,7 @@ class Fleet:
     """A service with a connection that is direct, and another one, whose requests FastAPI answers."""
 
     def __init__(self, fed: HandFed, direct: Line, single: Line, exchange: NotedExchange) -> None:
-        self.fed, self._direct, self._single, self._exchange = fed, direct, single, exchange
+        self.fed, self.direct, self._single, self._exchange = fed, direct, single, exchange
 
     async def post(self, path: str, **fields: Any) -> bytes:
         """Return the status of a request that FastAPI answers."""
@@ -89,7 +89,7 @@ class Fleet:
 
     async def follow(self, life: list[Any], *, is_direct: bool) -> tuple[Any, ...]:
         """Reserve, and go on with reservations. Returns the answers, the loads, and the records."""
-        line, mark = (self._direct, "") if is_direct else (self._single, "?")
+        line, mark = (self.direct, "") if is_direct else (self._single, "?")
         names, answers = list[str](), list[Any]()
         for each in life:
             if isinstance(each, dict):
@@ -104,18 +104,20 @@ class Fleet:
             else:
                 continue
             answers.append([part.replace(self._exchange.replica.encode(), b"replica") for part in answer])
-        loads = await self._single.ask(request(b"", "/loads").replace(b"POST", b"GET", 1))
-        return answers, loads, self._exchange.records
+        return answers, await self.loads(), self._exchange.records
+
+    async def loads(self) -> bytes:
+        return (await self._single.ask(request(b"", "/loads").replace(b"POST", b"GET", 1)))[2]
 
     async def chosen(self) -> int:
         """Return the worker that the direct connection names for the whole prompt."""
-        answer = await self._direct.ask(request(body_of(token_ids=PROMPT), "/select"))
+        answer = await self.direct.ask(request(body_of(token_ids=PROMPT), "/select"))
         return int(json.loads(answer[2])["worker_id"])
 
     async def agree(self, **fields: Any) -> dict[str, Any]:
         """Ask on both connections, with the same turn among equals. Returns the answer."""
         answers = []
-        for line, path in ((self._single, "/select?"), (self._direct, "/select"), (self._direct, "/select")):
+        for line, path in ((self._single, "/select?"), (self.direct, "/select"), (self.direct, "/select")):
             seed_choices(1)
             answers.append(await line.ask(request(body_of(**fields), path)))
         assert answers[0] == answers[1] == answers[2]
@@ -181,6 +183,19 @@ def test_kernels_book_as_the_routes_do(held: dict[tuple[str, int], dict[int, ran
         assert len([head for head in taken if head.path == "/select_and_reserve"]) <= len(life)
 
     run(compare())
+
+
+@pytest.mark.parametrize("line", [b"Origin: http://evil.example\r\n", b"SEC-Fetch-Site: cross-site\r\n"])
+async def test_a_page_of_another_site_books_nothing_and_ends_nothing(line: bytes) -> None:
+    async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
+        asked = request(body_of(token_ids=PROMPT), "/select_and_reserve")
+        names = [json.loads((await fleet.direct.ask(asked))[2])["selection_id"] for _ in range(4)]
+        before = await fleet.loads()
+        path = f"/reservations/{names[0]}"
+        for data in (asked, request(b"", f"{path}/{OUTPUT_BLOCK}"), request(b"", path).replace(b"POST", b"DELETE", 1)):
+            status, _, _ = await fleet.direct.ask(data.replace(b"\r\n\r\n", b"\r\n" + line + b"\r\n", 1))
+            assert status == b"HTTP/1.1 403 Forbidden"
+        assert await fleet.loads() == before
 
 
 async def test_a_kernel_sees_each_change_at_once(taken: list[Head]) -> None:
