@@ -185,6 +185,16 @@ def test_kernels_book_as_the_routes_do(held: dict[tuple[str, int], dict[int, ran
     run(compare())
 
 
+async def test_steps_that_a_direct_connection_pipelines_are_all_followed() -> None:
+    async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
+        asked = request(body_of(token_ids=PROMPT), "/select_and_reserve")
+        names = [json.loads((await fleet.direct.ask(asked))[2])["selection_id"] for _ in range(4)]
+        ends = [request(b"", f"/reservations/{name}").replace(b"POST", b"DELETE", 1) for name in names]
+        fleet.direct.writer.write(b"".join(ends))
+        assert [(await fleet.direct.answer())[0] for _ in ends] == [OK] * len(ends)
+        assert b'"active_requests":0' in await fleet.loads()
+
+
 @pytest.mark.parametrize("line", [b"Origin: http://evil.example\r\n", b"SEC-Fetch-Site: cross-site\r\n"])
 async def test_a_page_of_another_site_books_nothing_and_ends_nothing(line: bytes) -> None:
     async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
