@@ -41,6 +41,6 @@ USER kvsight
 WORKDIR /home/kvsight
 RUN kvsight compile-kernels
 EXPOSE 8000
-HEALTHCHECK --interval=5s --timeout=3s --start-period=10s --retries=3 \
+HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
 CMD ["kvsight", "serve", "--host", "0.0.0.0", "--port", "8000"]

@@ -46,8 +46,8 @@ async def keep_running(
             if time.monotonic() - began > _LONGEST_PAUSE_S:
                 num_failures = 0
             on_error(error)
-            unexpected = None if isinstance(error, KvsightError) else error
-            limited_logger.warning("failed and starts again: %r", error, error=unexpected)
+            unexpected, what = (None, error) if isinstance(error, KvsightError) else (error, repr(error))
+            limited_logger.warning("failed and starts again: %s", what, error=unexpected)
             await asyncio.sleep(pause_s(num_failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
             num_failures += 1
         else:
