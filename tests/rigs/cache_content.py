@@ -89,9 +89,9 @@ class CacheContent:
     def held_group(self, group, medium, places=None):
         """Return the same for one kind besides KV: the ends of its states, or all pages of its rows."""
         kind, field = group.partition(":")[0], {GPU: "value", CPU: "host_value"}.get(medium)
-        found = set()
         if field is None:
-            return found
+            return set()
+        found = set()
         for place in self.walk() if places is None else places:
             data = self.data(place.node, kind)
             is_copied = medium is CPU and (data.pending_id is not None or is_pending(place.node))
