@@ -44,21 +44,19 @@ def check(target: Target, examples: int, number: int, last_input: Path | None = 
             last_input.write_bytes(data)
         within_bounds(target.run, data)
 
-    tracemalloc.start()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Generating overly large repr")  # before it was minimised
-            try_input()
-    finally:
-        tracemalloc.stop()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Generating overly large repr")  # before it was minimised
+        try_input()
 
 
 def within_bounds(run: Callable[[bytes], None], data: bytes) -> None:
     """Run the target. Raises AssertionError if it allocated more memory than its input justifies."""
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    run(data)
-    taken = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.start()  # not earlier: it slows down all that allocates, and hypothesis does most of that
+    try:
+        run(data)
+        _, taken = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     bound = BASE_BYTES + BYTES_PER_BYTE * len(data)
     assert taken <= bound, f"{len(data)} bytes of input took {taken} bytes of memory, more than {bound}"
 
