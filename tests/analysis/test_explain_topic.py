@@ -3,11 +3,11 @@
 import asyncio
 import json
 import uuid
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
 
 from kv_events.http.explanations import Explanation
 from kv_events.kafka.connection import KafkaConnection
@@ -15,18 +15,16 @@ from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
 from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel, LogRecord
-from kvsight.cli.main import app
 from kvsight.client import Client
 from kvsight.prompts import Prompt
+from tests.support.commands import invoke
 from tests.support.log.late_log import write_log
 from tests.support.log.planted_causes import check_truth, planted
 from tests.support.log.planted_scene import MODEL, VICTIM
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
-
-def explained(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["explain", *map(str, arguments)])
+explained = partial(invoke, "explain")
 
 
 async def publish(records: list[LogRecord], settings: KafkaSettings) -> None:

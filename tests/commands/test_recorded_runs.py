@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from indexer.replay import Replay
 from indexer.sources.reader import source_records
@@ -17,9 +17,9 @@ from kv_events.kafka.topics import inspect_topics
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.streams import StreamId
-from kvsight.cli.main import app
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
 from simulation.live import Transport, kafka_transport, live_fleet
+from tests.support.commands import invoke
 from tests.support.log.records import log_records
 
 Held = dict[StreamId, set[int]]
@@ -103,7 +103,7 @@ async def copy(folder: Path, settings: KafkaSettings) -> None:
 def replayed(*arguments: object, topic: KafkaSettings | None = None) -> Result:
     """The command in this process, which has loaded the kernels. topic: the one to read."""
     flags = () if topic is None else ("--kafka", topic.kafka, "--events-topic", topic.events_topic)
-    return CliRunner().invoke(app, ["replay", *map(str, (*flags, *arguments))])
+    return invoke("replay", *flags, *arguments)
 
 
 def views(result: Result) -> list[dict[str, object]]:

@@ -1,7 +1,6 @@
 """`kvsight replay`, `explain` and `audit` on logs: any moment, differences, late logs, damage, and impossible times."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from kv_events.runtime.words import local_time
 from kvsight.cli.logs import reading
 from kvsight.cli.logs.lines import RecordLine
 from kvsight.cli.logs.reading import moment_fault
-from tests.support.commands import invoke
+from tests.support.commands import invoke, local_zone, printed
 from tests.support.log.late_log import write_late_log, write_log
 from tests.support.log.planted_causes import check_truth, planted
 from tests.support.log.planted_scene import VICTIM
@@ -32,13 +31,6 @@ from tests.support.servers.service_process import ServiceProcess
 TOKENS = list(range(1, 33))
 PAGES = list(range(1, 21))
 HASHES = sequence_hashes(token_array(TOKENS), 4).tolist()
-
-
-def printed(*words: object, code: int = 0, stdin: str = "") -> Any:
-    """The JSON that a command prints."""
-    done = invoke(*words, "--json", stdin=stdin)
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout)
 
 
 # --- moments --------------------------------------------------------------------------------------------------------
@@ -81,11 +73,8 @@ def test_a_replay_takes_every_question_that_the_api_takes(log: Path) -> None:
 
 @pytest.fixture
 def berlin() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TZ", "Europe/Berlin")
-        time.tzset()
+    with local_zone("Europe/Berlin"):
         yield
-    time.tzset()
 
 
 @pytest.mark.usefixtures("berlin")

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import httpx
@@ -19,6 +19,7 @@ from api.workers.event_stream import MAX_QUEUED_EVENTS, EventStream, StreamFilte
 from kv_events.http.events import BatchApplied, FeedEvent, StateChanged
 from kv_events.schema import AllBlocksCleared
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError
+from tests.rigs.api import listening
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, removed, stored
@@ -193,13 +194,6 @@ async def test_a_caller_that_disconnects_before_its_answer_begins_frees_its_plac
     assert feed.num_clients == 0
 
 
-@asynccontextmanager
-async def served(fed: HandFed, **settings: Any) -> AsyncIterator[str]:
-    api = ApiSettings(port=0, **settings)
-    async with running_server(create_app(LiveService(fed.consumer, api)), api) as url:
-        yield url
-
-
 class Listener:
     """Events of either kind of client."""
 
@@ -223,7 +217,7 @@ class Listener:
 async def test_a_client_hears_states_then_batches_until_the_server_stops(kind: str) -> None:
     fed = HandFed()
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(served(fed))
+        url = await stack.enter_async_context(listening(fed.consumer))
         worker = Stream("w")
         await fed.feed(worker.batch(stored((0, [1, 2]))), Stream("other").batch())
         listener = Listener(kind, url, worker="w")
@@ -242,7 +236,7 @@ async def test_a_client_hears_states_then_batches_until_the_server_stops(kind: s
 
 async def test_a_listener_that_disconnects_makes_room_for_another() -> None:
     fed = HandFed()
-    async with served(fed, max_event_clients=1) as url, AsyncClient(url) as client:
+    async with listening(fed.consumer, max_event_clients=1) as url, AsyncClient(url) as client:
         async with aclosing(client.events()) as first:
             await fed.feed(Stream("w").batch())
             assert await anext(first)

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from api.app import create_app
-from api.server import running_server
-from api.service import LiveService
-from api.settings import ApiSettings
 from kv_events.codec import StoredPages, decode_batch
 from kv_events.log.event_log import EventLogReader
 from kv_events.records import LogRecord
+from tests.rigs.api import listening
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 
@@ -92,8 +89,8 @@ KafkaSink(PublisherSettings(model="m", worker="w", block_size=4, kafka="127.0.0.
 @pytest.fixture
 async def service() -> AsyncIterator[str]:
     """The URL of an API in which worker `one` holds four pages."""
-    fed, settings = HandFed(), ApiSettings(port=0)
-    async with running_server(create_app(LiveService(fed.consumer, settings)), settings) as url:
+    fed = HandFed()
+    async with listening(fed.consumer) as url:
         await fed.hold(Stream("one"), list(range(1, 17)))
         yield url
 
