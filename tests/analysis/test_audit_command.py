@@ -18,6 +18,7 @@ from tests.engines.chat_model import trained_tokenizer
 from tests.support.commands import kvsight
 from tests.support.log.deciding_fleet import DecidingFleet
 from tests.support.log.late_log import write_log
+from tests.support.log.plain_log import flip, tear
 from tests.support.log.records import Stream, removed, stored
 
 
@@ -135,9 +136,7 @@ def test_the_good_part_of_a_damaged_log_is_audited(tmp_path: Path) -> None:
     fleet.run(60)
     whole = msgspec.to_builtins(audit_log(tmp_path))
     (segment,) = tmp_path.glob("*.kvlog")
-    data = bytearray(segment.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    segment.write_bytes(data)
+    flip(segment, segment.stat().st_size // 2)
     report = as_json(tmp_path, rc=1)
     counts = [each["records"] + each["funnel"]["requests"] + each["funnel"]["outcomes"] for each in (report, whole)]
     assert counts[0] in (counts[1] - 1, counts[1] - 2)  # one record, and an outcome whose decision it was
@@ -188,10 +187,7 @@ def test_times_that_no_calendar_has_are_shown_as_numbers(tmp_path: Path) -> None
 
 
 def test_a_torn_tail_is_damage(tmp_path: Path) -> None:
-    with EventLogWriter(tmp_path) as writer:
-        writer.append(Stream("w").batch(stored((0, [1])), now=1_700_000_000.0))
-    (segment,) = tmp_path.glob("*.kvlog")
-    segment.write_bytes(segment.read_bytes() + bytes([200, 0, 0]))
+    segment = tear(write_log(tmp_path, [Stream("w").batch(stored((0, [1])), now=1_700_000_000.0)]))
     report = as_json(tmp_path, rc=1)
     assert [f"{segment}: a torn tail of 3 bytes at byte " in each for each in report["damage"]] == [True]
     assert "1 part of the log cannot be read" in report["verdict"]

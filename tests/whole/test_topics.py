@@ -5,14 +5,12 @@ import logging
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import NewTopic
 
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
@@ -25,6 +23,7 @@ from kv_events.schema import ResyncRequest
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
 from tests.support.commands import RunningCommand, kvsight
+from tests.support.servers.kafka_broker import administration
 from tests.support.waiting import async_wait_until, wait_until
 
 
@@ -47,16 +46,6 @@ async def create(bootstrap: str, name: str, partitions: int = 1, configs: dict[s
     """Create a topic as an operator does."""
     async with administration(bootstrap) as admin:
         await admin.create_topics([NewTopic(name, partitions, 1, topic_configs=configs or {})])
-
-
-@asynccontextmanager
-async def administration(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
-    await admin.start()
-    try:
-        yield admin
-    finally:
-        await admin.close()
 
 
 def flags(own: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from tests.support.commands import printed
 from tests.support.http_checks import check_problem
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.late_log import write_log
+from tests.support.log.plain_log import flip, segments
 
 NUM_RECORDS = 400
 
@@ -183,10 +184,8 @@ def damaged_copy(log: Path, copy: Path) -> str:
     for path in log.iterdir():
         if path.suffix != ".kvtimes":
             (copy / path.name).write_bytes(path.read_bytes())
-    segment = sorted(copy.glob("*.kvlog"))[1]
-    data = bytearray(segment.read_bytes())
-    data[len(data) // 2] ^= 1
-    segment.write_bytes(data)
+    segment = segments(copy)[1]
+    flip(segment, segment.stat().st_size // 2)
     return segment.name
 
 

@@ -22,6 +22,7 @@ from tests.rigs.api import Serving, replaying, searched_span
 from tests.support.commands import RunningCommand, invoke
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.late_log import write_log
+from tests.support.log.plain_log import tear
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
 
@@ -146,8 +147,7 @@ def log(tmp_path: Path) -> Path:
     """A log of ten records, with a torn tail."""
     stream = Stream("w")
     folder = write_log(tmp_path / "run.log", (stream.batch(stored((0, [i + 1])), now=1000 + i) for i in range(10)))
-    (segment,) = folder.glob("*.kvlog")
-    segment.write_bytes(segment.read_bytes() + b"\x01\x02\x03")
+    tear(folder)
     return folder
 
 

@@ -13,8 +13,10 @@ import signal
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from aiokafka.admin import AIOKafkaAdminClient
 
 from tests.support.servers.child_process import PartMissingError, RestartableServer, free_port
 from tests.support.servers.tcp_proxy import TcpProxy
@@ -224,3 +226,14 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.asynccontextmanager
+async def administration(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    """The rights of an administrator of a broker during a block."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await admin.start()
+    try:
+        yield admin
+    finally:
+        await admin.close()
