@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from analysis.audit.audit import audit_log
-from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import SnapshotBegin, SnapshotEnd
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
@@ -19,7 +19,7 @@ from tests.support.commands import kvsight
 from tests.support.log.deciding_fleet import DecidingFleet
 from tests.support.log.late_log import write_log
 from tests.support.log.plain_log import flip, tear
-from tests.support.log.records import Stream, removed, stored
+from tests.support.log.records import Stream, records_of, removed, stored
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_decisions_beside_the_log_count(tmp_path: Path) -> None:
     whole = audit_log(tmp_path / "log").funnel
     split = tmp_path / "split"
     with EventLogWriter(split) as events, EventLogWriter(split / "decisions") as decisions:
-        for _, record in EventLogReader(tmp_path / "log").read():
+        for record in records_of(tmp_path / "log"):
             (decisions if record.channel == Channel.DECISIONS else events).append(record)
     assert audit_log(split).funnel == whole
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from indexer.replay import LogIndexer, Timeline
 from indexer.settings import IndexerSettings
 from kv_events.codec import encode_resync
-from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, ResyncRequest
@@ -30,7 +30,7 @@ from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.late_log import write_log
 from tests.support.log.plain_log import flip, tear
-from tests.support.log.records import Stream, removed, stored
+from tests.support.log.records import Stream, records_of, removed, stored
 from tests.support.log.version_1 import write_version_1
 from tests.support.log.view_facts import facts
 from tests.support.programs import run_program
@@ -38,10 +38,6 @@ from tests.support.programs import run_program
 ROOT = Path(__file__).parents[2]
 START_MS = 1_700_000_000_000
 write = partial(write_log, segment_bytes=1500)
-
-
-def records_of(folder: Path) -> list[LogRecord]:
-    return [record for _, record in EventLogReader(folder).read()]
 
 
 def cat(*words: object) -> list[dict[str, Any]]:

@@ -27,13 +27,13 @@ from indexer.resync import OPERATOR, RESYNC_REASONS
 from indexer.tenants import TENANT_STREAMS
 from indexer.views import INDEX_FULL, RESYNC_CUT_OFF, TENANT_PAGES
 from kv_events.codec import decode_batch
-from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel
 from kv_events.remedies import OF_CONNECTIONS, OF_VIEWS, remedy
 from kv_events.schema import BATCHES_LOST, CLOSED, ENGINE_UNHEARD, LEDGER_FULL, NUM_MEDIA, REPLAYING
 from tests.support.commands import invoke, local_zone, printed
 from tests.support.compose import ROOT, SERVICES
 from tests.support.engines.released_modules import RELEASES
+from tests.support.log.records import records_of
 from tests.support.pages import PAGES
 
 PACKAGES = ("api", "bridge", "indexer", "kv_events", "kvsight", "publisher")
@@ -240,7 +240,7 @@ def test_the_script_makes_the_recording(tmp_path: Path) -> None:
 
 def contents(folder: Path) -> Iterator[tuple[Any, ...]]:
     """Yield each record without the epochs of the publishers, which are those of the run that made them."""
-    for _, record in EventLogReader(folder).read():
+    for record in records_of(folder):
         if record.channel == Channel.EVENTS:
             batch = decode_batch(record.payload)
             steps = [str(step) for step in batch.steps]

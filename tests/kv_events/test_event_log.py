@@ -27,12 +27,12 @@ from tests.support.log.plain_log import (
     SEGMENT,
     expected,
     flip,
-    payloads,
     read,
     record,
     segments,
     write,
 )
+from tests.support.log.records import records_of
 from tests.support.log.version_1 import write_version_1
 from tests.support.programs import run_program
 
@@ -157,7 +157,7 @@ def test_a_killed_writer_leaves_no_lock_and_every_flushed_record(tmp_path: Path)
     assert run_program(KILLED, tmp_path).returncode == -signal.SIGKILL
     with EventLogWriter(tmp_path) as writer:
         assert writer.next_index == 1
-    assert [item.payload for item in payloads(tmp_path)] == [b"one"]
+    assert [item.payload for item in records_of(tmp_path)] == [b"one"]
 
 
 REFUSED_WRITE = """
@@ -212,7 +212,7 @@ def test_a_record_beyond_the_limits_is_refused_and_the_largest_one_is_not(
             writer.append(refused)
         for _ in range(3):
             writer.append(largest)
-    assert payloads(tmp_path) == [largest] * 3
+    assert records_of(tmp_path) == [largest] * 3
 
 
 # --- retention ------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from kv_events.schema import ResyncRequest
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
 from tests.support.commands import RunningCommand, kvsight
+from tests.support.log.records import records_of
 from tests.support.servers.kafka_broker import administration
 from tests.support.waiting import async_wait_until, wait_until
 
@@ -179,7 +180,7 @@ async def test_a_recording_waits_for_its_topic_and_keeps_a_bound_on_its_size(
     files = sorted(log.glob("*.kvlog"))
     assert sum(file.stat().st_size for file in files) <= 64 * 1024
     assert len(list(log.glob("*.kvtimes"))) == len(files)  # the time index is written along
-    kept = [record.offset for _, record in EventLogReader(log).read(EventLogReader(log).first_index)]
+    kept = [record.offset for record in records_of(log)]
     assert kept == list(range(200 - len(kept), 200))
     assert command.err.count("waiting for topic") == 1
     assert "deleted 00000000000000000000.kvlog: records 0 to " in command.err

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from kv_events.codec import StoredPages, decode_batch
-from kv_events.log.event_log import EventLogReader
 from kv_events.records import LogRecord
 from tests.rigs.api import listening
 from tests.support.log.hand_fed import HandFed
-from tests.support.log.records import Stream
+from tests.support.log.records import Stream, records_of
 
 pytestmark = pytest.mark.timing("an engine's process must publish within seconds")
 
@@ -131,8 +130,7 @@ async def test_a_router_needs_only_kvsight_names(service: str, their_folder: Pat
 async def test_an_engine_needs_only_kvsight_names(their_folder: Path, tmp_path: Path) -> None:
     assert await run_among_theirs(their_folder, ENGINE, str(tmp_path / "logs")) == OF_ENGINES
     for kind in ("RadixCache", "HiRadixCache"):
-        records = [record for _, record in EventLogReader(tmp_path / "logs" / kind).read()]
-        assert sum(map(num_pages, records)) >= 4
+        assert sum(map(num_pages, records_of(tmp_path / "logs" / kind))) >= 4
 
 
 def num_pages(record: LogRecord) -> int:

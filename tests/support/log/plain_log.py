@@ -43,7 +43,3 @@ def tear(folder: Path) -> Path:
     last = segments(folder)[-1]
     last.write_bytes(last.read_bytes() + bytes([200, 0, 0]))
     return last
-
-
-def payloads(folder: Path) -> list[LogRecord]:
-    return [item for _, item in read(folder)]
