@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import signal
 import time
 import uuid
@@ -26,7 +25,6 @@ from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.stepped_clock import SteppedClock
-from tests.support.waiting import wait_until
 
 PARTITIONS = 3
 SNAPSHOT_INTERVAL_S = 1.0
@@ -92,19 +90,9 @@ class Service(ServiceProcess):
         self._is_paused = False
         self.note_ready()
 
-    def wait_for_snapshot(self) -> None:
-        """Return when the service has written the next snapshot."""
-        before = self._num_snapshots()
-        wait_until(lambda: self._num_snapshots() > before, 60, "the next snapshot")
-
     def note_ready(self) -> None:
         if self.is_away:
             self.away[-1] = self.away[-1]._replace(ended=time.monotonic())
-
-    def _num_snapshots(self) -> float:
-        found = re.search(r"^kvsight_snapshots_written_total (\S+)$", self.get("/metrics").text, re.MULTILINE)
-        assert found is not None
-        return float(found[1])
 
     def _leave(self) -> None:
         if not self.is_away:

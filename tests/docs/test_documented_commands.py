@@ -21,6 +21,7 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
 from tests.support.engines.simulated_engine import SimulatedEngine
 from tests.support.pages import blocks, commands
+from tests.support.programs import own_environment
 from tests.support.servers.child_process import ChildProcess
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
@@ -157,9 +158,8 @@ def site(kafka_bootstrap: str, redis_url: str, tmp_path: Path) -> Iterator[Site]
         publisher.publish([BlockStored([1, 2], None, TOKENS, 16, medium=StorageMedium.GPU)])
         service.wait_until_ready()
         wait_until(lambda: service.listener("engine-0").get("state") == "live", deadline_s=30, what="the engine")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
         del topics["KVSIGHT_KAFKA"]
-        environment |= {**topics, "KVSIGHT_URL": service.url, "KVSIGHT_PORT": "0"}
+        environment = own_environment(**topics, KVSIGHT_URL=service.url, KVSIGHT_PORT=0)
         environment |= {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(Path.cwd())}
         addresses = {"localhost:9092": kafka_bootstrap, "localhost:9094": kafka_bootstrap}
         addresses["redis://localhost:6379/0"] = redis_url

@@ -16,6 +16,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
@@ -256,7 +257,7 @@ async def produce(bootstrap: str, topic: str, records: Iterable[LogRecord], *, k
 def recorded_topic(bootstrap: str, records: Iterable[LogRecord]) -> KafkaSettings:
     """Create a topic of two partitions with these records of events and their times. Returns settings that name it."""
     name = uuid.uuid4().hex
-    topics = {"events_topic": f"events-{name}", "control_topic": f"control-{name}"}
+    topics: dict[str, Any] = {"events_topic": f"events-{name}", "control_topic": f"control-{name}"}
     settings = KafkaSettings(kafka=bootstrap, **topics, topic_partitions=2)
 
     async def write() -> None:

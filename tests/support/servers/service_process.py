@@ -137,6 +137,11 @@ class ServiceProcess:
         lines = (line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines())
         return sum(float(value) for sample, value in lines if re.fullmatch(rf"{name}(\{{.*\}})?", sample))
 
+    def wait_for_snapshot(self) -> None:
+        """Return when the service has written the next snapshot."""
+        before = self.metric("kvsight_snapshots_written_total")
+        wait_until(lambda: self.metric("kvsight_snapshots_written_total") > before, 60, "the next snapshot")
+
     def is_right(self, engine: PublishingProcess) -> bool:
         """Return whether the view of an engine is live and equals what the engine holds."""
         listener, num_held = self.listener(engine.worker), len(engine.held)
