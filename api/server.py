@@ -75,7 +75,7 @@ def run_server(app: Starlette, settings: ApiSettings, bound: socket.socket | Non
 def _signals_stop(server: uvicorn.Server) -> Iterator[None]:
     """Let the first SIGINT or SIGTERM stop the server, and a second one end the process at once, without a traceback.
 
-    They are raised again after the block, for the handlers from before. uvicorn handles signals only once its loop
+    SIGINT is raised again after the block, for the handler from before. uvicorn handles signals only once its loop
     runs: an exception that a handler raises while uvloop starts leaves a loop that cannot be closed.
     """
     caught: list[int] = []
@@ -93,8 +93,8 @@ def _signals_stop(server: uvicorn.Server) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if caught:
-            signal.raise_signal(caught[0])
+        if signal.SIGINT in caught:
+            signal.raise_signal(signal.SIGINT)
 
 
 @asynccontextmanager

@@ -2,11 +2,12 @@
 
 Simulated engines hold the prompts, each service reads them itself, and wrk asks over 16 connections. Each request has
 its own last page, traceparent and x-request-id. Rows with `reserve` book each choice. No reservation is released:
-Dynamo's book grows, and kvsight's reservations expire after five seconds. Both services run at the same time, and take
-turns.
+Dynamo's book grows, and kvsight's reservations expire after five seconds. kvsight runs twice, alone and with Kafka: a
+bridge reads its engines then, and each reservation becomes a record. The services run at the same time, and take turns.
 """
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from benchmarks.peers.engines import BLOCK_SIZE, PAGES, holding, prompts, regist
 from benchmarks.peers.queries import CONNECTIONS, SECONDS, compared_rates, own_bodies, rounds
 from benchmarks.peers.services import KVSIGHT, Service, dynamo, posted, running
 from benchmarks.report import Figure, figure, main, percentile
+from benchmarks.services import broker
 
 WORKERS, ASKED_PAGES, HALF_LOAD_PAGES, ROUNDS = (8, 64), (8, 64, 512), 64, 5
 _PEER_THREADS = 2
@@ -40,8 +42,27 @@ def _add(service: HTTPConnection, worker: int, endpoint: str) -> None:
         posted(service, "/workers", msgspec.json.encode(body | {"kv_events_endpoints": {"0": endpoint}}))
 
 
+class _WithBridge:
+    """Makes a service with Kafka read its engines, by a bridge that is started with the last one of them."""
+
+    def __init__(self, kafka: str, num_workers: int, stack: ExitStack) -> None:
+        self._command = [sys.executable, "-m", "kvsight", "bridge", "--kafka", kafka, "--model", "m"]
+        self._num_missing = num_workers
+        self._stack = stack
+
+    def add(self, worker: int, endpoint: str) -> None:
+        self._command += ["--engine", f"{worker}={endpoint}"]
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._stack.callback(subprocess.Popen(self._command, stdout=subprocess.DEVNULL).kill)
+
+
 def _is_filled(service: HTTPConnection, num_workers: int) -> bool:
-    found = posted(service, "/overlap_scores", msgspec.json.encode({"model_name": "m", "token_ids": prompts()[-1]}))
+    body = msgspec.json.encode({"model_name": "m", "token_ids": prompts()[-1]})
+    try:
+        found = posted(service, "/overlap_scores", body)
+    except RuntimeError:
+        return False  # no event has come through Kafka yet
     return [each["device_blocks"] for each in found["workers"]] == [PAGES] * num_workers
 
 
@@ -56,8 +77,15 @@ def _run() -> Iterator[Figure]:
         sys.exit("this needs wrk, and pip must be able to install ai-dynamo-runtime")
     for num_workers in WORKERS:
         with ExitStack() as stack:
-            services = [stack.enter_context(running(each)) for each in (_KVSIGHT, peer)]
-            stack.enter_context(holding(services, num_workers, _add, _is_filled))
+            kafka = stack.enter_context(broker())
+            with_kafka = _KVSIGHT._replace(command=[*_KVSIGHT.command, "--kafka", kafka])
+            services = [stack.enter_context(running(each)) for each in (_KVSIGHT, with_kafka, peer)]
+            bridge = _WithBridge(kafka, num_workers, stack)
+
+            def add(service: HTTPConnection, worker: int, endpoint: str) -> None:
+                bridge.add(worker, endpoint) if service is services[1] else _add(service, worker, endpoint)  # noqa: B023
+
+            stack.enter_context(holding(services, num_workers, add, _is_filled))
             yield from _figures(services, num_workers)
 
 
@@ -66,11 +94,13 @@ def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figur
         bodies = own_bodies(prompts()[0][: pages * BLOCK_SIZE])
         runs = [(each, bodies, "application/json") for each in services]
         for path in ("/select", "/select_and_reserve"):
-            ours, theirs = ([each.rate for each in side] for side in rounds(runs, CONNECTIONS, path))
+            ours, durable, theirs = ([each.rate for each in side] for side in rounds(runs, CONNECTIONS, path))
             row = f"{num_workers} workers, {pages} pages, {path[1:]}"
             yield from compared_rates(row, ours, theirs, "≥ 2")
+            yield from list(compared_rates(f"{row}, with Kafka", durable, theirs, "≥ 2"))[:2]
             if pages == HALF_LOAD_PAGES:
-                for name, service, rates in zip(("kvsight", "Dynamo"), services, (ours, theirs), strict=True):
+                names, rates_of = ("kvsight", "kvsight with Kafka", "Dynamo"), (ours, durable, theirs)
+                for name, service, rates in zip(names, services, rates_of, strict=True):
                     took = [
                         paced_us(service, bodies, CONNECTIONS, SECONDS, median(rates) / 2, path) for _ in range(ROUNDS)
                     ]

@@ -79,6 +79,11 @@ def encode_reservation(record: ReservationRecord) -> bytes:
     return _encoder.encode(record)
 
 
+def beginnings(replica: str) -> tuple[bytes, ...]:
+    """Return how the records that a replica encodes begin, after the first byte."""
+    return tuple(_encoder.encode([kind.__name__, VERSION, replica])[1:] for kind in (Reserved, Progressed))
+
+
 def decode_reservation(payload: bytes) -> ReservationRecord:
     """Decode and check one record. Raises RecordRejectedError."""
     record: ReservationRecord = decisions.decode_checked(payload, _decoder, check_reservation)

@@ -28,8 +28,8 @@ from kv_events.reservations import (
     reservation_id,
     time_of,
 )
-from selection.kernels.booked import book, booked_lengths, count_own, make_pages, release
-from selection.kernels.weigh import LoadColumns, RosterColumns, weigh
+from selection.kernels.booked import LoadColumns, booked_lengths, count_own, make_pages, release, reserve
+from selection.kernels.weigh import RosterColumns, weigh
 
 MAX_RESERVATIONS = 2**17
 MAX_PAGES = 2**23
@@ -214,20 +214,33 @@ class Book:
         decision = record.decision
         if decision.request_id in self._reservations:
             return False
-        if len(self._reservations) >= self._max:
-            raise BookFullError(f"{self._max} requests are reserved")
         hashes = np.frombuffer(decision.sequence_hashes, "<u8")
-        if num_live(self.pages.table) + len(hashes) > self._max_pages:
-            raise BookFullError(f"{self._max_pages} pages are booked")
-        place = self._number(Place(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0))
-        until = min(decision.timestamp, now) + self.predict_s if self.predict_s else _NEVER
-        num_booked, num_new = book(self._pinned, hashes, place, until)
-        reservation = Reservation(record, place, hashes[:num_booked], record.prefill_tokens, at)
-        self.loads.prefill_tokens[place] += record.prefill_tokens
-        self.loads.decode_blocks[place] += num_new
-        self.loads.requests[place] += 1
-        self._reservations[decision.request_id] = reservation
+        self.check_room(1, len(hashes))
+        place = self.number(Place(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0))
+        until = self.predicted_until(min(decision.timestamp, now))
+        num_booked = reserve(self._pinned, self._pinned_loads, hashes, place, record.prefill_tokens, until)
+        self.note_reserved(record, place, num_booked, at)
         return True
+
+    def check_room(self, num_reservations: int, num_pages: int) -> None:
+        """Check that there is room for more. Raises BookFullError."""
+        if len(self._reservations) + num_reservations > self._max:
+            raise BookFullError(f"{self._max} requests are reserved")
+        if num_live(self.pages.table) + num_pages > self._max_pages:
+            raise BookFullError(f"{self._max_pages} pages are booked")
+
+    def predicted_until(self, at: float) -> float:
+        """Return until when the pages of a reservation of a moment count as held, in seconds since 1970."""
+        return at + self.predict_s if self.predict_s else _NEVER
+
+    def note_reserved(self, record: Reserved, place: int, num_pages: int, at: float) -> None:
+        """Add a reservation, with a new id, that the kernel `reserve` has booked. num_pages: its result.
+
+        at: the time from which on the reservation can expire.
+        """
+        hashes = np.frombuffer(record.decision.sequence_hashes, "<u8", num_pages)
+        reservation = Reservation(record, place, hashes, record.prefill_tokens, at)
+        self._reservations[record.decision.request_id] = reservation
 
     def _progress(self, reservation: Reservation, record: Progressed) -> None:
         place = reservation.place
@@ -264,7 +277,8 @@ class Book:
             reservation.touched_at = at
             self._reservations.move_to_end(reservation.record.decision.request_id)
 
-    def _number(self, place: Place) -> int:
+    def number(self, place: Place) -> int:
+        """Return the number of a place, a new one if it has none yet. Raises BookFullError."""
         number = self._places.get(place)
         if number is None:
             if len(self._places) == self._max_places:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +14,14 @@ from kv_events.errors import KvsightError
 from kv_events.http.selection import SelectRequest
 from kv_events.limits import MAX_PAGES_PER_DECISION
 from kv_events.reservations import Reserved
-from selection.candidates import Asked, Candidates, Choice, Policy
+from kv_events.schema import NUM_MEDIA
+from selection.candidates import Asked, Candidates, Choice, Policy, selected
+from selection.kernels.booked import Bookings
 from selection.policies import LeastWork, preferred
 from selection.roster import Found, Roster, Rosters, Weighed
 
 _MAX_CANDIDATES, _MAX_POLICIES = 16, 4096
+_NOT_KNOWN = np.zeros(0, np.int32), np.zeros((0, NUM_MEDIA), np.uint32)
 
 
 class NoCandidateError(KvsightError):
@@ -54,7 +56,8 @@ class Selector:
         self._create_policy = create_policy
         self._policies: dict[tuple[str, str], Policy] = {}
         self._replica = replica
-        self._numbers = count(1)
+        self.num_named = 0
+        """Reservations that were named here."""
 
     def weigh(self, namespace: Namespace, freshness: Freshness, found: Found, now: float) -> Weighed:
         """Return the candidates for a prompt. Raises NoCandidateError."""
@@ -99,7 +102,7 @@ class Selector:
 
     def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:
         """Return the reservations of a choice: of the request and, if another worker computes its prompt, of that."""
-        name, choice = request.selection_id or f"{self._replica}-{next(self._numbers)}", chosen.choice
+        name, choice = request.selection_id or self._next_name(), chosen.choice
         if choice.prefill is None:
             return [self._record(name, choice.row, chosen.prefill_tokens, request, chosen, namespace, now)]
         computed = round(chosen.weighed.candidates.computed.item(choice.prefill))
@@ -107,6 +110,34 @@ class Selector:
             self._record(name, choice.row, 0, request, chosen, namespace, now),
             self._record(prefill_name(name), choice.prefill, computed, request, chosen, namespace, now),
         ]
+
+    def booked(
+        self, bookings: Bookings, request: SelectRequest, roster: Roster, namespace: Namespace, now: float
+    ) -> Iterator[tuple[Reserved, int, int]]:
+        """Yield the reservations that a kernel has booked for requests like this one.
+
+        Each with its place and the number of its pages that were booked. Their names have the next numbers.
+        """
+        begin, everyone = 0, roster.candidates
+        for i, made in enumerate(bookings.numbers[: bookings.made[0]].tolist()):
+            row, count, tokens, prefill_tokens, end, place, num_pages = made
+            rows = bookings.rows[i, :count].tolist()
+            candidates = everyone if count == len(everyone.workers) else selected(everyone, rows)
+            weighed = Weighed(roster, rows, candidates._replace(held=bookings.held[i, :count, None]))
+            found = Found(bookings.hashes[begin:end], tokens, *_NOT_KNOWN)
+            chosen = Chosen(weighed, Choice(row, bookings.costs[i, :count], ""), prefill_tokens, found, weighed)
+            record = self._record(self._next_name(), row, prefill_tokens, request, chosen, namespace, now)
+            yield record, place, num_pages
+            begin = end
+
+    @property
+    def names(self) -> str:
+        """The beginning of names that are given here. A number follows: see `num_named`."""
+        return f"{self._replica}-"
+
+    def _next_name(self) -> str:
+        self.num_named += 1
+        return f"{self.names}{self.num_named}"
 
     def _record(
         self,

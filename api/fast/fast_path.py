@@ -6,7 +6,6 @@ query comes later, because the other members are asked. Their requests are answe
 """
 
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -38,7 +37,6 @@ from kv_events.runtime.tracing import open_spans
 logger = logging.getLogger(__name__)
 
 _RESERVE = "/select_and_reserve"
-_OF_PAGES = re.compile(rb"\n(?:origin|sec-fetch-site)[ \t]*:", re.IGNORECASE)
 _PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
 _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
 
@@ -175,7 +173,7 @@ class FastPath:
         if self._group is not None:
             reply = self._group.members.get(head.path)
             return None if reply is None or head.caller.content_type not in _PACKED else reply(data[start:])
-        if head.path in ("", _RESERVE) and _OF_PAGES.search(data, 0, start):
+        if head.is_of_page and head.path in ("", _RESERVE):
             return None  # FastAPI's middleware judges what pages of other sites ask for
         if not head.path:
             return None if self._bodyless is None else self._bodyless.answer(*head.parameters)

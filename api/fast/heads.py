@@ -9,7 +9,7 @@ import numpy as np
 from api.access.guard import refusal_of, scope_of
 from api.access.rate_limits import RateLimit
 from api.access.tokens import TokenRegistry
-from api.fast.kernels.head import NUM_FOUND, PASS_ON, TRACE_PARENT, TRACE_STATE, read_head
+from api.fast.kernels.head import FETCH_SITE, NUM_FOUND, ORIGIN, PASS_ON, TRACE_PARENT, TRACE_STATE, read_head
 from api.queries.body_formats import CONTENT_TYPES
 from kv_events.records import Headers
 from kv_events.runtime.tracing import trace_headers
@@ -44,6 +44,8 @@ class Head(NamedTuple):
     content_length: int
     trace: Headers = ()
     """Context of the caller's trace, if the process sends traces."""
+    is_of_page: bool = False
+    """Whether a page of a browser may have asked."""
     parameters: tuple[bytes | None, ...] = ()
     """Groups of `BodylessRoute.line`."""
 
@@ -104,18 +106,18 @@ class HeadReader:
         if caller is None or self._scopes[path] not in caller.scopes:
             return None
         trace = _trace(values) if self._with_traces else ()
-        return Head(path, caller, int(length), trace), end
+        return Head(path, caller, int(length), trace, _is_of_page(values)), end
 
     def _read_bodyless(self, route: BodylessRoute, data: bytes, start: int) -> tuple[Head, int] | None:
         line = route.line.fullmatch(data, 0, start)
         end = PASS_ON if line is None else read_head(data, start, len(data), self._found)
         if line is None or end == PASS_ON:
             return None
-        length, _, host, token, *_ = self._values(data)
+        length, _, host, token, *_ = values = self._values(data)
         caller = self._caller((_NO_TYPE, host, token if self._tokens.are_required else b""))
         if length not in (b"", b"0") or caller is None or route.scope not in caller.scopes:
             return None
-        return Head("", caller, 0, parameters=line.groups()), end
+        return Head("", caller, 0, (), _is_of_page(values), line.groups()), end
 
     def _values(self, data: bytes) -> list[bytes]:
         """Return the values of the lines that matter, "" for those that are missing."""
@@ -153,6 +155,10 @@ class HeadReader:
 def request_line(path: str) -> bytes:
     """Return the first line of requests to a path."""
     return b"POST %b HTTP/1.1\r\n" % path.encode()
+
+
+def _is_of_page(values: list[bytes]) -> bool:
+    return bool(values[ORIGIN] or values[FETCH_SITE])
 
 
 def _trace(values: list[bytes]) -> Headers:

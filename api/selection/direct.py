@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from indexer.namespaces import Namespace
 from kv_events.http.selection import Overlap, Selection
 from kv_events.kernels.bundles import pin
 from selection.book import Book
+from selection.kernels.booked import Bookings, make_bookings
 from selection.policies import next_turns
 from selection.roster import Roster
 
@@ -26,6 +28,21 @@ _GAP = 1000001
 _GAPS = re.compile(rb'"%d":%d|%d' % (_GAP, _GAP, _GAP))
 _OVERLAP = Overlap(longest_matched=_GAP, gpu=_GAP, dp={_GAP: _GAP}, cpu=_GAP, disk=_GAP, predicted=_GAP)
 _BEGIN = b',"overlap":{'  # in a JSON string, the quotes would be escaped
+MOST_CHOICES, MOST_HASHES, _HASH_BYTES = 32, 2**13, 21
+"""Bounds on what is booked in one call of the kernel. A longer prompt is booked in Python."""
+
+
+_OPENINGS = b'","sequence_hashes":[', b'],"isl_tokens":', b',"track_prefill_tokens":true,'
+
+
+class DirectTable(NamedTuple):
+    """What answers say about a roster."""
+
+    pinned: SelectionTable
+    bookings: Bookings
+    """Those of the table."""
+    answer_bytes: int
+    """Bound on the size of an answer."""
 
 
 class SelectionPlan(NamedTuple):
@@ -33,19 +50,37 @@ class SelectionPlan(NamedTuple):
 
     found: Plan
     scale: float  # see `least_work`
-    table: SelectionTable
-    answer_bytes: int
+    table: DirectTable
+    name: int
+    """Number of the first reservation."""
+    until: float
+    """Until when its pages count as held."""
+    note: Callable[[], None]
+    """Called when choices have been booked."""
 
     def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, times: Times) -> int:
         """Call `select_requests`."""
         found, sizes = self.found, (count, head_size, self.answer_bytes)
         query = found.numbers, found.seeds, found.lookup, found.buffers, found.table, found.layout, times
-        return select_requests(sockets, sizes, *query, self.table, self.scale, next_turns(count))
+        choice = self.scale, next_turns(count), self.name, self.until
+        answered = select_requests(sockets, sizes, *query, self.table.pinned, choice)
+        if self.table.bookings.made[0]:
+            self.note()
+        return answered
+
+    @property
+    def answer_bytes(self) -> int:
+        """See `DirectTable`."""
+        return self.table.answer_bytes
 
 
-def selection_table(roster: Roster, book: Book, namespace: Namespace) -> tuple[SelectionTable, int]:
-    """Return what answers say about a roster, pinned, and a bound on the size of one."""
+def direct_table(roster: Roster, book: Book, namespace: Namespace, names: str | None) -> DirectTable:
+    """Return what answers say about a roster. names: beginning of those of reservations. None: nothing is booked."""
     (model, tenant, block_size), beginnings, pieces = namespace.key, list[bytes](), list[bytes]()
+    openings, is_booking = [b"{"], names is not None
+    if names is not None:
+        openings = [b'{"selection_id":' + msgspec.json.encode(names).removesuffix(b'"'), *_OPENINGS]
+    bookings = make_bookings(is_booking * MOST_CHOICES, is_booking * MOST_HASHES, len(roster.workers))
     for worker, dp_rank, endpoint in zip(roster.workers, roster.dp_ranks, roster.endpoints, strict=True):
         answer = Selection(
             model_name=model,
@@ -58,17 +93,20 @@ def selection_table(roster: Roster, book: Book, namespace: Namespace) -> tuple[S
             effective_prefill_tokens=_GAP,
             potential_decode_blocks=_GAP,
         )
-        begin, found, end = msgspec.json.encode(answer).partition(_BEGIN)
+        begin, found, end = msgspec.json.encode(answer).removeprefix(b"{").partition(_BEGIN)
         first, *pieces = _GAPS.split(end)
         beginnings.append(begin + found + first)
-    most_bytes = len(b"".join(pieces)) + max(map(len, beginnings), default=0) + _BYTES_PER_RANK * (4 + len(beginnings))
+    most_bytes = len(b"".join(openings + pieces)) + max(map(len, beginnings), default=0)
+    most_bytes += _BYTES_PER_RANK * (4 + len(beginnings)) + _HASH_BYTES * len(bookings.hashes)
     table = SelectionTable(
         book.pages,
         book.loads,  # others come with another roster
         roster.columns,
+        bookings,
+        texts(openings),
         texts(beginnings),
         texts(pieces),
         np.zeros(len(beginnings)),
         np.zeros(most_bytes, np.uint8),
     )
-    return pin(table), most_bytes
+    return DirectTable(pin(table), bookings, most_bytes)

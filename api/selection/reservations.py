@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -20,6 +20,7 @@ from api.queries.body_formats import decode_as, format_of
 from api.queries.large_bodies import Body, BodyFormat
 from api.queries.routes import RawEndpoint, json_response, read_body
 from api.selection.answers import loads_of, worker_name
+from api.selection.direct import MOST_CHOICES, MOST_HASHES
 from api.selection.requests import Prompt, decoded
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
@@ -28,7 +29,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
 from kv_events.limits import MAX_OUTPUT_BLOCKS, MAX_PAGES_PER_DECISION, MAX_REQUEST_ID_BYTES
 from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
-from selection.book import BookFullError
+from selection.book import BookFullError, Place
 from selection.exchange import ReservationExchange
 from selection.roster import Rosters
 from selection.selector import prefill_name
@@ -106,6 +107,24 @@ class Reservations:
                 self.book.apply(record, now)
             except BookFullError as error:  # what is booked of the request expires
                 raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
+            self._put(record)
+
+    def make_room(self, namespace: Namespace, now: float) -> bool:
+        """Return whether kernels may book on all ranks of a namespace now, after each has got a number."""
+        self.book.expire(now)
+        roster = self._rosters.of(namespace, now)
+        try:
+            self.book.check_room(MOST_CHOICES, MOST_HASHES)
+            for row in np.flatnonzero(roster.columns.places < 0).tolist():
+                self.book.number(Place(*namespace.key[:2], roster.workers[row], roster.dp_ranks[row]))
+        except BookFullError:
+            return False
+        return bool((self._rosters.of(namespace, now).columns.places >= 0).all())
+
+    def note(self, booked: Iterable[tuple[Reserved, int, int]], now: float) -> None:
+        """Note what kernels have booked, and send it to other replicas. booked: see `Selector.booked`."""
+        for record, place, num_pages in booked:
+            self.book.note_reserved(record, place, num_pages, now)
             self._put(record)
 
     def keep_pending(self, records: list[Reserved], now: float) -> None:

@@ -21,8 +21,7 @@ from api.queries.large_bodies import JSON, Body, BodyFormat
 from api.queries.routes import Handler, RawEndpoint, json_response
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
-from api.selection.direct import SelectionPlan, selection_table
-from api.selection.kernels.select import SelectionTable
+from api.selection.direct import DirectTable, SelectionPlan, direct_table
 from api.selection.requests import Prompt, Render, decoded, decoded_text, in_thread, question_of, rendered_prompt
 from api.selection.reservations import Reservations
 from api.view_source import ViewSource
@@ -57,7 +56,7 @@ class SelectionRoutes:
         self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._writer = AnswerWriter()
-        self._tables: WeakKeyDictionary[Roster, tuple[SelectionTable, int]] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[Roster, dict[bool, DirectTable]] = WeakKeyDictionary()
 
     def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
@@ -73,8 +72,12 @@ class SelectionRoutes:
         """Path -> how JSON bodies with tokens are answered."""
         templates = TemplateCache(("token_ids",), _decoded_text)
         return {
-            "/select": TextRoute(templates, partial(self._answer, is_reserving=False), self._direct_plan),
-            _RESERVE: TextRoute(templates, partial(self._answer, is_reserving=True), lambda _: None),
+            path: TextRoute(
+                templates,
+                partial(self._answer, is_reserving=is_reserving),
+                partial(self._plan, is_reserving=is_reserving),
+            )
+            for path, is_reserving in (("/select", False), (_RESERVE, True))
         }
 
     def _answer(self, request: SelectRequest, text: bytes, start: int, end: int, *, is_reserving: bool) -> bytes | None:
@@ -85,19 +88,28 @@ class SelectionRoutes:
         found = _found(read[0], Prompt(question, _NO_NUMBERS, None, request.isl_tokens), namespace)
         return msgspec.json.encode(self._placed(request, found, namespace, is_reserving=is_reserving))
 
-    def _direct_plan(self, request: SelectRequest) -> SelectionPlan | None:
+    def _plan(self, request: SelectRequest, *, is_reserving: bool) -> SelectionPlan | None:
         is_plain = all(getattr(request, field) is None for field in _ONLY_PYTHON)
         if not is_plain or request.explain or request.sources:
             return None
-        namespace = self._namespace(request)
-        work = None if namespace.groups else self._selector.work(request, namespace, self._served.now())
+        namespace, now, selector = self._namespace(request), self._served.now(), self._selector
+        if namespace.groups or (is_reserving and not self._reservations.make_room(namespace, now)):
+            return None
+        work = selector.work(request, namespace, now)
         if work is None:
             return None
         roster, scale = work
-        if roster not in self._tables:
-            self._tables[roster] = selection_table(roster, self._reservations.book, namespace)
-        found = self._writer.plan(question_of(request, "token_ids"), namespace)
-        return SelectionPlan(found, scale, *self._tables[roster])
+        tables = self._tables.setdefault(roster, {})
+        if is_reserving not in tables:
+            names = selector.names if is_reserving else None
+            tables[is_reserving] = direct_table(roster, self._reservations.book, namespace, names)
+        table, found = tables[is_reserving], self._writer.plan(question_of(request, "token_ids"), namespace)
+
+        def note() -> None:
+            self._reservations.note(selector.booked(table.bookings, request, roster, namespace, now), now)
+
+        until = self._reservations.book.predicted_until(now)
+        return SelectionPlan(found, scale, table, selector.num_named + 1, until, note)
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
         request, namespace, found = await self._asked(body, body_format)

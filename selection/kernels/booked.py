@@ -10,7 +10,16 @@ from typing import NamedTuple
 import numpy as np
 
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import F64Vector, I32Vector, I64Matrix, U64Input
+from kv_events.kernels.bundles import (
+    F64Matrix,
+    F64Vector,
+    I32Matrix,
+    I32Vector,
+    I64Matrix,
+    I64Vector,
+    U64Input,
+    U64Vector,
+)
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.numbers import U64, int32, int64, uint64
 from kv_events.kernels.page_table import Table, make_table
@@ -29,6 +38,50 @@ class BookedPages(NamedTuple):
     """[entries] until when the page counts as held, in seconds since 1970."""
 
 
+class LoadColumns(NamedTuple):
+    """What is booked, by the number of a place."""
+
+    prefill_tokens: I64Vector
+    """Tokens that are still to be computed."""
+    decode_blocks: F64Vector
+    """Distinct pages, with those of the output, some of which count in part."""
+    requests: I64Vector
+
+
+class Bookings(NamedTuple):
+    """Choices that a kernel has booked: room for m of them, among n ranks. m is 0 if choices are not booked."""
+
+    made: I64Vector
+    """[2] number of choices, and of their hashes."""
+    numbers: I64Matrix
+    """[m, 7] see CHOSEN and following."""
+    hashes: U64Vector
+    """Sequence hashes of the prompts, one after the other."""
+    rows: I32Matrix
+    """[m, n] rows of the roster that were candidates."""
+    held: I64Matrix
+    """[m, n] tokens that they hold, on any tier."""
+    costs: F64Matrix
+    """[m, n] what they cost, see `Choice`."""
+
+
+CHOSEN, CANDIDATES, TOKENS, PREFILL_TOKENS, HASHES_END, PLACE, NUM_BOOKED = range(7)
+"""Columns of `Bookings.numbers`: the chosen candidate, how many there were, tokens of the prompt and those that are to
+be computed, where its hashes end, the place, and the result of `reserve`."""
+
+
+def make_bookings(num_choices: int, num_hashes: int, num_ranks: int) -> Bookings:
+    """Return room for choices."""
+    return Bookings(
+        np.zeros(2, np.int64),
+        np.zeros((num_choices, NUM_BOOKED + 1), np.int64),
+        np.zeros(num_hashes, np.uint64),
+        np.zeros((num_choices, num_ranks), np.int32),
+        np.zeros((num_choices, num_ranks), np.int64),
+        np.zeros((num_choices, num_ranks)),
+    )
+
+
 def make_pages(capacity: int) -> BookedPages:
     """Return room for a number of pages. Reserves address space only."""
     return BookedPages(make_table(capacity), zeros(capacity + 1, np.int32), zeros(capacity + 1, np.float64))
@@ -40,24 +93,28 @@ def _key(page: U64, place: int) -> U64:
 
 
 @kernel
-def book(pages: BookedPages, hashes: U64Input, place: int, until: float) -> tuple[int, int]:
-    """Add a booking. hashes: uint64[n] of a prompt. until: see `predicted_until`; 0: its pages are not predicted.
+def reserve(pages: BookedPages, loads: LoadColumns, hashes: U64Input, place: int, tokens: int, until: float) -> int:
+    """Add a booking to a place. hashes: uint64[n] of its prompt. tokens: of them, those that are to be computed.
 
-    Returns the number of pages that were booked, fewer than n if the table is full, and how many of them no other
-    booking of the place has.
+    until: see `predicted_until`; 0: its pages are not predicted. Returns the number of pages that were booked, fewer
+    than n if the table is full.
     """
-    num_new = int64(0)
+    num_booked, num_new = int64(hashes.shape[0]), int64(0)
     for i in range(hashes.shape[0]):
         entry, is_new = find_or_insert(pages.table, _key(hashes[i], place))
         if entry < 0:
-            return int64(i), num_new
+            num_booked = int64(i)
+            break
         if is_new:
             pages.references[entry] = int32(0)
             pages.predicted_until[entry] = 0.0
         num_new += pages.references[entry] == 0
         pages.references[entry] += int32(1)
         pages.predicted_until[entry] = max(pages.predicted_until[entry], until)
-    return int64(hashes.shape[0]), num_new
+    loads.prefill_tokens[place] += tokens
+    loads.decode_blocks[place] += num_new
+    loads.requests[place] += 1
+    return num_booked
 
 
 @kernel

@@ -9,7 +9,7 @@ from kv_events.kernels.bundles import F64Vector, I32Vector, I64Matrix, I64Vector
 from kv_events.kernels.declare import kernel
 from kv_events.kernels.numbers import int32, int64
 from kv_events.schema import NUM_MEDIA
-from selection.kernels.booked import BookedPages, booked_lengths
+from selection.kernels.booked import BookedPages, LoadColumns, booked_lengths
 
 HOST = 1
 """Column of the host in `RosterColumns.held`."""
@@ -44,16 +44,6 @@ class RosterColumns(NamedTuple):
     computed: F64Vector
     prefill_tokens: I64Vector
     decode_blocks: I64Vector
-    requests: I64Vector
-
-
-class LoadColumns(NamedTuple):
-    """What is booked, by the number of a place."""
-
-    prefill_tokens: I64Vector
-    """Tokens that are still to be computed."""
-    decode_blocks: F64Vector
-    """Distinct pages, with those of the output, some of which count in part."""
     requests: I64Vector
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -195,3 +196,19 @@ def test_an_interrupted_command_ends_without_a_traceback() -> None:
         _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors
     assert process.returncode in (130, -signal.SIGINT)
+
+
+def test_a_signal_ends_the_first_process_of_a_container_which_has_no_default_action() -> None:
+    container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*container, "true"], capture_output=True).returncode:
+        pytest.skip("this system allows no namespaces of processes")
+    with subprocess.Popen(
+        [*container, *KVSIGHT, "top", "--url", "http://127.0.0.1:1"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert "no answer since" in process.stderr.readline()
+            os.kill(int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()), signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()

@@ -2,8 +2,13 @@
 
 import ast
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -27,6 +32,7 @@ from tests.support.engines.released_modules import SGLANG_MAPS, VLLM
 DEPLOY = ROOT / "deploy"
 PROMETHEUS = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
 SCRAPES = {job["job_name"]: job for job in PROMETHEUS}
+OURS = {name: service for name, service in SERVICES.items() if service["image"] == "kvsight:latest"}
 ENGINES = {name for name in SERVICES if name.startswith("engine-")}
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
 
@@ -38,7 +44,7 @@ def instructions(keyword: str) -> list[str]:
 
 def command_lines() -> dict[str, list[str]]:
     """Return the words of every kvsight command in the container files and the Makefile, by location."""
-    ours = {name: command(name) for name, service in SERVICES.items() if "build" in service}
+    ours = {name: command(name) for name in OURS}
     on_host = [line.split() for line in documented("Programs on the host")]
     in_image = [json.loads(instructions("CMD")[-1])]
     in_image += [shlex.split(line) for line in instructions("RUN") if line.startswith("kvsight ")]
@@ -118,8 +124,7 @@ def test_clients_name_the_ports_that_kafka_and_redis_listen_on() -> None:
     port = bootstrap.partition(":")[2]
     assert listeners("KAFKA_LISTENERS")["PLAINTEXT"] == f":{port}"
     assert kafka["healthcheck"]["test"][-1] == bootstrap
-    users = [name for name, service in SERVICES.items() if "build" in service]
-    assert {option(SERVICES[name]["command"], "--kafka") for name in users} == {bootstrap}
+    assert {option(service["command"], "--kafka") for service in OURS.values()} == {bootstrap}
     redis_port = option(redis["command"], "--port")
     assert option(redis["healthcheck"]["test"], "-p") == redis_port
     assert option(SERVICES["indexer"]["command"], "--redis") == f"redis://redis:{redis_port}/0"
@@ -148,7 +153,7 @@ def test_the_broker_is_the_version_that_the_tests_run_against() -> None:
 
 def test_every_foreign_image_is_pinned() -> None:
     for name, service in SERVICES.items():
-        if "build" not in service:
+        if name not in OURS:
             image, _, digest = service["image"].partition("@")
             assert re.fullmatch(r"\S+:v?\d+\.\d+\.\d+\S*", image), name
             # no digests of the engines' images are known
@@ -189,16 +194,16 @@ def test_each_service_that_others_wait_for_has_a_health_check() -> None:
                 assert how == {"condition": "service_started"}
                 continue
             assert how == {"condition": "service_healthy"}, name
-            in_image = SERVICES[needed].get("image") == "kvsight:latest" and instructions("HEALTHCHECK")
+            in_image = needed in OURS and instructions("HEALTHCHECK")
             assert "test" in SERVICES[needed].get("healthcheck", {}) or in_image, f"{name} waits for {needed}"
 
 
 def test_every_service_has_a_health_check_because_compose_waits_for_none_without_one() -> None:
     assert instructions("HEALTHCHECK")
     for name, service in SERVICES.items():
-        assert "healthcheck" in service or "build" in service, name
+        assert "healthcheck" in service or name in OURS, name
         assert "disable" not in service.get("healthcheck", {}), name
-        if "build" in service and service["command"][1] != "serve":
+        if name in OURS and service["command"][1] != "serve":
             address = f"http://127.0.0.1:{option(command(name), '--metrics-port')}/ready"
             assert address in service["healthcheck"]["test"][-1], name
 
@@ -250,10 +255,38 @@ def test_the_image_gets_every_package_of_the_wheel() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
-    copied = {line.split()[-1] for line in instructions("COPY")} - {"./"}
-    allowed = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
-    assert packages == copied
-    assert packages <= allowed
+    copied = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
+    assert copied == packages | {"pyproject.toml", "LICENSE", "README.md"}
+
+
+_COUNT = """
+import sys
+root, folder = sys.argv[1:]
+sys.path[:] = [folder, *(path for path in sys.path if path != root)]
+from kv_events.kernels import load
+print(load.progress())
+"""
+
+
+def test_the_kernels_of_the_image_are_compiled_from_the_files_that_decide_what_they_are(tmp_path: Path) -> None:
+    (patterns,) = re.findall(r"cp --parents --target-directory=/kernels (.*)", DOCKERFILE)
+    copied = [path for pattern in patterns.split() for path in ROOT.glob(pattern)]
+    for path in copied:
+        target = tmp_path / "files" / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    counts = {
+        subprocess.check_output([sys.executable, "-c", _COUNT, str(ROOT), str(folder)], env=environment, cwd=tmp_path)
+        for folder in (tmp_path / "files", ROOT)
+    }
+    assert len(counts) == 1  # of kernels
+    assert len(list((tmp_path / "kernels").iterdir())) == 1  # folder, which is named after the files
+
+
+def test_one_service_builds_the_image_of_all() -> None:
+    assert [name for name, service in SERVICES.items() if "build" in service] == ["indexer"]
+    assert {"member", "record", "engine-0", "vllm-bridge"} <= OURS.keys()
 
 
 def test_the_dashboard_reads_the_source_that_is_provisioned() -> None:

@@ -6,7 +6,16 @@ import numpy as np
 import numpy.typing as npt
 
 from indexer.kernels.views import EXPIRED, FAULT_CLOSED, FAULT_NONE, LIVE, STALE, SYNCING
-from kv_events.kernels.bundles import BoolVector, F64Vector, I32Vector, I64Vector, U8Input, U8Vector, U32Matrix
+from kv_events.kernels.bundles import (
+    BoolVector,
+    F64Vector,
+    I32Vector,
+    I64Vector,
+    U8Input,
+    U8Vector,
+    U32Matrix,
+    U64Input,
+)
 from kv_events.kernels.declare import helper, inline_helper
 from kv_events.kernels.instructions import copy_sixteen, lowest_bit, put_eight
 from kv_events.kernels.numbers import I32, U8, U32, U64, int64, uint8, uint32, uint64
@@ -26,7 +35,8 @@ _TEN, _MOST_DIGITS = uint64(10), 19
 _FOUR_DIGITS, _EIGHT_DIGITS = uint64(10**4), 10**8
 _ZEROS = uint64(0x3030303030303030)  # eight times "0"
 _LAST_DIGIT = uint64(1 << 56)
-_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE = (uint8(ord(char)) for char in ',:"{}')
+_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE, _MINUS = (uint8(ord(char)) for char in ',:"{}-')
+_SIGN = uint64(63)
 
 
 def _fixed(text: bytes) -> npt.NDArray[np.uint8]:
@@ -114,7 +124,7 @@ def _put_byte(out: U8Vector, at: int, byte: U8) -> int:
 def put_number(out: U8Vector, at: int, value: int) -> int:
     """Write a non-negative integer."""
     if value >= _EIGHT_DIGITS:
-        return _put_long_number(out, at, value)
+        return _put_long_number(out, at, uint64(value))
     digits = _digits(uint64(value))
     skipped = lowest_bit(digits | _LAST_DIGIT) >> 3
     put_eight(out, at, (digits | _ZEROS) >> uint64(8 * skipped))
@@ -136,8 +146,8 @@ def _digits(value: U64) -> U64:
 
 
 @helper
-def _put_long_number(out: U8Vector, at: int, value: int) -> int:
-    rest, bound, digits = uint64(value), _TEN, 1
+def _put_long_number(out: U8Vector, at: int, rest: U64) -> int:
+    bound, digits = _TEN, 1
     while rest >= bound and digits < _MOST_DIGITS:
         bound *= _TEN
         digits += 1
@@ -145,6 +155,19 @@ def _put_long_number(out: U8Vector, at: int, value: int) -> int:
         out[at + i] = _ZERO + uint8(rest % _TEN)
         rest //= _TEN
     return at + digits
+
+
+@inline_helper
+def put_hashes(out: U8Vector, at: int, hashes: U64Input) -> int:
+    """Write hashes as integers with sign, separated by commas."""
+    for i in range(hashes.shape[0]):
+        value = hashes[i]
+        if i > 0:
+            at = _put_byte(out, at, _COMMA)
+        if value >> _SIGN:
+            at, value = _put_byte(out, at, _MINUS), uint64(0) - value
+        at = _put_long_number(out, at, value)
+    return at
 
 
 @helper

@@ -9,7 +9,15 @@ A request is recognised by its template: the values of the lines that matter, an
 from typing import NamedTuple
 
 from api.fast.kernels.answer import Layout, StreamTable, Texts, put_number, put_piece
-from api.fast.kernels.head import AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST, read_head
+from api.fast.kernels.head import (
+    AUTHORIZATION,
+    CONTENT_LENGTH,
+    CONTENT_TYPE,
+    FETCH_SITE,
+    HOST,
+    ORIGIN,
+    read_head,
+)
 from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
 from indexer.kernels.find import PageLookup
 from kv_events.kernels.bundles import BoolVector, I32Vector, I64Matrix, U8Vector, U64Vector
@@ -198,7 +206,10 @@ def _previous(data: U8Vector, least: int, at: int, byte: U8) -> int:
 
 @helper
 def _read_head(data: U8Vector, begin: int, stop: int, lines: I64Matrix, pieces: I64Matrix) -> int:
-    """Write the pieces of a head. Returns where the body begins, or -1 if it does not end at `stop`."""
+    """Write the pieces of a head. Returns where the body begins, or -1 if it does not end at `stop`.
+
+    -1 also for a head that a page of a browser sent.
+    """
     at = _after_next(data, begin, stop, _LF)
     body = read_head(data, at, stop, lines) if at <= stop else int64(_FAILED)
     length = _length_of_body(data, lines) if body >= 0 else int64(_FAILED)
@@ -206,7 +217,8 @@ def _read_head(data: U8Vector, begin: int, stop: int, lines: I64Matrix, pieces: 
     _set(pieces, _CONTENT_TYPE, lines[CONTENT_TYPE, _BEGIN], lines[CONTENT_TYPE, _END])
     _set(pieces, _HOST, lines[HOST, _BEGIN], lines[HOST, _END])
     _set(pieces, _AUTHORIZATION, lines[AUTHORIZATION, _BEGIN], lines[AUTHORIZATION, _END])
-    return body if length >= 0 and body + length == stop else int64(_FAILED)
+    is_of_page = lines[ORIGIN, _END] > 0 or lines[FETCH_SITE, _END] > 0
+    return body if length >= 0 and body + length == stop and not is_of_page else int64(_FAILED)
 
 
 @helper

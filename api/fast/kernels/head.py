@@ -6,11 +6,17 @@ from kv_events.kernels.bundles import BytesInput, I64Matrix, U8Input
 from kv_events.kernels.declare import inline_helper, kernel
 from kv_events.kernels.numbers import int64, uint8
 
-_READ = (b"content-length", b"content-type", b"host", b"authorization", b"traceparent", b"tracestate", b"connection")
+_READ = (
+    *(b"content-length", b"content-type", b"host", b"authorization", b"traceparent", b"tracestate", b"origin"),
+    *(b"sec-fetch-site", b"connection"),
+)
 _REFUSED = (b"content-encoding", b"expect", b"proxy-connection", b"transfer-encoding", b"upgrade")
 """Requests with one of these lines are passed to FastAPI."""
 
-CONTENT_LENGTH, CONTENT_TYPE, HOST, AUTHORIZATION, TRACE_PARENT, TRACE_STATE, _CONNECTION = range(len(_READ))
+(
+    *(CONTENT_LENGTH, CONTENT_TYPE, HOST, AUTHORIZATION, TRACE_PARENT, TRACE_STATE, ORIGIN, FETCH_SITE),
+    _CONNECTION,
+) = range(len(_READ))
 """Rows of `found`."""
 NUM_FOUND = len(_READ)
 

@@ -1,20 +1,44 @@
-"""The kernel of selections that book nothing: from the text of a prompt to the text of the answer."""
+"""The kernel of selections: from the text of a prompt to the text of the answer."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from api.fast.kernels.answer import CPU, EXTERNAL, GPU, Layout, StreamTable, Texts, put_key, put_number, put_piece
+from api.fast.kernels.answer import (
+    CPU,
+    EXTERNAL,
+    GPU,
+    Layout,
+    StreamTable,
+    Texts,
+    put_hashes,
+    put_key,
+    put_number,
+    put_piece,
+)
 from api.fast.kernels.connections import ANSWERED, NUMBERS, NUMBERS_END, RETURNED, SocketBuffers, send_answer
 from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
 from indexer.kernels.find import PageLookup
-from kv_events.kernels.bundles import F64Vector, U8Vector
-from kv_events.kernels.declare import helper, kernel
+from kv_events.kernels.bundles import F64Vector, U8Vector, U64Input
+from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.numbers import int64
-from selection.kernels.booked import BookedPages
+from selection.kernels.booked import (
+    CANDIDATES,
+    CHOSEN,
+    HASHES_END,
+    NUM_BOOKED,
+    PLACE,
+    PREFILL_TOKENS,
+    TOKENS,
+    BookedPages,
+    Bookings,
+    LoadColumns,
+    reserve,
+)
 from selection.kernels.choose import least_work
-from selection.kernels.weigh import LoadColumns, RosterColumns, weigh
+from selection.kernels.weigh import RosterColumns, weigh
 
+_ID, _HASHES, _TOKENS, _AFTER = range(4)
 _GPU, _RANKS, _CPU, _DISK, _PREDICTED, _COMPUTED, _BLOCKS, _END = range(8)
 
 
@@ -24,8 +48,12 @@ class SelectionTable(NamedTuple):
     booked: BookedPages
     loads: LoadColumns
     roster: RosterColumns
+    bookings: Bookings
+    openings: Texts
+    """[4] what comes before the number of a reservation, its hashes, its tokens and the rank. Without bookings, [1]:
+    what comes before the rank."""
     beginnings: Texts
-    """[n] an answer with this rank, up to the first number that depends on the prompt."""
+    """[n] an answer from its rank up to the first number that depends on the prompt."""
     pieces: Texts
     """[8] what comes before each of the other numbers, see `_GPU`, and the end."""
     costs: F64Vector
@@ -34,15 +62,50 @@ class SelectionTable(NamedTuple):
 
 
 @helper
-def _put_selection(table: SelectionTable, ranks: StreamTable, count: int, chosen: int) -> int:
-    """Write an answer to `table.out`. count: of candidates. chosen: one of them. Returns its length."""
+def _book(table: SelectionTable, hashes: U64Input, tokens: int, count: int, chosen: int, until: float) -> None:
+    """Book a choice. count: of candidates. There is room for it."""
+    bookings, roster = table.bookings, table.roster
+    number, begin = bookings.made[0], bookings.made[1]
+    end = begin + hashes.shape[0]
+    for i in range(hashes.shape[0]):
+        bookings.hashes[begin + i] = hashes[i]
+    for i in range(count):
+        bookings.rows[number, i] = roster.rows[i]
+        bookings.held[number, i] = roster.held[i, EXTERNAL]
+        bookings.costs[number, i] = table.costs[i]
+    place, prefill = int64(roster.places[roster.rows[chosen]]), int64(np.rint(roster.computed[chosen]))
+    made = bookings.numbers[number]
+    made[CHOSEN], made[CANDIDATES], made[TOKENS], made[PREFILL_TOKENS] = chosen, count, tokens, prefill
+    made[HASHES_END], made[PLACE] = end, place
+    made[NUM_BOOKED] = reserve(table.booked, table.loads, hashes, place, prefill, until)
+    bookings.made[0], bookings.made[1] = number + 1, end
+
+
+@inline_helper
+def _has_room(bookings: Bookings, num_hashes: int) -> bool:
+    return bookings.made[0] < bookings.numbers.shape[0] and bookings.made[1] + num_hashes <= bookings.hashes.shape[0]
+
+
+@helper
+def _put_opening(table: SelectionTable, name: int, hashes: U64Input, tokens: int) -> int:
+    """Write the fields of a reservation to `table.out`. Returns their length."""
+    out, openings = table.out, table.openings
+    at = put_number(out, put_piece(out, int64(0), openings, _ID), name)
+    at = put_hashes(out, put_piece(out, at, openings, _HASHES), hashes)
+    at = put_number(out, put_piece(out, at, openings, _TOKENS), tokens)
+    return put_piece(out, at, openings, _AFTER)
+
+
+@helper
+def _put_selection(table: SelectionTable, ranks: StreamTable, count: int, chosen: int, at: int) -> int:
+    """Write an answer from its rank on. count: of candidates. chosen: one of them. Returns its end in `table.out`."""
     out, roster = table.out, table.roster
     held, worker = roster.held, ranks.workers[roster.streams[roster.rows[chosen]]]
     gpu = cpu = external = int64(0)
     for i in range(count):
         if ranks.workers[roster.streams[roster.rows[i]]] == worker:
             gpu, cpu, external = max(gpu, held[i, GPU]), max(cpu, held[i, CPU]), max(external, held[i, EXTERNAL])
-    at = put_number(out, put_piece(out, int64(0), table.beginnings, roster.rows[chosen]), external)
+    at = put_number(out, put_piece(out, at, table.beginnings, roster.rows[chosen]), external)
     at = put_number(out, put_piece(out, at, table.pieces, _GPU), gpu)
     at, written = put_piece(out, at, table.pieces, _RANKS), 0
     for i in range(count):
@@ -71,15 +134,18 @@ def select_requests(
     layout: Layout,
     times: Times,
     table: SelectionTable,
-    scale: float,
-    turn: int,
+    choice: tuple[float, int, int, float],
 ) -> int:
-    """Choose a worker for each of some requests with the same template, and answer them. Books nothing.
+    """Choose a worker for each of some requests with the same template, and answer them.
 
-    The first parameters: see `answer_requests`. scale, turn: see `least_work`; each request has the next turn.
-    Returns the number of requests that were answered completely. All have an outcome.
+    The first parameters: see `answer_requests`. choice: scale and turn of `least_work`, each request has the next turn;
+    if `table` has room for bookings, the number of the first one and `until` of `reserve`. Returns the number of
+    requests that were answered completely. All have an outcome.
     """
-    (count, head_size, answer_bytes), roster = sizes, table.roster
+    scale, turn, name, until = choice
+    (count, head_size, answer_bytes), roster, bookings = sizes, table.roster, table.bookings
+    is_booking = bookings.numbers.shape[0] > 0
+    bookings.made[:] = 0
     block_size, is_bigram, _, _ = numbers
     question = (int64(TEXT), block_size, is_bigram, int64(UNKNOWN), int64(0), int64(1), int64(0))
     others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, streams, layout, times)
@@ -94,6 +160,8 @@ def select_requests(
         if end != borders[NUMBERS_END]:
             continue
         hashes, tokens = buffers.hashes[: num_positions // block_size], num_positions + is_bigram
+        if is_booking and not _has_room(bookings, hashes.shape[0]):
+            continue
         prompt = (block_size, (tokens + block_size - 1) // block_size, tokens)
         found, now = buffers.streams[:num_found], (times[0], times[1])
         num_candidates = weigh(table.booked, hashes, found, buffers.pages, roster, table.loads, prompt, now)
@@ -102,7 +170,13 @@ def select_requests(
         prefill, computed = roster.prefill_tokens[:num_candidates], roster.computed[:num_candidates]
         blocks, costs = roster.decode_blocks[:num_candidates], table.costs[:num_candidates]
         chosen = least_work(prefill, computed, blocks, scale, turn + i, costs)
-        length = _put_selection(table, streams, num_candidates, chosen)
+        if is_booking:
+            length = _put_opening(table, name + bookings.made[0], hashes, tokens)
+        else:
+            length = put_piece(table.out, int64(0), table.openings, int64(0))
+        length = _put_selection(table, streams, num_candidates, chosen, length)
+        if is_booking:
+            _book(table, hashes, tokens, num_candidates, chosen, until)
         at = send_answer(sockets, number, at, table.out, length, head_size)
         answered += sockets.outcomes[number] == ANSWERED
     return answered

@@ -53,6 +53,14 @@ async def test_requests_of_every_kind_may_arrive_in_any_pieces(seed: int) -> Non
             assert await line.answer() == expected[data]
 
 
+async def test_what_looks_like_a_query_is_none_if_it_belongs_to_a_header_that_has_begun(connect: Connect) -> None:
+    line, single = await connect(), await connect()
+    line.writer.write(b"GET /health HTTP/1.1\r\nX-Note: ")
+    health = await single.ask(HEALTH)  # the server has read what was sent before
+    line.writer.write(request(QUERY))
+    assert await line.answer() == health
+
+
 async def test_a_client_that_pipelines_does_not_hold_up_others(connect: Connect) -> None:
     hostile, other = await connect(), await connect()
     hostile.writer.write(HEALTH * 1000)

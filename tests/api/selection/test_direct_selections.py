@@ -1,10 +1,12 @@
-"""Kernels answer `POST /select` over direct connections as the service's routes do, and see every change at once."""
+"""Kernels answer and book selections over direct connections as the routes do, and see every change at once."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -17,7 +19,10 @@ from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.settings import IndexerSettings
+from indexer.writing.queue import RESERVATIONS, WriteQueue
+from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, ReservationRecord
 from kv_events.schema import CLOSED
+from selection.exchange import ReservationExchange
 from selection.policies import seed_choices
 from selection.settings import SelectionSettings
 from tests.api.workers.test_reports import VLLM
@@ -47,11 +52,32 @@ asked = st.fixed_dictionaries(
 )
 
 
+steps = st.sampled_from([RELEASED, PREFILL_COMPLETE, OUTPUT_BLOCK])
+going_on = st.lists(asked | st.tuples(steps, st.integers(0, 5)), max_size=12)
+
+
+class NotedExchange(ReservationExchange):
+    """Keeps its records."""
+
+    def __init__(self, settings: SelectionSettings) -> None:
+        super().__init__(settings.book(), WriteQueue(None, contents=RESERVATIONS))
+        self.records: list[Any] = []
+        """As plain data, without times and the name of the replica."""
+
+    def put(self, record: ReservationRecord) -> str | None:
+        plain = json.dumps(msgspec.to_builtins(record)).replace(self.replica, "replica")
+        self.records.append(_TIME.sub("", plain))
+        return super().put(record)
+
+
+_TIME = re.compile(r"\b\d{10}\.\d+")
+
+
 class Fleet:
     """A service with a connection that is direct, and another one, whose requests FastAPI answers."""
 
-    def __init__(self, fed: HandFed, direct: Line, single: Line) -> None:
-        self.fed, self._direct, self._single = fed, direct, single
+    def __init__(self, fed: HandFed, direct: Line, single: Line, exchange: NotedExchange) -> None:
+        self.fed, self.direct, self._single, self._exchange = fed, direct, single, exchange
 
     async def post(self, path: str, **fields: Any) -> bytes:
         """Return the status of a request that FastAPI answers."""
@@ -61,15 +87,37 @@ class Fleet:
         """Send any request to FastAPI. Returns its status."""
         return (await self._single.ask(request(body.encode(), path).replace(b"POST", method, 1)))[0]
 
+    async def follow(self, life: list[Any], *, is_direct: bool) -> tuple[Any, ...]:
+        """Reserve, and go on with reservations. Returns the answers, the loads, and the records."""
+        line, mark = (self.direct, "") if is_direct else (self._single, "?")
+        names, answers = list[str](), list[Any]()
+        for each in life:
+            if isinstance(each, dict):
+                seed_choices(1)
+                answer = await line.ask(request(body_of(**each), f"/select_and_reserve{mark}"))
+                names.append(json.loads(answer[2])["selection_id"])
+            elif names:
+                step, number = each
+                path = f"/reservations/{names[number % len(names)]}"
+                asked = request(b"", f"{path}{mark}" if step == RELEASED else f"{path}/{step}{mark}")
+                answer = await line.ask(asked.replace(b"POST", b"DELETE", 1) if step == RELEASED else asked)
+            else:
+                continue
+            answers.append([part.replace(self._exchange.replica.encode(), b"replica") for part in answer])
+        return answers, await self.loads(), self._exchange.records
+
+    async def loads(self) -> bytes:
+        return (await self._single.ask(request(b"", "/loads").replace(b"POST", b"GET", 1)))[2]
+
     async def chosen(self) -> int:
         """Return the worker that the direct connection names for the whole prompt."""
-        answer = await self._direct.ask(request(body_of(token_ids=PROMPT), "/select"))
+        answer = await self.direct.ask(request(body_of(token_ids=PROMPT), "/select"))
         return int(json.loads(answer[2])["worker_id"])
 
     async def agree(self, **fields: Any) -> dict[str, Any]:
         """Ask on both connections, with the same turn among equals. Returns the answer."""
         answers = []
-        for line, path in ((self._single, "/select?"), (self._direct, "/select"), (self._direct, "/select")):
+        for line, path in ((self._single, "/select?"), (self.direct, "/select"), (self.direct, "/select")):
             seed_choices(1)
             answers.append(await line.ask(request(body_of(**fields), path)))
         assert answers[0] == answers[1] == answers[2]
@@ -86,14 +134,17 @@ async def a_fleet(
         HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600)),
         ApiSettings(port=0, register_allow="127.0.0.1"),
     )
-    async with running_server(create_app(LiveService(fed.consumer, api, selection=selection)), api) as url:
+    selection = selection or SelectionSettings()
+    exchange = NotedExchange(selection)
+    service = LiveService(fed.consumer, api, selection=selection, reservations=exchange)
+    async with running_server(create_app(service), api) as url:
         for (worker, rank), tiers in held.items():
             await fed.hold(Stream(worker, dp_rank=rank, block_size=BLOCK), PROMPT, tiers)
         direct, single = await Line.connect(url), await Line.connect(url)
         for _ in range(3):
             await direct.ask(request(body_of(token_ids=PROMPT), "/select"))
         try:
-            yield Fleet(fed, direct, single)
+            yield Fleet(fed, direct, single, exchange)
         finally:
             await direct.close()
             await single.close()
@@ -114,6 +165,47 @@ def test_kernels_answer_as_the_routes_do(
                 assert len(taken) <= 1  # Python answers the first request with a template, a kernel the next one
 
     run(ask())
+
+
+@given(ranks, going_on)
+@settings(max_examples=num_examples(25))
+def test_kernels_book_as_the_routes_do(held: dict[tuple[str, int], dict[int, range]], life: list[Any]) -> None:
+    """Every other reservation with the same fields is answered by a kernel."""
+
+    async def follow(*, is_direct: bool) -> tuple[Any, ...]:
+        async with a_fleet(held) as fleet:
+            return await fleet.follow([twice for each in life for twice in (each, each)], is_direct=is_direct)
+
+    async def compare() -> None:
+        with heads_taken() as taken:
+            directly = await follow(is_direct=True)
+        assert directly == await follow(is_direct=False)
+        assert len([head for head in taken if head.path == "/select_and_reserve"]) <= len(life)
+
+    run(compare())
+
+
+async def test_steps_that_a_direct_connection_pipelines_are_all_followed() -> None:
+    async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
+        asked = request(body_of(token_ids=PROMPT), "/select_and_reserve")
+        names = [json.loads((await fleet.direct.ask(asked))[2])["selection_id"] for _ in range(4)]
+        ends = [request(b"", f"/reservations/{name}").replace(b"POST", b"DELETE", 1) for name in names]
+        fleet.direct.writer.write(b"".join(ends))
+        assert [(await fleet.direct.answer())[0] for _ in ends] == [OK] * len(ends)
+        assert b'"active_requests":0' in await fleet.loads()
+
+
+@pytest.mark.parametrize("line", [b"Origin: http://evil.example\r\n", b"SEC-Fetch-Site: cross-site\r\n"])
+async def test_a_page_of_another_site_books_nothing_and_ends_nothing(line: bytes) -> None:
+    async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
+        asked = request(body_of(token_ids=PROMPT), "/select_and_reserve")
+        names = [json.loads((await fleet.direct.ask(asked))[2])["selection_id"] for _ in range(4)]
+        before = await fleet.loads()
+        path = f"/reservations/{names[0]}"
+        for data in (asked, request(b"", f"{path}/{OUTPUT_BLOCK}"), request(b"", path).replace(b"POST", b"DELETE", 1)):
+            status, _, _ = await fleet.direct.ask(data.replace(b"\r\n\r\n", b"\r\n" + line + b"\r\n", 1))
+            assert status == b"HTTP/1.1 403 Forbidden"
+        assert await fleet.loads() == before
 
 
 async def test_a_kernel_sees_each_change_at_once(taken: list[Head]) -> None:
