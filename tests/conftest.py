@@ -123,9 +123,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = halves[True]
 
 
-def pytest_collection_finish() -> None:
-    """The garbage collector never looks at the collected tests again: each time, it took a third of a second."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector looks at the collected tests neither meanwhile, which took a third of the time, nor later:
+    each time, it took a third of a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _belongs(item: pytest.Item, *, is_soak: bool) -> bool:

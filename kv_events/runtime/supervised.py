@@ -46,8 +46,8 @@ async def keep_running(
             if time.monotonic() - began > _LONGEST_PAUSE_S:
                 backoff.reset()
             on_error(error)
-            unexpected = None if isinstance(error, KvsightError) else error
-            limited_logger.warning("failed and starts again: %r", error, error=unexpected)
+            unexpected, what = (None, error) if isinstance(error, KvsightError) else (error, repr(error))
+            limited_logger.warning("failed and starts again: %s", what, error=unexpected)
             await backoff.pause()
         else:
             return

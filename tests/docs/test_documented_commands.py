@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +19,9 @@ from kv_events.log.event_log import EventLogReader
 from kv_events.schema import BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
+from tests.support.commands import ENVIRONMENT, RunningCommand, kvsight
 from tests.support.engines.simulated_engine import SimulatedEngine
 from tests.support.pages import blocks, commands
-from tests.support.programs import own_environment
 from tests.support.servers.child_process import ChildProcess
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
@@ -83,7 +83,7 @@ class Site(NamedTuple):
     service: ServiceProcess
     embedded: ServiceProcess
     publisher: EventPublisher
-    environment: dict[str, str]
+    variables: dict[str, Any]
     addresses: dict[str, str]
     folder: Path
 
@@ -97,37 +97,42 @@ class Site(NamedTuple):
 
     def run(self, line: str) -> None:
         """Run a command that ends by itself."""
-        done = subprocess.run(
-            ["/bin/bash", "-euo", "pipefail", "-c", line],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            cwd=self.folder,
-            env=self.environment,
-        )
+        program, *words = shlex.split(line)
+        if program == "kvsight" and "|" not in words:
+            done = kvsight(*words, environment=self.variables)
+        else:
+            shell = ["/bin/bash", "-euo", "pipefail", "-c", line]
+            done = subprocess.run(shell, capture_output=True, text=True, timeout=100, env=ENVIRONMENT | self.variables)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         if line.startswith("curl") and done.stdout:
             json.loads(done.stdout)
 
     def run_on(self, line: str, shown: str) -> None:
         """Run a command until it has printed something, then interrupt it."""
-        output = self.folder / "output"
-        output.unlink(missing_ok=True)
-        process = ChildProcess(["/bin/bash", "-c", f"cd {self.folder}; exec {line}"], output, self.environment)
-        try:
+        program, *words = shlex.split(line)
+        if program == "kvsight":
+            with RunningCommand(*words, **self.variables) as command:
+                self.wait_for(lambda: command.has_written(shown), line)
+                assert command.running, command.err
+                command.end(signal.SIGINT)
+                assert "Traceback" not in command.out + command.err
+        else:
+            output = self.folder / "output"
+            output.unlink(missing_ok=True)
+            with ChildProcess([program, *words], output) as process:
+                self.wait_for(lambda: shown in output.read_text(), line)
+                assert process.running, output.read_text()
+                process.send(signal.SIGTERM)
+                wait_until(lambda: not process.running, deadline_s=60, what=f"the end of {line}")
 
-            def has_printed() -> bool:
-                self.store(time.monotonic_ns())
-                return shown in output.read_text() or not process.running
+    def wait_for(self, has_printed: Callable[[], bool], line: str) -> None:
+        """Let the engine store pages until a command has printed what it should."""
 
-            wait_until(has_printed, deadline_s=100, what=f"{shown} of {line}")
-            assert process.running, f"{line}\n{output.read_text()}"
-            # A background shell ignores SIGINT, and curl, unlike kvsight, inherits that.
-            process.send(signal.SIGTERM if line.startswith("curl") else signal.SIGINT)
-            wait_until(lambda: not process.running, deadline_s=60, what=f"the end of {line}")
-            assert "Traceback" not in output.read_text()
-        finally:
-            process.kill()
+        def is_done() -> bool:
+            self.store(time.monotonic_ns())
+            return has_printed()
+
+        wait_until(is_done, deadline_s=100, what=f"what {line} prints")
 
     def store(self, number: int) -> None:
         """Let the engine store another page, on two media."""
@@ -136,13 +141,11 @@ class Site(NamedTuple):
 
 
 @pytest.fixture
-def site(kafka_bootstrap: str, redis_url: str, tmp_path: Path) -> Iterator[Site]:
+def site(kafka_bootstrap: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     topics = own_topics(kafka_bootstrap)
-    for name in ("bin", "recording", "events"):
+    monkeypatch.chdir(tmp_path)
+    for name in ("recording", "events"):
         (tmp_path / name).mkdir()
-    program = tmp_path / "bin" / "kvsight"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvsight "$@"\n')
-    program.chmod(0o755)
     (tmp_path / "prompt.json").write_text(json.dumps({"model_name": "my-model", "token_ids": TOKENS}))
     (tmp_path / "tokens.txt").write_text(" ".join(map(str, TOKENS)))
     (tmp_path / "engines.toml").write_text(next(blocks("toml")).text)
@@ -159,12 +162,12 @@ def site(kafka_bootstrap: str, redis_url: str, tmp_path: Path) -> Iterator[Site]
         service.wait_until_ready()
         wait_until(lambda: service.listener("engine-0").get("state") == "live", deadline_s=30, what="the engine")
         del topics["KVSIGHT_KAFKA"]
-        environment = own_environment(**topics, KVSIGHT_URL=service.url, KVSIGHT_PORT=0)
-        environment |= {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(Path.cwd())}
+        variables = {**topics, "KVSIGHT_URL": service.url, "KVSIGHT_PORT": "0"}
+        variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         addresses = {"localhost:9092": kafka_bootstrap, "localhost:9094": kafka_bootstrap}
         addresses["redis://localhost:6379/0"] = redis_url
         addresses["localhost:8001"] = engine.url.removeprefix("http://")
-        yield Site(service, embedded, publisher, environment, addresses, tmp_path)
+        yield Site(service, embedded, publisher, variables, addresses, tmp_path)
 
 
 def reason_against(words: list[str]) -> str | None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.event_loops import new_event_loop
 from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.runtime.settings import KvsightSettings
-from kv_events.runtime.supervised import Backoff, pause_s
+from kv_events.runtime.supervised import Backoff, keep_running, pause_s
 from tests.support.waiting import async_wait_until
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -119,6 +119,20 @@ def test_pauses_double_up_to_the_longest_one_less_at_most_a_half() -> None:
         drawn = [pause_s(attempt, 1.0, 5.0) for _ in range(100)]
         assert full / 2 <= min(drawn) < max(drawn) <= full
     assert pause_s(10_000, 1.0, 5.0) <= 5.0
+
+
+async def test_a_task_starts_again_after_an_error_which_is_shown_as_text_if_it_is_expected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        if errors:
+            raise errors.pop()
+
+    for error, shown in ((KvsightError("no broker"), "no broker"), (KeyError("x"), "KeyError('x')")):
+        errors: list[Exception] = [error]
+        await keep_running(work, "task", logging.getLogger("supervised"))
+        assert caplog.messages[-1] == f"task: failed and starts again: {shown}"
+        assert bool(caplog.records[-1].exc_info) is not isinstance(error, KvsightError)
 
 
 async def test_a_success_begins_again_with_the_first_pause() -> None:

@@ -85,9 +85,21 @@ class RunningCommand:
         """What it has written to stderr so far."""
         return _written(self._err)
 
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.running
+
     def wait_for(self, text: str, deadline_s: float = 60) -> None:
         """Return once it has written a text to stdout or stderr."""
-        wait_until(lambda: self._has_written(text), deadline_s, f"{text!r} from the command")
+        wait_until(lambda: self.has_written(text), deadline_s, f"{text!r} from the command")
+
+    def has_written(self, text: str) -> bool:
+        """Return whether it has written a text to stdout or stderr. Raises AssertionError if it has ended without."""
+        is_running = self.running
+        found = text in self.out or text in self.err
+        assert found or is_running, self.err
+        return found
 
     def send(self, number: int) -> None:
         """Send a signal."""
@@ -98,12 +110,6 @@ class RunningCommand:
         for number in signals:
             self._process.send(number)
         return self._process.wait(60)
-
-    def _has_written(self, text: str) -> bool:
-        is_running = self._process.running
-        found = text in self.out or text in self.err
-        assert found or is_running, self.err
-        return found
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,9 @@
 """Runs modules as processes of their own that start in milliseconds, because they are forked from a prepared one.
 
 Starting Python, numba and the kernels takes two seconds of CPU time, and the tests run some hundred commands. The
-prepared process has imported what commands import, except for the commands themselves. It has one thread, so that it
-can be forked. A forked process has its own environment, folder, streams and session, and ends as any other one does.
+prepared process has imported what commands import, except for the commands themselves, and has loaded the kernels. It
+has one thread, so that it can be forked. A forked process has its own environment, folder, streams and session, and
+ends as any other one does.
 
 Usage: `python -m tests.support.prepared_python SOCKET`, with the file descriptor of a Unix socket. Each request is a
 JSON array `[MODULE, ARGUMENTS, ENVIRONMENT, FOLDER]` with four file descriptors: the standard streams, and a socket to
@@ -32,11 +33,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from kv_events.kernels.load import load
 from tests.support.programs import own_environment
 from tests.support.stepped_clock import read_at_exec
 
 _MODULES = (
     "aiokafka.admin",
+    "analysis.explain.explanation",
     "api.app",
     "api.queries.kernels.parts",
     "api.server",
@@ -47,7 +50,9 @@ _MODULES = (
     "indexer.replay",
     "kv_events.hashing",
     "kvsight.client",
+    "numpy.ma",
     "publisher.sinks.kafka",
+    "pydantic.v1",
     "pythonjsonlogger.json",
     "rich.progress",
     "rich.table",
@@ -157,6 +162,7 @@ class _Request(NamedTuple):
 def _main(requests: socket.socket) -> None:
     for module in _MODULES:
         import_module(module)
+    load()
     gc.freeze()  # a forked process would copy what its garbage collector looks at
     request = _serve(requests)
     if request is not None:
