@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
@@ -160,7 +161,7 @@ class Selector:
             candidates.workers[row],
             candidates.dp_ranks[row],
             int(candidates.held[row, -1]),
-            _candidates_of(candidates, chosen.choice),
+            _candidates_of(candidates, chosen.choice.costs, row),
         )
         return Reserved(VERSION, self._replica, decision, prefill_tokens, _session(request))
 
@@ -198,10 +199,12 @@ def _allowed(request: SelectRequest, candidates: Candidates) -> list[int]:
     return rows
 
 
-def _candidates_of(candidates: Candidates, choice: Choice) -> list[Candidate]:
-    """Return the cheapest candidates, as a decision records them."""
-    rows = range(len(candidates.workers))
+def _candidates_of(candidates: Candidates, costs_of: npt.NDArray[np.float64], chosen: int) -> list[Candidate]:
+    """Return the cheapest candidates and the chosen one, as a decision records them."""
+    rows = list(range(len(candidates.workers)))
     if len(rows) > _MAX_CANDIDATES:
-        rows = np.argpartition(choice.costs, _MAX_CANDIDATES)[:_MAX_CANDIDATES].tolist()
-    held, costs = candidates.held[:, -1].tolist(), choice.costs.tolist()
+        rows = costs_of.argsort()[:_MAX_CANDIDATES].tolist()
+        if chosen not in rows:
+            rows[-1] = chosen
+    held, costs = candidates.held[:, -1].tolist(), costs_of.tolist()
     return [Candidate(candidates.workers[row], candidates.dp_ranks[row], held[row], -costs[row]) for row in rows]

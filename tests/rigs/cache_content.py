@@ -37,10 +37,11 @@ class CacheContent:
     loaded: dict[Any, Any]
     served: Any
 
-    def prefixes(self, tokens):
-        """Return the raw tokens of every prefix of whole pages, shortest first."""
+    def prefixes(self, tokens, num_last=None):
+        """Return the raw tokens of every prefix of whole pages, or of the last ones, shortest first."""
         pages = max(0, len(tokens) - self.is_bigram) // self.page_size
-        return [tuple(tokens[: n * self.page_size + self.is_bigram]) for n in range(1, pages + 1)]
+        first = 1 if num_last is None else pages - num_last + 1
+        return [tuple(tokens[: n * self.page_size + self.is_bigram]) for n in range(first, pages + 1)]
 
     def used(self):
         """Return the host rows in use by pool, of pools that the cache uses."""
@@ -68,31 +69,33 @@ class CacheContent:
         for node in iter_nodes(self.cache.root_node):
             above = raw_of[node.parent]
             raw_of[node] = raw = above[: len(above) - self.is_bigram] + tuple(node.key.token_ids)
-            yield Place(node, node.key.extra_key, self.prefixes(raw)[-(len(node.key) // self.page_size) :])
+            yield Place(node, node.key.extra_key, self.prefixes(raw, len(node.key) // self.page_size))
 
     def ends(self, kind="full", field="value"):
         """Return the prefixes at the ends of the nodes that have this kind there, or a count above 0."""
         found = ((place, getattr(self.data(place.node, kind), field)) for place in self.walk())
         return {place.prefixes[-1] for place, held in found if (held if isinstance(held, int) else held is not None)}
 
-    def held(self, medium):
-        """Return `(namespace, raw tokens)` of every acknowledged page on the tier."""
+    def held(self, medium, places=None):
+        """Return `(namespace, raw tokens)` of every acknowledged page on the tier. places: what `walk` yields now."""
         return {
             (place.extra_key, raw)
-            for place in self.walk()
+            for place in (self.walk() if places is None else places)
             for raw in place.prefixes
             if (medium is GPU and place.node.value is not None)
             or (medium is CPU and place.node.host_value is not None and not is_pending(place.node))
         }
 
-    def held_group(self, group, medium):
+    def held_group(self, group, medium, places=None):
         """Return the same for one kind besides KV: the ends of its states, or all pages of its rows."""
         kind, field = group.partition(":")[0], {GPU: "value", CPU: "host_value"}.get(medium)
+        if field is None:
+            return set()
         found = set()
-        for place in self.walk():
+        for place in self.walk() if places is None else places:
             data = self.data(place.node, kind)
             is_copied = medium is CPU and (data.pending_id is not None or is_pending(place.node))
-            if field is not None and getattr(data, field) is not None and not is_copied:
+            if getattr(data, field) is not None and not is_copied:
                 prefixes = place.prefixes[-1:] if kind == "mamba" else place.prefixes
                 found |= {(place.extra_key, raw) for raw in prefixes}
         return found

@@ -175,7 +175,7 @@ class WatchedDirectory(Failing, DirectoryStorage):
         return store
 
     def held(self):
-        found = map(_FILE.fullmatch, (path.name for path in self._files()))
+        found = (_FILE.fullmatch(path.name) for path in Path(self._temporary.name).iterdir())
         return {match[1] for match in found if match}
 
     def harm(self, draw):

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -66,18 +67,25 @@ class NotedExchange(ReservationExchange):
 
     def put(self, record: ReservationRecord) -> str | None:
         plain = json.dumps(msgspec.to_builtins(record)).replace(self.replica, "replica")
-        self.records.append(_TIME.sub("", plain))
+        self.records.append(_TIME.sub("0", plain))
         return super().put(record)
 
 
 _TIME = re.compile(r"\b\d{10}\.\d+")
 
 
+def step_of(name: str, step: str, mark: str = "") -> bytes:
+    """Return the request that a reservation goes on. mark: "?": FastAPI answers it."""
+    if step == RELEASED:
+        return request(b"", f"/reservations/{name}{mark}").replace(b"POST", b"DELETE", 1)
+    return request(b"", f"/reservations/{name}/{step}{mark}")
+
+
 class Fleet:
     """A service with a connection that is direct, and another one, whose requests FastAPI answers."""
 
     def __init__(self, fed: HandFed, direct: Line, single: Line, exchange: NotedExchange) -> None:
-        self.fed, self.direct, self._single, self._exchange = fed, direct, single, exchange
+        self.fed, self.direct, self._single, self.exchange = fed, direct, single, exchange
 
     async def post(self, path: str, **fields: Any) -> bytes:
         """Return the status of a request that FastAPI answers."""
@@ -98,13 +106,12 @@ class Fleet:
                 names.append(json.loads(answer[2])["selection_id"])
             elif names:
                 step, number = each
-                path = f"/reservations/{names[number % len(names)]}"
-                asked = request(b"", f"{path}{mark}" if step == RELEASED else f"{path}/{step}{mark}")
-                answer = await line.ask(asked.replace(b"POST", b"DELETE", 1) if step == RELEASED else asked)
+                name = names.pop(number % len(names)) if step == RELEASED else names[number % len(names)]
+                answer = await line.ask(step_of(name, step, mark))
             else:
                 continue
-            answers.append([part.replace(self._exchange.replica.encode(), b"replica") for part in answer])
-        return answers, await self.loads(), self._exchange.records
+            answers.append([part.replace(self.exchange.replica.encode(), b"replica") for part in answer])
+        return answers, await self.loads(), self.exchange.records
 
     async def loads(self) -> bytes:
         return (await self._single.ask(request(b"", "/loads").replace(b"POST", b"GET", 1)))[2]
@@ -174,7 +181,8 @@ def test_kernels_book_as_the_routes_do(held: dict[tuple[str, int], dict[int, ran
 
     async def follow(*, is_direct: bool) -> tuple[Any, ...]:
         async with a_fleet(held) as fleet:
-            return await fleet.follow([twice for each in life for twice in (each, each)], is_direct=is_direct)
+            reservations_twice = [[each] * (1 + isinstance(each, dict)) for each in life]
+            return await fleet.follow([*chain(*reservations_twice)], is_direct=is_direct)
 
     async def compare() -> None:
         with heads_taken() as taken:
@@ -185,14 +193,26 @@ def test_kernels_book_as_the_routes_do(held: dict[tuple[str, int], dict[int, ran
     run(compare())
 
 
+async def test_a_record_has_the_cheapest_candidates_and_the_chosen_one() -> None:
+    async with a_fleet({(str(number), 0): {0: range(number // 4 + 1)} for number in range(20)}) as fleet:
+        await fleet.post("/select_and_reserve", token_ids=PROMPT, affinity_target={"worker_id": 0})
+        decision = json.loads(fleet.exchange.records[-1])[3]
+        workers = {worker for worker, *_ in decision[-1]}
+        assert len(workers) == 16
+        assert workers >= {"0", *map(str, range(8, 20))}
+
+
 async def test_steps_that_a_direct_connection_pipelines_are_all_followed() -> None:
     async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
         asked = request(body_of(token_ids=PROMPT), "/select_and_reserve")
         names = [json.loads((await fleet.direct.ask(asked))[2])["selection_id"] for _ in range(4)]
-        ends = [request(b"", f"/reservations/{name}").replace(b"POST", b"DELETE", 1) for name in names]
-        fleet.direct.writer.write(b"".join(ends))
-        assert [(await fleet.direct.answer())[0] for _ in ends] == [OK] * len(ends)
+        fleet.direct.writer.write(b"".join(step_of(name, RELEASED) for name in names))
+        assert [(await fleet.direct.answer())[0] for _ in names] == [OK] * len(names)
         assert b'"active_requests":0' in await fleet.loads()
+        for step in (RELEASED, PREFILL_COMPLETE, OUTPUT_BLOCK):
+            unknown = await fleet.direct.ask(step_of("x", step))
+            assert unknown == await fleet.direct.ask(step_of("x", step, "?"))
+            assert unknown[0] == b"HTTP/1.1 404 Not Found"
 
 
 @pytest.mark.parametrize("line", [b"Origin: http://evil.example\r\n", b"SEC-Fetch-Site: cross-site\r\n"])
@@ -201,8 +221,7 @@ async def test_a_page_of_another_site_books_nothing_and_ends_nothing(line: bytes
         asked = request(body_of(token_ids=PROMPT), "/select_and_reserve")
         names = [json.loads((await fleet.direct.ask(asked))[2])["selection_id"] for _ in range(4)]
         before = await fleet.loads()
-        path = f"/reservations/{names[0]}"
-        for data in (asked, request(b"", f"{path}/{OUTPUT_BLOCK}"), request(b"", path).replace(b"POST", b"DELETE", 1)):
+        for data in (asked, step_of(names[0], OUTPUT_BLOCK), step_of(names[0], RELEASED)):
             status, _, _ = await fleet.direct.ask(data.replace(b"\r\n\r\n", b"\r\n" + line + b"\r\n", 1))
             assert status == b"HTTP/1.1 403 Forbidden"
         assert await fleet.loads() == before

@@ -282,13 +282,14 @@ class CacheMachine(RuleBasedStateMachine):
             self.check_event(event)
             self.replay.apply(event)
             self.told[type(event), getattr(event, "medium", None)] += 1
+        places = list(self.rig.walk())
         for medium in self.MEDIA:
-            assert self.replay.pages[medium] == dict(map(self.names.named, self.rig.held(medium)))
+            assert self.replay.pages[medium] == dict(map(self.names.named, self.rig.held(medium, places)))
         for group, events in self.cache.take_group_events().items():
             for event in events:
                 self.groups[group].apply(event)
             for medium in StorageMedium:
-                named = map(self.names.named, self.rig.held_group(group, medium))
+                named = map(self.names.named, self.rig.held_group(group, medium, places))
                 expected = {page: facts.sequence_hash for page, facts in named}
                 assert self.groups[group].pages[medium] == expected, (group, medium)
 
