@@ -14,7 +14,7 @@ from kv_events.codec import RemovedPages, Step, StoredPages, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.hashing import U64Array
 from kv_events.records import Channel, LogRecord
-from kv_events.schema import MEDIA, AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from kv_events.schema import MEDIA, TIERS, AllBlocksCleared, SnapshotBegin, SnapshotEnd
 
 _GROUP_ROWS = 500_000
 _NAME = pa.dictionary(pa.int32(), pa.string())
@@ -54,7 +54,7 @@ VIEWS = pa.schema(
         ("state", _NAME),
         ("sequence_hash", pa.uint64()),
         ("parent_hash", pa.uint64()),
-        *((medium.value.lower().removesuffix("_pinned"), pa.bool_()) for medium in MEDIA),
+        *((tier, pa.bool_()) for tier in TIERS),
     ]
 )
 """Columns of the views: a row for each page that a worker stream holds, with a column for each medium."""

@@ -17,6 +17,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_RANKS, SOCKET_FILES, URL_PATTERN
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.words import nearest
+from kv_events.schema import TIERS
 from kv_events.streams import DEFAULT_TENANT, MAX_GROUP_SIZE
 
 _MAX_CONFIG_BYTES = 4 * 2**20
@@ -27,8 +28,6 @@ _SCHEMES = ("tcp", "ipc", "inproc")
 _SHORT = {"replay": "replay_endpoint", "ranks": "num_ranks"}  # names in a flag -> fields
 _ADDRESSES = ("endpoint", "replay_endpoint", "republish", "republish_replay")
 """Fields whose ports count up with the ranks."""
-TIERS = ("gpu", "cpu", "disk", "external")
-"""Names of the media in a `capacity`, in the order of `kv_events.schema.MEDIA`."""
 
 
 class BridgeSettings(KvsightSettings):

@@ -30,6 +30,8 @@ MEDIA: tuple[StorageMedium, ...] = tuple(StorageMedium)
 NUM_MEDIA = len(MEDIA)
 MEDIUM_INDEX: dict[str, int] = {medium.value: i for i, medium in enumerate(MEDIA)}
 """Medium string -> tier index, 0 (fastest) to 3."""
+TIERS = ("gpu", "cpu", "disk", "external")
+"""Short names of the media, in their order: in queries, answers, settings and columns."""
 
 TokenIds: TypeAlias = list[int] | list[tuple[int, int]]
 

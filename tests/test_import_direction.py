@@ -2,8 +2,6 @@
 
 import ast
 import pkgutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.import_rules import MAY_IMPORT
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_MODULES = 15
@@ -158,5 +157,5 @@ def test_packages_load_without_what_they_must_not_need() -> None:
             f"for name in {wanted}: importlib.import_module(name)\n"
             f"for name in {blocked}: del sys.modules[name]\n"
         )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    ended = run_program(program)
     assert ended.returncode == 0, ended.stderr

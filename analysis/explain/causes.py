@@ -15,10 +15,9 @@ from indexer.views import ViewState
 from kv_events.hashing import U64Array
 from kv_events.http.explanations import BatchPosition, Evidence, Finding, WorkerExplanation
 from kv_events.runtime.words import count
-from kv_events.schema import ENGINE_UNHEARD, MEDIA, NUM_MEDIA, REPLAYING
+from kv_events.schema import ENGINE_UNHEARD, MEDIA, NUM_MEDIA, REPLAYING, TIERS
 from kv_events.streams import StreamId, parse_group
 
-TIERS = ("gpu", "cpu", "disk", "external")
 _CAUSE_OF_LEAVING = {
     RemovalKind.REMOVED: "evicted",
     RemovalKind.CLEARED: "cleared",

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from analysis.explain import messages
 from analysis.explain.asked_prompt import AskedPrompt
-from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_at_best, found_elsewhere
+from analysis.explain.causes import Causes, best_elsewhere, found_at_best, found_elsewhere
 from analysis.explain.tracer import History, PromptTracer, StreamTrace
 from indexer.replay import Replay
 from kv_events.errors import KvsightError, shorten
@@ -12,6 +12,7 @@ from kv_events.http.explanations import Evidence, Explanation, Finding, WorkerEx
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.runtime.words import names
+from kv_events.schema import TIERS
 from kv_events.streams import StreamId, split_group
 
 _NEVER_STORED = ("never_stored", "other_prompt", "stored_later")

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from api.fast.heads import Head, request_line
-from api.fast.kernels.answer import MARGIN, Texts
 from api.fast.kernels.connections import (
     MAX_REQUEST_BYTES,
     MOST_ARRAYS,
@@ -16,6 +15,7 @@ from api.fast.kernels.connections import (
     Templates,
     add_template,
 )
+from api.fast.kernels.text import MARGIN, Texts
 from api.fast.templates import BodyTemplate
 from kv_events.kernels.bundles import pin
 

@@ -19,12 +19,10 @@ from api.fast.kernels.answer import (
     DISK,
     EXTERNAL,
     GPU,
-    MARGIN,
     RANKS,
     STATE,
     Layout,
     StreamTable,
-    Texts,
 )
 from api.fast.kernels.connections import SocketBuffers, answer_requests
 from api.fast.kernels.query import (
@@ -38,6 +36,7 @@ from api.fast.kernels.query import (
     Times,
     answer_query,
 )
+from api.fast.kernels.text import MARGIN, Texts
 from api.queries.encoding import hint_of
 from api.queries.kernels.numbers import read_hashes
 from indexer.freshness import Freshness

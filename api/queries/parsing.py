@@ -18,9 +18,9 @@ from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray, Weights
 from kv_events.http.queries import PeerQuery, TierWeights
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
+from kv_events.schema import TIERS
 from kv_events.streams import DEFAULT_TENANT
 
-TIERS = ("gpu", "cpu", "disk", "external")
 _HIGHEST_WEIGHT = 1e6
 
 

@@ -34,7 +34,6 @@ from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus
 from bridge.fleet import EngineConflictError
 from bridge.metrics import BridgeMetrics
 from bridge.republisher import RepublishError
-from bridge.settings import TIERS
 from indexer.consumer import Consumer
 from indexer.index import IndexFullError
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
@@ -42,7 +41,7 @@ from kv_events.errors import KvsightError
 from kv_events.http.worker_records import WorkerRecord
 from kv_events.log.memory import MemoryLog
 from kv_events.runtime.supervised import cancel
-from kv_events.schema import ENGINE_UNHEARD, MEDIA
+from kv_events.schema import ENGINE_UNHEARD, MEDIA, TIERS
 from kv_events.streams import StreamId, split_group
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from indexer.slices import Interval
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from indexer.sources.reader import Opened, SourceReader
 from kv_events.errors import InvalidValueError
-from kv_events.log.event_log import DeletedSegment, EventLogError, EventLogWriter, LogRetention
+from kv_events.log.event_log import SEGMENT_BYTES, DeletedSegment, EventLogError, EventLogWriter, LogRetention
 from kv_events.log.format import delete_unfinished, replace_file
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.outages import Outage
@@ -25,7 +25,6 @@ from kv_events.runtime.supervised import cancel, keep_running
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 64 * 2**20
 MAX_WAITING_BYTES = 64 * 2**20
 """Bound on the memory of offered records that are not written yet."""
 

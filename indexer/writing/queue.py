@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import KvsightError
-from kv_events.log.event_log import EventLogWriter, LogRetention, WriterThread
+from kv_events.log.event_log import SEGMENT_BYTES, EventLogWriter, LogRetention, WriterThread
 from kv_events.records import Channel, LogRecord
 from kv_events.reservations import RESERVATIONS_FOLDER, STEPS
 from kv_events.runtime.outages import Outage
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_BYTES = 32 * 2**20
 _MAX_RECORDS = 500
 _MAX_BYTES = 2 * 2**30
-_SEGMENT_BYTES = 64 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 _STOP_S = 2.0
 
@@ -165,7 +164,7 @@ class FolderWriter:
     Whole files are deleted, oldest first, to keep the log within its bound.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int = _MAX_BYTES, segment_bytes: int = _SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int = _MAX_BYTES, segment_bytes: int = SEGMENT_BYTES) -> None:
         """max_bytes: bound on the log, at least two segments. segment_bytes: size of a file."""
         self._folder = folder
         self._max_bytes = max_bytes

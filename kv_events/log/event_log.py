@@ -32,6 +32,7 @@ __all__ = ["EventLogCorruptedError", "EventLogError", "EventLogLockedError", "Ev
 
 logger = logging.getLogger(__name__)
 
+SEGMENT_BYTES = 64 * 2**20
 _BUFFER_BYTES = 256 * 2**10
 
 
@@ -46,7 +47,7 @@ class EventLogWriter:
     InvalidValueError or OSError.
     """
 
-    def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20, leaves_damage: bool = False) -> None:
+    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, leaves_damage: bool = False) -> None:
         """segment_bytes: size at which a new segment is started. A record is never split.
 
         leaves_damage: start a new segment after a damaged one, which stays as it is, instead of raising an error.

@@ -34,11 +34,6 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["producer", "consumer", "server"]
 
-_KINDS: dict[Kind, SpanKind] = {
-    "producer": SpanKind.PRODUCER,
-    "consumer": SpanKind.CONSUMER,
-    "server": SpanKind.SERVER,
-}
 _EXPORTERS = "opentelemetry_traces_exporter"
 _PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 _END_S = 2.0
@@ -62,7 +57,7 @@ class Spans:
         The sampler of the process decides whether the span records anything.
         """
         tracer = self._tracer or self._open()
-        return tracer.start_span(name, self._parent(headers), _KINDS[kind], attributes)
+        return tracer.start_span(name, self._parent(headers), SpanKind[kind.upper()], attributes)
 
     @contextmanager
     def span(self, name: str, kind: Kind, attributes: Mapping[str, str | int], headers: Headers = ()) -> Iterator[Span]:

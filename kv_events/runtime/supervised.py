@@ -37,19 +37,18 @@ async def keep_running(
     called after each error, before the pause; must not raise.
     """
     limited_logger = RateLimitedLogger(logger, name)
-    num_failures = 0
+    backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     while True:
         began = time.monotonic()
         try:
             await work()
         except Exception as error:  # noqa: BLE001  (any error of a task; it is logged)
             if time.monotonic() - began > _LONGEST_PAUSE_S:
-                num_failures = 0
+                backoff.reset()
             on_error(error)
             unexpected, what = (None, error) if isinstance(error, KvsightError) else (error, repr(error))
             limited_logger.warning("failed and starts again: %s", what, error=unexpected)
-            await asyncio.sleep(pause_s(num_failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
-            num_failures += 1
+            await backoff.pause()
         else:
             return
 

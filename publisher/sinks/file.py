@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from kv_events.errors import check_type
-from kv_events.log.event_log import EventLogWriter, WriterThread
+from kv_events.log.event_log import SEGMENT_BYTES, EventLogWriter, WriterThread
 from kv_events.records import LogRecord
 from kv_events.runtime.outages import Outage
 from kv_events.schema import ResyncRequest
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class FileSink:
     """Appends to an event log. `send` returns when records would survive a power failure. Has no control channel."""
 
-    def __init__(self, folder: str | Path, *, segment_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, folder: str | Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Raises InvalidValueError if `folder` is not a path."""
         check_type("folder", folder, str | Path)
         self._folder = Path(folder)

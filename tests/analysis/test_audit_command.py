@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from analysis.audit.audit import audit_log
-from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import SnapshotBegin, SnapshotEnd
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
@@ -18,7 +18,8 @@ from tests.engines.chat_model import trained_tokenizer
 from tests.support.commands import kvsight
 from tests.support.log.deciding_fleet import DecidingFleet
 from tests.support.log.late_log import write_log
-from tests.support.log.records import Stream, removed, stored
+from tests.support.log.plain_log import flip, tear
+from tests.support.log.records import Stream, records_of, removed, stored
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +136,7 @@ def test_the_good_part_of_a_damaged_log_is_audited(tmp_path: Path) -> None:
     fleet.run(60)
     whole = msgspec.to_builtins(audit_log(tmp_path))
     (segment,) = tmp_path.glob("*.kvlog")
-    data = bytearray(segment.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    segment.write_bytes(data)
+    flip(segment, segment.stat().st_size // 2)
     report = as_json(tmp_path, rc=1)
     counts = [each["records"] + each["funnel"]["requests"] + each["funnel"]["outcomes"] for each in (report, whole)]
     assert counts[0] in (counts[1] - 1, counts[1] - 2)  # one record, and an outcome whose decision it was
@@ -152,7 +151,7 @@ def test_decisions_beside_the_log_count(tmp_path: Path) -> None:
     whole = audit_log(tmp_path / "log").funnel
     split = tmp_path / "split"
     with EventLogWriter(split) as events, EventLogWriter(split / "decisions") as decisions:
-        for _, record in EventLogReader(tmp_path / "log").read():
+        for record in records_of(tmp_path / "log"):
             (decisions if record.channel == Channel.DECISIONS else events).append(record)
     assert audit_log(split).funnel == whole
 
@@ -188,10 +187,7 @@ def test_times_that_no_calendar_has_are_shown_as_numbers(tmp_path: Path) -> None
 
 
 def test_a_torn_tail_is_damage(tmp_path: Path) -> None:
-    with EventLogWriter(tmp_path) as writer:
-        writer.append(Stream("w").batch(stored((0, [1])), now=1_700_000_000.0))
-    (segment,) = tmp_path.glob("*.kvlog")
-    segment.write_bytes(segment.read_bytes() + bytes([200, 0, 0]))
+    segment = tear(write_log(tmp_path, [Stream("w").batch(stored((0, [1])), now=1_700_000_000.0)]))
     report = as_json(tmp_path, rc=1)
     assert [f"{segment}: a torn tail of 3 bytes at byte " in each for each in report["damage"]] == [True]
     assert "1 part of the log cannot be read" in report["verdict"]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from analysis.audit.audit import audit_log
-from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStored, SnapshotBegin, SnapshotEnd, WireEvent
 from tests.support.effort import num_examples
 from tests.support.log.late_log import write_late_log
-from tests.support.log.records import Stream, digest_of, removed, splitmix, stored
+from tests.support.log.records import Stream, digest_of, records_of, removed, splitmix, stored
 
 CHURN_S = 1.0
 PAGES = [splitmix(number) for number in range(40)]
@@ -301,7 +301,7 @@ def test_an_audit_counts_what_a_model_counts(tmp_path: Path, seed: int) -> None:
 def test_a_log_that_begins_late_is_audited_from_its_key_frame(tmp_path: Path, seed: int) -> None:
     """What the rest of the log shows is counted; what precedes it is neither counted nor called a loss."""
     RandomLog(tmp_path / "whole", 10_000 + seed)
-    records = [record for _, record in EventLogReader(tmp_path / "whole").read()]
+    records = records_of(tmp_path / "whole")
     begin = random.Random(seed).randrange(1, len(records))
     write_late_log(tmp_path / "late", records, begin)
     write_late_log(tmp_path / "first", records[:begin], 0)

@@ -2,52 +2,32 @@
 
 import asyncio
 import json
-import uuid
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
 
 from kv_events.http.explanations import Explanation
-from kv_events.kafka.connection import KafkaConnection
-from kv_events.kafka.settings import KafkaSettings
-from kv_events.kafka.topics import inspect_topics
-from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel, LogRecord
-from kvsight.cli.main import app
 from kvsight.client import Client
 from kvsight.prompts import Prompt
+from tests.support.commands import invoke
 from tests.support.log.late_log import write_log
 from tests.support.log.planted_causes import check_truth, planted
 from tests.support.log.planted_scene import MODEL, VICTIM
+from tests.support.log.records import records_of
+from tests.support.servers.kafka_broker import produce, recorded_topic
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
-
-def explained(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["explain", *map(str, arguments)])
-
-
-async def publish(records: list[LogRecord], settings: KafkaSettings) -> None:
-    """Write records to a new topic, in the partition of their key."""
-    connection = KafkaConnection(settings)
-    await inspect_topics(connection, settings, create=True)
-    producer = connection.producer()
-    await producer.start()
-    for record in records:
-        await producer.send(settings.events_topic, record.payload, key=record.key, timestamp_ms=record.timestamp_ms)
-    await producer.stop()
+explained = partial(invoke, "explain")
 
 
 @pytest.mark.parametrize("cause", ["evicted", "not_known_yet"])
 def test_a_topic_is_explained_as_its_recording_is(cause: str, kafka_bootstrap: str, tmp_path: Path) -> None:
-    name = uuid.uuid4().hex
-    settings = KafkaSettings(
-        kafka=kafka_bootstrap, events_topic=f"events-{name}", control_topic=f"control-{name}", topic_partitions=2
-    )
     scene, truth = planted(cause, 400)
-    asyncio.run(publish(scene.records, settings))
+    settings = recorded_topic(kafka_bootstrap, scene.records)
     write_log(tmp_path / "run.log", scene.records)
     prompt = tmp_path / "prompt.json"
     prompt.write_text(json.dumps(scene.body))
@@ -66,14 +46,13 @@ def test_a_topic_is_explained_as_its_recording_is(cause: str, kafka_bootstrap: s
 
 def recorded(folder: Path) -> list[LogRecord]:
     """The records of events in an event log that is being written."""
-    return [record for _, record in EventLogReader(folder).read() if record.channel == Channel.EVENTS]
+    return [record for record in records_of(folder) if record.channel == Channel.EVENTS]
 
 
 def test_a_service_explains_from_its_recording(kafka_bootstrap: str, tmp_path: Path) -> None:
     topics = own_topics(kafka_bootstrap)
     scene, truth = planted("cleared", 401)
-    names = {"events_topic": topics["KVSIGHT_EVENTS_TOPIC"], "control_topic": topics["KVSIGHT_CONTROL_TOPIC"]}
-    asyncio.run(publish(scene.records, KafkaSettings(kafka=kafka_bootstrap, **names)))
+    asyncio.run(produce(kafka_bootstrap, topics["KVSIGHT_EVENTS_TOPIC"], scene.records, keeps_times=True))
     folder = tmp_path / "recording"
     with ServiceProcess(tmp_path, **topics, KVSIGHT_RECORD=str(folder)) as service:
         service.wait_until_ready()

@@ -184,8 +184,7 @@ def test_settings_of_publishers_and_bridges_name_the_field(field: str, bad: str)
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-async def test_a_record_with_a_bad_name_is_a_dead_letter(bad: str) -> None:
-    fed = HandFed()
+async def test_a_record_with_a_bad_name_is_a_dead_letter(fed: HandFed, bad: str) -> None:
     async with fed.consumer.running():
         for stream in (Stream(bad), Stream("w", model=bad), Stream("w", tenant=bad)):
             await fed.feed(stream.batch(stored((0, [1]))))

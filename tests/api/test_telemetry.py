@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from httpx import AsyncClient
 
@@ -16,7 +15,7 @@ from api.settings import ApiSettings
 from api.telemetry.service_metrics import HttpMetrics, metrics_text
 from indexer.settings import IndexerSettings
 from indexer.slices import run_at_once
-from tests.rigs.api import samples
+from tests.rigs.api import asking, samples
 from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, removed
@@ -160,7 +159,7 @@ def test_the_life_of_a_worker_is_in_the_log_of_a_service(service: tuple[ServiceP
 async def test_every_error_answer_has_a_request_id_that_the_log_names(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "api.telemetry.requests")
     app = create_app(LiveService(HandFed().consumer, ApiSettings()))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
+    async with asking(app) as client:
         theirs = await client.get("/nowhere", headers={"X-Request-ID": "mine-1"})
         ours = await client.get("/nowhere", headers={"X-Request-ID": "not valid\x7f"})
         unavailable = await client.get("/ready")
@@ -179,7 +178,7 @@ async def test_an_error_that_no_route_handles_is_a_problem_document_and_one_line
     async def broken() -> None:
         raise ZeroDivisionError
 
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
+    async with asking(app) as client:
         answer = await client.get("/broken")
     request = answer.headers["x-request-id"]
     assert (answer.status_code, answer.headers["content-type"]) == (500, "application/problem+json")

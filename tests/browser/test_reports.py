@@ -18,6 +18,7 @@ from kv_events.schema import SnapshotBegin, SnapshotEnd
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
 from tests.support.browser.visit import Visit, open_browser
 from tests.support.commands import kvsight
+from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, removed, stored
 
 AUDIT_PLOTS = 7
@@ -193,9 +194,8 @@ def test_names_from_outside_are_text(browser: Browser, tmp_path: Path) -> None:
 
 def test_empty_and_impossible_logs_are_told_in_words(browser: Browser, tmp_path: Path) -> None:
     EventLogWriter(tmp_path / "empty").close()
-    with EventLogWriter(tmp_path / "forged") as writer:
-        record = Stream("w").batch(stored((0, [1, 2])), now=1.0)
-        writer.append(record._replace(timestamp_ms=2**62))
+    record = Stream("w").batch(stored((0, [1, 2])), now=1.0)
+    write_log(tmp_path / "forged", [record._replace(timestamp_ms=2**62)])
     for name, words in (
         ("empty", ("The log has no batches.", "The log has no events.", "The log has no decisions of routers.")),
         ("forged", ("No fault found: 1 stream", "@4.61169e+15", "No page was held over a span")),

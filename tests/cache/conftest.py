@@ -1,6 +1,7 @@
 import pytest
 
 from tests.rigs.cache import CacheRig
+from tests.rigs.mooncake_double import DoubleMaster
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +17,12 @@ def rig(request):
     rig.cache.take_events()
     yield rig
     rig.check()
+
+
+@pytest.fixture
+def master(monkeypatch):
+    """A Mooncake master whose clients are test doubles."""
+    double = DoubleMaster()
+    monkeypatch.setattr("engine_cache.storage.mooncake_client.MooncakeDistributedStore", double.make_native)
+    yield double
+    double.close()

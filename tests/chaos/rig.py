@@ -2,18 +2,17 @@
 
 import asyncio
 import os
-import re
 import signal
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
+from aiokafka.admin import RecordsToDelete
 from aiokafka.structs import TopicPartition
 
 from kv_events.streams import DEFAULT_TENANT
@@ -21,17 +20,15 @@ from tests.chaos.asker import Asked, AskerOptions
 from tests.chaos.engine import Engine, pinned_prompt
 from tests.support.prepared_python import PreparedProcess
 from tests.support.servers.child_process import free_port
-from tests.support.servers.kafka_broker import LinkedKafka
+from tests.support.servers.kafka_broker import LinkedKafka, administration
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.stepped_clock import SteppedClock
-from tests.support.waiting import wait_until
 
 PARTITIONS = 3
 SNAPSHOT_INTERVAL_S = 1.0
 _SMALL_QUEUE_PAGES = 20_000
-_T = TypeVar("_T")
 
 
 class Away(NamedTuple):
@@ -93,19 +90,9 @@ class Service(ServiceProcess):
         self._is_paused = False
         self.note_ready()
 
-    def wait_for_snapshot(self) -> None:
-        """Return when the service has written the next snapshot."""
-        before = self._num_snapshots()
-        wait_until(lambda: self._num_snapshots() > before, 60, "the next snapshot")
-
     def note_ready(self) -> None:
         if self.is_away:
             self.away[-1] = self.away[-1]._replace(ended=time.monotonic())
-
-    def _num_snapshots(self) -> float:
-        found = re.search(r"^kvsight_snapshots_written_total (\S+)$", self.get("/metrics").text, re.MULTILINE)
-        assert found is not None
-        return float(found[1])
 
     def _leave(self) -> None:
         if not self.is_away:
@@ -242,37 +229,26 @@ class Rig:
                 for key, payload in records:
                     await producer.send_and_wait(topic, payload, key)
 
-        _run(send())
+        asyncio.run(send())
 
     def cut_log(self) -> None:
         """Delete all records of the events topic, as its retention may."""
 
-        async def cut(admin: AIOKafkaAdminClient) -> None:
+        async def cut() -> None:
             places = [TopicPartition(self.events_topic, number) for number in range(PARTITIONS)]
-            await admin.delete_records({place: RecordsToDelete(before_offset=-1) for place in places})
+            async with administration(self.broker.bootstrap) as admin:
+                await admin.delete_records({place: RecordsToDelete(before_offset=-1) for place in places})
 
-        self.with_admin(cut)
+        asyncio.run(cut())
 
     def delete_topic(self, topic: str) -> None:
         """Delete a topic. Publishers create it again."""
 
-        async def delete(admin: AIOKafkaAdminClient) -> None:
-            await admin.delete_topics([topic])
+        async def delete() -> None:
+            async with administration(self.broker.bootstrap) as admin:
+                await admin.delete_topics([topic])
 
-        self.with_admin(delete)
-
-    def with_admin(self, act: Callable[[AIOKafkaAdminClient], Coroutine[Any, Any, _T]]) -> _T:
-        """Do something with an administrator's rights."""
-
-        async def run() -> _T:
-            admin = AIOKafkaAdminClient(bootstrap_servers=self.broker.bootstrap)
-            await admin.start()
-            try:
-                return await act(admin)
-            finally:
-                await admin.close()
-
-        return _run(run())
+        asyncio.run(delete())
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -315,10 +291,6 @@ class Rig:
     def _over(self, link: str) -> dict[str, Any]:
         """Settings of clients that reach the broker over a link."""
         return {**self.topics, "KVSIGHT_KAFKA": self.links[link].address}
-
-
-def _run(work: Coroutine[Any, Any, _T]) -> _T:
-    return asyncio.run(work)
 
 
 def _made(folder: Path) -> Path:

@@ -1,8 +1,6 @@
 """The public names, loaded only where they are used, and the methods of both clients as people and editors see them."""
 
 import inspect
-import subprocess
-import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import kvsight
 from kv_events.http.events import FeedEvent
 from kvsight import AsyncClient, Client, PeerAnswer, PublisherSettings, WorkerChoice, calls, selection_calls
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = [name for name, member in vars(Client).items() if name == getattr(member, "__name__", "")]
@@ -89,7 +88,8 @@ def test_a_name_that_is_none_is_an_attribute_error() -> None:
 )
 def test_only_what_is_asked_for_is_loaded(names: str, not_loaded: str) -> None:
     program = f"import sys, kvsight; [getattr(kvsight, n) for n in {names.split()!r}]; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_program(program)
+    assert done.returncode == 0, done.stderr
     assert not set(not_loaded.split()) & set(done.stdout.split())
 
 

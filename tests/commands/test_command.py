@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 import simulation
-from kv_events.log.event_log import EventLogReader
 from kv_events.schema import CLOSED
 from kvsight import Client, StateChanged
 from tests.models.stream_reader import StreamReader
@@ -21,6 +20,7 @@ from tests.support.commands import RunningCommand, invoke, kvsight
 from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import WITHOUT_TLS
+from tests.support.log.records import records_of
 from tests.support.servers.child_process import free_port
 from tests.support.servers.service_process import own_topics
 from tests.support.waiting import wait_until
@@ -121,8 +121,7 @@ def engine() -> Iterator[ZmqEngine]:
 def held(folder: Path) -> set[tuple[int, int]]:
     """Return the pages that the only stream of an event log holds at its end."""
     view = StreamReader()
-    reader = EventLogReader(folder)
-    for _, record in reader.read(reader.first_index):
+    for record in records_of(folder):
         view.read(record.payload)
     return view.pages
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -31,29 +31,27 @@ def gpu_tokens(url: str, worker: str, model: str = "m") -> int:
     return int(json.loads(asked.stdout or "{}").get("instances", {}).get(worker, {}).get("gpu", 0))
 
 
-class Serving:
+class Serving(RunningCommand):
     """`kvsight serve` with engines on its command line."""
 
     def __init__(self, *words: object) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.command = RunningCommand("serve", "--port", port, *words)
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        super().__init__("serve", "--port", port, *words)
 
-    def __enter__(self) -> "Serving":
-        self.command.__enter__()
-        self.command.wait_for("listens on")
+    def __enter__(self) -> Self:
+        self.wait_for("listens on")
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.command.end(signal.SIGTERM)
-        self.command.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        self.end(signal.SIGTERM)
+        super().__exit__(*error)
 
 
 def test_engines_of_the_command_line_are_read_with_all_ranks_and_without_a_block_size() -> None:
     with ZmqEngine() as first, ZmqEngine(port=first._port + 1, replay=False) as second:
         flag = f"engine-0={first.endpoint},replay={str(first.replay_endpoint).rpartition(':')[2]},ranks=1"
         with Serving("--model", "m", "--engine", flag, "--engine", f"b={second.endpoint},model=n") as serving:
-            serving.command.wait_for("reads 2 engines: engine-0, b")
+            serving.wait_for("reads 2 engines: engine-0, b")
             for engine, worker, model in ((first, "engine-0", "m"), (second, "b", "n")):
                 engine.wait_for_readers()
                 engine.send(payload(stored([1, 2, 3, 4], TOKENS)))

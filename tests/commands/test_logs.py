@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from indexer.replay import LogIndexer, Timeline
 from indexer.settings import IndexerSettings
 from kv_events.codec import encode_resync
-from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, ResyncRequest
@@ -29,17 +29,15 @@ from tests.support.commands import invoke
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.late_log import write_log
-from tests.support.log.records import Stream, removed, stored
+from tests.support.log.plain_log import flip, tear
+from tests.support.log.records import Stream, records_of, removed, stored
 from tests.support.log.version_1 import write_version_1
 from tests.support.log.view_facts import facts
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 START_MS = 1_700_000_000_000
 write = partial(write_log, segment_bytes=1500)
-
-
-def records_of(folder: Path) -> list[LogRecord]:
-    return [record for _, record in EventLogReader(folder).read()]
 
 
 def cat(*words: object) -> list[dict[str, Any]]:
@@ -67,12 +65,6 @@ def records() -> list[LogRecord]:
 @pytest.fixture
 def log(records: list[LogRecord], tmp_path: Path) -> Path:
     return write(tmp_path / "run.log", records)
-
-
-def damage(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
 
 
 def test_info_shows_the_span_the_streams_and_the_pages(log: Path) -> None:
@@ -136,8 +128,8 @@ def test_verify_names_damage_with_its_place_and_uses_the_rest(log: Path) -> None
     assert invoke("log", "info", "--verify", log).exit_code == 0
     first, second, third, *_, last = sorted(log.glob("*.kvlog"))
     next_record = 24 + 12 + int.from_bytes(first.read_bytes()[24:28], "little")
-    damage(first, 24 + 12 + 40)
-    damage(first, next_record + 3)
+    flip(first, 24 + 12 + 40)
+    flip(first, next_record + 3)
     second.unlink()
     os.truncate(last, last.stat().st_size - 1)
     done = invoke("log", "info", "--verify", log)
@@ -166,7 +158,7 @@ def test_damaged_key_frames_and_time_indices_are_named(log: Path) -> None:
     times = min(log.glob("*.kvtimes"))
     frame = log / f"{5:020d}.kvframe"
     frame.write_bytes(b"KVSFRM02 and more")
-    damage(times, 20)
+    flip(times, 20)
     done = invoke("log", "info", "--verify", log)
     assert done.exit_code == 1
     assert f"damaged: {times}" in done.stderr
@@ -227,7 +219,7 @@ def test_a_command_with_a_moment_outside_the_log_can_be_repeated(
 def test_the_damage_of_all_logs_is_named(log: Path, records: list[LogRecord], tmp_path: Path) -> None:
     other = write(tmp_path / "other", records)
     for folder in (log, other):
-        damage(min(folder.glob("*.kvlog")), 24 + 12 + 40)
+        flip(min(folder.glob("*.kvlog")), 24 + 12 + 40)
     for words in (["log", "merge", log, other, tmp_path / "both"], ["replay", log, "--diff", other]):
         done = invoke(*words)
         named = [line for line in done.stderr.replace("\n", "").split("damaged: ") if "next sound record" in line]
@@ -303,7 +295,7 @@ def test_the_documented_queries_run_on_an_export(log: Path, tmp_path: Path) -> N
     ]
     program = "import duckdb, json, sys; run = duckdb.connect().execute; "
     program += "print(json.dumps([run(query).fetchall() for query in sys.argv[1:]], default=str))"
-    ran = subprocess.run([sys.executable, "-c", program, *queries], capture_output=True, text=True, check=False)
+    ran = run_program(program, *queries)
     assert ran.returncode == 0, ran.stderr
     *results, events, held, pages = json.loads(ran.stdout)
     assert all(results)
@@ -325,8 +317,7 @@ def test_commands_that_write_report_it_as_json(log: Path, tmp_path: Path) -> Non
     for words, expected in commands:
         done = invoke("log", *words, "--json")
         assert (done.exit_code, json.loads(done.stdout)) == (0, expected | sound), done.stderr
-    last = max(log.glob("*.kvlog"))
-    last.write_bytes(last.read_bytes() + bytes([200, 0, 0]))
+    tear(log)
     done = invoke("log", "merge", tmp_path / "a", log, tmp_path / "d", "--json")
     assert (done.exit_code, json.loads(done.stdout)["torn_tail_bytes"]) == (1, 3)
 
@@ -336,8 +327,7 @@ def test_commands_that_write_report_it_as_json(log: Path, tmp_path: Path) -> Non
 )
 def test_a_torn_tail_is_damage_for_each_command(log: Path, words: list[str]) -> None:
     assert invoke(*words, log).exit_code == 0
-    last = max(log.glob("*.kvlog"))
-    last.write_bytes(last.read_bytes() + bytes([200, 0, 0]))
+    last = tear(log)
     done = invoke(*words, log)
     assert done.exit_code == 1
     assert f"damaged: {last}: a torn tail of 3 bytes at byte " in done.stderr

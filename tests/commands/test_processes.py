@@ -1,11 +1,9 @@
 """What only a process of its own shows: kept memory, missing extras."""
 
-import subprocess
-import sys
-
 import pytest
 
 from kvsight.extras import SERVE
+from tests.support.programs import run_program
 
 ROUNDS, PAGES_A_ROUND = 20, 6 * 2**22 // 4096
 MEMORY = f"""
@@ -24,8 +22,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def printed(program: str, *arguments: str) -> str:
     """What a program prints."""
-    words = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    done = run_program(program, *arguments)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
 

@@ -6,21 +6,20 @@ import uuid
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from indexer.replay import Replay
 from indexer.sources.reader import source_records
 from indexer.views import View
-from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
-from kv_events.kafka.topics import inspect_topics
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.streams import StreamId
-from kvsight.cli.main import app
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
 from simulation.live import Transport, kafka_transport, live_fleet
+from tests.support.commands import invoke
 from tests.support.log.records import log_records
+from tests.support.servers.kafka_broker import recorded_topic
 
 Held = dict[StreamId, set[int]]
 
@@ -81,29 +80,13 @@ async def test_a_topic_replays_to_what_the_live_views_were_then_and_are_now(kafk
 @pytest.fixture(scope="module")
 def topic(recorded: Path, kafka_bootstrap: str) -> KafkaSettings:
     """A topic of two partitions with the records of that log."""
-    name = uuid.uuid4().hex
-    settings = KafkaSettings(
-        kafka=kafka_bootstrap, events_topic=f"events-{name}", control_topic=f"control-{name}", topic_partitions=2
-    )
-    asyncio.run(copy(recorded, settings))
-    return settings
-
-
-async def copy(folder: Path, settings: KafkaSettings) -> None:
-    """Write the records of an event log to a topic."""
-    connection = KafkaConnection(settings)
-    await inspect_topics(connection, settings, create=True)
-    producer = connection.producer()
-    await producer.start()
-    for record in events(folder):
-        await producer.send(settings.events_topic, record.payload, key=record.key, timestamp_ms=record.timestamp_ms)
-    await producer.stop()
+    return recorded_topic(kafka_bootstrap, events(recorded))
 
 
 def replayed(*arguments: object, topic: KafkaSettings | None = None) -> Result:
     """The command in this process, which has loaded the kernels. topic: the one to read."""
     flags = () if topic is None else ("--kafka", topic.kafka, "--events-topic", topic.events_topic)
-    return CliRunner().invoke(app, ["replay", *map(str, (*flags, *arguments))])
+    return invoke("replay", *flags, *arguments)
 
 
 def views(result: Result) -> list[dict[str, object]]:

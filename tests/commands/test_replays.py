@@ -1,7 +1,6 @@
 """`kvsight replay`, `explain` and `audit` on logs: any moment, differences, late logs, damage, and impossible times."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,15 @@ from indexer.replay import LogIndexer, Timeline, log_indexer
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import sequence_hashes, token_array
 from kv_events.http.explanations import Explanation
-from kv_events.log.format import list_segments
 from kv_events.log.moments import LogExtent, LogMoment, utc_text
 from kv_events.records import LogRecord
 from kv_events.runtime.words import local_time
 from kvsight.cli.logs import reading
 from kvsight.cli.logs.lines import RecordLine
 from kvsight.cli.logs.reading import moment_fault
-from tests.support.commands import invoke
+from tests.support.commands import invoke, local_zone, printed
 from tests.support.log.late_log import write_late_log, write_log
+from tests.support.log.plain_log import flip, segments
 from tests.support.log.planted_causes import check_truth, planted
 from tests.support.log.planted_scene import VICTIM
 from tests.support.log.records import Stream, removed, stored
@@ -32,13 +31,6 @@ from tests.support.servers.service_process import ServiceProcess
 TOKENS = list(range(1, 33))
 PAGES = list(range(1, 21))
 HASHES = sequence_hashes(token_array(TOKENS), 4).tolist()
-
-
-def printed(*words: object, code: int = 0, stdin: str = "") -> Any:
-    """The JSON that a command prints."""
-    done = invoke(*words, "--json", stdin=stdin)
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout)
 
 
 # --- moments --------------------------------------------------------------------------------------------------------
@@ -81,11 +73,8 @@ def test_a_replay_takes_every_question_that_the_api_takes(log: Path) -> None:
 
 @pytest.fixture
 def berlin() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TZ", "Europe/Berlin")
-        time.tzset()
+    with local_zone("Europe/Berlin"):
         yield
-    time.tzset()
 
 
 @pytest.mark.usefixtures("berlin")
@@ -224,16 +213,14 @@ def test_the_first_replay_of_a_large_log_writes_its_key_frames(
 def test_the_sound_part_of_a_damaged_log_is_replayed_and_explained(tmp_path: Path) -> None:
     scene, truth = planted("evicted", 204)
     log = write_log(tmp_path / "log", scene.records)
-    (segment,) = list_segments(log)
-    data = bytearray(segment.path.read_bytes())
-    data[100] ^= 0xFF  # inside the first record, which is noise
-    segment.path.write_bytes(data)
+    (segment,) = segments(log)
+    flip(segment, 100)  # inside the first record, which is noise
     words = ("explain", log, "--prompt", "-", "--worker", VICTIM, *at(scene), "--json")
     explained = invoke(*words, stdin=json.dumps(scene.body))
     replayed = invoke("replay", log, "--at", 20)
     for done in (explained, replayed):
         assert done.exit_code == 1
-        assert f"damaged: {segment.path}: a record's checksum is wrong at byte 24, record 0" in done.stderr
+        assert f"damaged: {segment}: a record's checksum is wrong at byte 24, record 0" in done.stderr
     assert msgspec.json.decode(explained.stdout, type=Explanation).workers[0].cause == truth.cause
     assert "after 19 records" in replayed.stderr
 

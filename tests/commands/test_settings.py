@@ -1,9 +1,6 @@
 """One list of settings: the settings classes, the flags, the documentation and the check of variables agree."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,6 +23,7 @@ from kvsight.cli.shared import flags
 from kvsight.plugins import PluginSettings
 from publisher.settings import PublisherSettings
 from selection.settings import SelectionSettings
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES: list[type[KvsightSettings]] = [
@@ -102,9 +100,7 @@ def test_the_documentation_has_every_setting_with_its_default_and_when_to_set_it
 
 def said(program: str, **variables: str) -> list[str]:
     """The lines on stderr of a process with only these variables of kvsight."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")} | variables
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100)
-    return done.stderr.splitlines()
+    return run_program(program, **variables).stderr.splitlines()
 
 
 @pytest.mark.parametrize(

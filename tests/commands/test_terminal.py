@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from aiokafka import AIOKafkaProducer
 
 from kv_events.hashing import sequence_hashes, token_array
-from kv_events.records import LogRecord
 from tests.support.commands import ENVIRONMENT, KVSIGHT, RunningCommand, kvsight, served_log
 from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, stored
+from tests.support.servers.kafka_broker import produce
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.terminal import COLUMNS, Screen, on_terminal
 from tests.support.waiting import wait_until
@@ -166,20 +165,11 @@ def test_tail_shows_the_records_of_a_topic(kafka_bootstrap: str) -> None:
     topic = uuid.uuid4().hex
     words = f"tail --kafka {kafka_bootstrap} --events-topic {topic} --from-beginning -n 1 --json"
     with RunningCommand(*words.split()) as command:
-        asyncio.run(publish(kafka_bootstrap, topic, Stream("engine-0").batch(stored((0, [1, 2, 3])))))
+        asyncio.run(produce(kafka_bootstrap, topic, [Stream("engine-0").batch(stored((0, [1, 2, 3])))]))
         assert command.end() == 0
     event = json.loads(command.out)
     facts = (event["worker"], event["kinds"], event["stored"], event["offset"])
     assert facts == ("engine-0", ["stored"], {"GPU": 3}, 0)
-
-
-async def publish(bootstrap: str, topic: str, record: LogRecord) -> None:
-    producer = AIOKafkaProducer(bootstrap_servers=bootstrap)
-    await producer.start()
-    try:
-        await producer.send_and_wait(topic, record.payload, key=record.key)
-    finally:
-        await producer.stop()
 
 
 @pytest.mark.parametrize("screen", SCREENS)

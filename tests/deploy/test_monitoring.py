@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from aiokafka import AIOKafkaProducer
 from prometheus_client.parser import text_string_to_metric_families
 
+from kv_events.records import LogRecord
 from tests.support.commands import RunningCommand
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import ChildProcess, free_port
-from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.servers.service_process import ServiceProcess, own_topics, write_events
 from tests.support.waiting import async_wait_until, wait_until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -64,7 +64,7 @@ def targets(kafka_bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> I
                 running.enter_context(RunningCommand(*words, "--metrics-port", ports[job], **topics))
             zmq_engine.wait_for_readers(deadline_s=60)
             zmq_engine.send(payload(stored([1, 2], range(8))))
-            asyncio.run(send_garbage(kafka_bootstrap, topics["KVSIGHT_EVENTS_TOPIC"]))
+            write_events(topics, LogRecord(0, 0, 0, b"k", b"garbage"))
             service.wait_until_ready()
             wait_until(lambda: service.query("m", [1]).is_success, 60, "the first worker of the bridge")
             httpx.post(f"{service.url}/query", json={})
@@ -75,16 +75,6 @@ def targets(kafka_bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> I
                 "kvsight": service.url.removeprefix("http://"),
                 **{job: f"127.0.0.1:{port}" for job, port in ports.items()},
             }
-
-
-async def send_garbage(bootstrap: str, topic: str) -> None:
-    """Write a record that is no batch."""
-    producer = AIOKafkaProducer(bootstrap_servers=bootstrap)
-    await producer.start()
-    try:
-        await producer.send_and_wait(topic, b"\xc1", key=b"k")
-    finally:
-        await producer.stop()
 
 
 def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:

@@ -12,17 +12,15 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from typer.testing import CliRunner
 
 from api.access.tokens import TokenRegistry
-from api.app import create_app
-from api.server import running_server
-from api.service import LiveService
 from api.settings import ApiSettings
 from bridge.settings import parse_engine, read_engines
 from indexer.tenants import TenantLimits
 from kvsight.cli.main import app
 from kvsight.plugins import PUBLISHER
+from tests.rigs.api import listening
+from tests.support.commands import invoke
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 from tests.support.pages import PAGES, ROOT, blocks, commands
@@ -57,8 +55,8 @@ async def test_python_blocks_run(page: str, capsys: pytest.CaptureFixture[str]) 
     shown = (block.text for block in blocks("python") if block.page == page)
     program = "\n".join(text for text in shown if text not in EXAMPLES)
     assert program
-    fed, settings = HandFed(), ApiSettings(port=0)
-    async with running_server(create_app(LiveService(fed.consumer, settings)), settings) as url:
+    fed = HandFed()
+    async with listening(fed.consumer) as url:
         await fed.hold(Stream("engine-0", model="my-model"), list(range(1, 17)))
         await asyncio.to_thread(exec, program.replace("http://127.0.0.1:8000", url), {"__name__": page})
     if "best_worker" in program:
@@ -139,7 +137,7 @@ def test_what_show_hashes_is_shown_to_print_is_what_it_prints() -> None:
     shown = [text.partition("\n") for page, _, text in blocks("console") if "--show-hashes" in text]
     assert len(shown) == 2
     for line, _, output in shown:
-        done = CliRunner().invoke(app, shlex.split(line.removeprefix("$ kvsight ")))
+        done = invoke(*shlex.split(line.removeprefix("$ kvsight ")))
         assert done.exit_code == 0
         assert [each.strip() for each in done.stdout.splitlines()][: len(output.splitlines())] == [
             each.strip() for each in output.splitlines()

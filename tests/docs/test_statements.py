@@ -1,6 +1,5 @@
 """What pages state is what code, tests and benchmarks say: figures, messages, addresses, programs, versions."""
 
-import json
 import os
 import re
 import runpy
@@ -8,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version as installed
@@ -20,7 +18,6 @@ import msgspec
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from typer.testing import CliRunner
 
 from api.settings import ApiSettings
 from benchmarks import paper
@@ -30,14 +27,13 @@ from indexer.resync import OPERATOR, RESYNC_REASONS
 from indexer.tenants import TENANT_STREAMS
 from indexer.views import INDEX_FULL, RESYNC_CUT_OFF, TENANT_PAGES
 from kv_events.codec import decode_batch
-from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel
 from kv_events.remedies import OF_CONNECTIONS, OF_VIEWS, remedy
 from kv_events.schema import BATCHES_LOST, CLOSED, ENGINE_UNHEARD, LEDGER_FULL, NUM_MEDIA, REPLAYING
-from kvsight.cli.main import app
-from tests.support.commands import invoke
+from tests.support.commands import invoke, local_zone, printed
 from tests.support.compose import ROOT, SERVICES
 from tests.support.engines.released_modules import RELEASES
+from tests.support.log.records import records_of
 from tests.support.pages import PAGES
 
 PACKAGES = ("api", "bridge", "indexer", "kv_events", "kvsight", "publisher")
@@ -190,12 +186,9 @@ def events(tmp_path: Path) -> Path:
 def test_the_query_finds_the_tokens_that_are_shown_and_the_views_as_they_were(events: Path) -> None:
     (prompt,) = re.findall(r"echo '(.*?)' \| kvsight query -", QUICKSTART)
     (shown,) = re.findall(r"^ *engine-0 +0 +(\d+)  live", QUICKSTART, re.MULTILINE)
-    done = CliRunner().invoke(app, ["replay", str(events), "--at", "1", "--query", "-", "--json"], input=prompt)
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["instances"]["engine-0"]["gpu"] == int(shown) == 16
-    done = CliRunner().invoke(app, ["replay", str(events), "--at", "1", "--json"])
-    assert done.exit_code == 0, done.output
-    assert [view["worker"] for view in json.loads(done.stdout)] == ["engine-0"]
+    answer = printed("replay", events, "--at", 1, "--query", "-", stdin=prompt)
+    assert answer["instances"]["engine-0"]["gpu"] == int(shown) == 16
+    assert [view["worker"] for view in printed("replay", events, "--at", 1)] == ["engine-0"]
     assert "`kvsight replay events --at 1`" in QUICKSTART
 
 
@@ -213,11 +206,8 @@ def shown() -> Iterator[tuple[list[str], list[str]]]:
 
 @pytest.fixture
 def utc() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TZ", "UTC")
-        time.tzset()
+    with local_zone("UTC"):
         yield
-    time.tzset()
 
 
 @pytest.mark.usefixtures("utc")
@@ -250,7 +240,7 @@ def test_the_script_makes_the_recording(tmp_path: Path) -> None:
 
 def contents(folder: Path) -> Iterator[tuple[Any, ...]]:
     """Yield each record without the epochs of the publishers, which are those of the run that made them."""
-    for _, record in EventLogReader(folder).read():
+    for record in records_of(folder):
         if record.channel == Channel.EVENTS:
             batch = decode_batch(record.payload)
             steps = [str(step) for step in batch.steps]

@@ -33,12 +33,12 @@ from kv_events.kernels.batches import (
     TIME,
 )
 from kv_events.kernels.log_records import END, PAYLOAD
-from kv_events.log.event_log import EventLogWriter
 from kv_events.log.reader import BatchColumns, RecordChunk, decode_chunk, scan_log
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import SnapshotBegin, WireEvent
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run
+from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, removed, stored
 from tests.support.log.view_facts import facts
 
@@ -79,10 +79,7 @@ class Counting(ApplyObserver):
 
 
 def written(folder: Path, records: list[LogRecord]) -> list[RecordChunk]:
-    with EventLogWriter(folder, segment_bytes=10**9) as writer:
-        for record in records:
-            writer.append(record)
-    return list(scan_log(folder, lambda error: pytest.fail(str(error))))
+    return list(scan_log(write_log(folder, records, 10**9), lambda error: pytest.fail(str(error))))
 
 
 def one_by_one(records: list[LogRecord], bounds: IndexerSettings) -> Replay:

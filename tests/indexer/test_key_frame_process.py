@@ -16,6 +16,7 @@ from indexer.replay.log_indexer import indexing
 from indexer.settings import IndexerSettings
 from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
+from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, stored
 from tests.support.waiting import async_wait_until
 
@@ -39,9 +40,8 @@ asyncio.run(run())
 def write(folder: Path, number: int, segment_bytes: int = 1500) -> None:
     """Write batches of one worker in several segments."""
     stream = Stream("w")
-    with EventLogWriter(folder, segment_bytes=segment_bytes) as writer:
-        for page in range(1, number + 1):
-            writer.append(stream.batch(stored((0, [page])), now=1000 + page))
+    records = (stream.batch(stored((0, [page])), now=1000 + page) for page in range(1, number + 1))
+    write_log(folder, records, segment_bytes)
 
 
 def boundaries(folder: Path) -> list[int]:

@@ -21,7 +21,7 @@ from kv_events.log.reader import scan_log
 from kv_events.records import Channel, LogRecord
 from tests.support.log.late_log import write_log
 from tests.support.log.plain_log import flip, segments
-from tests.support.log.records import Stream, stored
+from tests.support.log.records import Stream, records_of, stored
 from tests.support.waiting import async_wait_until
 
 
@@ -57,7 +57,7 @@ async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(tmp_path: Path
         answers.set()
         await async_wait_until(lambda: not recording.degraded, 60, "the disk")
         await async_wait_until(lambda: recorder.written == 11, 60, "the records")
-    kept = [found.offset for _, found in EventLogReader(tmp_path).read(EventLogReader(tmp_path).first_index)]
+    kept = [found.offset for found in records_of(tmp_path)]
     assert kept == list(range(11 - len(kept), 11))
 
 
@@ -82,7 +82,7 @@ async def test_what_is_offered_last_is_written_before_the_end(tmp_path: Path) ->
         for number in range(1, 101):
             recorder.offer(record(number))
     recorder.offer(record(101))
-    kept = [found.offset for _, found in EventLogReader(tmp_path).read()]
+    kept = [found.offset for found in records_of(tmp_path)]
     assert kept == list(range(101))
     assert (recorder.written, recorder.lost) == (101, 1)
 
@@ -148,11 +148,7 @@ async def test_a_folder_that_another_writer_has_open_is_used_when_it_is_free(tmp
 async def _record(log: MemoryLog, folder: Path, **of_feed: object) -> list[bytes]:
     feed = Feed(MemorySource(log), Channel.EVENTS, "log", **of_feed)  # type: ignore[arg-type]
     await Recorder(folder, is_patient=False).run([feed], asyncio.Event(), once=True)
-    return [record.payload for record in _records(folder)]
-
-
-def _records(folder: Path) -> list[LogRecord]:
-    return [record for _, record in EventLogReader(folder).read(0)]
+    return [record.payload for record in records_of(folder)]
 
 
 def _log(*payloads: bytes) -> MemoryLog:
@@ -214,7 +210,7 @@ async def test_a_recording_ends_when_its_range_does(tmp_path: Path) -> None:
     for payload in (b"2", b"3"):
         log.append(b"key", payload, 1)
     await asyncio.wait_for(running, 10)
-    assert [record.payload for record in _records(tmp_path)] == [b"0", b"1", b"2"]
+    assert [record.payload for record in records_of(tmp_path)] == [b"0", b"1", b"2"]
 
 
 def _selected(selection: Selection, records: Sequence[LogRecord]) -> list[LogRecord]:
@@ -252,6 +248,6 @@ async def test_records_that_cannot_be_decoded_are_dead_letters_as_well(tmp_path:
     log.append(good.key, good.payload, 1)
     log.append(good.key, b"garbage", 2)
     await _record(log, tmp_path, is_recorded=is_recorded, has_dead_letters=True)
-    found = [(record.channel, record.offset, record.payload) for record in _records(tmp_path)]
+    found = [(record.channel, record.offset, record.payload) for record in records_of(tmp_path)]
     events = [(Channel.EVENTS, 0, good.payload), (Channel.EVENTS, 1, b"garbage")]
     assert found == [*(events if is_recorded else []), (Channel.DEAD_LETTERS, 1, b"garbage")]

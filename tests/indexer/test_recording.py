@@ -1,6 +1,5 @@
 """Recordings: `kvsight record` and `kvsight serve --record` with a real broker and a disk that really fills up."""
 
-import asyncio
 import json
 import resource
 from collections import defaultdict
@@ -10,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from aiokafka import AIOKafkaProducer
 
 from kv_events.codec import StoredPages, decode_batch
 from kv_events.log.event_log import EventLogReader
@@ -19,20 +17,16 @@ from kv_events.records import Channel, LogRecord
 from tests.support.commands import kvsight
 from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.engines.simulated_engine import SimulatedEngine
+from tests.support.log.records import records_of
 from tests.support.servers.child_process import free_port
-from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.servers.service_process import ServiceProcess, own_topics, write_events
 from tests.support.waiting import wait_until
 
 GARBAGE = b"garbage"
 
 
-def records(folder: Path) -> list[LogRecord]:
-    reader = EventLogReader(folder)
-    return [record for _, record in reader.read(reader.first_index)]
-
-
 def of(folder: Path, channel: Channel) -> list[LogRecord]:
-    return [record for record in records(folder) if record.channel == channel]
+    return [record for record in records_of(folder) if record.channel == channel]
 
 
 def pages(number: int, first: int = 1) -> range:
@@ -42,7 +36,7 @@ def pages(number: int, first: int = 1) -> range:
 def offsets(folder: Path) -> dict[tuple[int, int], list[int]]:
     """Channel and partition -> the offsets of the recording, in its order."""
     found = defaultdict(list)
-    for record in records(folder):
+    for record in records_of(folder):
         found[record.channel, record.partition].append(record.offset)
     return dict(found)
 
@@ -57,15 +51,6 @@ def recorded_pages(folder: Path) -> set[int]:
 def assert_without_holes_and_doubles(folder: Path) -> None:
     for key, found in offsets(folder).items():
         assert found == list(range(len(found))), key
-
-
-def send(topics: dict[str, Any], topic: str, *payloads: bytes) -> None:
-    async def write() -> None:
-        async with AIOKafkaProducer(bootstrap_servers=topics["KVSIGHT_KAFKA"]) as producer:
-            for payload in payloads:
-                await producer.send_and_wait(topics[f"KVSIGHT_{topic}_TOPIC"], payload, key=b"key")
-
-    asyncio.run(write())
 
 
 @pytest.fixture
@@ -92,7 +77,7 @@ def test_a_service_records_everything_over_restarts_without_holes_and_doubles(
         wait_until(lambda: service.listener("w").get("state") == "live", what="the worker in the index")
         decide(service, "r1", "w")
         assert service._http.post("/workers/w/resync").is_success
-        send(topics, "EVENTS", GARBAGE)
+        write_events(topics, LogRecord(0, 0, 0, b"key", GARBAGE))
         kinds = {Channel.EVENTS, Channel.CONTROL, Channel.DECISIONS, Channel.DEAD_LETTERS}
         wait_until(lambda: {channel for channel, _ in offsets(folder)} == kinds, what="all kinds of records")
         service.kill()
@@ -119,7 +104,7 @@ def test_a_full_disk_holds_up_nothing_and_loses_nothing(topics: dict[str, Any], 
         PublishingProcess("w", **topics) as engine,
     ):
         engine.store(*pages(10))
-        wait_until(lambda: folder.exists() and records(folder), what="the first record")
+        wait_until(lambda: folder.exists() and records_of(folder), what="the first record")
         unlimited = resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (64 * 2**10, resource.RLIM_INFINITY))
         for number in range(1, 4):
             engine.store(*pages(4000, 10_000 * number))
@@ -214,7 +199,7 @@ def test_a_range_of_one_worker_is_copied_with_its_control_messages(topics: dict[
         two.store(1)
         assert kvsight("record", tmp_path / "all", "--once", environment=topics).returncode == 0
         wait_until(lambda: recorded_again(topics, tmp_path / "all", {b"one", b"two"}), what="both workers")
-        middle = max(record.timestamp_ms for record in records(tmp_path / "all"))
+        middle = max(record.timestamp_ms for record in records_of(tmp_path / "all"))
         one.store(2)
         one.close()
         two.close()
@@ -224,19 +209,19 @@ def test_a_range_of_one_worker_is_copied_with_its_control_messages(topics: dict[
     flags = ["--from", f"@{middle / 1000 + 0.001}", "--worker", "one"]
     done = kvsight("record", tmp_path / "part", "--once", *flags, environment=topics)
     assert done.returncode == 0, done.stderr
-    found = records(tmp_path / "part")
+    found = records_of(tmp_path / "part")
     assert found
     assert {record.key.split(b"/")[2] for record in found} == {b"one"}
     assert min(record.timestamp_ms for record in found) > middle
     first = found[0]
     flags = ["--from", f"{first.partition}:{first.offset}", "--to", f"{first.partition}:{first.offset + 1}"]
     assert kvsight("record", tmp_path / "single", *flags, "--model", "m", environment=topics).returncode == 0
-    assert [r.payload for r in records(tmp_path / "single") if r.partition == first.partition] == [first.payload]
+    assert [r.payload for r in records_of(tmp_path / "single") if r.partition == first.partition] == [first.payload]
 
 
 def recorded_again(topics: dict[str, Any], folder: Path, workers: set[bytes]) -> bool:
     assert kvsight("record", folder, "--once", environment=topics).returncode == 0
-    return {record.key.split(b"/")[2] for record in records(folder)} == workers
+    return {record.key.split(b"/")[2] for record in records_of(folder)} == workers
 
 
 KAFKA = ["--kafka", "127.0.0.1:9"]

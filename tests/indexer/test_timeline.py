@@ -29,10 +29,8 @@ NUM_RECORDS = 60
 def log(tmp_path: Path) -> Path:
     """A log of two workers in several segments. Record i is of second i and stores page i + 1."""
     streams = [Stream("w-0"), Stream("w-1")]
-    with EventLogWriter(tmp_path / "log", segment_bytes=5000) as writer:
-        for i in range(NUM_RECORDS):
-            writer.append(streams[i % 2].batch(stored((0, [i + 1])), now=1000 + i))
-    return tmp_path / "log"
+    records = (streams[i % 2].batch(stored((0, [i + 1])), now=1000 + i) for i in range(NUM_RECORDS))
+    return write_log(tmp_path / "log", records, 5000)
 
 
 def index_log(folder: Path, frame_cost: int = 1500) -> list[Path]:
@@ -66,9 +64,7 @@ def test_an_indexer_continues_where_another_one_ended(log: Path) -> None:
 def test_a_pause_of_any_length_is_opened_at_once(tmp_path: Path, years: int) -> None:
     stream, other = Stream("w-0"), Stream("w-1")
     end = 1000.0 + years * 365 * 86_400
-    with EventLogWriter(tmp_path) as writer:
-        writer.append(stream.batch(stored((0, [1])), now=1000.0))
-        writer.append(other.batch(stored((0, [2])), now=end))
+    write_log(tmp_path, [stream.batch(stored((0, [1])), now=1000.0), other.batch(stored((0, [2])), now=end)])
     middle = LogMoment(time_s=end / 2)
     timeline = Timeline(tmp_path, SETTINGS)
     moving = timeline.at(LogMoment(index=1))
@@ -95,11 +91,8 @@ def test_a_damaged_key_frame_is_named_and_an_earlier_one_is_used(log: Path) -> N
 
 def test_key_frames_of_another_log_or_of_other_settings_are_not_used(log: Path, tmp_path: Path) -> None:
     index_log(log)
-    other = tmp_path / "other"
-    with EventLogWriter(other) as writer:
-        stream = Stream("other")
-        for _ in range(NUM_RECORDS):
-            writer.append(stream.batch(stored((0, [7]))))
+    stream = Stream("other")
+    other = write_log(tmp_path / "other", (stream.batch(stored((0, [7]))) for _ in range(NUM_RECORDS)))
     for frame in frames(log):
         (other / frame.name).write_bytes(frame.read_bytes())
     timeline = Timeline(other, SETTINGS)
@@ -199,8 +192,7 @@ def test_key_frames_are_whole_again_after_every_worker_agreed(tmp_path: Path) ->
     timeline = Timeline(tmp_path, SETTINGS)
     assert [view.state for view in timeline.at().namespaces.views] == [ViewState.STALE]
     assert len(timeline.warnings) == 1
-    with EventLogWriter(tmp_path) as writer:
-        writer.append(stream.resync(now=1030.0))
+    write_log(tmp_path, [stream.resync(now=1030.0)])
     write_more(tmp_path, stream, 30, 40)
     indexer.advance()
     timeline = Timeline(tmp_path, SETTINGS)
@@ -263,8 +255,7 @@ def test_a_timeline_sees_what_is_appended_after_a_refresh(log: Path) -> None:
     timeline = Timeline(log, SETTINGS)
     assert timeline.at().applier.records == NUM_RECORDS
     assert timeline.next() is None
-    with EventLogWriter(log) as writer:
-        writer.append(Stream("w-2").batch(stored((0, [500])), now=2000))
+    write_log(log, [Stream("w-2").batch(stored((0, [500])), now=2000)])
     timeline.refresh()
     views = timeline.next()
     assert views is not None
@@ -300,8 +291,7 @@ def test_an_empty_log_has_no_moments(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_written_are_named_once_however_long_it_lasts(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with EventLogWriter(tmp_path) as writer:
-        writer.append(Stream("w-0").batch(stored((0, [1])), now=1000))
+    write_log(tmp_path, [Stream("w-0").batch(stored((0, [1])), now=1000)])
     indexer = LogIndexer(tmp_path, frame_cost=1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
     try:

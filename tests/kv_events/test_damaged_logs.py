@@ -22,12 +22,12 @@ from tests.support.log.plain_log import (
     SEGMENT,
     expected,
     flip,
-    payloads,
     read,
     record,
     segments,
     write,
 )
+from tests.support.log.records import records_of
 from tests.support.log.version_1 import write_version_1
 
 RECORDS = st.lists(
@@ -69,7 +69,7 @@ def test_a_log_cut_at_any_byte_gives_back_exactly_its_whole_records(records: lis
         last_begin = ends[-2] if len(ends) > 1 else HEADER_BYTES
         for cut in {*range(last_begin, ends[-1] + 1), *range(0, ends[-1], 17)}:
             path.write_bytes(whole[:cut])
-            assert payloads(folder) == records[: sum(end <= cut for end in ends)]
+            assert records_of(folder) == records[: sum(end <= cut for end in ends)]
 
 
 @settings(max_examples=num_examples(25))
@@ -88,7 +88,7 @@ def test_a_log_cut_at_any_byte_and_written_on_reads_as_if_never_cut(
             assert writer.next_index == sum(end <= cut for end in ends)
             for item in records[writer.next_index :]:
                 writer.append(item)
-        assert payloads(folder) == records
+        assert records_of(folder) == records
 
 
 @settings(max_examples=num_examples(100))

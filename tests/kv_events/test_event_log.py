@@ -3,8 +3,6 @@
 import os
 import signal
 import struct
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -29,13 +27,14 @@ from tests.support.log.plain_log import (
     SEGMENT,
     expected,
     flip,
-    payloads,
     read,
     record,
     segments,
     write,
 )
+from tests.support.log.records import records_of
 from tests.support.log.version_1 import write_version_1
+from tests.support.programs import run_program
 
 # --- what is written is read ----------------------------------------------------------------------------------------
 
@@ -155,11 +154,10 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_killed_writer_leaves_no_lock_and_every_flushed_record(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
-    assert ended.returncode == -signal.SIGKILL
+    assert run_program(KILLED, tmp_path).returncode == -signal.SIGKILL
     with EventLogWriter(tmp_path) as writer:
         assert writer.next_index == 1
-    assert [item.payload for item in payloads(tmp_path)] == [b"one"]
+    assert [item.payload for item in records_of(tmp_path)] == [b"one"]
 
 
 REFUSED_WRITE = """
@@ -189,8 +187,7 @@ print([item.offset for _, item in EventLogReader(folder).read()])
 
 
 def test_after_a_refused_write_the_log_is_sound_and_the_next_try_writes_everything(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", REFUSED_WRITE, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = run_program(REFUSED_WRITE, tmp_path)
     assert ended.stdout.splitlines() == ["File too large 1", str(list(range(10)))], ended.stderr
 
 
@@ -215,7 +212,7 @@ def test_a_record_beyond_the_limits_is_refused_and_the_largest_one_is_not(
             writer.append(refused)
         for _ in range(3):
             writer.append(largest)
-    assert payloads(tmp_path) == [largest] * 3
+    assert records_of(tmp_path) == [largest] * 3
 
 
 # --- retention ------------------------------------------------------------------------------------------------------

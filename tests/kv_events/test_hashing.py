@@ -1,13 +1,9 @@
 """Golden vectors of SGLang's page hash and of the router's sequence hash, and independent implementations."""
 
-import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,8 +25,8 @@ from kv_events.hashing import (
     token_array,
 )
 from tests.support.engines.event_payloads import names_of
+from tests.support.programs import run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 V1 = "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72"
 
 
@@ -305,13 +301,6 @@ OF_SEED_0 = "6fc1ebd4f4d6ea31 3a14937fd5340c7a 829711b6d52f08eb 94f88a95a0ef86fd
 SALTED_OF_SEED_0 = "e341f4d2fb03746f 0bdd9c770866656d c91139e7cedf106b 1576fc081fbb043e"
 
 
-def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")} | variables
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100
-    )
-
-
 @pytest.mark.parametrize(
     ("variables", "plain", "salted"),
     [({}, ROLLED, SALTED), ({"KVSIGHT_HASH_SEED": "0"}, OF_SEED_0, SALTED_OF_SEED_0)],
@@ -320,7 +309,7 @@ def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_caches_publishers_bridges_and_the_api_use_the_same_seed(
     variables: dict[str, str], plain: str, salted: str
 ) -> None:
-    done = run(_EVERY_PART, PYTHONPATH=str(ROOT), **variables)
+    done = run_program(_EVERY_PART, **variables)
     assert done.stdout.splitlines() == [plain] * 5 + [salted] * 5, done.stderr
 
 
@@ -336,7 +325,7 @@ for settings in (lambda: PublisherSettings(model="m", worker="w", block_size=4),
 
 
 def test_a_bad_seed_stops_the_start_and_is_named() -> None:
-    lines = run(_STARTS, KVSIGHT_HASH_SEED="secret?").stdout.splitlines()
+    lines = run_program(_STARTS, KVSIGHT_HASH_SEED="secret?").stdout.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("KVSIGHT_HASH_SEED: got 'secret?', expected dynamo, or a number") for line in lines)
 

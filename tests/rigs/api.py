@@ -87,13 +87,22 @@ async def embedded(indexer: IndexerSettings | None = None, **settings: Any) -> A
 
 
 @asynccontextmanager
-async def served(
-    consumer: Consumer, verify: Any = WITHOUT_TLS, registrations: Registrations | None = None, **settings: Any
-) -> AsyncIterator[httpx.AsyncClient]:
-    """Run a server of a consumer, and yield a client of it. verify: as for the client. settings: of the service."""
+async def listening(
+    consumer: Consumer, registrations: Registrations | None = None, **settings: Any
+) -> AsyncIterator[str]:
+    """Run a server of a consumer, and yield its address. settings: of the service."""
     api = ApiSettings(port=0, **settings)
-    app = create_app(LiveService(consumer, api, registrations))
-    async with running_server(app, api) as url, httpx.AsyncClient(base_url=url, verify=verify, timeout=60) as client:
+    async with running_server(create_app(LiveService(consumer, api, registrations)), api) as url:
+        yield url
+
+
+@asynccontextmanager
+async def served(consumer: Consumer, verify: Any = WITHOUT_TLS, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Run such a server, and yield a client of it. verify: as for the client. more: as for `listening`."""
+    async with (
+        listening(consumer, **more) as url,
+        httpx.AsyncClient(base_url=url, verify=verify, timeout=60) as client,
+    ):
         yield client
 
 

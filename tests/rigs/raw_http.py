@@ -12,13 +12,10 @@ from unittest.mock import patch
 
 import uvloop
 
-from api.app import create_app
 from api.fast.fast_path import FastPath
 from api.fast.heads import Head
-from api.server import running_server
-from api.service import LiveService
-from api.settings import ApiSettings
 from indexer.settings import IndexerSettings
+from tests.rigs.api import listening
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 
@@ -95,8 +92,7 @@ Connect = Callable[..., Coroutine[Any, Any, Line]]
 async def a_service(*, num_more: int = 0, **settings: Any) -> AsyncIterator[Connect]:
     """Run a service of three workers, and of more that hold nothing else. Yields a function that connects."""
     fed = HandFed(IndexerSettings(max_pages=2**18, worker_ttl_s=3600, forget_after_s=3600))
-    api = ApiSettings(port=0, **settings)
-    async with running_server(create_app(LiveService(fed.consumer, api)), api) as url:
+    async with listening(fed.consumer, **settings) as url:
         await fed.hold(Stream("1"), TOKENS)
         await fed.hold(Stream("2", dp_rank=1), TOKENS[:8])
         await fed.hold(Stream("3"), TOKENS, {0: range(1), 1: range(1, 3)})

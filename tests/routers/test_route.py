@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Self
 
 import httpx
 import pytest
@@ -17,12 +18,12 @@ DEAD_URL = "http://127.0.0.1:9"
 pytestmark = pytest.mark.timing("several processes must start and answer within their time")
 
 
-class Route:
+class Route(RunningCommand):
     """The command beside a test."""
 
     def __init__(self, *words: object) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self.command = RunningCommand("route", "--port", port, *words)
+        super().__init__("route", "--port", port, *words)
         self._http = httpx.Client(base_url=self.url, verify=WITHOUT_TLS, timeout=30)
 
     def chat(self, **fields: object) -> httpx.Response:
@@ -35,14 +36,13 @@ class Route:
         lines = [line for line in self.get("/metrics").text.splitlines() if f'chosen_by="{chosen_by}"' in line]
         return sum(float(line.split()[-1]) for line in lines if "_total" in line)
 
-    def __enter__(self) -> "Route":
-        self.command.__enter__()
-        self.command.wait_for("routes on")
+    def __enter__(self) -> Self:
+        self.wait_for("routes on")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._http.close()
-        self.command.__exit__()
+        super().__exit__(*error)
 
 
 def test_requests_go_where_their_prompt_is_and_are_released(fleet: RoutedFleet) -> None:

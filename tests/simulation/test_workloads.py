@@ -9,12 +9,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from kv_events.errors import InvalidValueError
-from kvsight.cli.main import app
 from simulation import MooncakeTrace, Request, WorkloadSettings, generate
 from simulation.workload import DEMO_TOKENS, demo_prompt, engine_requests, kept_part
+from tests.support.commands import invoke
 
 
 def _by_session(requests: list[Request]) -> dict[str, list[Request]]:
@@ -234,7 +233,7 @@ def test_engines_of_different_seeds_serve_different_requests() -> None:
 
 
 def test_the_command_prints_the_query() -> None:
-    printed = CliRunner().invoke(app, ["demo", "--prompt", "--model", "m"]).stdout
+    printed = invoke("demo", "--prompt", "--model", "m").stdout
     query = msgspec.json.decode(printed)
     assert query == {"model_name": "m", "token_ids": demo_prompt().tolist()}
     assert printed.count("\n") == 1

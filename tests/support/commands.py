@@ -1,15 +1,18 @@
 """The `kvsight` command: in this process, as a process until it ends or beside a test, and as a service of a log."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from kvsight.cli.main import app
@@ -33,6 +36,23 @@ Where colorama is installed, as for MkDocs, numba starts it, and it writes `ESC[
 def invoke(*words: object, stdin: str = "") -> Result:
     """Run a command in this process, with pipes of 80 columns. An error of kvsight is its `exception`."""
     return CliRunner().invoke(app, list(map(str, words)), input=stdin, env={"COLUMNS": "80"})
+
+
+def printed(*words: object, code: int = 0, stdin: str = "") -> Any:
+    """The JSON that a command prints in this process."""
+    done = invoke(*words, "--json", stdin=stdin)
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+@contextmanager
+def local_zone(name: str) -> Iterator[None]:
+    """Let this process be in a time zone."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TZ", name)
+        time.tzset()
+        yield
+    time.tzset()
 
 
 def kvsight(

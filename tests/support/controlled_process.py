@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from tests.support.prepared_python import PreparedProcess
+from tests.support.programs import own_environment
 
 _STDERR = 2
 
@@ -31,7 +32,7 @@ class ControlledProcess:
         try:
             with orders, answers:
                 streams = orders.fileno(), answers.fileno(), error
-                self._process = PreparedProcess(module, arguments, _environment(settings), streams)
+                self._process = PreparedProcess(module, arguments, own_environment(**settings), streams)
         finally:
             os.close(error)
         self.greeting: Any = self._answer()
@@ -106,8 +107,3 @@ def _pipe() -> tuple[TextIO, TextIO]:
     """Return the reading and the writing end."""
     reader, writer = os.pipe()
     return os.fdopen(reader), os.fdopen(writer, "w")
-
-
-def _environment(settings: Mapping[str, object]) -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
-    return ours | {name: str(value) for name, value in settings.items()}

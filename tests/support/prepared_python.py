@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kv_events.kernels.load import load
+from tests.support.programs import own_environment
 from tests.support.stepped_clock import read_at_exec
 
 _MODULES = (
@@ -138,8 +139,8 @@ def _prepared(variables: tuple[tuple[str, str], ...]) -> socket.socket:
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
-    environment |= {"NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1", **dict(variables)}  # see `commands.ENVIRONMENT`
+    plain = {"NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1"}  # see `commands.ENVIRONMENT`
+    environment = own_environment(**plain, **dict(variables))
     process = subprocess.Popen(command, cwd=_ROOT, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
     theirs.close()
 

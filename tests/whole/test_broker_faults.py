@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from aiokafka import TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient
 
 from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
@@ -21,7 +20,7 @@ from kv_events.kafka.topics import inspect_topics
 from kv_events.records import LogRecord
 from tests.support.engines.publishing_process import BLOCK_SIZE, MODEL, PublishingProcess
 from tests.support.log.records import Stream, stored
-from tests.support.servers.kafka_broker import KafkaBroker
+from tests.support.servers.kafka_broker import KafkaBroker, administration
 from tests.support.servers.service_process import ServiceProcess, own_topics, write_events
 from tests.support.waiting import wait_until
 
@@ -97,14 +96,9 @@ def test_an_outage_of_kafka_is_reported(kafka_broker: KafkaBroker, tmp_path: Pat
 # --- the topics -----------------------------------------------------------------------------------------------------
 
 
-def delete(topics: dict[str, Any], which: str = "KVSIGHT_EVENTS_TOPIC") -> None:
-    async def run() -> None:
-        admin = AIOKafkaAdminClient(bootstrap_servers=str(topics["KVSIGHT_KAFKA"]))
-        await admin.start()
-        await admin.delete_topics([str(topics[which])])
-        await admin.close()
-
-    asyncio.run(run())
+async def delete(topics: dict[str, Any], which: str = "KVSIGHT_EVENTS_TOPIC") -> None:
+    async with administration(topics["KVSIGHT_KAFKA"]) as admin:
+        await admin.delete_topics([topics[which]])
 
 
 def test_topics_that_are_deleted_and_created_again_are_followed(
@@ -115,7 +109,7 @@ def test_topics_that_are_deleted_and_created_again_are_followed(
             engine.store(*range(100 * number + 1, 100 * number + 20))
         wait_until(lambda: are_right(service, engines), 60, "a start")
 
-        delete(topics)
+        asyncio.run(delete(topics))
         for engine in engines:
             engine.store(1000, 1001)
         wrong_since: float | None = None
@@ -131,7 +125,7 @@ def test_topics_that_are_deleted_and_created_again_are_followed(
         engines[0].store(2000)
         wait_until(lambda: are_right(service, engines), 60, "later pages")
 
-        delete(topics, "KVSIGHT_CONTROL_TOPIC")
+        asyncio.run(delete(topics, "KVSIGHT_CONTROL_TOPIC"))
         of_worker = 'kvsight_worker_resyncs_total\\{.*worker="w0".*\\}'
         resyncs = service.metric(of_worker)
 
@@ -161,7 +155,7 @@ async def test_a_reader_of_a_topic_that_is_deleted_asks_for_it_at_a_bounded_rate
             if len(answers) == _ANSWERS:
                 has_enough.set()
 
-        await asyncio.to_thread(delete, topics)
+        await delete(topics)
         consumer._client.cluster.add_listener(note)
         await asyncio.wait_for(has_enough.wait(), 30)
         assert answers[_ANSWERS - 1] - answers[0] > 0.09 * (_ANSWERS - 1)

@@ -69,11 +69,6 @@ def snapshots_fail(service: ServiceProcess) -> bool:
     return service.metric("kvsight_snapshot_failures_total") > 0
 
 
-def wait_for_a_snapshot(service: ServiceProcess) -> None:
-    written = service.metric("kvsight_snapshots_written_total")
-    wait_until(lambda: service.metric("kvsight_snapshots_written_total") > written, 60, "a snapshot")
-
-
 @pytest.mark.parametrize(
     ("link", "fails", "shows"),
     [
@@ -102,7 +97,7 @@ def test_a_link_that_fails_and_heals_costs_freshness_alone(
         engine.store(5)
         wait_until(lambda: service.is_right(engine), 60, "the view to be right")
         service.wait_until_ready()
-        wait_for_a_snapshot(service)
+        service.wait_for_snapshot()
     assert "Traceback" not in service.log.read_text()
 
 
@@ -129,7 +124,7 @@ def test_a_restarted_service_claims_nothing_before_it_has_caught_up(
     write_events(topics, stream.batch(stored((0, [1, 2, 3]))))
     with ServiceProcess(tmp_path, **topics | settings) as service:
         wait_until(lambda: service.pages("w") == {1, 2, 3}, 60, "the view before")
-        wait_for_a_snapshot(service)
+        service.wait_for_snapshot()
         service.kill()
         write_events(topics, *(stream.batch(stored((3, range(first, first + 30_000)))) for first in (4, 30_004)))
         link.slow(100_000)  # it takes seconds to read them
@@ -218,12 +213,12 @@ def test_a_full_disk_under_snapshots_costs_snapshots_alone(log: dict[str, Any], 
             wait_until(lambda: service.metric("kvsight_snapshot_failures_total") > failures, 60, "snapshots to fail")
 
         engine.store(*range(1, 2000))
-        wait_for_a_snapshot(service)
+        service.wait_for_snapshot()
         with full_disk(service.pid, 1000):
             wait_for_failures()
             engine.store(3000)
             wait_until(lambda: service.is_right(engine), 60, "the view while the disk is full")
-        wait_for_a_snapshot(service)
+        service.wait_for_snapshot()
         with full_disk(service.pid, 1000):
             wait_for_failures()
             service.kill()

@@ -1,9 +1,6 @@
 """Records on the topics that kvsight did not write: they are skipped and counted, and stop nothing."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +17,7 @@ from kv_events.schema import BlockStored, ResyncRequest, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
 from tests.support.log.records import Stream
+from tests.support.programs import run_program
 from tests.support.waiting import async_wait_until
 
 pytestmark = pytest.mark.timing("a consumer must be ready within a minute")
@@ -117,9 +115,7 @@ asyncio.run(send(*sys.argv[1:]))
 
 
 def send_unreadable(topics: Topics, topic: str) -> None:
-    pure_python = os.environ | {"AIOKAFKA_NO_EXTENSIONS": "1"}
-    command = [sys.executable, "-c", UNREADABLE, topics.bootstrap, topic]
-    done = subprocess.run(command, env=pure_python, capture_output=True, text=True, timeout=100)
+    done = run_program(UNREADABLE, topics.bootstrap, topic, AIOKAFKA_NO_EXTENSIONS="1")
     assert done.returncode == 0, done.stderr
 
 

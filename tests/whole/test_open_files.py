@@ -1,7 +1,6 @@
 """The limit on open files: raised at the start, and engines are refused before connections cannot be accepted."""
 
 import asyncio
-import os
 import resource
 import subprocess
 import sys
@@ -16,11 +15,12 @@ from bridge import BridgeSettings, ConnectionState, EngineSettings, Fleet
 from kv_events.log.memory import MemoryLog
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import check_problem
+from tests.support.programs import own_environment
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until, wait_until
 
 HARD, CONNECTIONS = 400, 100
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
+ENVIRONMENT = own_environment()
 
 
 def test_an_engine_too_many_is_refused_while_there_are_files_for_connections(tmp_path: Path) -> None:

@@ -5,14 +5,12 @@ import logging
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import NewTopic
 
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
@@ -25,6 +23,8 @@ from kv_events.schema import ResyncRequest
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
 from tests.support.commands import RunningCommand, kvsight
+from tests.support.log.records import records_of
+from tests.support.servers.kafka_broker import administration
 from tests.support.waiting import async_wait_until, wait_until
 
 
@@ -47,16 +47,6 @@ async def create(bootstrap: str, name: str, partitions: int = 1, configs: dict[s
     """Create a topic as an operator does."""
     async with administration(bootstrap) as admin:
         await admin.create_topics([NewTopic(name, partitions, 1, topic_configs=configs or {})])
-
-
-@asynccontextmanager
-async def administration(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
-    await admin.start()
-    try:
-        yield admin
-    finally:
-        await admin.close()
 
 
 def flags(own: dict[str, Any]) -> list[str]:
@@ -190,7 +180,7 @@ async def test_a_recording_waits_for_its_topic_and_keeps_a_bound_on_its_size(
     files = sorted(log.glob("*.kvlog"))
     assert sum(file.stat().st_size for file in files) <= 64 * 1024
     assert len(list(log.glob("*.kvtimes"))) == len(files)  # the time index is written along
-    kept = [record.offset for _, record in EventLogReader(log).read(EventLogReader(log).first_index)]
+    kept = [record.offset for record in records_of(log)]
     assert kept == list(range(200 - len(kept), 200))
     assert command.err.count("waiting for topic") == 1
     assert "deleted 00000000000000000000.kvlog: records 0 to " in command.err

@@ -1,9 +1,6 @@
 """Traces by OpenTelemetry: real processes send them to a real receiver of OTLP."""
 
-import os
 import secrets
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.log.records import Stream, stored
+from tests.support.programs import run_program
 from tests.support.servers.child_process import free_port
 from tests.support.servers.otlp_receiver import OtlpReceiver
 from tests.support.servers.service_process import ServiceProcess, own_topics
@@ -228,7 +226,8 @@ def test_without_a_collector_records_are_applied_and_everything_ends(
 )
 def test_a_process_that_sends_no_traces_says_why_and_runs(variables: dict[str, str], expected: str) -> None:
     without = "import sys; sys.modules['opentelemetry'] = None; " if "pip" in expected else ""
-    done = python(f"{without}from kv_events.runtime.tracing import open_spans; assert open_spans() is None", variables)
+    program = f"{without}from kv_events.runtime.tracing import open_spans; assert open_spans() is None"
+    done = run_program(program, **variables)
     assert done.returncode == 0, done.stderr
     assert expected in done.stderr
     assert bool(done.stderr) == bool(expected)
@@ -249,12 +248,5 @@ EventPublisher(publishing, KafkaSink(publishing))
 create_app(LiveService(create_consumer(IndexerSettings(kafka="localhost:9")), ApiSettings()))
 assert "opentelemetry.sdk" not in sys.modules and "kv_events.runtime.spans" not in sys.modules
 """
-    done = python(program, {})
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
-
-
-def python(program: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a program without the developer's variables of OpenTelemetry."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=100)

@@ -5,20 +5,24 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from indexer.kernels.views import EXPIRED, FAULT_CLOSED, FAULT_NONE, LIVE, STALE, SYNCING
-from kv_events.kernels.bundles import (
-    BoolVector,
-    F64Vector,
-    I32Vector,
-    I64Vector,
-    U8Input,
-    U8Vector,
-    U32Matrix,
-    U64Input,
+from api.fast.kernels.text import (
+    CLOSE,
+    COLON,
+    COMMA,
+    MARGIN,
+    OPEN,
+    Texts,
+    put_byte,
+    put_float,
+    put_key,
+    put_number,
+    put_piece,
+    put_text,
 )
-from kv_events.kernels.declare import helper, inline_helper
-from kv_events.kernels.instructions import copy_sixteen, lowest_bit, put_eight
-from kv_events.kernels.numbers import I32, U8, U32, U64, int64, uint8, uint32, uint64
+from indexer.kernels.views import EXPIRED, FAULT_CLOSED, FAULT_NONE, LIVE, STALE, SYNCING
+from kv_events.kernels.bundles import BoolVector, F64Vector, I32Vector, I64Vector, U8Vector, U32Matrix
+from kv_events.kernels.declare import inline_helper
+from kv_events.kernels.numbers import U8, U32, int64, uint8, uint32
 
 _LIVE, _SYNCING, _STALE, _EXPIRED = map(uint8, (LIVE, SYNCING, STALE, EXPIRED))
 BYTES_PER_WORKER, BYTES_PER_RANK = 512, 192
@@ -26,17 +30,6 @@ BYTES_PER_WORKER, BYTES_PER_RANK = 512, 192
 
 GPU, CPU, DISK, EXTERNAL, RANKS, STATE, AGE = range(7)
 """What a gap is filled with: tokens on a tier, tokens on the device by rank, the state, the age in ms."""
-
-MARGIN = 16
-"""Bytes that an array of text must have beyond its end."""
-
-_ZERO, _POINT = uint8(ord("0")), ord(".")
-_TEN, _MOST_DIGITS = uint64(10), 19
-_FOUR_DIGITS, _EIGHT_DIGITS = uint64(10**4), 10**8
-_ZEROS = uint64(0x3030303030303030)  # eight times "0"
-_LAST_DIGIT = uint64(1 << 56)
-_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE, _MINUS = (uint8(ord(char)) for char in ',:"{}-')
-_SIGN = uint64(63)
 
 
 def _fixed(text: bytes) -> npt.NDArray[np.uint8]:
@@ -48,21 +41,6 @@ _BETWEEN_PARTS = _fixed(b'},"frequencies":[],"instances":{')
 _MATCHED_DP = _fixed(b',"matched_dp":{')
 _WEIGHTED = _fixed(b',"weighted":')
 _WEIGHTED_DP = _fixed(b',"weighted_dp":{')
-
-
-_MOST_DECIMALS = 6
-_LARGEST_EXACT = 2.0**53
-_SMALLEST_PLAIN = 1e-3  # smaller numbers may be written with an exponent
-_NOT_PLAIN = int64(-1)
-
-
-class Texts(NamedTuple):
-    """Pieces of text, one after the other in one array."""
-
-    data: U8Vector
-    """The text, and `MARGIN` bytes."""
-    ends: I64Vector
-    """[pieces + 1] piece i is `data[ends[i]:ends[i + 1]]`."""
 
 
 class StreamTable(NamedTuple):
@@ -99,106 +77,6 @@ class Layout(NamedTuple):
     state_names: Texts
     has_scores: BoolVector
     """[1] whether an answer begins with `scores` and `frequencies`."""
-
-
-@inline_helper
-def _put(out: U8Vector, at: int, data: U8Input, start: int, stop: int) -> int:
-    """Write a piece of text. The arrays have `MARGIN` bytes more than the text that is read or written."""
-    for i in range(0, stop - start, MARGIN):
-        copy_sixteen(out, at + i, data, start + i)
-    return at + stop - start
-
-
-@inline_helper
-def put_piece(out: U8Vector, at: int, texts: Texts, number: int) -> int:
-    return _put(out, at, texts.data, texts.ends[number], texts.ends[number + 1])
-
-
-@inline_helper
-def _put_byte(out: U8Vector, at: int, byte: U8) -> int:
-    out[at] = byte
-    return at + 1
-
-
-@inline_helper
-def put_number(out: U8Vector, at: int, value: int) -> int:
-    """Write a non-negative integer."""
-    if value >= _EIGHT_DIGITS:
-        return _put_long_number(out, at, uint64(value))
-    digits = _digits(uint64(value))
-    skipped = lowest_bit(digits | _LAST_DIGIT) >> 3
-    put_eight(out, at, (digits | _ZEROS) >> uint64(8 * skipped))
-    return at + 8 - skipped
-
-
-@inline_helper
-def _digits(value: U64) -> U64:
-    """Return the eight digits of a number, one in each byte, the first one in the lowest.
-
-    Halves, then pairs, then digits are separated by multiplication with a rounded reciprocal, so there is no loop.
-    """
-    high = value // _FOUR_DIGITS
-    halves = high | ((value - high * _FOUR_DIGITS) << uint64(32))
-    high = ((halves * uint64(10_486)) >> uint64(20)) & uint64(0x0000007F0000007F)  # divided by 100
-    pairs = high | ((halves - high * uint64(100)) << uint64(16))
-    high = ((pairs * uint64(103)) >> uint64(10)) & uint64(0x000F000F000F000F)  # divided by 10
-    return high | ((pairs - high * uint64(10)) << uint64(8))
-
-
-@helper
-def _put_long_number(out: U8Vector, at: int, rest: U64) -> int:
-    bound, digits = _TEN, 1
-    while rest >= bound and digits < _MOST_DIGITS:
-        bound *= _TEN
-        digits += 1
-    for i in range(digits - 1, -1, -1):
-        out[at + i] = _ZERO + uint8(rest % _TEN)
-        rest //= _TEN
-    return at + digits
-
-
-@inline_helper
-def put_hashes(out: U8Vector, at: int, hashes: U64Input) -> int:
-    """Write hashes as integers with sign, separated by commas."""
-    for i in range(hashes.shape[0]):
-        value = hashes[i]
-        if i > 0:
-            at = _put_byte(out, at, _COMMA)
-        if value >> _SIGN:
-            at, value = _put_byte(out, at, _MINUS), uint64(0) - value
-        at = _put_long_number(out, at, value)
-    return at
-
-
-@helper
-def _put_float(out: U8Vector, at: int, value: float) -> int:
-    """Write a float with as few decimals as identify it. Returns -1 if it needs more than six or an exponent."""
-    if value >= _LARGEST_EXACT or (value != 0.0 and value < _SMALLEST_PLAIN):
-        return _NOT_PLAIN
-    scale = 1.0
-    for decimals in range(_MOST_DECIMALS + 1):
-        scaled = np.rint(value * scale)
-        if scaled >= _LARGEST_EXACT:
-            return _NOT_PLAIN
-        if scaled / scale == value:
-            whole = int64(scaled) // int64(scale)
-            at = _put_byte(out, put_number(out, at, whole), uint8(_POINT))
-            rest = int64(scaled) - whole * int64(scale)
-            for i in range(at + max(decimals, 1) - 1, at - 1, -1):
-                out[i] = _ZERO + uint8(rest % 10)
-                rest //= 10
-            return at + max(decimals, 1)
-        scale *= 10.0
-    return _NOT_PLAIN
-
-
-@inline_helper
-def put_key(out: U8Vector, at: int, number: int, rank: I32) -> int:
-    """Write the key of a rank. number: how many keys precede it."""
-    if number > 0:
-        at = _put_byte(out, at, _COMMA)
-    at = put_number(out, _put_byte(out, at, _QUOTE), int64(rank))
-    return _put_byte(out, _put_byte(out, at, _QUOTE), _COLON)
 
 
 @inline_helper
@@ -349,9 +227,9 @@ def _are_alike(table: StreamTable, held: _Holdings, other: _Holdings) -> bool:
 def _put_matched_ranks(out: U8Vector, at: int, found: _Found, held: _Holdings) -> int:
     """Write the tokens of each rank on any tier, unless they equal those on the device."""
     if held.ranks_differ:
-        at = _put(out, at, _MATCHED_DP, 0, len(_MATCHED_DP) - MARGIN)
+        at = put_text(out, at, _MATCHED_DP, 0, len(_MATCHED_DP) - MARGIN)
         at = _put_ranks(out, at, found, held.first, EXTERNAL, True)
-        at = _put_byte(out, at, _CLOSE)
+        at = put_byte(out, at, CLOSE)
     return at
 
 
@@ -365,22 +243,22 @@ def _weighted(gpu: U32, cpu: U32, disk: U32, external: U32, block_size: int, wei
 
 @inline_helper
 def _put_weighted(out: U8Vector, at: int, found: _Found, held: _Holdings, weights: F64Vector) -> int:
-    """Write the tokens by weight: of the worker, and of each rank if there are several. Returns -1 as `_put_float`."""
+    """Write the tokens by weight: of the worker, and of each rank if there are several. Returns -1 as `put_float`."""
     block_size = found.block_size
-    at = _put(out, at, _WEIGHTED, 0, len(_WEIGHTED) - MARGIN)
-    at = _put_float(out, at, _weighted(held.gpu, held.cpu, held.disk, held.external, block_size, weights))
+    at = put_text(out, at, _WEIGHTED, 0, len(_WEIGHTED) - MARGIN)
+    at = put_float(out, at, _weighted(held.gpu, held.cpu, held.disk, held.external, block_size, weights))
     if at < 0 or held.num_ranks == 1:
         return at
-    at = _put(out, at, _WEIGHTED_DP, 0, len(_WEIGHTED_DP) - MARGIN)
+    at = put_text(out, at, _WEIGHTED_DP, 0, len(_WEIGHTED_DP) - MARGIN)
     written, stream = 0, held.first
     while stream >= 0:
         row = found.pages[stream]
         at = put_key(out, at, written, found.table.ranks[stream])
-        at = _put_float(out, at, _weighted(row[GPU], row[CPU], row[DISK], row[EXTERNAL], block_size, weights))
+        at = put_float(out, at, _weighted(row[GPU], row[CPU], row[DISK], row[EXTERNAL], block_size, weights))
         if at < 0:
             return at
         written, stream = written + 1, _following(found, stream)
-    return _put_byte(out, at, _CLOSE)
+    return put_byte(out, at, CLOSE)
 
 
 @inline_helper
@@ -390,12 +268,12 @@ def _put_scores(out: U8Vector, at: int, found: _Found, streams: I32Vector) -> in
     for number in streams:
         stream = int64(number)
         if _is_new(found, stream, 0):
-            name = at if written == 0 else _put_byte(out, at, _COMMA)
+            name = at if written == 0 else put_byte(out, at, COMMA)
             name = put_piece(out, name, table.names, table.workers[stream])
-            begin = _put_byte(out, _put_byte(out, name, _COLON), _OPEN)
+            begin = put_byte(out, put_byte(out, name, COLON), OPEN)
             end = _put_ranks(out, begin, found, stream, GPU, False)
             if end > begin:  # otherwise the next worker is written over it
-                at = _put_byte(out, end, _CLOSE)
+                at = put_byte(out, end, CLOSE)
                 written += 1
     return at
 
@@ -435,7 +313,7 @@ def put_answer(
             table.found_in[stream] = query
     if layout.has_scores[0]:
         at = _put_scores(out, at, found, streams)
-        at = _put(out, at, _BETWEEN_PARTS, 0, len(_BETWEEN_PARTS) - MARGIN)
+        at = put_text(out, at, _BETWEEN_PARTS, 0, len(_BETWEEN_PARTS) - MARGIN)
     text_start, text_stop = at, at
     previous = _Holdings(0, 0, uint32(0), uint32(0), uint32(0), uint32(0), _LIVE, now, False)
     for number in streams:
@@ -443,12 +321,12 @@ def put_answer(
         if not _is_new(found, stream, 1):
             continue
         if written > 0:
-            at = _put_byte(out, at, _COMMA)
+            at = put_byte(out, at, COMMA)
         written += 1
         held = _holdings(found, stream)
         at = put_piece(out, at, table.names, table.workers[stream])
         if _are_alike(table, held, previous):  # most workers hold the same part of a prompt
-            at = _put(out, at, out, text_start, text_stop)
+            at = put_text(out, at, out, text_start, text_stop)
         else:
             text_start, previous = at, held
             at = text_stop = _put_holdings(out, at, found, layout, held)
@@ -458,5 +336,5 @@ def put_answer(
             at = _put_weighted(out, at, found, held, weights)
             if at < 0:
                 return at
-        at = _put_byte(out, at, _CLOSE)
-    return _put_byte(out, _put_byte(out, at, _CLOSE), _CLOSE)
+        at = put_byte(out, at, CLOSE)
+    return put_byte(out, put_byte(out, at, CLOSE), CLOSE)

@@ -8,7 +8,7 @@ A request is recognised by its template: the values of the lines that matter, an
 
 from typing import NamedTuple
 
-from api.fast.kernels.answer import Layout, StreamTable, Texts, put_number, put_piece
+from api.fast.kernels.answer import Layout, StreamTable
 from api.fast.kernels.head import (
     AUTHORIZATION,
     CONTENT_LENGTH,
@@ -19,6 +19,7 @@ from api.fast.kernels.head import (
     read_head,
 )
 from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
+from api.fast.kernels.text import Texts, put_number, put_piece
 from indexer.kernels.find import PageLookup
 from kv_events.kernels.bundles import BoolVector, I32Vector, I64Matrix, U8Vector, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel

@@ -4,20 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from api.fast.kernels.answer import (
-    CPU,
-    EXTERNAL,
-    GPU,
-    Layout,
-    StreamTable,
-    Texts,
-    put_hashes,
-    put_key,
-    put_number,
-    put_piece,
-)
+from api.fast.kernels.answer import CPU, EXTERNAL, GPU, Layout, StreamTable
 from api.fast.kernels.connections import ANSWERED, NUMBERS, NUMBERS_END, RETURNED, SocketBuffers, send_answer
 from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
+from api.fast.kernels.text import Texts, put_hashes, put_key, put_number, put_piece
 from indexer.kernels.find import PageLookup
 from kv_events.kernels.bundles import F64Vector, U8Vector, U64Input
 from kv_events.kernels.declare import helper, inline_helper, kernel

@@ -15,12 +15,12 @@ from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.http.explanations import Explanation
 from kv_events.log.event_log import EventLogWriter
-from kv_events.log.format import list_segments
 from kvsight.client import AsyncClient
 from kvsight.prompts import Prompt
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.late_log import write_late_log, write_log
+from tests.support.log.plain_log import flip, segments, tear
 from tests.support.log.planted_causes import check_truth, planted
 from tests.support.log.planted_scene import MODEL, VICTIM, Scene
 
@@ -125,11 +125,9 @@ async def test_an_explanation_that_takes_too_long_is_given_up(held: tuple[Path, 
 
 async def test_parts_of_the_log_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     scene, _ = planted("held", 104)
-    segment = list_segments(write_log(tmp_path, scene.records))[0].path
-    data = bytearray(segment.read_bytes())
-    data[len(data) // 2] ^= 0xFF
+    segment = segments(write_log(tmp_path, scene.records))[0]
     async with service(tmp_path) as client:
-        segment.write_bytes(data)
+        flip(segment, segment.stat().st_size // 2)
         damaged = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
     assert [each.startswith(f"{segment}: ") for each in damaged.damage] == [True]
     assert 0 < damaged.records < len(scene.records)
@@ -137,10 +135,9 @@ async def test_parts_of_the_log_that_cannot_be_read_are_named(tmp_path: Path) ->
 
 async def test_a_torn_tail_is_damage_unless_a_writer_has_the_log_open(tmp_path: Path) -> None:
     scene, _ = planted("held", 105)
-    segment = list_segments(write_log(tmp_path, scene.records))[-1].path
+    write_log(tmp_path, scene.records)
     async with service(tmp_path) as client:
-        with segment.open("ab") as file:
-            file.write(bytes([200, 0, 0]))
+        segment = tear(tmp_path)
         torn = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
         with EventLogWriter(tmp_path):
             sound = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)

@@ -5,20 +5,19 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
 from analysis.diff import diff, holdings_of, holdings_of_dump
 from indexer.replay import LogIndexer, Timeline
 from kv_events.log.moments import LogMoment
-from kvsight.cli.main import app as cli
 from tests.rigs.api import replaying, searched_span
+from tests.support.commands import printed
 from tests.support.http_checks import check_problem
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.late_log import write_log
+from tests.support.log.plain_log import flip, segments
 
 NUM_RECORDS = 400
 
@@ -35,13 +34,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def client(log: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with replaying(log) as client:
         yield client
-
-
-def replayed(*arguments: object) -> Any:
-    """What `kvsight replay --json` prints."""
-    result = CliRunner().invoke(cli, ["replay", *map(str, arguments), "--json"])
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
 
 
 def random_moments(log: Path, number: int) -> list[str]:
@@ -65,7 +57,9 @@ async def test_random_moments_are_those_of_the_command(client: httpx.AsyncClient
     query = {"model_name": "m", "seq_hashes": list(range(1, 40))}
     (tmp_path / "query.json").write_text(json.dumps(query))
     for at in random_moments(log, 8):
-        expected = {(view["model"], view["worker"], view["dp_rank"]): view for view in replayed(log, "--at", at)}
+        expected = {
+            (view["model"], view["worker"], view["dp_rank"]): view for view in printed("replay", log, "--at", at)
+        }
         workers = (await client.get("/workers", params={"at": at})).json()
         shown = {
             (worker["model_name"], worker["instance_id"], int(rank)): {
@@ -83,7 +77,7 @@ async def test_random_moments_are_those_of_the_command(client: httpx.AsyncClient
         assert shown == expected, at
         if any(model == "m" for model, *_ in expected):
             answer = await client.post("/query_by_hash", params={"at": at}, json=query)
-            assert answer.json() == replayed(log, "--at", at, "--query", tmp_path / "query.json"), at
+            assert answer.json() == printed("replay", log, "--at", at, "--query", tmp_path / "query.json"), at
 
 
 async def test_dumps_are_those_of_the_moments(client: httpx.AsyncClient, log: Path) -> None:
@@ -124,9 +118,8 @@ async def test_steps_lead_from_batch_to_batch(client: httpx.AsyncClient, log: Pa
 
 
 async def test_differences_are_those_of_the_command(client: httpx.AsyncClient, log: Path) -> None:
-    expected = CliRunner().invoke(cli, ["replay", str(log), "--at", "80", "--diff", str(log), "--to", "300", "--json"])
-    assert expected.exit_code == 0, expected.stderr
-    assert (await client.get("/diff?from=80&at=300")).json() == json.loads(expected.stdout)
+    expected = printed("replay", log, "--at", 80, "--diff", log, "--to", 300)
+    assert (await client.get("/diff?from=80&at=300")).json() == expected
 
 
 @pytest.mark.parametrize(
@@ -191,10 +184,8 @@ def damaged_copy(log: Path, copy: Path) -> str:
     for path in log.iterdir():
         if path.suffix != ".kvtimes":
             (copy / path.name).write_bytes(path.read_bytes())
-    segment = sorted(copy.glob("*.kvlog"))[1]
-    data = bytearray(segment.read_bytes())
-    data[len(data) // 2] ^= 1
-    segment.write_bytes(data)
+    segment = segments(copy)[1]
+    flip(segment, segment.stat().st_size // 2)
     return segment.name
 
 

@@ -9,7 +9,6 @@ from random import Random
 import httpx
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from analysis.diff import HeldPages, Holdings, diff, holdings_of, holdings_of_dump
 from indexer.replay import LogIndexer, Timeline
@@ -19,11 +18,11 @@ from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import WireEvent
-from kvsight.cli.main import app
 from tests.rigs.api import Serving, replaying, searched_span
-from tests.support.commands import RunningCommand
+from tests.support.commands import RunningCommand, invoke
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.late_log import write_log
+from tests.support.log.plain_log import tear
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
 
@@ -148,8 +147,7 @@ def log(tmp_path: Path) -> Path:
     """A log of ten records, with a torn tail."""
     stream = Stream("w")
     folder = write_log(tmp_path / "run.log", (stream.batch(stored((0, [i + 1])), now=1000 + i) for i in range(10)))
-    (segment,) = folder.glob("*.kvlog")
-    segment.write_bytes(segment.read_bytes() + b"\x01\x02\x03")
+    tear(folder)
     return folder
 
 
@@ -176,7 +174,7 @@ def test_mistakes_are_named_before_anything_is_served(log: Path, tmp_path: Path)
         ((log, "--serve", "--at", "soon"), "--at: got 'soon', expected a time"),
         ((tmp_path / "none", "--serve"), "no such folder"),
     ]:
-        result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+        result = invoke("replay", *arguments)
         assert result.exit_code != 0
         assert words in str(result.exception), (result.stderr, result.exception)
 

@@ -105,8 +105,7 @@ async def test_metrics_are_asked_for_only_where_engines_may_be(url: str, status:
             assert problem["field"] == "metrics_url"
 
 
-async def test_copies_count_and_removed_pages_tell_how_long_a_page_stays() -> None:
-    fed = HandFed()
+async def test_copies_count_and_removed_pages_tell_how_long_a_page_stays(fed: HandFed) -> None:
     service = LiveService(fed.consumer, ApiSettings())
     async with asking(create_app(service)) as client:
         one, views = Stream("one"), fed.consumer.namespaces
@@ -123,8 +122,7 @@ async def test_copies_count_and_removed_pages_tell_how_long_a_page_stays() -> No
         assert kept["two"] is None
 
 
-async def test_half_of_the_removed_pages_stayed_no_longer_than_the_median() -> None:
-    fed = HandFed()
+async def test_half_of_the_removed_pages_stayed_no_longer_than_the_median(fed: HandFed) -> None:
     service, one = LiveService(fed.consumer, ApiSettings()), Stream("one")
     before, long, short = (list(range(first, first + 256 * 100, 256)) for first in (256, 256 * 1000, 256 * 2000))
     async with asking(create_app(service)) as client:

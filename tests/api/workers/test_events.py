@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import httpx
@@ -19,6 +19,7 @@ from api.workers.event_stream import MAX_QUEUED_EVENTS, EventStream, StreamFilte
 from kv_events.http.events import BatchApplied, FeedEvent, StateChanged
 from kv_events.schema import AllBlocksCleared
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError
+from tests.rigs.api import listening
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, removed, stored
@@ -41,8 +42,7 @@ async def next_events(stream: AsyncIterator[bytes]) -> list[tuple[str, dict[str,
     return []
 
 
-async def test_a_batch_is_reported_with_its_counts_and_the_state_after_it() -> None:
-    fed = HandFed()
+async def test_a_batch_is_reported_with_its_counts_and_the_state_after_it(fed: HandFed) -> None:
     feed = EventStream(fed.consumer, max_clients=1)
     async with fed.consumer.running(), feed.listening(StreamFilter()) as stream:
         assert events_of(await anext(stream)) == []
@@ -64,8 +64,7 @@ async def test_a_batch_is_reported_with_its_counts_and_the_state_after_it() -> N
     assert change == {**of, "before": None, "state": "live", "reason": ""}
 
 
-async def test_a_wrong_view_and_a_cleared_one_are_reported() -> None:
-    fed = HandFed()
+async def test_a_wrong_view_a_cleared_one_silence_and_the_end_of_a_view_are_reported(fed: HandFed) -> None:
     feed = EventStream(fed.consumer, max_clients=1)
     async with fed.consumer.running():
         worker = Stream("w")
@@ -76,19 +75,9 @@ async def test_a_wrong_view_and_a_cleared_one_are_reported() -> None:
             (_, batch), (kind, change) = await next_events(stream)
             assert batch["cleared"]
             assert (kind, change["before"], change["state"], change["reason"]) == ("state", "live", "stale", "digest")
-
-
-async def test_silence_and_the_end_of_a_view_are_reported_too() -> None:
-    fed = HandFed()
-    feed = EventStream(fed.consumer, max_clients=1)
-    async with fed.consumer.running():
-        worker = Stream("w")
-        await fed.feed(worker.batch(stored((0, [1]))))
-        async with feed.listening(StreamFilter()) as stream:
-            assert [data["state"] for _, data in await next_events(stream)] == ["live"]
             fed.consumer.freshness.log_read_at += 100.0
             ((kind, change),) = await next_events(stream)
-            assert (kind, change["before"], change["state"]) == ("state", "live", "expired")
+            assert (kind, change["before"], change["state"]) == ("state", "stale", "expired")
             await fed.consumer.forget([worker.id])
             ((kind, change),) = await next_events(stream)
             assert (kind, change["before"], change["state"]) == ("state", "expired", "forgotten")
@@ -106,8 +95,7 @@ async def test_silence_and_the_end_of_a_view_are_reported_too() -> None:
         (StreamFilter(kind="state", worker="a"), ["a"]),
     ],
 )
-async def test_only_what_was_asked_for_is_reported(wanted: StreamFilter, names: list[str]) -> None:
-    fed = HandFed()
+async def test_only_what_was_asked_for_is_reported(fed: HandFed, wanted: StreamFilter, names: list[str]) -> None:
     feed = EventStream(fed.consumer, max_clients=2)
     async with (
         fed.consumer.running(),
@@ -124,8 +112,7 @@ async def test_only_what_was_asked_for_is_reported(wanted: StreamFilter, names: 
     assert {name for name, _ in events} <= ({wanted.kind} if wanted.kind else {"batch", "state"})
 
 
-async def test_a_slow_client_is_notified_and_disconnected_and_the_others_continue() -> None:
-    fed = HandFed()
+async def test_a_slow_client_is_notified_and_disconnected_and_the_others_continue(fed: HandFed) -> None:
     feed = EventStream(fed.consumer, max_clients=2)
     async with (
         fed.consumer.running(),
@@ -144,8 +131,7 @@ async def test_a_slow_client_is_notified_and_disconnected_and_the_others_continu
         assert heard == 5 * (MAX_QUEUED_EVENTS // 4)
 
 
-async def test_there_is_a_bound_on_clients_even_on_those_that_came_together() -> None:
-    fed = HandFed()
+async def test_there_is_a_bound_on_clients_even_on_those_that_came_together(fed: HandFed) -> None:
     service = LiveService(fed.consumer, ApiSettings(max_event_clients=4))
     app, feed = create_app(service), service.feed
     statuses: list[int] = []
@@ -193,13 +179,6 @@ async def test_a_caller_that_disconnects_before_its_answer_begins_frees_its_plac
     assert feed.num_clients == 0
 
 
-@asynccontextmanager
-async def served(fed: HandFed, **settings: Any) -> AsyncIterator[str]:
-    api = ApiSettings(port=0, **settings)
-    async with running_server(create_app(LiveService(fed.consumer, api)), api) as url:
-        yield url
-
-
 class Listener:
     """Events of either kind of client."""
 
@@ -220,10 +199,9 @@ class Listener:
 
 @pytest.mark.timing("streams must end before the five seconds that requests get to finish")
 @pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_a_client_hears_states_then_batches_until_the_server_stops(kind: str) -> None:
-    fed = HandFed()
+async def test_a_client_hears_states_then_batches_until_the_server_stops(fed: HandFed, kind: str) -> None:
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(served(fed))
+        url = await stack.enter_async_context(listening(fed.consumer))
         worker = Stream("w")
         await fed.feed(worker.batch(stored((0, [1, 2]))), Stream("other").batch())
         listener = Listener(kind, url, worker="w")
@@ -240,9 +218,8 @@ async def test_a_client_hears_states_then_batches_until_the_server_stops(kind: s
         assert await listener.next() is None
 
 
-async def test_a_listener_that_disconnects_makes_room_for_another() -> None:
-    fed = HandFed()
-    async with served(fed, max_event_clients=1) as url, AsyncClient(url) as client:
+async def test_a_listener_that_disconnects_makes_room_for_another(fed: HandFed) -> None:
+    async with listening(fed.consumer, max_event_clients=1) as url, AsyncClient(url) as client:
         async with aclosing(client.events()) as first:
             await fed.feed(Stream("w").batch())
             assert await anext(first)

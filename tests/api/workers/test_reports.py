@@ -152,8 +152,7 @@ async def test_no_address_is_asked_that_is_not_allowed(
         assert not http.requests
 
 
-async def test_reports_of_ranks_that_share_an_address_cost_one_request() -> None:
-    fed = HandFed()
+async def test_reports_of_ranks_that_share_an_address_cost_one_request(fed: HandFed) -> None:
     ranks = [StreamId("m", "default", "w", rank) for rank in (0, 1)]
     async with scripted(*[Reply(body=VLLM.encode())] * 600) as http:
         found = Reports(fed.consumer, lambda: dict.fromkeys(ranks, f"{http.url}/metrics"), AllowedAddresses("*"))

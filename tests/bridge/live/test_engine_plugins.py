@@ -20,7 +20,6 @@ from aiokafka import AIOKafkaConsumer
 import kvsight.plugins
 from bridge.plugins import EnginePublisher
 from kv_events.errors import InvalidValueError
-from kv_events.log.event_log import EventLogReader
 from kv_events.streams import StreamId
 from kvsight.plugins import SGLANG_MODULE, VLLM_MODULE, EngineFactoryError, publisher_factory, set_publisher
 from tests.models.stream_reader import Pages, StreamReader
@@ -36,6 +35,7 @@ from tests.support.engines.released_modules import (
     forget_engine_modules,
 )
 from tests.support.http_checks import WITHOUT_TLS
+from tests.support.log.records import records_of
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
@@ -95,7 +95,7 @@ def pages_in(folder: Path, rank: int = 0) -> Pages:
     """Return the pages that a reader of the log sees now."""
     view = StreamReader()
     key = StreamId("m", "default", "w", rank).key.encode()
-    for _, record in EventLogReader(folder).read():
+    for record in records_of(folder):
         if record.key == key:
             view.read(record.payload)
     return view.pages

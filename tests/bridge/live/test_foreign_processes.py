@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from api.app import create_app
-from api.server import running_server
-from api.service import LiveService
-from api.settings import ApiSettings
 from kv_events.codec import StoredPages, decode_batch
-from kv_events.log.event_log import EventLogReader
 from kv_events.records import LogRecord
+from tests.rigs.api import listening
 from tests.support.log.hand_fed import HandFed
-from tests.support.log.records import Stream
+from tests.support.log.records import Stream, records_of
 
 pytestmark = pytest.mark.timing("an engine's process must publish within seconds")
 
@@ -92,8 +88,8 @@ KafkaSink(PublisherSettings(model="m", worker="w", block_size=4, kafka="127.0.0.
 @pytest.fixture
 async def service() -> AsyncIterator[str]:
     """The URL of an API in which worker `one` holds four pages."""
-    fed, settings = HandFed(), ApiSettings(port=0)
-    async with running_server(create_app(LiveService(fed.consumer, settings)), settings) as url:
+    fed = HandFed()
+    async with listening(fed.consumer) as url:
         await fed.hold(Stream("one"), list(range(1, 17)))
         yield url
 
@@ -134,8 +130,7 @@ async def test_a_router_needs_only_kvsight_names(service: str, their_folder: Pat
 async def test_an_engine_needs_only_kvsight_names(their_folder: Path, tmp_path: Path) -> None:
     assert await run_among_theirs(their_folder, ENGINE, str(tmp_path / "logs")) == OF_ENGINES
     for kind in ("RadixCache", "HiRadixCache"):
-        records = [record for _, record in EventLogReader(tmp_path / "logs" / kind).read()]
-        assert sum(map(num_pages, records)) >= 4
+        assert sum(map(num_pages, records_of(tmp_path / "logs" / kind))) >= 4
 
 
 def num_pages(record: LogRecord) -> int:

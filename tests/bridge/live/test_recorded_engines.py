@@ -23,6 +23,7 @@ from kv_events.log.memory import MemoryLog
 from publisher import PublisherSettings
 from publisher.sinks.memory import MemorySink
 from tests.engines.recording import Asked, AskedText, Batch, Header, Restarted, Step, read
+from tests.rigs.api import asking
 from tests.support.engines.recorded_engine import recorded_engine
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
@@ -109,8 +110,7 @@ async def replayed(header: Header, steps: Sequence[Step]) -> AsyncIterator[Repla
             }
             await fleet.add(EngineSettings(**fields))
         await async_wait_until(lambda: len(consumer.namespaces.views) >= len(engines), what="a view of each engine")
-        transport = httpx.ASGITransport(app)
-        client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://t"))
+        client = await stack.enter_async_context(asking(app))
         yield Replayed(header, engines, fleet, log, consumer, client)
 
 

@@ -9,22 +9,14 @@ import pytest
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.settings import MooncakeSettings
-from engine_cache.storage import mooncake, mooncake_client
+from engine_cache.storage import mooncake
 from engine_cache.storage.mooncake import MooncakeWatch
 from engine_cache.storage.mooncake_client import MasterState, MooncakeClient
 from kv_events.errors import InvalidValueError
-from tests.rigs.mooncake_double import OVERFLOW, DoubleMaster
+from tests.rigs.mooncake_double import OVERFLOW
 from tests.support.waiting import wait_until
 
 SAME, EMPTIED, AWAY = MasterState.SAME, MasterState.EMPTIED, MasterState.AWAY
-
-
-@pytest.fixture
-def master(monkeypatch):
-    double = DoubleMaster()
-    monkeypatch.setattr(mooncake_client, "MooncakeDistributedStore", double.make_native)
-    yield double
-    double.close()
 
 
 @pytest.fixture

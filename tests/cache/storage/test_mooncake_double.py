@@ -13,17 +13,9 @@ pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 from engine_cache.storage import PoolName, mooncake, mooncake_client
 from engine_cache.storage.mooncake import MooncakeStorage
 from tests.rigs.mooncake import make_rig, own_identity
-from tests.rigs.mooncake_double import BAD_ARGUMENTS, NOT_FOUND, OVERFLOW, TRANSFER_FAILED, DoubleMaster
+from tests.rigs.mooncake_double import BAD_ARGUMENTS, NOT_FOUND, OVERFLOW, TRANSFER_FAILED
 from tests.rigs.page_pools import KEYS, PagePool, get, held, put
 from tests.support.waiting import wait_until
-
-
-@pytest.fixture
-def master(monkeypatch):
-    double = DoubleMaster()
-    monkeypatch.setattr(mooncake_client, "MooncakeDistributedStore", double.make_native)
-    yield double
-    double.close()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from analysis.audit.audit import audit_log
 from api.app import create_app
@@ -28,7 +28,8 @@ from kv_events.records import Channel, LogRecord
 from kvsight import AsyncClient, Decision, Outcome, Prompt
 from tests.support.commands import kvsight
 from tests.support.log.hand_fed import HandFed
-from tests.support.log.records import Stream, removed, stored
+from tests.support.log.records import Stream, records_of, removed, stored
+from tests.support.servers.kafka_broker import produce
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
@@ -92,10 +93,10 @@ async def test_decisions_are_kept_beside_the_event_log_that_is_followed(tmp_path
     async with router(IndexerSettings(event_log_dir=tmp_path)) as (client, log, fed):
         decided = await report(client, fed)
         await async_wait_until(lambda: log.written == 2, what="the records")
-    records = [record for _, record in EventLogReader(tmp_path / "decisions").read()]
+    records = records_of(tmp_path / "decisions")
     assert {record.channel for record in records} == {Channel.DECISIONS}
     check([decode_decision(record.payload) for record in records], decided)
-    assert list(EventLogReader(tmp_path).read()) == []
+    assert records_of(tmp_path) == []
 
 
 async def test_a_folder_that_cannot_be_written_costs_decisions_and_nothing_else(tmp_path: Path) -> None:
@@ -127,9 +128,8 @@ async def test_a_recording_of_the_topics_can_be_audited(kafka_bootstrap: str, tm
     own: dict[str, Any] = {"kafka": kafka_bootstrap, "events_topic": f"e-{name}", "decisions_topic": f"d-{name}"}
     hashes = sequence_hashes(token_array(TOKENS), 4).tolist()
     now = time.time()
-    async with AIOKafkaProducer(bootstrap_servers=kafka_bootstrap) as producer:
-        for record in (engine.batch(stored((0, hashes[:3])), now=now - 2), engine.batch(removed([hashes[2]]), now=now)):
-            await producer.send_and_wait(own["events_topic"], record.payload, key=record.key)
+    records = engine.batch(stored((0, hashes[:3])), now=now - 2), engine.batch(removed([hashes[2]]), now=now)
+    await produce(kafka_bootstrap, own["events_topic"], records)
     async with router(IndexerSettings(**own)) as (client, log, fed):
         await fed.hold(Stream("w1"), TOKENS[:8])
         chosen = Decision("r1", Prompt("m", TOKENS), "w1", 0, 12, timestamp=now - 1)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import NewTopic
 
 from indexer.sources.base import Source, SourceUnavailableError
 from indexer.sources.file import FileSource
@@ -21,6 +21,7 @@ from kv_events.log.event_log import EventLogWriter
 from kv_events.log.memory import MemoryLog
 from kv_events.records import LogRecord
 from tests.support.log.records import Stream
+from tests.support.servers.kafka_broker import administration
 from tests.support.waiting import async_wait_until
 
 Append = Callable[[LogRecord], Awaitable[None]]
@@ -39,18 +40,14 @@ def kafka_settings(bootstrap: str, topic: str) -> KafkaSettings:
 
 async def _kafka_log(bootstrap: str) -> AsyncIterator[Log]:
     topic = f"events-{uuid.uuid4().hex}"
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
-    await admin.start()
-    await admin.create_topics([NewTopic(topic, 3, 1)])
-    producer = AIOKafkaProducer(bootstrap_servers=bootstrap, acks="all", enable_idempotence=True)
-    await producer.start()
+    async with administration(bootstrap) as admin:
+        await admin.create_topics([NewTopic(topic, 3, 1)])
+    async with AIOKafkaProducer(bootstrap_servers=bootstrap, acks="all", enable_idempotence=True) as producer:
 
-    async def append(record: LogRecord) -> None:
-        await producer.send_and_wait(topic, record.payload, key=record.key, timestamp_ms=record.timestamp_ms)
+        async def append(record: LogRecord) -> None:
+            await producer.send_and_wait(topic, record.payload, key=record.key, timestamp_ms=record.timestamp_ms)
 
-    yield Log(append, lambda: KafkaSource(kafka_settings(bootstrap, topic)))
-    await producer.stop()
-    await admin.close()
+        yield Log(append, lambda: KafkaSource(kafka_settings(bootstrap, topic)))
 
 
 @pytest.fixture(params=["memory", "file", "kafka"])

@@ -22,6 +22,7 @@ from simulation import SimulationSettings, WorkloadSettings, generate
 from simulation.caches import capacity_pages
 from simulation.live import LiveFleet, memory_transport, publishing_fleet
 from simulation.workload import Request
+from tests.rigs.api import listening
 from tests.support.browser.chromium import visiting
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -95,8 +96,8 @@ async def hand_fed(
     browser: Browser, allowed: str | None = None, view: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Page, AliveFed]]:
     """A page of a service whose records a test writes. allowed, view: see `visiting`."""
-    fed, given = AliveFed(), ApiSettings(port=0, **settings)
-    async with running_server(create_app(LiveService(fed.consumer, given)), given) as url:
+    fed = AliveFed()
+    async with listening(fed.consumer, **settings) as url:
         fed.url = url
         await fed.feed()
         beating = asyncio.create_task(fed.beat())

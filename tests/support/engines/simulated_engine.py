@@ -21,6 +21,7 @@ import msgspec
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import WITHOUT_TLS, succeeds
 from tests.support.prepared_python import PreparedProcess
+from tests.support.programs import own_environment
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
@@ -69,8 +70,7 @@ class SimulatedEngine:
         """behaviour: fields of `Behaviour`. variables: settings of the plug-in."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        ours = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
-        environment = ours | {name: str(value) for name, value in {"KVSIGHT_MODEL": "m", **variables}.items()}
+        environment = own_environment(**{"KVSIGHT_MODEL": "m", **variables})
         with Path(os.devnull).open("r+") as nothing:
             streams = nothing.fileno(), nothing.fileno(), sys.stderr.fileno()
             argument = json.dumps({"port": port, **(behaviour or {})})

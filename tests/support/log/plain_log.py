@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from kv_events.log.event_log import EventLogReader, EventLogWriter
+from kv_events.log.event_log import EventLogReader
 from kv_events.records import LogRecord
+from tests.support.log.late_log import write_log
 
 RECORD_BYTES = 12 + 24 + 3 + 100
 HEADER_BYTES = 24
@@ -16,9 +17,7 @@ def record(i: int) -> LogRecord:
 
 
 def write(folder: Path, records: range, segment_bytes: int = 64 * 2**20) -> None:
-    with EventLogWriter(folder, segment_bytes=segment_bytes) as writer:
-        for i in records:
-            assert writer.append(record(i)) == i
+    write_log(folder, map(record, records), segment_bytes)
 
 
 def read(folder: Path, start: int = 0) -> list[tuple[int, LogRecord]]:
@@ -39,5 +38,8 @@ def flip(path: Path, position: int, bits: int = 0x10) -> None:
     path.write_bytes(data)
 
 
-def payloads(folder: Path) -> list[LogRecord]:
-    return [item for _, item in read(folder)]
+def tear(folder: Path) -> Path:
+    """Begin a record at the end of a log's last segment, and return the segment's path."""
+    last = segments(folder)[-1]
+    last.write_bytes(last.read_bytes() + bytes([200, 0, 0]))
+    return last

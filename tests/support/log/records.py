@@ -21,6 +21,12 @@ def log_records(folder: Path) -> list[LogRecord]:
     return [record._replace(offset=index) for index, record in EventLogReader(folder).read()]
 
 
+def records_of(folder: Path) -> list[LogRecord]:
+    """Return the records of a log, as far as they were not deleted."""
+    reader = EventLogReader(folder)
+    return [record for _, record in reader.read(reader.first_index)]
+
+
 def words(values: Iterable[int]) -> bytes:
     """Return packed little-endian u64 values."""
     return np.array(list(values), dtype="<u8").tobytes()

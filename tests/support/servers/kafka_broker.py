@@ -5,6 +5,7 @@ in `~/.cache/kvsight` (or `$XDG_CACHE_HOME/kvsight`), and so are the classes tha
 Java needs them: a start then takes half the CPU time.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -13,9 +14,17 @@ import signal
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+
+from kv_events.kafka.connection import KafkaConnection
+from kv_events.kafka.settings import KafkaSettings
+from kv_events.kafka.topics import inspect_topics
+from kv_events.records import LogRecord
 from tests.support.servers.child_process import PartMissingError, RestartableServer, free_port
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.waiting import wait_until
@@ -224,3 +233,36 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.asynccontextmanager
+async def administration(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    """The rights of an administrator of a broker during a block."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await admin.start()
+    try:
+        yield admin
+    finally:
+        await admin.close()
+
+
+async def produce(bootstrap: str, topic: str, records: Iterable[LogRecord], *, keeps_times: bool = False) -> None:
+    """Write records to a topic, as a stranger may, and wait until the broker has them."""
+    async with AIOKafkaProducer(bootstrap_servers=bootstrap) as producer:
+        for record in records:
+            time_ms = record.timestamp_ms if keeps_times else None
+            await producer.send_and_wait(topic, record.payload, record.key, timestamp_ms=time_ms)
+
+
+def recorded_topic(bootstrap: str, records: Iterable[LogRecord]) -> KafkaSettings:
+    """Create a topic of two partitions with these records of events and their times. Returns settings that name it."""
+    name = uuid.uuid4().hex
+    topics: dict[str, Any] = {"events_topic": f"events-{name}", "control_topic": f"control-{name}"}
+    settings = KafkaSettings(kafka=bootstrap, **topics, topic_partitions=2)
+
+    async def write() -> None:
+        await inspect_topics(KafkaConnection(settings), settings, create=True)
+        await produce(bootstrap, settings.events_topic, records, keeps_times=True)
+
+    asyncio.run(write())
+    return settings

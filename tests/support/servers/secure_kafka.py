@@ -5,12 +5,11 @@ import json
 import time
 from pathlib import Path
 
-from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.admin import CreateAclsRequest
 
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.child_process import free_port
-from tests.support.servers.kafka_broker import KafkaBroker, run_kafka_tool
+from tests.support.servers.kafka_broker import KafkaBroker, administration, run_kafka_tool
 
 USER, PASSWORD = "kvsight-user", "a-secret-of-the-tests"
 ROTATED_USER = "rotated-user"
@@ -53,16 +52,12 @@ class SecureKafka:
 
     async def allow(self, topic: str, *operations: str, user: str = USER) -> None:
         """Let one user `read`, `write` or `describe` a topic, and no other user anything."""
-        admin = AIOKafkaAdminClient(bootstrap_servers=self.address("PLAINTEXT"))
-        await admin.start()
-        try:
+        async with administration(self.address("PLAINTEXT")) as admin:
             for operation in operations:
                 is_literal, is_allowed = 3, 3
                 rule = (_TOPIC, topic, is_literal, f"User:{user}", "*", _OPERATIONS[operation], is_allowed)
                 answer = await admin._send_request(CreateAclsRequest(*rule))
                 assert not any(code for code, _ in answer.creation_responses), answer
-        finally:
-            await admin.close()
 
     def set_password(self, user: str, password: str) -> None:
         """Change the password of a user of SCRAM-SHA-512. Takes about 2 s."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-from aiokafka import AIOKafkaProducer
 
 from kv_events.records import LogRecord
 from kv_events.runtime.variables import FLAGS, variable
@@ -19,6 +18,7 @@ from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.prepared_python import PreparedProcess
 from tests.support.servers.child_process import free_port
+from tests.support.servers.kafka_broker import produce
 from tests.support.waiting import wait_until
 
 
@@ -37,13 +37,7 @@ def own_topics(kafka: str, **variables: object) -> dict[str, Any]:
 
 def write_events(topics: Mapping[str, object], *records: LogRecord) -> None:
     """Write records to the topic of events, as a stranger may, and wait until the broker has them."""
-
-    async def send() -> None:
-        async with AIOKafkaProducer(bootstrap_servers=str(topics["KVSIGHT_KAFKA"])) as producer:
-            for record in records:
-                await producer.send_and_wait(str(topics["KVSIGHT_EVENTS_TOPIC"]), record.payload, record.key)
-
-    asyncio.run(send())
+    asyncio.run(produce(str(topics["KVSIGHT_KAFKA"]), str(topics["KVSIGHT_EVENTS_TOPIC"]), records))
 
 
 def as_flags(variables: Mapping[str, object]) -> tuple[list[str], dict[str, str]]:
@@ -142,6 +136,11 @@ class ServiceProcess:
         """Return the sum of the samples of a metric, whose name may include labels; 0 if there are none."""
         lines = (line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines())
         return sum(float(value) for sample, value in lines if re.fullmatch(rf"{name}(\{{.*\}})?", sample))
+
+    def wait_for_snapshot(self) -> None:
+        """Return when the service has written the next snapshot."""
+        before = self.metric("kvsight_snapshots_written_total")
+        wait_until(lambda: self.metric("kvsight_snapshots_written_total") > before, 60, "the next snapshot")
 
     def is_right(self, engine: PublishingProcess) -> bool:
         """Return whether the view of an engine is live and equals what the engine holds."""
