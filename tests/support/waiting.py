@@ -9,12 +9,11 @@ from typing import Any
 
 def wait_until(condition: Callable[[], Any], deadline_s: float = 30.0, what: str = "") -> None:
     """Return once `condition()` is true. Raises AssertionError naming `what` after `deadline_s` seconds."""
-    began = time.monotonic()
-    give_up = began + deadline_s
+    start = began = time.monotonic()
     while not condition():
-        if time.monotonic() > give_up:
+        if time.monotonic() > start + deadline_s:
             raise AssertionError(_complaint(condition, deadline_s, what))
-        time.sleep(_pause_s(began))
+        time.sleep(_pause_s(start, began))
         began = time.monotonic()
 
 
@@ -22,7 +21,7 @@ async def async_wait_until(
     condition: Callable[[], Any | Awaitable[Any]], deadline_s: float = 30.0, what: str = ""
 ) -> None:
     """`wait_until` inside an event loop; `condition` may be a coroutine function."""
-    give_up = time.monotonic() + deadline_s
+    start = time.monotonic()
     while True:
         began = time.monotonic()
         met = condition()
@@ -30,14 +29,17 @@ async def async_wait_until(
             met = await met
         if met:
             return
-        if time.monotonic() > give_up:
+        if time.monotonic() > start + deadline_s:
             raise AssertionError(_complaint(condition, deadline_s, what))
-        await asyncio.sleep(_pause_s(began))
+        await asyncio.sleep(_pause_s(start, began))
 
 
-def _pause_s(began: float) -> float:
-    """The pause after a look that began then: longer than the look, because it slows down what is waited for."""
-    return min(max(0.005, 3 * (time.monotonic() - began)), 0.1)
+def _pause_s(start: float, began: float) -> float:
+    """The pause after a look that began then: longer than the look, because it slows down what is waited for, and in
+    proportion to the time since the start, so that short waits end soon and long ones cost little.
+    """
+    now = time.monotonic()
+    return min(max(0.001, 3 * (now - began), (now - start) / 20), 0.1)
 
 
 def _complaint(condition: Callable[[], Any], deadline_s: float, what: str) -> str:
