@@ -79,8 +79,8 @@ def encode_reservation(record: ReservationRecord) -> bytes:
     return _encoder.encode(record)
 
 
-def beginnings(replica: str) -> tuple[bytes, ...]:
-    """Return how the records that a replica encodes begin, after the first byte."""
+def record_prefixes(replica: str) -> tuple[bytes, ...]:
+    """Return what the records that a replica encodes begin with, after the first byte: one for each kind."""
     return tuple(_encoder.encode([kind.__name__, VERSION, replica])[1:] for kind in (Reserved, Progressed))
 
 

@@ -1,6 +1,6 @@
 """The book: what is reserved on each rank of each worker, from the records of all replicas.
 
-Every replica applies the same records (`kv_events.reservations`), its own ones before it answers. A record that is
+Every replica applies the same records (`kv_events.reservations`), its own ones at once. A record that is
 applied twice changes nothing. A reservation of which nothing was heard for the time-to-live expires.
 """
 
@@ -234,10 +234,12 @@ class Book:
         return at + self.predict_s if self.predict_s else _NEVER
 
     def note_reserved(self, record: Reserved, place: int, num_pages: int, at: float) -> None:
-        """Add a reservation, with a new id, that the kernel `reserve` has booked. num_pages: its result.
+        """Add a reservation that the kernel `reserve` has booked. num_pages: its result.
 
-        at: the time from which on the reservation can expire.
+        at: the time from which on the reservation can expire. One with the same id ends: it got its id from a caller.
         """
+        if record.decision.request_id in self._reservations:
+            self._end(record.decision.request_id, at)
         hashes = np.frombuffer(record.decision.sequence_hashes, "<u8", num_pages)
         reservation = Reservation(record, place, hashes, record.prefill_tokens, at)
         self._reservations[record.decision.request_id] = reservation

@@ -25,9 +25,9 @@ from kv_events.reservations import (
     Progressed,
     ReservationRecord,
     Reserved,
-    beginnings,
     decode_reservation,
     encode_reservation,
+    record_prefixes,
     reservation_id,
 )
 from kv_events.runtime.supervised import cancel, keep_running
@@ -61,7 +61,7 @@ class ReservationExchange:
         """Records of other replicas that were applied."""
         self.rejected: Counter[str] = Counter()
         """Reason -> records of the topic that were not applied."""
-        self._own = beginnings(self.replica)
+        self._own = record_prefixes(self.replica)
         self._source = source
         self._clock = clock
         self._obstacle = "" if source is None else "reservations of other replicas are not read yet"

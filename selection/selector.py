@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,17 +12,16 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
 from kv_events.decisions import VERSION, Candidate, Decision
 from kv_events.errors import KvsightError
+from kv_events.hashing import U64Array
 from kv_events.http.selection import SelectRequest
 from kv_events.limits import MAX_PAGES_PER_DECISION
 from kv_events.reservations import Reserved
-from kv_events.schema import NUM_MEDIA
-from selection.candidates import Asked, Candidates, Choice, Policy, selected
+from selection.candidates import Asked, Candidates, Choice, Policy, Tokens
 from selection.kernels.booked import Bookings
 from selection.policies import LeastWork, preferred
 from selection.roster import Found, Roster, Rosters, Weighed
 
 _MAX_CANDIDATES, _MAX_POLICIES = 16, 4096
-_NOT_KNOWN = np.zeros(0, np.int32), np.zeros((0, NUM_MEDIA), np.uint32)
 
 
 class NoCandidateError(KvsightError):
@@ -46,6 +45,17 @@ class Chosen(NamedTuple):
     def row(self) -> int:
         """The chosen row of the roster."""
         return self.weighed.rows[self.choice.row]
+
+
+class Ranking(NamedTuple):
+    """The candidates of a choice, as its record describes them."""
+
+    workers: Sequence[str]
+    dp_ranks: Sequence[int]
+    held: Tokens
+    """[n] tokens of the prompt, on any tier."""
+    costs: npt.NDArray[np.float64]
+    """[n]"""
 
 
 class Selector:
@@ -104,12 +114,14 @@ class Selector:
     def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:
         """Return the reservations of a choice: of the request and, if another worker computes its prompt, of that."""
         name, choice = request.selection_id or self._next_name(), chosen.choice
+        candidates, prompt = chosen.weighed.candidates, (chosen.found.tokens, chosen.found.hashes)
+        ranking = Ranking(candidates.workers, candidates.dp_ranks, candidates.held[:, -1], choice.costs)
         if choice.prefill is None:
-            return [self._record(name, choice.row, chosen.prefill_tokens, request, chosen, namespace, now)]
-        computed = round(chosen.weighed.candidates.computed.item(choice.prefill))
+            return [self._record(name, choice.row, chosen.prefill_tokens, request, ranking, prompt, namespace, now)]
+        computed = round(candidates.computed.item(choice.prefill))
         return [
-            self._record(name, choice.row, 0, request, chosen, namespace, now),
-            self._record(prefill_name(name), choice.prefill, computed, request, chosen, namespace, now),
+            self._record(name, choice.row, 0, request, ranking, prompt, namespace, now),
+            self._record(prefill_name(name), choice.prefill, computed, request, ranking, prompt, namespace, now),
         ]
 
     def booked(
@@ -119,15 +131,17 @@ class Selector:
 
         Each with its place and the number of its pages that were booked. Their names have the next numbers.
         """
-        begin, everyone = 0, roster.candidates
-        for i, made in enumerate(bookings.numbers[: bookings.made[0]].tolist()):
-            row, count, tokens, prefill_tokens, end, place, num_pages = made
-            rows = bookings.rows[i, :count].tolist()
-            candidates = everyone if count == len(everyone.workers) else selected(everyone, rows)
-            weighed = Weighed(roster, rows, candidates._replace(held=bookings.held[i, :count, None]))
-            found = Found(bookings.hashes[begin:end], tokens, *_NOT_KNOWN)
-            chosen = Chosen(weighed, Choice(row, bookings.costs[i, :count], ""), prefill_tokens, found, weighed)
-            record = self._record(self._next_name(), row, prefill_tokens, request, chosen, namespace, now)
+        begin, made, first = 0, int(bookings.made[0]), self.num_named + 1
+        self.num_named += made  # the callers have these names already
+        for i, numbers in enumerate(bookings.numbers[:made].tolist()):
+            row, count, tokens, prefill_tokens, end, place, num_pages = numbers
+            workers, dp_ranks = roster.workers, roster.dp_ranks
+            if count < len(workers):
+                rows = bookings.rows[i, :count].tolist()
+                workers, dp_ranks = [workers[each] for each in rows], [dp_ranks[each] for each in rows]
+            ranking = Ranking(workers, dp_ranks, bookings.held[i, :count], bookings.costs[i, :count])
+            name, prompt = f"{self.names}{first + i}", (tokens, bookings.hashes[begin:end])
+            record = self._record(name, row, prefill_tokens, request, ranking, prompt, namespace, now)
             yield record, place, num_pages
             begin = end
 
@@ -146,22 +160,24 @@ class Selector:
         row: int,
         prefill_tokens: int,
         request: SelectRequest,
-        chosen: Chosen,
+        ranking: Ranking,
+        prompt: tuple[int, U64Array],
         namespace: Namespace,
         now: float,
     ) -> Reserved:
-        candidates, found = chosen.weighed.candidates, chosen.found
+        """row: the chosen candidate. prompt: its tokens, and the hashes of its pages."""
+        tokens, hashes = prompt
         decision = Decision(
             VERSION,
             name,
             now,
             *namespace.key,
-            found.tokens,
-            found.hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes(),
-            candidates.workers[row],
-            candidates.dp_ranks[row],
-            int(candidates.held[row, -1]),
-            _candidates_of(candidates, chosen.choice.costs, row),
+            tokens,
+            hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes(),
+            ranking.workers[row],
+            ranking.dp_ranks[row],
+            ranking.held.item(row),
+            _shown(ranking, row),
         )
         return Reserved(VERSION, self._replica, decision, prefill_tokens, _session(request))
 
@@ -199,12 +215,12 @@ def _allowed(request: SelectRequest, candidates: Candidates) -> list[int]:
     return rows
 
 
-def _candidates_of(candidates: Candidates, costs_of: npt.NDArray[np.float64], chosen: int) -> list[Candidate]:
+def _shown(ranking: Ranking, chosen: int) -> list[Candidate]:
     """Return the cheapest candidates and the chosen one, as a decision records them."""
-    rows = list(range(len(candidates.workers)))
+    rows = list(range(len(ranking.workers)))
     if len(rows) > _MAX_CANDIDATES:
-        rows = costs_of.argsort()[:_MAX_CANDIDATES].tolist()
+        rows = ranking.costs.argsort()[:_MAX_CANDIDATES].tolist()
         if chosen not in rows:
             rows[-1] = chosen
-    held, costs = candidates.held[:, -1].tolist(), costs_of.tolist()
-    return [Candidate(candidates.workers[row], candidates.dp_ranks[row], held[row], -costs[row]) for row in rows]
+    workers, dp_ranks, held, costs = ranking.workers, ranking.dp_ranks, ranking.held.tolist(), ranking.costs.tolist()
+    return [Candidate(workers[row], dp_ranks[row], held[row], -costs[row]) for row in rows]

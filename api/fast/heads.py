@@ -18,7 +18,7 @@ _HTTP_VERSION = "1.1"
 _MAX_KEPT, _MAX_KEPT_BYTES = 4096, 1024
 """Bounds on the callers that are kept, and on the lines of one. Others are looked up each time."""
 _MOST_DIGITS = 18
-_LONGEST_LINE = 512
+_LONGEST_LINE = 512  # of a request without a body
 _NO_TYPE = b"application/json"  # stands for that of a body which is missing
 
 

@@ -77,9 +77,9 @@ class SelectionPlan(NamedTuple):
 def direct_table(roster: Roster, book: Book, namespace: Namespace, names: str | None) -> DirectTable:
     """Return what answers say about a roster. names: beginning of those of reservations. None: nothing is booked."""
     (model, tenant, block_size), beginnings, pieces = namespace.key, list[bytes](), list[bytes]()
-    openings, is_booking = [b"{"], names is not None
+    openings, opening, is_booking = list[bytes](), b"{", names is not None
     if names is not None:
-        openings = [b'{"selection_id":' + msgspec.json.encode(names).removesuffix(b'"'), *_OPENINGS]
+        *openings, opening = b'{"selection_id":' + msgspec.json.encode(names).removesuffix(b'"'), *_OPENINGS
     bookings = make_bookings(is_booking * MOST_CHOICES, is_booking * MOST_HASHES, len(roster.workers))
     for worker, dp_rank, endpoint in zip(roster.workers, roster.dp_ranks, roster.endpoints, strict=True):
         answer = Selection(
@@ -93,7 +93,7 @@ def direct_table(roster: Roster, book: Book, namespace: Namespace, names: str | 
             effective_prefill_tokens=_GAP,
             potential_decode_blocks=_GAP,
         )
-        begin, found, end = msgspec.json.encode(answer).removeprefix(b"{").partition(_BEGIN)
+        begin, found, end = msgspec.json.encode(answer).replace(b"{", opening, 1).partition(_BEGIN)
         first, *pieces = _GAPS.split(end)
         beginnings.append(begin + found + first)
     most_bytes = len(b"".join(openings + pieces)) + max(map(len, beginnings), default=0)

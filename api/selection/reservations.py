@@ -109,8 +109,8 @@ class Reservations:
                 raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
             self._put(record)
 
-    def make_room(self, namespace: Namespace, now: float) -> bool:
-        """Return whether kernels may book on all ranks of a namespace now, after each has got a number."""
+    def number_ranks(self, namespace: Namespace, now: float) -> bool:
+        """Give all ranks of a namespace a number. Returns whether there is room for what kernels book in one call."""
         self.book.expire(now)
         roster = self._rosters.of(namespace, now)
         try:
@@ -119,7 +119,7 @@ class Reservations:
                 self.book.number(Place(*namespace.key[:2], roster.workers[row], roster.dp_ranks[row]))
         except BookFullError:
             return False
-        return bool((self._rosters.of(namespace, now).columns.places >= 0).all())
+        return True
 
     def note(self, booked: Iterable[tuple[Reserved, int, int]], now: float) -> None:
         """Note what kernels have booked, and send it to other replicas. booked: see `Selector.booked`."""
@@ -205,7 +205,8 @@ class Reservations:
         return BodylessRoute(_STEP, scope_of("DELETE", "/reservations/x"), self._answer_step)
 
     def _answer_step(self, released: bytes | None, going_on: bytes | None, step: bytes | None) -> bytes:
-        self._progress((released or going_on or b"").decode(), RELEASED if step is None else step.decode())
+        name = (released or going_on or b"").decode()
+        self._progress(name, RELEASED if step is None else step.decode(), self._served.now())
         return _DONE
 
     def router(self) -> APIRouter:
@@ -259,13 +260,12 @@ class Reservations:
         return ModelLoads(model_name=model, routing_group=tenant, loads=loads)
 
     def _progressed(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> Response:
-        self._progress(reservation_id, step, decay_fraction)
+        self._progress(reservation_id, step, self._served.now(), decay_fraction)
         return json_response(Done())
 
-    def _progress(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> None:
-        """Note how a reservation goes on. Raises ProblemError (404, 503)."""
+    def _progress(self, reservation_id: str, step: str, now: float, decay_fraction: float | None = None) -> None:
+        """Note how a reservation goes on. Raises ProblemError (404, 503), and has changed nothing then."""
         self._check_ready()
-        now = self._served.now()
         known = self.book.get(reservation_id)
         blocks = known.output_blocks + 1 if known is not None and step == OUTPUT_BLOCK else 0
         blocks = min(blocks, MAX_OUTPUT_BLOCKS)
@@ -275,7 +275,7 @@ class Reservations:
         self._put(record)
         at_prefill = prefill_name(reservation_id)
         if step in (PREFILL_COMPLETE, RELEASED) and self.book.get(at_prefill) is not None:
-            self._progress(at_prefill, RELEASED)
+            self._progress(at_prefill, RELEASED, now)
 
 
 def _unknown(detail: str, value: str | int) -> ProblemError:

@@ -93,10 +93,10 @@ class SelectionRoutes:
         if not is_plain or request.explain or request.sources:
             return None
         namespace, now, selector = self._namespace(request), self._served.now(), self._selector
-        if namespace.groups or (is_reserving and not self._reservations.make_room(namespace, now)):
+        if namespace.groups or (is_reserving and not self._reservations.number_ranks(namespace, now)):
             return None
         work = selector.work(request, namespace, now)
-        if work is None:
+        if work is None or (is_reserving and (work[0].columns.places < 0).any()):
             return None
         roster, scale = work
         tables = self._tables.setdefault(roster, {})

@@ -27,9 +27,9 @@ from kv_events.runtime.outages import RateLimitedLogger
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 10_000
-"""Messages that wait in ZMQ. More than that wait in the engine, or leave a gap, which is then replayed."""
+"""Messages of a connection that wait in ZMQ. Further ones wait in the engine, as long as it keeps them."""
 _MAX_QUEUED_BYTES = 64 * 2**20
-"""Of these, as far as the messages before show how large they are."""
+"""Their bytes, as far as the messages before show how large they are."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
 _PATIENCE_S, _PROBE_S, _LOG_PERIOD_S = 2.0, 5.0, 600.0
 _REPLAY_RETRY_S = 60.0
@@ -89,7 +89,6 @@ class Subscriber:
         self._explaining: asyncio.Task[None] | None = None
         self._why_unreachable: str | None = None
         self._retry_replays_at = 0.0
-        self._message_bytes = 0  # of the largest messages lately
         self._max_queued = _MAX_QUEUED
 
     @property
@@ -187,10 +186,12 @@ class Subscriber:
         return has_more
 
     def _bound_queue(self, reader: zmq.Socket[bytes], inbox: Inbox) -> None:
-        """Let fewer messages wait in ZMQ while they are large, because its own bound counts messages only."""
-        self._message_bytes = max(inbox.message_bytes, self._message_bytes // 2)
-        max_queued = max(1, min(_MAX_QUEUED, _MAX_QUEUED_BYTES // max(self._message_bytes, 1)))
-        if max_queued != self._max_queued:
+        """Let fewer messages wait in ZMQ after large ones, because its own bound counts messages only.
+
+        It is never raised again: libzmq would not wake a connection that waits for room by the old bound.
+        """
+        max_queued = max(1, _MAX_QUEUED_BYTES // max(inbox.message_bytes, 1))
+        if max_queued < self._max_queued:
             self._max_queued = max_queued
             reader.setsockopt(zmq.RCVHWM, max_queued)
 

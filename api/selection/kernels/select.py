@@ -28,7 +28,7 @@ from selection.kernels.booked import (
 from selection.kernels.choose import least_work
 from selection.kernels.weigh import RosterColumns, weigh
 
-_ID, _HASHES, _TOKENS, _AFTER = range(4)
+_ID, _HASHES, _TOKENS = range(3)
 _GPU, _RANKS, _CPU, _DISK, _PREDICTED, _COMPUTED, _BLOCKS, _END = range(8)
 
 
@@ -40,10 +40,9 @@ class SelectionTable(NamedTuple):
     roster: RosterColumns
     bookings: Bookings
     openings: Texts
-    """[4] what comes before the number of a reservation, its hashes, its tokens and the rank. Without bookings, [1]:
-    what comes before the rank."""
+    """[3] what comes before the number of a reservation, its hashes and its tokens. Without bookings, [0]."""
     beginnings: Texts
-    """[n] an answer from its rank up to the first number that depends on the prompt."""
+    """[n] an answer with this rank, from there up to the first number that depends on the prompt."""
     pieces: Texts
     """[8] what comes before each of the other numbers, see `_GPU`, and the end."""
     costs: F64Vector
@@ -82,8 +81,7 @@ def _put_opening(table: SelectionTable, name: int, hashes: U64Input, tokens: int
     out, openings = table.out, table.openings
     at = put_number(out, put_piece(out, int64(0), openings, _ID), name)
     at = put_hashes(out, put_piece(out, at, openings, _HASHES), hashes)
-    at = put_number(out, put_piece(out, at, openings, _TOKENS), tokens)
-    return put_piece(out, at, openings, _AFTER)
+    return put_number(out, put_piece(out, at, openings, _TOKENS), tokens)
 
 
 @helper
@@ -160,11 +158,8 @@ def select_requests(
         prefill, computed = roster.prefill_tokens[:num_candidates], roster.computed[:num_candidates]
         blocks, costs = roster.decode_blocks[:num_candidates], table.costs[:num_candidates]
         chosen = least_work(prefill, computed, blocks, scale, turn + i, costs)
-        if is_booking:
-            length = _put_opening(table, name + bookings.made[0], hashes, tokens)
-        else:
-            length = put_piece(table.out, int64(0), table.openings, int64(0))
-        length = _put_selection(table, streams, num_candidates, chosen, length)
+        opening = _put_opening(table, name + bookings.made[0], hashes, tokens) if is_booking else int64(0)
+        length = _put_selection(table, streams, num_candidates, chosen, opening)
         if is_booking:
             _book(table, hashes, tokens, num_candidates, chosen, until)
         at = send_answer(sockets, number, at, table.out, length, head_size)

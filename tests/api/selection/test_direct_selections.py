@@ -1,5 +1,6 @@
 """Kernels answer and book selections over direct connections as the routes do, and see every change at once."""
 
+import base64
 import json
 import re
 from collections.abc import AsyncIterator
@@ -23,6 +24,7 @@ from indexer.settings import IndexerSettings
 from indexer.writing.queue import RESERVATIONS, WriteQueue
 from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, ReservationRecord
 from kv_events.schema import CLOSED
+from selection.book import Book
 from selection.exchange import ReservationExchange
 from selection.policies import seed_choices
 from selection.settings import SelectionSettings
@@ -35,6 +37,7 @@ from tests.support.waiting import async_wait_until
 
 BLOCK, PAGES = 16, 8
 PROMPT = list(range(1, BLOCK * PAGES + 1))
+RESERVE = request(body_of(token_ids=PROMPT), "/select_and_reserve")
 OK, CREATED = b"HTTP/1.1 200 OK", b"HTTP/1.1 201 Created"
 
 held = st.dictionaries(st.integers(0, 2), st.integers(1, PAGES).map(range), max_size=3)
@@ -60,8 +63,8 @@ going_on = st.lists(asked | st.tuples(steps, st.integers(0, 5)), max_size=12)
 class NotedExchange(ReservationExchange):
     """Keeps its records."""
 
-    def __init__(self, settings: SelectionSettings) -> None:
-        super().__init__(settings.book(), WriteQueue(None, contents=RESERVATIONS))
+    def __init__(self, book: Book) -> None:
+        super().__init__(book, WriteQueue(None, contents=RESERVATIONS))
         self.records: list[Any] = []
         """As plain data, without times and the name of the replica."""
 
@@ -84,8 +87,8 @@ def step_of(name: str, step: str, mark: str = "") -> bytes:
 class Fleet:
     """A service with a connection that is direct, and another one, whose requests FastAPI answers."""
 
-    def __init__(self, fed: HandFed, direct: Line, single: Line, exchange: NotedExchange) -> None:
-        self.fed, self.direct, self._single, self.exchange = fed, direct, single, exchange
+    def __init__(self, fed: HandFed, direct: Line, single: Line, exchange: NotedExchange, url: str) -> None:
+        self.fed, self.direct, self._single, self.exchange, self.url = fed, direct, single, exchange, url
 
     async def post(self, path: str, **fields: Any) -> bytes:
         """Return the status of a request that FastAPI answers."""
@@ -113,6 +116,18 @@ class Fleet:
             answers.append([part.replace(self.exchange.replica.encode(), b"replica") for part in answer])
         return answers, await self.loads(), self.exchange.records
 
+    async def reserved(self, line: Line | None = None) -> dict[str, Any]:
+        """Reserve for the whole prompt over a direct connection, that of this fleet or another one."""
+        status, _, body = await (line or self.direct).ask(RESERVE)
+        assert status == OK
+        answer: dict[str, Any] = json.loads(body)
+        return answer
+
+    async def num_booked(self) -> int:
+        """Return the requests that are booked on all ranks."""
+        (model,) = json.loads(await self.loads())
+        return sum(each["active_requests"] for each in model["loads"])
+
     async def loads(self) -> bytes:
         return (await self._single.ask(request(b"", "/loads").replace(b"POST", b"GET", 1)))[2]
 
@@ -134,24 +149,27 @@ class Fleet:
 
 @asynccontextmanager
 async def a_fleet(
-    held: dict[tuple[str, int], dict[int, range]], selection: SelectionSettings | None = None
+    held: dict[tuple[str, int], dict[int, range]],
+    selection: SelectionSettings | None = None,
+    block_size: int = BLOCK,
+    bounds: dict[str, int] | None = None,
 ) -> AsyncIterator[Fleet]:
-    """Run a service of ranks. held: worker and rank -> parts of `PROMPT`, as in `HandFed.hold`."""
+    """Run a service of ranks. held: worker and rank -> parts of `PROMPT`, as in `HandFed.hold`. bounds: of the book."""
     fed, api = (
         HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600)),
         ApiSettings(port=0, register_allow="127.0.0.1"),
     )
     selection = selection or SelectionSettings()
-    exchange = NotedExchange(selection)
+    exchange = NotedExchange(Book(selection.reservation_ttl_s, selection.predict_s, **bounds or {}))
     service = LiveService(fed.consumer, api, selection=selection, reservations=exchange)
     async with running_server(create_app(service), api) as url:
         for (worker, rank), tiers in held.items():
-            await fed.hold(Stream(worker, dp_rank=rank, block_size=BLOCK), PROMPT, tiers)
+            await fed.hold(Stream(worker, dp_rank=rank, block_size=block_size), PROMPT, tiers)
         direct, single = await Line.connect(url), await Line.connect(url)
         for _ in range(3):
             await direct.ask(request(body_of(token_ids=PROMPT), "/select"))
         try:
-            yield Fleet(fed, direct, single, exchange)
+            yield Fleet(fed, direct, single, exchange, url)
         finally:
             await direct.close()
             await single.close()
@@ -204,11 +222,10 @@ async def test_a_record_has_the_cheapest_candidates_and_the_chosen_one() -> None
 
 async def test_steps_that_a_direct_connection_pipelines_are_all_followed() -> None:
     async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
-        asked = request(body_of(token_ids=PROMPT), "/select_and_reserve")
-        names = [json.loads((await fleet.direct.ask(asked))[2])["selection_id"] for _ in range(4)]
+        names = [(await fleet.reserved())["selection_id"] for _ in range(4)]
         fleet.direct.writer.write(b"".join(step_of(name, RELEASED) for name in names))
         assert [(await fleet.direct.answer())[0] for _ in names] == [OK] * len(names)
-        assert b'"active_requests":0' in await fleet.loads()
+        assert await fleet.num_booked() == 0
         for step in (RELEASED, PREFILL_COMPLETE, OUTPUT_BLOCK):
             unknown = await fleet.direct.ask(step_of("x", step))
             assert unknown == await fleet.direct.ask(step_of("x", step, "?"))
@@ -218,13 +235,92 @@ async def test_steps_that_a_direct_connection_pipelines_are_all_followed() -> No
 @pytest.mark.parametrize("line", [b"Origin: http://evil.example\r\n", b"SEC-Fetch-Site: cross-site\r\n"])
 async def test_a_page_of_another_site_books_nothing_and_ends_nothing(line: bytes) -> None:
     async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
-        asked = request(body_of(token_ids=PROMPT), "/select_and_reserve")
-        names = [json.loads((await fleet.direct.ask(asked))[2])["selection_id"] for _ in range(4)]
+        names = [(await fleet.reserved())["selection_id"] for _ in range(4)]
         before = await fleet.loads()
-        for data in (asked, step_of(names[0], OUTPUT_BLOCK), step_of(names[0], RELEASED)):
+        for data in (RESERVE, step_of(names[0], OUTPUT_BLOCK), step_of(names[0], RELEASED)):
             status, _, _ = await fleet.direct.ask(data.replace(b"\r\n\r\n", b"\r\n" + line + b"\r\n", 1))
             assert status == b"HTTP/1.1 403 Forbidden"
         assert await fleet.loads() == before
+
+
+@pytest.mark.parametrize("steps", [[], [PREFILL_COMPLETE], [PREFILL_COMPLETE, OUTPUT_BLOCK]])
+async def test_a_connection_becomes_direct_whatever_steps_follow_each_reservation(
+    steps: list[str], taken: list[Head]
+) -> None:
+    async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
+        line = await Line.connect(fleet.url)
+        for _ in range(40):
+            name = (await fleet.reserved(line))["selection_id"]
+            for step in (*steps, RELEASED):
+                assert (await line.ask(step_of(name, step)))[0] == OK
+        await line.close()
+        assert await fleet.num_booked() == 0
+        assert len([head for head in taken if head.path == "/select_and_reserve"]) < 10
+
+
+async def test_records_name_the_worker_of_the_answer_when_others_have_left() -> None:
+    async with a_fleet({("0", 0): {0: range(1)}}) as fleet:
+        streams = [Stream(str(number), block_size=BLOCK) for number in range(1, 4)]
+        for stream in streams:
+            await fleet.fed.hold(stream, PROMPT, {0: range(4)})
+        await fleet.reserved()
+        await fleet.fed.feed(streams[0].batch(degraded_reason=CLOSED))
+        for _ in range(20):
+            worker = str((await fleet.reserved())["worker_id"])
+            decision = json.loads(fleet.exchange.records[-1])[3]
+            assert worker in decision
+            assert [name for name, *_ in decision[-1]] == ["0", "2", "3"]
+
+
+@pytest.mark.parametrize("bound", [{"max_reservations": 35}, {"max_pages": 2**13 + PAGES}])
+async def test_a_full_book_is_answered_as_by_the_routes(bound: dict[str, int]) -> None:
+    async with a_fleet({("1", 0): {}}, bounds=bound) as fleet:
+        answers = [await fleet.direct.ask(RESERVE) for _ in range(5)]
+        assert {status for status, *_ in answers} == {OK}
+        while answers[-1][0] == OK and len(answers) < 40:
+            salted = body_of(token_ids=PROMPT, cache_salt=str(len(answers)))
+            if len(answers) % 2 and "max_pages" in bound:
+                salted = body_of(token_ids=list(range(3000 * len(answers), 3000 * len(answers) + 16 * 600)))
+            answers.append(await fleet.direct.ask(request(salted, "/select_and_reserve")))
+        assert answers[-1][0] == b"HTTP/1.1 503 Service Unavailable"
+        assert await fleet.num_booked() == len(answers) - 1
+
+
+async def test_ranks_without_a_number_are_never_booked_by_a_kernel() -> None:
+    async with a_fleet({(str(number), 0): {} for number in range(3)}, bounds={"max_places": 2}) as fleet:
+        answers = [await fleet.direct.ask(RESERVE) for _ in range(30)]
+        assert await fleet.num_booked() == len([status for status, *_ in answers if status == OK]) > 0
+
+
+async def test_long_prompts_at_once_are_booked_whole() -> None:
+    """A kernel books only some of them in one call."""
+    long = list(range(1, 3001))
+    async with a_fleet({("1", 0): {}}, block_size=1) as fleet:
+        lines = [await Line.connect(fleet.url) for _ in range(8)]
+        asked = request(body_of(token_ids=long), "/select_and_reserve")
+        for number in range(6):
+            for line in lines:
+                line.writer.write(asked)
+            answers = [json.loads((await line.answer())[2]) for line in lines]
+            assert {len(each["sequence_hashes"]) for each in answers} == {len(long)}
+            records = [json.loads(each)[3] for each in fleet.exchange.records[number * len(lines) :]]
+            assert {len(base64.b64decode(decision[8])) for decision in records} == {8 * len(long)}
+        for line in lines:
+            await line.close()
+
+
+async def test_a_name_that_a_caller_took_before_leaves_nothing_behind() -> None:
+    async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
+        for _ in range(4):
+            last = (await fleet.reserved())["selection_id"]
+        begin, _, number = last.rpartition("-")
+        names = {f"{begin}-{each + 1}" for each in range(int(number) + 2)}
+        for taken in sorted(names)[-2:]:
+            assert await fleet.post("/select_and_reserve", token_ids=PROMPT, selection_id=taken) == OK
+        names |= {(await fleet.reserved())["selection_id"] for _ in range(3)}
+        for name in names:
+            assert (await fleet.direct.ask(step_of(name, RELEASED)))[0] == OK
+        assert await fleet.num_booked() == 0
 
 
 async def test_a_kernel_sees_each_change_at_once(taken: list[Head]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
 from bridge.engine import EngineConnection
@@ -331,3 +332,15 @@ async def test_publishers_that_share_an_address_are_left_out_for_a_while_and_nam
         await async_wait_until(lambda: bridge.status().failure is None)
         engine.send(store(7))
         await bridge.shows(pages(7))
+
+
+@pytest.mark.parametrize("replay", [False, True])
+async def test_a_stream_goes_on_after_messages_so_large_that_few_may_wait(replay: bool) -> None:
+    async with bridged(replay=replay) as (engine, bridge):
+        for number in range(3):
+            for size in (2**22, *[600_000] * 100, *[1] * 2000):
+                engine.send(msgspec.msgpack.encode([1.0, [stored([], [], extra=" " * size)], 0]))
+            engine.send(store(number))
+            newest = pages(number)
+            await async_wait_until(lambda: newest <= bridge.view().pages, 20, f"page {number}")  # noqa: B023
+        assert bridge.counters()["reconnects"] == 0
