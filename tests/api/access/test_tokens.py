@@ -74,6 +74,21 @@ async def test_a_query_needs_the_scope_read(file: Path) -> None:
             assert (await client.get(path)).is_success
 
 
+async def test_the_steps_of_a_reservation_need_the_scope_decisions_and_count_for_a_limit(file: Path) -> None:
+    slow = table("slow", "decisions", limit=4)
+    replace(file, "".join(table(scope, scope) for scope in SCOPES) + slow)
+    async with a_service(api_tokens_file=file) as client:
+        reserved = await client.post("/select_and_reserve", json=QUERY, headers=as_("decisions"))
+        steps = f"/reservations/{reserved.json()['selection_id']}"
+        for scope in SCOPES:
+            answer = await client.post(f"{steps}/output_block", headers=as_(scope))
+            assert answer.status_code == (200 if scope in ("decisions", "admin") else 403), scope
+        assert (await client.delete(steps)).status_code == 401
+        codes = [(await client.post(f"{steps}/output_block", headers=as_("slow"))).status_code for _ in range(20)]
+        assert 429 in codes
+        assert (await client.delete(steps, headers=as_("decisions"))).is_success
+
+
 def test_every_route_that_changes_something_needs_more_than_reading() -> None:
     paths = create_app(LiveService(HandFed().consumer, ApiSettings())).openapi()["paths"]
     assert {method for operations in paths.values() for method in operations} == {"get", "post", "patch", "delete"}
