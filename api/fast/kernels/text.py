@@ -14,7 +14,6 @@ MARGIN = 16
 
 COMMA, COLON, QUOTE, OPEN, CLOSE = (uint8(ord(char)) for char in ',:"{}')
 _ZERO, _POINT, _MINUS = uint8(ord("0")), uint8(ord(".")), uint8(ord("-"))
-_TEN, _MOST_DIGITS = uint64(10), 19
 _FOUR_DIGITS, _EIGHT_DIGITS = uint64(10**4), 10**8
 _ZEROS = uint64(0x3030303030303030)  # eight times "0"
 _LAST_DIGIT = uint64(1 << 56)
@@ -57,12 +56,34 @@ def put_byte(out: U8Vector, at: int, byte: U8) -> int:
 @inline_helper
 def put_number(out: U8Vector, at: int, value: int) -> int:
     """Write a non-negative integer."""
-    if value >= _EIGHT_DIGITS:
-        return _put_long_number(out, at, uint64(value))
-    digits = _digits(uint64(value))
+    return _put_short(out, at, uint64(value)) if value < _EIGHT_DIGITS else _put_long(out, at, uint64(value))
+
+
+@inline_helper
+def _put_short(out: U8Vector, at: int, value: U64) -> int:
+    """Write a number of at most eight digits."""
+    digits = _digits(value)
     skipped = lowest_bit(digits | _LAST_DIGIT) >> 3
     put_eight(out, at, (digits | _ZEROS) >> uint64(8 * skipped))
     return at + 8 - skipped
+
+
+@inline_helper
+def _put_eight_digits(out: U8Vector, at: int, value: U64) -> int:
+    put_eight(out, at, _digits(value) | _ZEROS)
+    return at + 8
+
+
+@helper
+def _put_long(out: U8Vector, at: int, value: U64) -> int:
+    """Write a number of more than eight digits."""
+    first, last = value // uint64(_EIGHT_DIGITS), value % uint64(_EIGHT_DIGITS)
+    if first < uint64(_EIGHT_DIGITS):
+        at = _put_short(out, at, first)
+    else:
+        at = _put_short(out, at, first // uint64(_EIGHT_DIGITS))
+        at = _put_eight_digits(out, at, first % uint64(_EIGHT_DIGITS))
+    return _put_eight_digits(out, at, last)
 
 
 @inline_helper
@@ -79,18 +100,6 @@ def _digits(value: U64) -> U64:
     return high | ((pairs - high * uint64(10)) << uint64(8))
 
 
-@helper
-def _put_long_number(out: U8Vector, at: int, rest: U64) -> int:
-    bound, digits = _TEN, 1
-    while rest >= bound and digits < _MOST_DIGITS:
-        bound *= _TEN
-        digits += 1
-    for i in range(digits - 1, -1, -1):
-        out[at + i] = _ZERO + uint8(rest % _TEN)
-        rest //= _TEN
-    return at + digits
-
-
 @inline_helper
 def put_hashes(out: U8Vector, at: int, hashes: U64Input) -> int:
     """Write hashes as integers with sign, separated by commas."""
@@ -100,7 +109,7 @@ def put_hashes(out: U8Vector, at: int, hashes: U64Input) -> int:
             at = put_byte(out, at, COMMA)
         if value >> _SIGN:
             at, value = put_byte(out, at, _MINUS), uint64(0) - value
-        at = _put_long_number(out, at, value)
+        at = _put_short(out, at, value) if value < uint64(_EIGHT_DIGITS) else _put_long(out, at, value)
     return at
 
 
