@@ -147,13 +147,25 @@ def count_own(pages: BookedPages, hashes: U64Input, place: int) -> int:
 
 
 @helper
-def _length(pages: BookedPages, hashes: U64Input, place: int, now: float) -> int:
-    """Return the leading pages that are predicted at a time, or, if it is negative, that are booked."""
+def _counts(pages: BookedPages, page: U64, place: int, now: float) -> bool:
+    """Return whether a page is predicted at a time, or, if it is negative, booked."""
+    entry = find(pages.table, _key(page, place))
+    return entry >= 0 and (pages.references[entry] > 0 if now < 0 else pages.predicted_until[entry] > now)
+
+
+@helper
+def _length(pages: BookedPages, hashes: U64Input, place: int, now: float, guess: int) -> int:
+    """Return the number of leading pages that count, see `_counts`. guess: it, perhaps. Two lookups are enough then."""
     low, high = int64(0), int64(hashes.shape[0])
+    if guess > 0 and _counts(pages, hashes[guess - 1], place, now):
+        low = guess
+    elif guess > 0:
+        high = guess - 1
+    if low == guess and guess < high and not _counts(pages, hashes[guess], place, now):
+        high = guess
     while low < high:
         middle = (low + high) // 2
-        entry = find(pages.table, _key(hashes[middle], place))
-        if entry >= 0 and (pages.references[entry] > 0 if now < 0 else pages.predicted_until[entry] > now):
+        if _counts(pages, hashes[middle], place, now):
             low = middle + 1
         else:
             high = middle
@@ -166,9 +178,10 @@ def booked_lengths(pages: BookedPages, hashes: U64Input, places: I32Vector, now:
 
     places: int32[n], -1 for ranks without bookings. out: int64[n, 2]
     """
+    guess = int64(hashes.shape[0])
     for row in range(places.shape[0]):
         out[row, 0] = out[row, 1] = int64(0)
         place = int64(places[row])
         if place >= 0 and hashes.shape[0] > 0 and find(pages.table, _key(hashes[0], place)) >= 0:
-            out[row, 0] = _length(pages, hashes, place, -1.0)
-            out[row, 1] = _length(pages, hashes, place, now)
+            guess = out[row, 0] = _length(pages, hashes, place, -1.0, guess)
+            out[row, 1] = _length(pages, hashes, place, now, guess)

@@ -107,10 +107,12 @@ def check(book: Book, model: Model, now: float) -> None:
         columns = book.loads.requests, book.loads.prefill_tokens, book.loads.decode_blocks
         loads = tuple(0 if place < 0 else column[place] for column in columns)
         assert loads == pytest.approx(model.booked(worker))
-        for prompt in PROMPTS:
-            out = np.zeros((1, 2), np.int64)
-            book.lengths(np.array(prompt, np.uint64), np.array([place], np.int32), now, out)
-            assert tuple(out[0]) == model.lengths(worker, prompt, now)
+    workers = (*WORKERS, *reversed(WORKERS))
+    places = np.array([book.place(Place("m", "default", worker, 0)) for worker in workers], np.int32)
+    for prompt in PROMPTS:
+        out = np.zeros((len(workers), 2), np.int64)
+        book.lengths(np.array(prompt, np.uint64), places, now, out)
+        assert [tuple(row) for row in out] == [model.lengths(worker, prompt, now) for worker in workers]
 
 
 names, fractions = st.sampled_from("abcd"), st.none() | st.floats(0, 1)
