@@ -45,13 +45,14 @@ _GOALS_OWN = {8: ("≥ 2", "≥ 2", "≥ 1.6"), 64: ("≥ 3", "≥ 3", "≥ 2")}
 _SCRIPT = """\
 local requests, number = {{}}, 0
 init = function()
-  for body in io.lines("{bodies}", "L") do
+  local bodies = io.open("{bodies}", "rb")
+  for _, size in ipairs({{{sizes}}}) do
     local headers = {{["Content-Type"] = "{content_type}"}}
     if {has_own_headers} then
       headers["x-request-id"] = string.format("%08x-0000-4000-8000-%012x", #requests, #requests * 7919)
       headers["traceparent"] = string.format("00-%032x-%016x-01", #requests + 1, #requests * 104729 + 1)
     end
-    requests[#requests + 1] = wrk.format("POST", nil, headers, body:sub(1, -2))
+    requests[#requests + 1] = wrk.format("POST", nil, headers, bodies:read(size))
   end
 end
 request = function()
@@ -81,13 +82,13 @@ def measured(
 ) -> Measured:
     """Run wrk with one thread for `SECONDS`. Raises RuntimeError if an answer is not 200.
 
-    bodies: without line ends. With several, each request also has headers of its own.
+    bodies: with several, each request also has headers of its own.
     """
     with tempfile.TemporaryDirectory() as folder:
         content, script = Path(folder, "bodies"), Path(folder, "query.lua")
-        content.write_bytes(b"".join(body + b"\n" for body in bodies))
-        has_own = str(len(bodies) > 1).lower()
-        script.write_text(_SCRIPT.format(bodies=content, content_type=content_type, has_own_headers=has_own))
+        content.write_bytes(b"".join(bodies))
+        given = {"bodies": content, "sizes": ",".join(str(len(body)) for body in bodies), "content_type": content_type}
+        script.write_text(_SCRIPT.format(**given, has_own_headers=str(len(bodies) > 1).lower()))
         command = ["wrk", "-t1", f"-c{connections}", f"-d{SECONDS}s", "-s", str(script)]
         url = f"http://{service.host}:{service.port}{path}"
         done = subprocess.run([*command, url], check=True, capture_output=True, text=True)
