@@ -277,17 +277,16 @@ async def test_a_full_book_is_answered_as_by_the_routes(bound: dict[str, int]) -
     async with a_fleet({("1", 0): {}}, bounds=bound) as fleet:
         answers = [await fleet.direct.ask(RESERVE) for _ in range(5)]
         assert {status for status, *_ in answers} == {OK}
-        while answers[-1][0] == OK and len(answers) < 40:
-            salted = body_of(token_ids=PROMPT, cache_salt=str(len(answers)))
-            if len(answers) % 2 and "max_pages" in bound:
-                salted = body_of(token_ids=list(range(3000 * len(answers), 3000 * len(answers) + 16 * 600)))
-            answers.append(await fleet.direct.ask(request(salted, "/select_and_reserve")))
+        while answers[-1][0] == OK and len(answers) < 60:
+            tokens = range(len(answers) << 16, (len(answers) << 16) + 600 * BLOCK)
+            asked = request(body_of(token_ids=list(tokens)), "/select_and_reserve")
+            answers.append(await fleet.direct.ask(asked if "max_pages" in bound else RESERVE))
         assert answers[-1][0] == b"HTTP/1.1 503 Service Unavailable"
         assert await fleet.num_booked() == len(answers) - 1
 
 
 async def test_ranks_without_a_number_are_never_booked_by_a_kernel() -> None:
-    async with a_fleet({(str(number), 0): {} for number in range(3)}, bounds={"max_places": 2}) as fleet:
+    async with a_fleet({(str(number), 0): {} for number in range(40)}, bounds={"max_places": 2}) as fleet:
         answers = [await fleet.direct.ask(RESERVE) for _ in range(30)]
         assert await fleet.num_booked() == len([status for status, *_ in answers if status == OK]) > 0
 
