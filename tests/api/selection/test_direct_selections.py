@@ -287,7 +287,8 @@ async def test_a_full_book_is_answered_as_by_the_routes(bound: dict[str, int]) -
 
 async def test_ranks_without_a_number_are_never_booked_by_a_kernel() -> None:
     async with a_fleet({(str(number), 0): {} for number in range(40)}, bounds={"max_places": 2}) as fleet:
-        answers = [await fleet.direct.ask(RESERVE) for _ in range(30)]
+        asked = [request(body_of(token_ids=[number] * BLOCK), "/select_and_reserve") for number in range(10)]
+        answers = [await fleet.direct.ask(each) for each in asked]
         assert await fleet.num_booked() == len([status for status, *_ in answers if status == OK]) > 0
 
 
