@@ -297,14 +297,14 @@ async def test_long_prompts_at_once_are_booked_whole() -> None:
     long = list(range(1, 3001))
     async with a_fleet({("1", 0): {}}, block_size=1) as fleet:
         lines = [await Line.connect(fleet.url) for _ in range(8)]
-        asked = request(body_of(token_ids=long), "/select_and_reserve")
-        for number in range(6):
-            for line in lines:
-                line.writer.write(asked)
-            answers = [json.loads((await line.answer())[2]) for line in lines]
-            assert {len(each["sequence_hashes"]) for each in answers} == {len(long)}
-            records = [json.loads(each)[3] for each in fleet.exchange.records[number * len(lines) :]]
-            assert {len(base64.b64decode(decision[8])) for decision in records} == {8 * len(long)}
+        for line in lines * 4:
+            await fleet.reserved(line)
+        for line in lines:
+            line.writer.write(request(body_of(token_ids=long), "/select_and_reserve"))
+        answers = [json.loads((await line.answer())[2]) for line in lines]
+        assert {len(each["sequence_hashes"]) for each in answers} == {len(long)}
+        decisions = [json.loads(each)[3] for each in fleet.exchange.records[-len(lines) :]]
+        assert {len(base64.b64decode(decision[8])) for decision in decisions} == {8 * len(long)}
         for line in lines:
             await line.close()
 
