@@ -161,6 +161,7 @@ def site(kafka_bootstrap: str, redis_url: str, tmp_path: Path, monkeypatch: pyte
         publisher.publish([BlockStored([1, 2], None, TOKENS, 16, medium=StorageMedium.GPU)])
         service.wait_until_ready()
         wait_until(lambda: service.listener("engine-0").get("state") == "live", deadline_s=30, what="the engine")
+        wait_until(lambda: service.metric("kvsight_batches_applied_total") >= 3, what="a log with a past")
         del topics["KVSIGHT_KAFKA"]
         variables = {**topics, "KVSIGHT_URL": service.url, "KVSIGHT_PORT": "0"}
         variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
