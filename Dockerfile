@@ -11,7 +11,7 @@ WORKDIR /src
 COPY . .
 RUN mkdir /kernels && cp --parents --target-directory=/kernels kv_events/*.py */kernels/*.py */*/kernels/*.py
 
-# What the project needs, its kernels and itself are layers of their own, because they change more and more often.
+# Dependencies, kernels and the project are separate layers. Each changes more often than the one before.
 FROM on-${TARGETARCH} AS needs
 ENV NUMBA_CPU_FEATURES=
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \

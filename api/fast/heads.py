@@ -19,7 +19,7 @@ _MAX_KEPT, _MAX_KEPT_BYTES = 4096, 1024
 """Bounds on the callers that are kept, and on the lines of one. Others are looked up each time."""
 _MOST_DIGITS = 18
 _LONGEST_LINE = 512  # of a request without a body
-_NO_TYPE = b"application/json"  # stands for that of a body which is missing
+_NO_TYPE = b"application/json"  # of requests without a body
 
 
 class Caller(NamedTuple):
@@ -51,10 +51,10 @@ class Head(NamedTuple):
 
 
 class BodylessRoute(NamedTuple):
-    """How requests are answered that have no body, and parameters in their path."""
+    """A route of requests without a body, and with parameters in their path."""
 
     line: re.Pattern[bytes]
-    """Of their first lines."""
+    """Matches their first lines."""
     scope: str
     answer: Callable[..., bytes]
     """Gets the groups of the line. Raises ProblemError, and has changed nothing then."""

@@ -200,8 +200,8 @@ def test_an_interrupted_command_ends_without_a_traceback() -> None:
 
 def test_a_signal_ends_the_first_process_of_a_container_which_has_no_default_action() -> None:
     container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
-    if subprocess.run([*container, "true"], capture_output=True).returncode:
-        pytest.skip("this system allows no namespaces of processes")
+    if not os.environ.get("CI") and subprocess.run([*container, "true"], capture_output=True).returncode:
+        pytest.skip("this system has no user namespaces for unprivileged processes")
     with subprocess.Popen(
         [*container, *KVSIGHT, "top", "--url", "http://127.0.0.1:1"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -207,9 +207,9 @@ def _previous(data: U8Vector, least: int, at: int, byte: U8) -> int:
 
 @helper
 def _read_head(data: U8Vector, begin: int, stop: int, lines: I64Matrix, pieces: I64Matrix) -> int:
-    """Write the pieces of a head. Returns where the body begins, or -1 if it does not end at `stop`.
+    """Write the pieces of a head. Returns where the body begins.
 
-    -1 also for a head that a page of a browser sent.
+    Returns -1 if the body does not end at `stop`, or if a page of a browser sent the request.
     """
     at = _after_next(data, begin, stop, _LF)
     body = read_head(data, at, stop, lines) if at <= stop else int64(_FAILED)

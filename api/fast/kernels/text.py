@@ -14,7 +14,7 @@ MARGIN = 16
 
 COMMA, COLON, QUOTE, OPEN, CLOSE = (uint8(ord(char)) for char in ',:"{}')
 _ZERO, _POINT, _MINUS = uint8(ord("0")), uint8(ord(".")), uint8(ord("-"))
-_FOUR_DIGITS, _EIGHT_DIGITS = uint64(10**4), 10**8
+_FOUR_DIGITS, _EIGHT_DIGITS = uint64(10**4), uint64(10**8)
 _ZEROS = uint64(0x3030303030303030)  # eight times "0"
 _LAST_DIGIT = uint64(1 << 56)
 _SIGN = uint64(63)
@@ -56,7 +56,12 @@ def put_byte(out: U8Vector, at: int, byte: U8) -> int:
 @inline_helper
 def put_number(out: U8Vector, at: int, value: int) -> int:
     """Write a non-negative integer."""
-    return _put_short(out, at, uint64(value)) if value < _EIGHT_DIGITS else _put_long(out, at, uint64(value))
+    return _put_unsigned(out, at, uint64(value))
+
+
+@inline_helper
+def _put_unsigned(out: U8Vector, at: int, value: U64) -> int:
+    return _put_short(out, at, value) if value < _EIGHT_DIGITS else _put_long(out, at, value)
 
 
 @inline_helper
@@ -77,12 +82,12 @@ def _put_eight_digits(out: U8Vector, at: int, value: U64) -> int:
 @helper
 def _put_long(out: U8Vector, at: int, value: U64) -> int:
     """Write a number of more than eight digits."""
-    first, last = value // uint64(_EIGHT_DIGITS), value % uint64(_EIGHT_DIGITS)
-    if first < uint64(_EIGHT_DIGITS):
+    first, last = value // _EIGHT_DIGITS, value % _EIGHT_DIGITS
+    if first < _EIGHT_DIGITS:
         at = _put_short(out, at, first)
     else:
-        at = _put_short(out, at, first // uint64(_EIGHT_DIGITS))
-        at = _put_eight_digits(out, at, first % uint64(_EIGHT_DIGITS))
+        at = _put_short(out, at, first // _EIGHT_DIGITS)
+        at = _put_eight_digits(out, at, first % _EIGHT_DIGITS)
     return _put_eight_digits(out, at, last)
 
 
@@ -109,7 +114,7 @@ def put_hashes(out: U8Vector, at: int, hashes: U64Input) -> int:
             at = put_byte(out, at, COMMA)
         if value >> _SIGN:
             at, value = put_byte(out, at, _MINUS), uint64(0) - value
-        at = _put_short(out, at, value) if value < uint64(_EIGHT_DIGITS) else _put_long(out, at, value)
+        at = _put_unsigned(out, at, value)
     return at
 
 
