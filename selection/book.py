@@ -236,7 +236,8 @@ class Book:
     def note_reserved(self, record: Reserved, place: int, num_pages: int, at: float) -> None:
         """Add a reservation that the kernel `reserve` has booked. num_pages: its result.
 
-        at: the time from which on the reservation can expire. An earlier one with the same id ends: a caller chose that id.
+        at: the time from which on the reservation can expire. An earlier one with the same id, which a caller chose,
+        ends.
         """
         if record.decision.request_id in self._reservations:
             self._end(record.decision.request_id, at)
