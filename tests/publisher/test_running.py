@@ -198,7 +198,7 @@ async def test_a_failed_task_is_seen_and_the_engine_continues(
     await publisher.start()
     await async_wait_until(lambda: publisher.stats().failure is not None)
     assert publisher.stats().failure == "RuntimeError('a mistake in a sink')"
-    assert "publisher-drain:w: failed and starts again" in caplog.text
+    await async_wait_until(lambda: "publisher-drain:w: failed and starts again" in caplog.text, what="the log line")
     for i in range(100):
         publisher.publish([stored(i)])
     report = await publisher.aclose(0.1)

@@ -196,7 +196,7 @@ async def test_a_topic_that_names_no_valid_worker_harms_no_other(caplog: pytest.
             await bridge.shows(PAGE, worker="pod")
             await async_wait_until(lambda: bridge.fleet.status()[0].counters.undecodable == 3)
             assert bridge.fleet.status()[0].counters.restarts == 0
-            assert "topic 'kv@xxx" in caplog.text
+            await async_wait_until(lambda: "topic 'kv@xxx" in caplog.text, what="the log line")
 
 
 async def test_an_engine_whose_batches_cannot_be_taken_loses_them_and_is_read_on_by_a_failure_put_in(

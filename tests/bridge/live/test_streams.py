@@ -239,7 +239,7 @@ async def test_a_group_of_an_unknown_kind_degrades_all_streams_of_its_worker(cap
             return [bridge.view(model=model).degraded_reason or "" for model in ("m", "m#mamba")]
 
         await async_wait_until(lambda: all("'holographic'" in reason for reason in reasons()))
-    assert "attention group 2: 'holographic'" in caplog.text
+        await async_wait_until(lambda: "attention group 2: 'holographic'" in caplog.text, what="the log line")
 
 
 async def test_an_engine_that_comes_back_without_a_group_ends_its_stream() -> None:
@@ -303,7 +303,7 @@ async def test_another_block_size_than_registered_is_logged_and_shown_to_routers
         async with bridged(read={"block_size": 16}) as (engine, bridge):
             engine.send(payload(stored([1, 2], prompt(1) + prompt(2))))
             await bridge.degrades("block size 4, registered with 16")
-            assert "block size 4, registered with 16" in caplog.text
+            await async_wait_until(lambda: "block size 4, registered with 16" in caplog.text, what="the log line")
             engine.send(payload(stored([3], [7] * 16, 16)))
             await bridge.shows(on(GPU, names_of([7] * 16, 16)))
             await bridge.degrades("")
