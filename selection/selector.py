@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
@@ -16,12 +15,15 @@ from kv_events.hashing import U64Array
 from kv_events.http.selection import SelectRequest
 from kv_events.limits import MAX_PAGES_PER_DECISION
 from kv_events.reservations import Reserved
-from selection.candidates import Asked, Candidates, Choice, Policy, Tokens
+from selection.candidates import Asked, Candidates, Choice, Policy
 from selection.kernels.booked import Bookings
-from selection.policies import LeastWork, preferred
+from selection.kernels.choose import shown_rows
+from selection.policies import Costs, LeastWork, preferred
 from selection.roster import Found, Roster, Rosters, Weighed
 
-_MAX_CANDIDATES, _MAX_POLICIES = 16, 4096
+MOST_SHOWN = 16
+"""Bound on the candidates of a record."""
+_MAX_POLICIES = 4096
 
 
 class NoCandidateError(KvsightError):
@@ -47,17 +49,6 @@ class Chosen(NamedTuple):
         return self.weighed.rows[self.choice.row]
 
 
-class Ranking(NamedTuple):
-    """The candidates of a choice, as its record describes them."""
-
-    workers: Sequence[str]
-    dp_ranks: Sequence[int]
-    held: Tokens
-    """[n] tokens of the prompt, on any tier."""
-    costs: npt.NDArray[np.float64]
-    """[n]"""
-
-
 class Selector:
     """Chooses workers for the prompts of one service. One thread calls it."""
 
@@ -65,7 +56,7 @@ class Selector:
         """create_policy: called once for each model and tenant. replica: name of this process in records."""
         self._rosters = rosters
         self._create_policy = create_policy
-        self._policies: dict[tuple[str, str], Policy] = {}
+        self._policies: dict[tuple[str, str], tuple[Policy, LeastWork | None]] = {}
         self._replica = replica
         self.num_named = 0
         """Reservations that were named here."""
@@ -87,7 +78,7 @@ class Selector:
             if not weighed.rows:
                 raise NoCandidateError("no endpoints available to route work")
         asked = asked_of(request, found, now)
-        choice = self._policy(namespace).choose(asked, weighed.candidates)
+        choice = self._policy(namespace)[0].choose(asked, weighed.candidates)
         if request.affinity_target is not None:
             worker, rank = str(request.affinity_target.worker_id), request.affinity_target.dp_rank
             places = zip(weighed.candidates.workers, weighed.candidates.dp_ranks, strict=True)
@@ -98,31 +89,32 @@ class Selector:
 
     def work(self, request: SelectRequest, namespace: Namespace, now: float) -> tuple[Roster, float] | None:
         """Return what `least_work` needs to choose for requests like this one now. None: only `choose` can."""
-        policy, block_size = self._policy(namespace), namespace.key.block_size
-        scale = policy.scale_of_work(_options(request), block_size) if isinstance(policy, LeastWork) else None
+        policy = self._policy(namespace)[1]
+        scale = None if policy is None else policy.scale_of_work(_options(request), namespace.key.block_size)
         return None if scale is None else (self._rosters.of(namespace, now), scale)
 
-    def _policy(self, namespace: Namespace) -> Policy:
+    def _policy(self, namespace: Namespace) -> tuple[Policy, LeastWork | None]:
+        """Return the policy of a model, and again if kernels can choose as it does."""
         scope = namespace.key[:2]
-        policy = self._policies.get(scope)
-        if policy is None:
+        found = self._policies.get(scope)
+        if found is None:
             if len(self._policies) == _MAX_POLICIES:
                 self._policies.clear()  # what they remember of earlier choices is lost
-            policy = self._policies[scope] = self._create_policy()
-        return policy
+            policy = self._create_policy()
+            found = self._policies[scope] = policy, policy if isinstance(policy, LeastWork) else None
+        return found
 
     def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:
         """Return the reservations of a choice: of the request and, if another worker computes its prompt, of that."""
         name, choice = request.selection_id or self._next_name(), chosen.choice
-        candidates, prompt = chosen.weighed.candidates, (chosen.found.tokens, chosen.found.hashes)
-        ranking = Ranking(candidates.workers, candidates.dp_ranks, candidates.held[:, -1], choice.costs)
+        prompt = chosen.found.tokens, chosen.found.hashes
+        shown, index = _shown(chosen.weighed.candidates, choice.costs, choice.row)
         if choice.prefill is None:
-            return [self._record(name, choice.row, chosen.prefill_tokens, request, ranking, prompt, namespace, now)]
-        computed = round(candidates.computed.item(choice.prefill))
-        return [
-            self._record(name, choice.row, 0, request, ranking, prompt, namespace, now),
-            self._record(prefill_name(name), choice.prefill, computed, request, ranking, prompt, namespace, now),
-        ]
+            return [self._record(name, shown, index, chosen.prefill_tokens, prompt, request, namespace, now)]
+        first = self._record(name, shown, index, 0, prompt, request, namespace, now)
+        computed = round(chosen.weighed.candidates.computed.item(choice.prefill))
+        shown, index = _shown(chosen.weighed.candidates, choice.costs, choice.prefill)
+        return [first, self._record(prefill_name(name), shown, index, computed, prompt, request, namespace, now)]
 
     def booked(
         self, bookings: Bookings, request: SelectRequest, roster: Roster, namespace: Namespace, now: float
@@ -133,16 +125,16 @@ class Selector:
         """
         begin, made, first = 0, int(bookings.made[0]), self.num_named + 1
         self.num_named += made  # the callers have these names already
-        for i, numbers in enumerate(bookings.numbers[:made].tolist()):
-            row, count, tokens, prefill_tokens, end, place, num_pages = numbers
-            workers, dp_ranks = roster.workers, roster.dp_ranks
-            if count < len(workers):
-                rows = bookings.rows[i, :count].tolist()
-                workers, dp_ranks = [workers[each] for each in rows], [dp_ranks[each] for each in rows]
-            ranking = Ranking(workers, dp_ranks, bookings.held[i, :count], bookings.costs[i, :count])
+        workers, dp_ranks = roster.workers, roster.dp_ranks
+        numbers, all_rows, held, costs = (
+            each[:made].tolist() for each in (bookings.numbers, bookings.rows, bookings.held, bookings.costs)
+        )
+        for i, (index, count, tokens, prefill_tokens, end, place, num_pages) in enumerate(numbers):
+            rows = all_rows[i][:count]
+            candidates = zip(rows, held[i], costs[i], strict=False)  # without numbers of earlier choices
+            shown = [Candidate(workers[row], dp_ranks[row], held_here, -cost) for row, held_here, cost in candidates]
             name, prompt = f"{self.names}{first + i}", (tokens, bookings.hashes[begin:end])
-            record = self._record(name, row, prefill_tokens, request, ranking, prompt, namespace, now)
-            yield record, place, num_pages
+            yield self._record(name, shown, index, prefill_tokens, prompt, request, namespace, now), place, num_pages
             begin = end
 
     @property
@@ -157,28 +149,19 @@ class Selector:
     def _record(
         self,
         name: str,
-        row: int,
+        shown: list[Candidate],
+        index: int,
         prefill_tokens: int,
-        request: SelectRequest,
-        ranking: Ranking,
         prompt: tuple[int, U64Array],
+        request: SelectRequest,
         namespace: Namespace,
         now: float,
     ) -> Reserved:
-        """row: the chosen candidate. prompt: its tokens, and the hashes of its pages."""
-        tokens, hashes = prompt
-        decision = Decision(
-            VERSION,
-            name,
-            now,
-            *namespace.key,
-            tokens,
-            hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes(),
-            ranking.workers[row],
-            ranking.dp_ranks[row],
-            ranking.held.item(row),
-            _shown(ranking, row),
-        )
+        """shown: candidates, of which `index` is the chosen one. prompt: its tokens, and the hashes of its pages."""
+        (tokens, hashes), chosen = prompt, shown[index]
+        pages = hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes()
+        place = chosen.worker, chosen.dp_rank, chosen.tokens
+        decision = Decision(VERSION, name, now, *namespace.key, tokens, pages, *place, shown)
         return Reserved(VERSION, self._replica, decision, prefill_tokens, _session(request))
 
 
@@ -215,12 +198,10 @@ def _allowed(request: SelectRequest, candidates: Candidates) -> list[int]:
     return rows
 
 
-def _shown(ranking: Ranking, chosen: int) -> list[Candidate]:
-    """Return the cheapest candidates and the chosen one, as a decision records them."""
-    rows = list(range(len(ranking.workers)))
-    if len(rows) > _MAX_CANDIDATES:
-        rows = ranking.costs.argsort()[:_MAX_CANDIDATES].tolist()
-        if chosen not in rows:
-            rows[-1] = chosen
-    workers, dp_ranks, held, costs = ranking.workers, ranking.dp_ranks, ranking.held.tolist(), ranking.costs.tolist()
-    return [Candidate(workers[row], dp_ranks[row], held[row], -costs[row]) for row in rows]
+def _shown(candidates: Candidates, costs: Costs, chosen: int) -> tuple[list[Candidate], int]:
+    """Return the candidates of a record, see `shown_rows`, and the index of the chosen one."""
+    rows = np.empty(min(len(costs), MOST_SHOWN), np.int32)
+    index = shown_rows(np.ascontiguousarray(costs, np.float64), chosen, rows)  # policies can be anyone's
+    found = zip(rows.tolist(), candidates.held[rows, -1].tolist(), costs[rows].tolist(), strict=True)
+    workers, dp_ranks = candidates.workers, candidates.dp_ranks
+    return [Candidate(workers[row], dp_ranks[row], held, -cost) for row, held, cost in found], index

@@ -21,6 +21,7 @@ from selection.book import Book
 from selection.kernels.booked import Bookings, make_bookings
 from selection.policies import next_turns
 from selection.roster import Roster
+from selection.selector import MOST_SHOWN
 
 _BYTES_PER_RANK = 64
 """Bound on the text of a rank, and on that of two of the other numbers."""
@@ -80,7 +81,7 @@ def direct_table(roster: Roster, book: Book, namespace: Namespace, names: str | 
     openings, opening, is_booking = list[bytes](), b"{", names is not None
     if names is not None:
         *openings, opening = b'{"selection_id":' + msgspec.json.encode(names).removesuffix(b'"'), *_OPENINGS
-    bookings = make_bookings(is_booking * MOST_CHOICES, is_booking * MOST_HASHES, len(roster.workers))
+    bookings = make_bookings(is_booking * MOST_CHOICES, is_booking * MOST_HASHES, min(len(roster.workers), MOST_SHOWN))
     for worker, dp_rank, endpoint in zip(roster.workers, roster.dp_ranks, roster.endpoints, strict=True):
         answer = Selection(
             model_name=model,

@@ -49,7 +49,10 @@ class LoadColumns(NamedTuple):
 
 
 class Bookings(NamedTuple):
-    """Choices that a kernel has booked: room for m of them, among n ranks. m is 0 if choices are not booked."""
+    """Choices that a kernel has booked: room for m of them, and for n candidates of each, see `shown_rows`.
+
+    m is 0 if choices are not booked.
+    """
 
     made: I64Vector
     """[2] number of choices, and of their hashes."""
@@ -58,27 +61,27 @@ class Bookings(NamedTuple):
     hashes: U64Vector
     """Sequence hashes of the prompts, one after the other."""
     rows: I32Matrix
-    """[m, n] rows of the roster that were candidates."""
+    """[m, n] rows of the roster."""
     held: I64Matrix
-    """[m, n] tokens that they hold, on any tier."""
+    """[m, n] tokens that the candidates hold, on any tier."""
     costs: F64Matrix
     """[m, n] what they cost, see `Choice`."""
 
 
 CHOSEN, CANDIDATES, TOKENS, PREFILL_TOKENS, HASHES_END, PLACE, NUM_BOOKED = range(7)
-"""Columns of `Bookings.numbers`: the chosen candidate, how many there were, tokens of the prompt and those that are to
+"""Columns of `Bookings.numbers`: the chosen candidate, how many are shown, tokens of the prompt and those that are to
 be computed, where its hashes end, the place, and the result of `reserve`."""
 
 
-def make_bookings(num_choices: int, num_hashes: int, num_ranks: int) -> Bookings:
+def make_bookings(num_choices: int, num_hashes: int, num_candidates: int) -> Bookings:
     """Return room for choices."""
     return Bookings(
         np.zeros(2, np.int64),
         np.zeros((num_choices, NUM_BOOKED + 1), np.int64),
         np.zeros(num_hashes, np.uint64),
-        np.zeros((num_choices, num_ranks), np.int32),
-        np.zeros((num_choices, num_ranks), np.int64),
-        np.zeros((num_choices, num_ranks)),
+        np.zeros((num_choices, num_candidates), np.int32),
+        np.zeros((num_choices, num_candidates), np.int64),
+        np.zeros((num_choices, num_candidates)),
     )
 
 

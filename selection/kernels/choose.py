@@ -1,8 +1,8 @@
 """Kernels of policies."""
 
-from kv_events.kernels.bundles import F64Vector, I64Vector
+from kv_events.kernels.bundles import F64Vector, I32Vector, I64Vector
 from kv_events.kernels.declare import kernel
-from kv_events.kernels.numbers import int64
+from kv_events.kernels.numbers import int32, int64
 
 
 @kernel
@@ -36,3 +36,25 @@ def least_work(
     for row in range(costs.shape[0]):
         costs[row] = (prefill_tokens[row] + computed[row]) * scale + decode_blocks[row]
     return lowest_cost(costs, computed, turn)
+
+
+@kernel
+def shown_rows(costs: F64Vector, chosen: int, rows: I32Vector) -> int:
+    """Write the rows that a record shows: all of them or, if they are too many, the cheapest ones and the chosen one.
+
+    costs: float64[n]. rows: int32[m], of which min(n, m) are written. Returns the index of the chosen one.
+    """
+    room = min(costs.shape[0], rows.shape[0])
+    for row in range(costs.shape[0]):
+        at = int64(min(row, room))
+        while room < costs.shape[0] and at > 0 and costs[rows[at - 1]] > costs[row]:
+            at -= 1
+            if at + 1 < room:
+                rows[at + 1] = rows[at]
+        if at < room:
+            rows[at] = int32(row)
+    for i in range(room):
+        if rows[i] == chosen:
+            return int64(i)
+    rows[room - 1] = int32(chosen)
+    return int64(room - 1)

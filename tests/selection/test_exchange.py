@@ -126,6 +126,19 @@ async def test_a_record_reaches_the_other_replica_in_milliseconds(own: dict[str,
     assert sorted(seconds)[15] < 0.25
 
 
+async def test_records_that_fill_several_batches_of_a_partition_reach_the_other_replica_in_order(
+    own: dict[str, Any],
+) -> None:
+    clock, names = Clock(), [f"r{number}" for number in range(40)]
+    async with replica(own, clock) as first, replica(own, clock) as second:
+        for number, name in enumerate(names):
+            first.reserve(name, "w1", list(range(60_000 * number, 60_000 * (number + 1))))
+            first.progress(name, RELEASED if number % 2 else PREFILL_COMPLETE)
+        await async_wait_until(lambda: second.exchange.applied == 80, 60, "all records")
+        assert second.loads("w1") == first.loads("w1") == (20, 0, 20 * 60_000)
+        assert second.names() == {*names[::2]}
+
+
 async def test_without_a_broker_bookings_stay_local_and_the_queue_is_bounded() -> None:
     queue = WriteQueue(TopicWriter(settings := IndexerSettings(kafka="127.0.0.1:9"), "r").write, contents=RESERVATIONS)
     source = KafkaSource(settings, topic="r")

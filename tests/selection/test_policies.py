@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kv_events.errors import InvalidValueError
 from selection.candidates import Asked, Candidates, Choice, selected
+from selection.kernels.choose import shown_rows
 from selection.policies import POLICIES, WRAPPERS, create_policy
 
 BLOCK = 16
@@ -158,3 +159,15 @@ def test_an_unknown_policy_is_refused_and_named(names: str) -> None:
 
 def test_wrappers_and_policies_have_different_names() -> None:
     assert not POLICIES.keys() & WRAPPERS.keys()
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.data())
+def test_a_record_shows_the_cheapest_candidates_and_the_chosen_one(costs: list[int], data: st.DataObject) -> None:
+    chosen, room = data.draw(st.integers(0, len(costs) - 1)), data.draw(st.integers(1, 16))
+    rows = np.full(min(room, len(costs)), -1, np.int32)
+    index = shown_rows(np.array(costs, float), chosen, rows)
+    cheapest = sorted(range(len(costs)), key=costs.__getitem__)[:room] if room < len(costs) else [*range(len(costs))]
+    if chosen not in cheapest:
+        cheapest[-1] = chosen
+    assert rows.tolist() == cheapest
+    assert rows[index] == chosen

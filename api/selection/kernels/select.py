@@ -25,7 +25,7 @@ from selection.kernels.booked import (
     LoadColumns,
     reserve,
 )
-from selection.kernels.choose import least_work
+from selection.kernels.choose import least_work, shown_rows
 from selection.kernels.weigh import RosterColumns, weigh
 
 _ID, _HASHES, _TOKENS = range(3)
@@ -53,18 +53,19 @@ class SelectionTable(NamedTuple):
 @helper
 def _book(table: SelectionTable, hashes: U64Input, tokens: int, count: int, chosen: int, until: float) -> None:
     """Book a choice. count: of candidates. There is room for it."""
-    bookings, roster = table.bookings, table.roster
+    bookings, roster, costs = table.bookings, table.roster, table.costs[:count]
     number, begin = bookings.made[0], bookings.made[1]
     end = begin + hashes.shape[0]
     for i in range(hashes.shape[0]):
         bookings.hashes[begin + i] = hashes[i]
-    for i in range(count):
-        bookings.rows[number, i] = roster.rows[i]
-        bookings.held[number, i] = roster.held[i, EXTERNAL]
-        bookings.costs[number, i] = table.costs[i]
+    rows, num_shown = bookings.rows[number], min(count, bookings.rows.shape[1])
+    index = shown_rows(costs, chosen, rows)
+    for i in range(num_shown):
+        bookings.held[number, i], bookings.costs[number, i] = roster.held[rows[i], EXTERNAL], costs[rows[i]]
+        rows[i] = roster.rows[rows[i]]
     place, prefill = int64(roster.places[roster.rows[chosen]]), int64(np.rint(roster.computed[chosen]))
     made = bookings.numbers[number]
-    made[CHOSEN], made[CANDIDATES], made[TOKENS], made[PREFILL_TOKENS] = chosen, count, tokens, prefill
+    made[CHOSEN], made[CANDIDATES], made[TOKENS], made[PREFILL_TOKENS] = index, num_shown, tokens, prefill
     made[HASHES_END], made[PLACE] = end, place
     made[NUM_BOOKED] = reserve(table.booked, table.loads, hashes, place, prefill, until)
     bookings.made[0], bookings.made[1] = number + 1, end

@@ -212,7 +212,13 @@ def test_kernels_book_as_the_routes_do(held: dict[tuple[str, int], dict[int, ran
 
 
 async def test_a_record_has_the_cheapest_candidates_and_the_chosen_one() -> None:
-    async with a_fleet({(str(number), 0): {0: range(number // 4 + 1)} for number in range(20)}) as fleet:
+    held = {(str(number), 0): {0: range(number // 4 + 1)} for number in range(20)}
+    records = list[Any]()
+    for is_direct in (False, True):
+        async with a_fleet(held) as fleet:
+            records.append((await fleet.follow([{"token_ids": PROMPT}] * 4, is_direct=is_direct))[-1])
+    assert records[0] == records[1]
+    async with a_fleet(held) as fleet:
         await fleet.post("/select_and_reserve", token_ids=PROMPT, affinity_target={"worker_id": 0})
         decision = json.loads(fleet.exchange.records[-1])[3]
         workers = {worker for worker, *_ in decision[-1]}
