@@ -87,7 +87,7 @@ class Fleet:
 
     def _decide(self, step: Step, chosen: str, held: dict[str, int]) -> None:
         hashes = sequence_hashes(step.tokens, PAGE).astype("<u8").tobytes()
-        candidates = [Candidate(engine, None, tokens, float(tokens)) for engine, tokens in held.items()]
+        candidates = tuple(Candidate(engine, None, tokens, float(tokens)) for engine, tokens in held.items())
         of_request = (VERSION, step.name, self.now, MODEL, "default", PAGE, len(step.tokens), hashes)
         decision = Decision(*of_request, chosen, None, held[chosen], candidates)
         self._write(step.name.encode(), encode_decision(decision), Channel.DECISIONS)

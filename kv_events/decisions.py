@@ -47,7 +47,7 @@ class Decision(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     """The rank that was chosen. None: any."""
     predicted_tokens: int | None
     """Tokens that the router expected the worker to reuse. None: the router did not ask an index."""
-    candidates: list[Candidate]
+    candidates: tuple[Candidate, ...]
     """The workers among which the router chose. May be empty."""
 
 

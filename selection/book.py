@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -62,9 +62,8 @@ class Booked(NamedTuple):
     decode_pages: int = 0
 
 
-@dataclass(slots=True)
-class Reservation:
-    """A request that has been placed and has not ended."""
+class Reservation(msgspec.Struct, gc=False):
+    """A request that has been placed and has not ended. The collector skips it: there can be a hundred thousand."""
 
     record: Reserved
     place: int

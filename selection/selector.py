@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -130,9 +130,7 @@ class Selector:
             each[:made].tolist() for each in (bookings.numbers, bookings.rows, bookings.held, bookings.costs)
         )
         for i, (index, count, tokens, prefill_tokens, end, place, num_pages) in enumerate(numbers):
-            rows = all_rows[i][:count]
-            candidates = zip(rows, held[i], costs[i], strict=False)  # without numbers of earlier choices
-            shown = [Candidate(workers[row], dp_ranks[row], held_here, -cost) for row, held_here, cost in candidates]
+            shown = _candidates(workers, dp_ranks, all_rows[i][:count], held[i], costs[i])
             name, prompt = f"{self.names}{first + i}", (tokens, bookings.hashes[begin:end])
             yield self._record(name, shown, index, prefill_tokens, prompt, request, namespace, now), place, num_pages
             begin = end
@@ -149,7 +147,7 @@ class Selector:
     def _record(
         self,
         name: str,
-        shown: list[Candidate],
+        shown: tuple[Candidate, ...],
         index: int,
         prefill_tokens: int,
         prompt: tuple[int, U64Array],
@@ -198,10 +196,17 @@ def _allowed(request: SelectRequest, candidates: Candidates) -> list[int]:
     return rows
 
 
-def _shown(candidates: Candidates, costs: Costs, chosen: int) -> tuple[list[Candidate], int]:
+def _shown(candidates: Candidates, costs: Costs, chosen: int) -> tuple[tuple[Candidate, ...], int]:
     """Return the candidates of a record, see `shown_rows`, and the index of the chosen one."""
     rows = np.empty(min(len(costs), MOST_SHOWN), np.int32)
     index = shown_rows(np.ascontiguousarray(costs, np.float64), chosen, rows)  # policies can be anyone's
-    found = zip(rows.tolist(), candidates.held[rows, -1].tolist(), costs[rows].tolist(), strict=True)
-    workers, dp_ranks = candidates.workers, candidates.dp_ranks
-    return [Candidate(workers[row], dp_ranks[row], held, -cost) for row, held, cost in found], index
+    columns = rows.tolist(), candidates.held[rows, -1].tolist(), costs[rows].tolist()
+    return _candidates(candidates.workers, candidates.dp_ranks, *columns), index
+
+
+def _candidates(
+    workers: Sequence[str], dp_ranks: Sequence[int], rows: list[int], held: list[int], costs: list[float]
+) -> tuple[Candidate, ...]:
+    """Return candidates as records show them. held, costs: of each row. Further elements mean nothing."""
+    columns = zip(rows, held, costs, strict=False)
+    return tuple([Candidate(workers[row], dp_ranks[row], tokens, -cost) for row, tokens, cost in columns])

@@ -115,7 +115,7 @@ class Router:
             list(self._number_of_worker)[chosen],
             0,
             predicted_tokens,
-            list(candidates),
+            tuple(candidates),
         )
 
     def _hashes(self, request: Request) -> U64Array:

@@ -135,7 +135,7 @@ class DecisionRoute:
             request.worker,
             request.dp_rank,
             request.predicted_tokens,
-            [Candidate(each.worker, each.dp_rank, each.tokens, each.score) for each in request.candidates],
+            tuple(Candidate(each.worker, each.dp_rank, each.tokens, each.score) for each in request.candidates),
         )
 
     def _pages(self, question: ParsedQuery, numbers: PromptArray, worker: str) -> tuple[int, U64Array]:

@@ -197,7 +197,7 @@ class Reservations:
             hashes = prompt.question.hashes(prompt.numbers, key.block_size)
         tokens = len(hashes) * key.block_size if prompt.tokens is None else prompt.tokens
         pages = hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes()
-        decision = Decision(VERSION, request.selection_id, now, *key, tokens, pages, worker, rank, None, [])
+        decision = Decision(VERSION, request.selection_id, now, *key, tokens, pages, worker, rank, None, ())
         return Reserved(VERSION, self._replica, decision, request.effective_prefill_tokens, request.session_id or "")
 
     def bodyless_route(self) -> BodylessRoute:

@@ -26,7 +26,7 @@ def request(
     """A decision for the prompt, and the outcome that was predicted."""
     name = f"r{number}"
     decision = Decision(
-        VERSION, name, at, "m", "default", 4, 64, words(PAGES), worker, rank, predicted, list(candidates)
+        VERSION, name, at, "m", "default", 4, 64, words(PAGES), worker, rank, predicted, tuple(candidates)
     )
     records = (decision, Outcome(VERSION, name, at + 0.5, predicted))
     return [

@@ -39,7 +39,7 @@ class Log:
     def decide(self, name: str, hashes: list[int], worker: str) -> "Log":
         self.now += 0.125
         made = Decision(
-            VERSION, name, self.now, "m", "default", SIZE, len(hashes) * SIZE, words(hashes), worker, None, 0, []
+            VERSION, name, self.now, "m", "default", SIZE, len(hashes) * SIZE, words(hashes), worker, None, 0, ()
         )
         record = LogRecord(0, 0, int(self.now * 1000), name.encode(), encode_decision(made), Channel.DECISIONS)
         self.records.append(record)

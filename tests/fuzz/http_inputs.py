@@ -112,7 +112,7 @@ class _OneImage:
 
 def decision_records() -> list[bytes]:
     """Records of the topic of decisions."""
-    decided = Decision(VERSION, "r", 1.0, "m", "t", 4, 9, bytes(16), "w", None, 8, [Candidate("w", 0, 8, 0.5)])
+    decided = Decision(VERSION, "r", 1.0, "m", "t", 4, 9, bytes(16), "w", None, 8, (Candidate("w", 0, 8, 0.5),))
     return [encode_decision(each) for each in (decided, Outcome(VERSION, "r", 2.0, 8))]
 
 

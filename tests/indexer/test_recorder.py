@@ -230,7 +230,7 @@ def test_one_worker_or_one_model_is_selected_with_its_group_streams() -> None:
 def test_decisions_for_a_worker_are_selected_with_their_outcomes() -> None:
     def decision(number: int, worker: str) -> LogRecord:
         hashes = np.arange(1, dtype="<u8").tobytes()
-        found = Decision(VERSION, f"r{number}", 1.0, "m", "default", 4, 4, hashes, worker, None, 4, [])
+        found = Decision(VERSION, f"r{number}", 1.0, "m", "default", 4, 4, hashes, worker, None, 4, ())
         return LogRecord(0, number, 1, b"", encode_decision(found), Channel.DECISIONS)
 
     def outcome(number: int, request: str) -> LogRecord:

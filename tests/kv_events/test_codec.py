@@ -165,7 +165,7 @@ def decision(**fields: Any) -> Decision:
         "worker": "w0",
         "dp_rank": 1,
         "predicted_tokens": 32,
-        "candidates": [Candidate("w0", 1, 32, 30.5), Candidate("w1", None, 48, -1.0)],
+        "candidates": (Candidate("w0", 1, 32, 30.5), Candidate("w1", None, 48, -1.0)),
     }
     return Decision(**{**given, **fields})
 
@@ -206,10 +206,10 @@ def test_fields_of_a_newer_minor_version_are_ignored(record: DecisionRecord) -> 
         (decision(predicted_tokens=-1), "predicted_tokens"),
         (decision(sequence_hashes=b"1234567"), "sequence_hashes"),
         (decision(sequence_hashes=bytes(8 * (MAX_PAGES_PER_DECISION + 1))), "sequence_hashes"),
-        (decision(candidates=[Candidate("", None, 0, 0.0)]), r"candidates\[0\].worker"),
-        (decision(candidates=[Candidate("w", None, -1, 0.0)]), r"candidates\[0\].tokens"),
-        (decision(candidates=[Candidate("w", None, 0, float("nan"))]), r"candidates\[0\].score"),
-        (decision(candidates=[Candidate("w", None, 0, 0.0)] * (MAX_CANDIDATES + 1)), "candidates"),
+        (decision(candidates=(Candidate("", None, 0, 0.0),)), r"candidates\[0\].worker"),
+        (decision(candidates=(Candidate("w", None, -1, 0.0),)), r"candidates\[0\].tokens"),
+        (decision(candidates=(Candidate("w", None, 0, float("nan")),)), r"candidates\[0\].score"),
+        (decision(candidates=(Candidate("w", None, 0, 0.0),) * (MAX_CANDIDATES + 1)), "candidates"),
         (outcome(cached_tokens=-1), "cached_tokens"),
         (outcome(request_id=""), "request_id"),
     ],
@@ -225,7 +225,7 @@ def test_the_largest_record_fits_into_the_log() -> None:
     largest = decision(
         request_id="r" * 256,
         sequence_hashes=bytes(8 * MAX_PAGES_PER_DECISION),
-        candidates=[Candidate("w" * 256, 65_535, 2**40, 1.5)] * MAX_CANDIDATES,
+        candidates=(Candidate("w" * 256, 65_535, 2**40, 1.5),) * MAX_CANDIDATES,
     )
     payload = encode_decision(largest)
     assert len(payload) < MAX_RECORD_BYTES

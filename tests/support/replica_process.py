@@ -71,7 +71,7 @@ def reserved(name: str, worker: str, hashes: list[int], at: float, replica: str 
     """Return the record of a request that begins."""
     tokens, packed = len(hashes) * BLOCK_SIZE, np.array(hashes, "<u8").tobytes()
     parts = "m", "default", BLOCK_SIZE, tokens, packed, worker, 0, 0
-    return Reserved(VERSION, replica, Decision(VERSION, name, at, *parts, []), tokens)
+    return Reserved(VERSION, replica, Decision(VERSION, name, at, *parts, ()), tokens)
 
 
 class ReplicaProcess(ControlledProcess):

@@ -29,7 +29,7 @@ from tests.support.waiting import async_wait_until
 
 def decided(number: int, at: float) -> LogRecord:
     """A decision of a router."""
-    decision = Decision(VERSION, f"r{number}", at, "m", "default", 0, 4, b"", "w", None, 4, [])
+    decision = Decision(VERSION, f"r{number}", at, "m", "default", 0, 4, b"", "w", None, 4, ())
     return LogRecord(0, number, int(at * 1000), b"r", encode_decision(decision), Channel.DECISIONS)
 
 

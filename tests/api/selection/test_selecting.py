@@ -238,7 +238,7 @@ async def test_load_of_others_counts_until_it_is_booked_here() -> None:
     reports["w0"] = Report(101.0, 3, 40)
     assert shown(101.1) == [(3, 40), (0, 0)]
     hashes = np.arange(1, 11, dtype="<u8").tobytes()
-    decision = Decision(VERSION, "a", 101.2, "m", "default", BLOCK, 160, hashes, "w0", 0, None, [])
+    decision = Decision(VERSION, "a", 101.2, "m", "default", BLOCK, 160, hashes, "w0", 0, None, ())
     assert book.apply(Reserved(VERSION, "r", decision, 160), 101.2)
     assert shown(101.3) == [(4, 50), (0, 0)]
     reports["w0"] = Report(102.0, 4, 50)

@@ -94,7 +94,7 @@ async def test_a_decision_is_kept_with_the_hashes_of_its_prompt_and_without_its_
     assert (found.model, found.tenant, found.worker, found.dp_rank) == ("m", "default", "w0", 0)
     assert (found.block_size, found.prompt_tokens, found.predicted_tokens) == (4, 18, 8)
     assert found.sequence_hashes == packed()
-    assert found.candidates == [Candidate("w0", 0, 8, 7.5), Candidate("w1", None, 0, 0.0)]
+    assert found.candidates == (Candidate("w0", 0, 8, 7.5), Candidate("w1", None, 0, 0.0))
     assert found.timestamp == fields["timestamp"]
     assert (record.channel, record.key) == (Channel.DECISIONS, b"r1")
 
