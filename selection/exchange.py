@@ -19,6 +19,7 @@ from indexer.slices import Interval, Slices
 from indexer.sources.base import LogReplacedError
 from indexer.sources.reader import Opened, SourceReader
 from indexer.writing.queue import RESERVATIONS, WriteQueue
+from kv_events.decisions import Decision
 from kv_events.errors import RecordRejectedError
 from kv_events.reservations import (
     RELEASED,
@@ -59,6 +60,8 @@ class ReservationExchange:
         """Name of this process in its records."""
         self.applied = 0
         """Records of other replicas that were applied."""
+        self.on_placed: list[Callable[[Decision], object]] = []
+        """Called with each choice of this replica, and with each one of another that was applied."""
         self.rejected: Counter[str] = Counter()
         """Reason -> records of the topic that were not applied."""
         self._own = record_prefixes(self.replica)
@@ -74,9 +77,15 @@ class ReservationExchange:
 
         Never waits. The fields must have been checked, see `kv_events.reservations.check_reservation`.
         """
+        self._notify(record)
         kind = "reserved" if isinstance(record, Reserved) else record.step
         payload = encode_reservation(record) if self.queue.has_log else b""
         return self.queue.put(kind, reservation_id(record), payload)
+
+    def _notify(self, record: ReservationRecord) -> None:
+        if isinstance(record, Reserved):
+            for notify in self.on_placed:
+                notify(record.decision)
 
     def why_not_ready(self) -> str:
         """Return why the book may lack reservations of other replicas, or "" if it has them."""
@@ -116,7 +125,7 @@ class ReservationExchange:
             else:
                 await self._open(reader, self._positions)
             while True:
-                await self._read(reader, self.book.apply)
+                await self._read(reader, self._apply)
                 if probe.is_due(time.monotonic()):
                     await reader.ends()  # finds the topic, or partitions that are added later
         except LogReplacedError:
@@ -160,6 +169,12 @@ class ReservationExchange:
                 self.rejected["book_full"] += 1
             self._positions[each.partition] = each.offset + 1
             await self._slices.yield_if_due()
+
+    def _apply(self, record: ReservationRecord, now: float) -> bool:
+        is_applied = self.book.apply(record, now)
+        if is_applied:
+            self._notify(record)
+        return is_applied
 
     def _restore(self, record: ReservationRecord, now: float) -> bool:
         name = reservation_id(record)

@@ -1,6 +1,6 @@
-"""GET /funnel: the decisions that routers reported, and what the engines reused, and where tokens were lost.
+"""GET /funnel: what routers reported and services chose, and what the engines reused, and where tokens were lost.
 
-The figures are those of the routers. `kvsight audit` compares them with the log and finds out where tokens were lost.
+The figures are those of whoever chose. `kvsight audit` compares them with the log and finds out where tokens were lost.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -31,6 +31,14 @@ _MAX_PAGED = 2000
 """Decisions whose pages are kept until their outcome."""
 
 
+class _Waiting(msgspec.Struct, gc=False):
+    """A decision without an outcome."""
+
+    seen: RecentDecision
+    pages: bytes
+    """The first hashes. Empty once there are many newer decisions."""
+
+
 class DecisionWindow:
     """Sums decisions by the minute of their time. Outcomes count in the minute of their decision.
 
@@ -40,10 +48,10 @@ class DecisionWindow:
     def __init__(self) -> None:
         self._all: dict[int, list[int]] = {}
         self._finished: dict[int, list[int]] = {}
-        self._waiting: OrderedDict[str, RecentDecision] = OrderedDict()
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        self._paged: deque[_Waiting] = deque()
         self._recent: deque[RecentDecision] = deque(maxlen=_SHOWN)
         self._early: OrderedDict[str, int] = OrderedDict()  # outcomes that came before their decision
-        self._pages: OrderedDict[str, bytes] = OrderedDict()  # the first pages of those that wait
         self._losing: dict[int, dict[tuple[str, str], list[int]]] = {}  # minute -> key -> requests and tokens
         self._examples: OrderedDict[tuple[str, str], tuple[RecentDecision, bytes]] = OrderedDict()  # newest last
 
@@ -113,7 +121,7 @@ class DecisionWindow:
             worker=decision.worker,
             dp_rank=decision.dp_rank,
             prompt_tokens=decision.prompt_tokens,
-            best_tokens=max((each.tokens for each in decision.candidates), default=None),
+            best_tokens=max([each.tokens for each in decision.candidates], default=None),
             predicted_tokens=decision.predicted_tokens,
         )
         pages = decision.sequence_hashes[: 8 * _EXAMPLE_PAGES]
@@ -121,39 +129,45 @@ class DecisionWindow:
         if seen.best_tokens is not None and seen.predicted_tokens is not None:
             self._lose("choice", seen.best_tokens - seen.predicted_tokens, seen, pages)
         self._recent.append(seen)
-        self._waiting[seen.request_id], self._pages[seen.request_id] = seen, pages
-        early = self._early.pop(seen.request_id, None)
+        waiting = self._waiting[seen.request_id] = _Waiting(seen, pages)
+        self._paged.append(waiting)
+        if len(self._paged) > _MAX_PAGED:
+            self._paged.popleft().pages = b""
+        early = self._early.pop(seen.request_id, None) if self._early else None
         if early is not None:
             self._finish(seen.request_id, early)
         elif len(self._waiting) > _MAX_WAITING:
             self._waiting.popitem(last=False)
-        if len(self._pages) > _MAX_PAGED:
-            self._pages.popitem(last=False)
 
     def _finish(self, request_id: str, cached_tokens: int) -> None:
-        chosen = self._waiting.pop(request_id, None)
-        if chosen is None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
             self._early[request_id] = cached_tokens
             if len(self._early) > _MAX_WAITING:
                 self._early.popitem(last=False)
             return
-        finished = msgspec.structs.replace(chosen, cached_tokens=cached_tokens)
+        finished = msgspec.structs.replace(waiting.seen, cached_tokens=cached_tokens)
         _add(self._finished, finished)
-        pages = self._pages.pop(request_id, b"")
-        self._lose("engine", (finished.predicted_tokens or 0) - cached_tokens, finished, pages)
+        self._lose("engine", (finished.predicted_tokens or 0) - cached_tokens, finished, waiting.pages)
         for number, each in enumerate(self._recent):
-            if each is chosen:
+            if each is waiting.seen:
                 self._recent[number] = finished
 
 
 def _add(buckets: dict[int, list[int]], seen: RecentDecision) -> None:
     predicted = seen.predicted_tokens or 0
     best = predicted if seen.best_tokens is None else max(predicted, seen.best_tokens)
-    sums = buckets.setdefault(int(seen.time // _BUCKET_S), [0] * len(_FIELDS))
-    for column, count in enumerate((1, seen.prompt_tokens, best, predicted, seen.cached_tokens or 0)):
-        sums[column] += count
-    while len(buckets) > _MAX_BUCKETS:
-        del buckets[min(buckets)]
+    minute = int(seen.time // _BUCKET_S)
+    sums = buckets.get(minute)
+    if sums is None:
+        sums = buckets[minute] = [0] * len(_FIELDS)
+        while len(buckets) > _MAX_BUCKETS:
+            del buckets[min(buckets)]
+    sums[0] += 1
+    sums[1] += seen.prompt_tokens
+    sums[2] += best
+    sums[3] += predicted
+    sums[4] += seen.cached_tokens or 0
 
 
 def _sum(buckets: dict[int, list[int]], now: float) -> FunnelSums:

@@ -77,7 +77,7 @@ def page_routes(open_scene: PageStateAt) -> APIRouter:
     async def funnel(
         at: At = None, range_s: Annotated[float, Query(ge=_MIN_RANGE_S, le=_MAX_RANGE_S)] = WINDOW_S
     ) -> Response:
-        """Return the decisions that routers reported in the last hour, what the engines reused, and what was lost.
+        """Return what routers reported and services chose in the last hour, what engines reused, and what was lost.
 
         `range_s` is the time that `curve` covers. A moment of the past has that of an hour.
         """

@@ -43,6 +43,8 @@ async def test_equal_prompts_at_once_split_evenly_over_two_replicas(kafka_bootst
             return all({each["worker_id"]: each["active_requests"] for each in loads} == expected for loads in answers)
 
         await async_wait_until(lambda: know(dict(counts)), 60, "both replicas to know all 448")
+        for client in clients:
+            assert (await client.get("/funnel")).json()["all"]["requests"] == 448
         # each is released at the other replica
         for number, each in enumerate(chosen):
             await clients[1 - number % 2].delete(f"/reservations/{each['selection_id']}")

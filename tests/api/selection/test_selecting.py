@@ -67,6 +67,19 @@ async def test_equal_prompts_at_once_split_evenly() -> None:
         assert {worker: load[0] for worker, load in (await loads(client)).items()} == counts
 
 
+async def test_the_funnel_counts_what_is_booked_and_its_outcome() -> None:
+    async with fleet({0: range(5)}, {}) as (client, _):
+        await post(client, "/select")
+        booked = await post(client, "/select_and_reserve", pinned_worker={"worker_id": "w1", "dp_rank": 0})
+        await post(client, "/decisions", request_id=booked["selection_id"], cached_tokens=16)
+        funnel = (await client.get("/funnel")).json()
+        sums = {"requests": 1, "prompt_tokens": 160, "best_tokens": 0, "predicted_tokens": 0}
+        assert funnel["all"] == sums | {"cached_tokens": 0}
+        assert funnel["finished"] == sums | {"cached_tokens": 16}
+        (seen,) = funnel["decisions"]
+        assert (seen["request_id"], seen["worker"]) == (booked["selection_id"], "w1")
+
+
 async def test_a_burst_of_siblings_goes_to_one_worker_until_others_are_cheaper() -> None:
     async with fleet({}, {}, selection=SelectionSettings(predict_s=60)) as (client, _):
         long = {"token_ids": list(range(1000, 1000 + 100 * BLOCK))}
