@@ -19,7 +19,9 @@ _BUCKET_S: Final = 60
 _MAX_BUCKETS = 3000
 """Times are at most a day from the time of their report."""
 _SHOWN = 50
-_MAX_WAITING = 20_000
+_MAX_WAITING, _MAX_UNANSWERED = 20_000, 2_000
+"""Decisions that wait for an outcome: if there are outcomes, and before the first one."""
+_MAX_WAITING_BYTES, _DECISION_BYTES, _CANDIDATE_BYTES = 32 * 2**20, 512, 128
 _FIELDS = FunnelSums.__struct_fields__
 _STEPS = 60
 _MAX_LOSSES = 20
@@ -27,30 +29,20 @@ _MAX_LOSING = 512
 """Pairs of a cause and a worker for each minute. Losses of further ones count in the funnel alone."""
 _EXAMPLE_PAGES = 512
 """The first pages of an example, which are asked about."""
-_MAX_PAGED = 2000
-"""Decisions whose pages are kept until their outcome."""
-
-
-class _Waiting(msgspec.Struct, gc=False):
-    """A decision without an outcome."""
-
-    seen: RecentDecision
-    pages: bytes
-    """The first hashes. Empty once there are many newer decisions."""
 
 
 class DecisionWindow:
     """Sums decisions by the minute of their time. Outcomes count in the minute of their decision.
 
-    Bounded: the sums of 3000 minutes, the newest decisions, and 20,000 decisions that wait for their outcome.
+    Bounded: the sums of 3000 minutes, and the newest decisions, of which 20,000 wait for their outcome, or 32 MiB.
     """
 
     def __init__(self) -> None:
         self._all: dict[int, list[int]] = {}
         self._finished: dict[int, list[int]] = {}
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
-        self._paged: deque[_Waiting] = deque()
-        self._recent: deque[RecentDecision] = deque(maxlen=_SHOWN)
+        self._waiting: OrderedDict[str, Decision] = OrderedDict()
+        self._waiting_bytes = 0
+        self._recent: deque[tuple[Decision, int | None]] = deque(maxlen=_SHOWN)  # with what the engine reused
         self._early: OrderedDict[str, int] = OrderedDict()  # outcomes that came before their decision
         self._losing: dict[int, dict[tuple[str, str], list[int]]] = {}  # minute -> key -> requests and tokens
         self._examples: OrderedDict[tuple[str, str], tuple[RecentDecision, bytes]] = OrderedDict()  # newest last
@@ -66,7 +58,7 @@ class DecisionWindow:
         """Return the funnel of the hour before `now`, in seconds since 1970. range_s: of the curve."""
         finished = _sum(self._finished, now)
         step_s = float(max(_BUCKET_S, round(range_s / _STEPS / _BUCKET_S) * _BUCKET_S))
-        recent = [each for each in self._recent if each.time > now - WINDOW_S]
+        recent = [_seen(*each) for each in self._recent if each[0].timestamp > now - WINDOW_S]
         return DecisionFunnel(
             time=now,
             window_s=WINDOW_S,
@@ -93,11 +85,11 @@ class DecisionWindow:
             causes[cause] += tokens
         return {"lost": dict(causes), "losses": losses}
 
-    def _lose(self, cause: str, tokens: int, seen: RecentDecision, pages: bytes) -> None:
+    def _lose(self, cause: str, tokens: int, decision: Decision, cached_tokens: int | None = None) -> None:
         if tokens <= 0:
             return
-        key, minutes = (cause, seen.worker), self._losing
-        losing = minutes.setdefault(int(seen.time // _BUCKET_S), {})
+        key, minutes = (cause, decision.worker), self._losing
+        losing = minutes.setdefault(int(decision.timestamp // _BUCKET_S), {})
         while len(minutes) > WINDOW_S // _BUCKET_S + 1:
             del minutes[min(minutes)]
         if key not in losing and len(losing) >= _MAX_LOSING:
@@ -105,7 +97,7 @@ class DecisionWindow:
         lost = losing.setdefault(key, [0, 0])
         lost[0] += 1
         lost[1] += tokens
-        self._examples[key] = seen, pages
+        self._examples[key] = _seen(decision, cached_tokens), decision.sequence_hashes[: 8 * _EXAMPLE_PAGES]
         self._examples.move_to_end(key)
         if len(self._examples) > _MAX_LOSING:
             self._examples.popitem(last=False)
@@ -113,61 +105,71 @@ class DecisionWindow:
     def _decide(self, decision: Decision) -> None:
         if decision.request_id in self._waiting:
             return  # reported twice
-        seen = RecentDecision(
-            request_id=decision.request_id,
-            time=decision.timestamp,
-            model=decision.model,
-            tenant=decision.tenant,
-            worker=decision.worker,
-            dp_rank=decision.dp_rank,
-            prompt_tokens=decision.prompt_tokens,
-            best_tokens=max([each.tokens for each in decision.candidates], default=None),
-            predicted_tokens=decision.predicted_tokens,
-        )
-        pages = decision.sequence_hashes[: 8 * _EXAMPLE_PAGES]
-        _add(self._all, seen)
-        if seen.best_tokens is not None and seen.predicted_tokens is not None:
-            self._lose("choice", seen.best_tokens - seen.predicted_tokens, seen, pages)
-        self._recent.append(seen)
-        waiting = self._waiting[seen.request_id] = _Waiting(seen, pages)
-        self._paged.append(waiting)
-        if len(self._paged) > _MAX_PAGED:
-            self._paged.popleft().pages = b""
-        early = self._early.pop(seen.request_id, None) if self._early else None
+        best, predicted = _best(decision), decision.predicted_tokens
+        _add(self._all, decision, best)
+        if best is not None and predicted is not None:
+            self._lose("choice", best - predicted, decision)
+        self._recent.append((decision, None))
+        self._waiting[decision.request_id] = decision
+        self._waiting_bytes += _num_bytes(decision)
+        early = self._early.pop(decision.request_id, None) if self._early else None
         if early is not None:
-            self._finish(seen.request_id, early)
-        elif len(self._waiting) > _MAX_WAITING:
-            self._waiting.popitem(last=False)
+            self._finish(decision.request_id, early)
+        most = _MAX_WAITING if self._finished else _MAX_UNANSWERED
+        while len(self._waiting) > most or self._waiting_bytes > _MAX_WAITING_BYTES:
+            self._waiting_bytes -= _num_bytes(self._waiting.popitem(last=False)[1])
 
     def _finish(self, request_id: str, cached_tokens: int) -> None:
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is None:
+        decision = self._waiting.pop(request_id, None)
+        if decision is None:
             self._early[request_id] = cached_tokens
             if len(self._early) > _MAX_WAITING:
                 self._early.popitem(last=False)
             return
-        finished = msgspec.structs.replace(waiting.seen, cached_tokens=cached_tokens)
-        _add(self._finished, finished)
-        self._lose("engine", (finished.predicted_tokens or 0) - cached_tokens, finished, waiting.pages)
-        for number, each in enumerate(self._recent):
-            if each is waiting.seen:
-                self._recent[number] = finished
+        self._waiting_bytes -= _num_bytes(decision)
+        _add(self._finished, decision, _best(decision), cached_tokens)
+        self._lose("engine", (decision.predicted_tokens or 0) - cached_tokens, decision, cached_tokens)
+        for number, (each, _) in enumerate(self._recent):
+            if each is decision:
+                self._recent[number] = decision, cached_tokens
 
 
-def _add(buckets: dict[int, list[int]], seen: RecentDecision) -> None:
-    predicted = seen.predicted_tokens or 0
-    best = predicted if seen.best_tokens is None else max(predicted, seen.best_tokens)
-    minute = int(seen.time // _BUCKET_S)
+def _best(decision: Decision) -> int | None:
+    return max([each.tokens for each in decision.candidates], default=None)
+
+
+def _num_bytes(decision: Decision) -> int:
+    """Return about what a decision takes in memory."""
+    return _DECISION_BYTES + len(decision.sequence_hashes) + _CANDIDATE_BYTES * len(decision.candidates)
+
+
+def _seen(decision: Decision, cached_tokens: int | None) -> RecentDecision:
+    return RecentDecision(
+        request_id=decision.request_id,
+        time=decision.timestamp,
+        model=decision.model,
+        tenant=decision.tenant,
+        worker=decision.worker,
+        dp_rank=decision.dp_rank,
+        prompt_tokens=decision.prompt_tokens,
+        best_tokens=_best(decision),
+        predicted_tokens=decision.predicted_tokens,
+        cached_tokens=cached_tokens,
+    )
+
+
+def _add(buckets: dict[int, list[int]], decision: Decision, best: int | None, cached_tokens: int = 0) -> None:
+    predicted, minute = decision.predicted_tokens or 0, int(decision.timestamp // _BUCKET_S)
     sums = buckets.get(minute)
     if sums is None:
         sums = buckets[minute] = [0] * len(_FIELDS)
         while len(buckets) > _MAX_BUCKETS:
             del buckets[min(buckets)]
     sums[0] += 1
-    sums[1] += seen.prompt_tokens
-    sums[2] += best
+    sums[1] += decision.prompt_tokens
+    sums[2] += predicted if best is None else max(predicted, best)
     sums[3] += predicted
-    sums[4] += seen.cached_tokens or 0
+    sums[4] += cached_tokens
 
 
 def _sum(buckets: dict[int, list[int]], now: float) -> FunnelSums:

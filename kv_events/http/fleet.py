@@ -185,7 +185,7 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
 
 
-class RecentDecision(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What a router chose for one request, and what the engine reused."""
 
     request_id: str

@@ -8,7 +8,9 @@ import httpx
 import msgspec
 import pytest
 
+from api.decisions.window import DecisionWindow
 from api.page.worker_history import WorkerHistory
+from kv_events.decisions import VERSION, Decision, Outcome
 from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
 from kv_events.http.queries import PeerAnswer, RfcAnswer
 from kv_events.http.service import Readiness, Status
@@ -20,6 +22,7 @@ from tests.support.log.records import Stream, removed, stored
 from tests.support.servers.scripted_server import HANG_UP, Reply, scripted
 from tests.support.waiting import async_wait_until
 
+START = 1_700_000_000.0
 TOKENS = list(range(1, 17))
 JSON = {"Content-Type": "application/json"}
 OTHER = [*range(1, 9), *range(100, 108)]  # the same two pages, then others
@@ -224,6 +227,27 @@ async def test_the_funnel_sums_decisions_and_their_outcomes(client: httpx.AsyncC
         assert (len(found["curve"]), found["step_s"]) == (steps, step_s)
         assert sum(each["cached_tokens"] for each in found["curve"][-2:]) == 4
     check_problem(await client.get("/funnel", params={"range_s": 5}), 422)
+
+
+def test_more_decisions_wait_once_outcomes_are_reported() -> None:
+    window = DecisionWindow()
+
+    def finished(number: int) -> int:
+        window.take(Outcome(VERSION, f"r{number}", START, 4))
+        return window.report(START).finished.requests
+
+    def decide(numbers: range, pages: int = 1) -> None:
+        for number in numbers:
+            fields = (VERSION, f"r{number}", START, "m", "default", 4, 4 * pages, bytes(8 * pages), "w", 0, 4, ())
+            window.take(Decision(*fields))
+
+    decide(range(2_500))
+    assert [finished(number) for number in (499, 500)] == [0, 1]
+    decide(range(2_500, 20_000))
+    assert [finished(number) for number in (498, 501)] == [1, 2]
+    decide(range(30_000, 30_100), pages=65_536)  # 50 MiB
+    assert [finished(number) for number in (19_999, 30_030, 30_099)] == [2, 2, 3]
+    assert window.report(START).all.requests == 20_100
 
 
 async def test_a_loss_names_an_example_that_can_be_explained(client: httpx.AsyncClient, fed: HandFed) -> None:
