@@ -65,6 +65,28 @@ class Outcome(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 DecisionRecord: TypeAlias = Decision | Outcome
 """One record."""
 
+
+class Placed(msgspec.Struct, frozen=True, gc=False):
+    """A choice, as far as it is counted at once."""
+
+    request_id: str
+    timestamp: float
+    worker: str
+    prompt_tokens: int
+    predicted_tokens: int | None
+    best_tokens: int | None
+    """What the best candidate held. None: there are no candidates."""
+    record: Decision | bytes
+    """All of it: the decision, or the record of its reservation."""
+
+    @classmethod
+    def of(cls, decision: Decision) -> "Placed":
+        """Return what is counted of a decision."""
+        best = max([each.tokens for each in decision.candidates], default=None)
+        numbers = decision.prompt_tokens, decision.predicted_tokens, best
+        return cls(decision.request_id, decision.timestamp, decision.worker, *numbers, decision)
+
+
 VERSION = SCHEMA_VERSION
 DECISIONS_FOLDER = "decisions"
 """Folder inside that of an event log, with the log of the decisions that belong to it."""

@@ -61,6 +61,7 @@ CHOICES = (Channel.DECISIONS, Channel.RESERVATIONS)
 FOLDERS_BESIDE = (decisions.DECISIONS_FOLDER, RESERVATIONS_FOLDER)
 """Folders inside that of an event log, with the logs of what services wrote beside it."""
 
+_NAME = "\0"
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ReservationRecord)
 
@@ -82,6 +83,12 @@ def encode_reservation(record: ReservationRecord) -> bytes:
 def record_prefixes(replica: str) -> tuple[bytes, ...]:
     """Return what the records that a replica encodes begin with, after the first byte: one for each kind."""
     return tuple(_encoder.encode([kind.__name__, VERSION, replica])[1:] for kind in (Reserved, Progressed))
+
+
+def reserved_opening(replica: str) -> bytes:
+    """Return what the records of a replica's choices begin with, up to their names."""
+    decision = Decision(VERSION, _NAME, 0.0, "", "", 0, 0, b"", "", None, None, ())
+    return encode_reservation(Reserved(VERSION, replica, decision, 0)).partition(_encoder.encode(_NAME))[0]
 
 
 def decode_reservation(payload: bytes) -> ReservationRecord:

@@ -65,13 +65,16 @@ class Booked(NamedTuple):
 class Reservation(msgspec.Struct, gc=False):
     """A request that has been placed and has not ended. The collector skips it: there can be a hundred thousand."""
 
-    record: Reserved
+    name: str
+    placed_at: float
+    """Seconds since 1970, as the other times."""
     place: int
     hashes: U64Array
+    """Of the pages that were booked."""
     prefill_tokens: int
     """Tokens that are still to be computed."""
     touched_at: float
-    """When the newest record about it came, in seconds since 1970."""
+    """When the newest record about it came."""
     output_blocks: int = 0
     decayed: float = 0.0
     """Pages by which its own ones count less."""
@@ -218,7 +221,8 @@ class Book:
         place = self.number(Place(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0))
         until = self.predicted_until(min(decision.timestamp, now))
         num_booked = reserve(self._pinned, self._pinned_loads, hashes, place, record.prefill_tokens, until)
-        self.note_reserved(record, place, num_booked, at)
+        name, placed_at = decision.request_id, decision.timestamp
+        self.note_reserved(name, placed_at, place, hashes[:num_booked], record.prefill_tokens, at)
         return True
 
     def check_room(self, num_reservations: int, num_pages: int) -> None:
@@ -232,17 +236,17 @@ class Book:
         """Return until when the pages of a reservation of a moment count as held, in seconds since 1970."""
         return at + self.predict_s if self.predict_s else _NEVER
 
-    def note_reserved(self, record: Reserved, place: int, num_pages: int, at: float) -> None:
-        """Add a reservation that the kernel `reserve` has booked. num_pages: its result.
+    def note_reserved(
+        self, name: str, placed_at: float, place: int, hashes: U64Array, prefill_tokens: int, at: float
+    ) -> None:
+        """Add a reservation that the kernel `reserve` has booked.
 
-        at: the time from which on the reservation can expire. An earlier one with the same id, which a caller chose,
-        ends.
+        hashes: of the pages that were booked. at: the time from which on it can expire. An earlier one with the same
+        name, which a caller chose, ends.
         """
-        if record.decision.request_id in self._reservations:
-            self._end(record.decision.request_id, at)
-        hashes = np.frombuffer(record.decision.sequence_hashes, "<u8", num_pages)
-        reservation = Reservation(record, place, hashes, record.prefill_tokens, at)
-        self._reservations[record.decision.request_id] = reservation
+        if name in self._reservations:
+            self._end(name, at)
+        self._reservations[name] = Reservation(name, placed_at, place, hashes, prefill_tokens, at)
 
     def _progress(self, reservation: Reservation, record: Progressed) -> None:
         place = reservation.place
@@ -266,18 +270,18 @@ class Book:
 
     def _end(self, reservation_id: str, now: float) -> None:
         ended = self._reservations.pop(reservation_id)
-        place, decision = ended.place, ended.record.decision
+        place = ended.place
         num_gone = release(self._pinned, ended.hashes, place, 1, now)
         self.loads.prefill_tokens[place] -= ended.prefill_tokens
         self.loads.decode_blocks[place] -= num_gone + ended.output_blocks - ended.decayed
         self.loads.requests[place] -= 1
-        if (until := min(decision.timestamp, now) + self.predict_s) > now:
+        if (until := min(ended.placed_at, now) + self.predict_s) > now:
             self._predicted.append((until, place, ended.hashes))
 
     def _touch(self, reservation: Reservation, at: float) -> None:
         if at > reservation.touched_at:
             reservation.touched_at = at
-            self._reservations.move_to_end(reservation.record.decision.request_id)
+            self._reservations.move_to_end(reservation.name)
 
     def number(self, place: Place) -> int:
         """Return the number of a place, a new one if it has none yet. Raises BookFullError."""

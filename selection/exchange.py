@@ -19,7 +19,7 @@ from indexer.slices import Interval, Slices
 from indexer.sources.base import LogReplacedError
 from indexer.sources.reader import Opened, SourceReader
 from indexer.writing.queue import RESERVATIONS, WriteQueue
-from kv_events.decisions import Decision
+from kv_events.decisions import Placed
 from kv_events.errors import RecordRejectedError
 from kv_events.reservations import (
     RELEASED,
@@ -60,7 +60,7 @@ class ReservationExchange:
         """Name of this process in its records."""
         self.applied = 0
         """Records of other replicas that were applied."""
-        self.on_placed: list[Callable[[Decision], object]] = []
+        self.on_placed: list[Callable[[Placed], object]] = []
         """Called with each choice of this replica, and with each one of another that was applied."""
         self.rejected: Counter[str] = Counter()
         """Reason -> records of the topic that were not applied."""
@@ -77,15 +77,22 @@ class ReservationExchange:
 
         Never waits. The fields must have been checked, see `kv_events.reservations.check_reservation`.
         """
-        self._notify(record)
         kind = "reserved" if isinstance(record, Reserved) else record.step
+        self._notify(record)
         payload = encode_reservation(record) if self.queue.has_log else b""
         return self.queue.put(kind, reservation_id(record), payload)
+
+    def put_placed(self, placed: Placed) -> None:
+        """Queue the record of a choice that a kernel has booked and encoded."""
+        for notify in self.on_placed:
+            notify(placed)
+        assert isinstance(placed.record, bytes)
+        self.queue.put("reserved", placed.request_id, placed.record)
 
     def _notify(self, record: ReservationRecord) -> None:
         if isinstance(record, Reserved):
             for notify in self.on_placed:
-                notify(record.decision)
+                notify(Placed.of(record.decision))
 
     def why_not_ready(self) -> str:
         """Return why the book may lack reservations of other replicas, or "" if it has them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +14,8 @@ from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
 from kv_events.http.selection import SelectRequest
 from kv_events.limits import MAX_PAGES_PER_DECISION
-from kv_events.reservations import Reserved
+from kv_events.reservations import Reserved, reserved_opening
 from selection.candidates import Asked, Candidates, Choice, Policy
-from selection.kernels.booked import Bookings
 from selection.kernels.choose import shown_rows
 from selection.policies import Costs, LeastWork, preferred
 from selection.roster import Found, Roster, Rosters, Weighed
@@ -106,7 +105,7 @@ class Selector:
 
     def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:
         """Return the reservations of a choice: of the request and, if another worker computes its prompt, of that."""
-        name, choice = request.selection_id or self._next_name(), chosen.choice
+        name, choice = request.selection_id or next(self.take_names(1)), chosen.choice
         prompt = chosen.found.tokens, chosen.found.hashes
         shown, index = _shown(chosen.weighed.candidates, choice.costs, choice.row)
         if choice.prefill is None:
@@ -116,33 +115,20 @@ class Selector:
         shown, index = _shown(chosen.weighed.candidates, choice.costs, choice.prefill)
         return [first, self._record(prefill_name(name), shown, index, computed, prompt, request, namespace, now)]
 
-    def booked(
-        self, bookings: Bookings, request: SelectRequest, roster: Roster, namespace: Namespace, now: float
-    ) -> Iterator[tuple[Reserved, int, int]]:
-        """Yield the reservations that a kernel has booked for requests like this one.
-
-        Each with its place and the number of its pages that were booked. Their names have the next numbers.
-        """
-        begin, made, first = 0, int(bookings.made[0]), self.num_named + 1
-        self.num_named += made  # the callers have these names already
-        workers, dp_ranks = roster.workers, roster.dp_ranks
-        numbers, all_rows, held, costs = (
-            each[:made].tolist() for each in (bookings.numbers, bookings.rows, bookings.held, bookings.costs)
-        )
-        for i, (index, count, tokens, prefill_tokens, end, place, num_pages) in enumerate(numbers):
-            shown = _candidates(workers, dp_ranks, all_rows[i][:count], held[i], costs[i])
-            name, prompt = f"{self.names}{first + i}", (tokens, bookings.hashes[begin:end])
-            yield self._record(name, shown, index, prefill_tokens, prompt, request, namespace, now), place, num_pages
-            begin = end
-
     @property
     def names(self) -> str:
         """The beginning of names that are given here. A number follows: see `num_named`."""
         return f"{self._replica}-"
 
-    def _next_name(self) -> str:
-        self.num_named += 1
-        return f"{self.names}{self.num_named}"
+    @property
+    def record_opening(self) -> bytes:
+        """What the records of choices begin with, up to their names."""
+        return reserved_opening(self._replica)
+
+    def take_names(self, count: int) -> Iterator[str]:
+        """Return the next names. They are taken at once."""
+        first, self.num_named = self.num_named + 1, self.num_named + count
+        return (f"{self.names}{number}" for number in range(first, first + count))
 
     def _record(
         self,
@@ -160,7 +146,7 @@ class Selector:
         pages = hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes()
         place = chosen.worker, chosen.dp_rank, chosen.tokens
         decision = Decision(VERSION, name, now, *namespace.key, tokens, pages, *place, shown)
-        return Reserved(VERSION, self._replica, decision, prefill_tokens, _session(request))
+        return Reserved(VERSION, self._replica, decision, prefill_tokens, session_of(request))
 
 
 def prefill_name(reservation_id: str) -> str:
@@ -171,7 +157,7 @@ def prefill_name(reservation_id: str) -> str:
 def asked_of(request: SelectRequest, found: Found, now: float) -> Asked:
     """Return what a policy needs to know about a request. now: seconds since 1970."""
     priority = request.strict_priority + request.priority_jump
-    return Asked(found.tokens, _session(request), priority, _options(request), now)
+    return Asked(found.tokens, session_of(request), priority, _options(request), now)
 
 
 def _options(request: SelectRequest) -> dict[str, float]:
@@ -181,7 +167,7 @@ def _options(request: SelectRequest) -> dict[str, float]:
     return {name: value for name in given.__struct_fields__ if (value := getattr(given, name)) is not None}
 
 
-def _session(request: SelectRequest) -> str:
+def session_of(request: SelectRequest) -> str:
     return request.session_id or (request.session_context.session_id if request.session_context else "")
 
 
@@ -200,13 +186,6 @@ def _shown(candidates: Candidates, costs: Costs, chosen: int) -> tuple[tuple[Can
     """Return the candidates of a record, see `shown_rows`, and the index of the chosen one."""
     rows = np.empty(min(len(costs), MOST_SHOWN), np.int32)
     index = shown_rows(np.ascontiguousarray(costs, np.float64), chosen, rows)  # policies can be anyone's
-    columns = rows.tolist(), candidates.held[rows, -1].tolist(), costs[rows].tolist()
-    return _candidates(candidates.workers, candidates.dp_ranks, *columns), index
-
-
-def _candidates(
-    workers: Sequence[str], dp_ranks: Sequence[int], rows: list[int], held: list[int], costs: list[float]
-) -> tuple[Candidate, ...]:
-    """Return candidates as records show them. held, costs: of each row. Further elements mean nothing."""
-    columns = zip(rows, held, costs, strict=False)
-    return tuple([Candidate(workers[row], dp_ranks[row], tokens, -cost) for row, tokens, cost in columns])
+    found = zip(rows.tolist(), candidates.held[rows, -1].tolist(), costs[rows].tolist(), strict=True)
+    workers, dp_ranks = candidates.workers, candidates.dp_ranks
+    return tuple(Candidate(workers[row], dp_ranks[row], held, -cost) for row, held, cost in found), index

@@ -10,8 +10,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from kv_events.decisions import Decision, DecisionRecord
+from kv_events.decisions import Decision, DecisionRecord, Placed
 from kv_events.http.fleet import DecisionFunnel, FunnelSums, Loss, RecentDecision
+from kv_events.records import Channel
+from kv_events.reservations import decode_choice
 
 WINDOW_S: Final = 3600.0
 
@@ -40,17 +42,17 @@ class DecisionWindow:
     def __init__(self) -> None:
         self._all: dict[int, list[int]] = {}
         self._finished: dict[int, list[int]] = {}
-        self._waiting: OrderedDict[str, Decision] = OrderedDict()
+        self._waiting: OrderedDict[str, Placed] = OrderedDict()
         self._waiting_bytes = 0
-        self._recent: deque[tuple[Decision, int | None]] = deque(maxlen=_SHOWN)  # with what the engine reused
+        self._recent: deque[tuple[Placed, int | None]] = deque(maxlen=_SHOWN)  # with what the engine reused
         self._early: OrderedDict[str, int] = OrderedDict()  # outcomes that came before their decision
         self._losing: dict[int, dict[tuple[str, str], list[int]]] = {}  # minute -> key -> requests and tokens
-        self._examples: OrderedDict[tuple[str, str], tuple[RecentDecision, bytes]] = OrderedDict()  # newest last
+        self._examples: OrderedDict[tuple[str, str], tuple[Placed, int | None]] = OrderedDict()  # newest last
 
     def take(self, record: DecisionRecord) -> None:
         """Count a decision, or finish it with its outcome."""
         if isinstance(record, Decision):
-            self._decide(record)
+            self.decide(Placed.of(record))
         else:
             self._finish(record.request_id, record.cached_tokens)
 
@@ -85,11 +87,11 @@ class DecisionWindow:
             causes[cause] += tokens
         return {"lost": dict(causes), "losses": losses}
 
-    def _lose(self, cause: str, tokens: int, decision: Decision, cached_tokens: int | None = None) -> None:
+    def _lose(self, cause: str, tokens: int, placed: Placed, cached_tokens: int | None = None) -> None:
         if tokens <= 0:
             return
-        key, minutes = (cause, decision.worker), self._losing
-        losing = minutes.setdefault(int(decision.timestamp // _BUCKET_S), {})
+        key, minutes = (cause, placed.worker), self._losing
+        losing = minutes.setdefault(int(placed.timestamp // _BUCKET_S), {})
         while len(minutes) > WINDOW_S // _BUCKET_S + 1:
             del minutes[min(minutes)]
         if key not in losing and len(losing) >= _MAX_LOSING:
@@ -97,53 +99,60 @@ class DecisionWindow:
         lost = losing.setdefault(key, [0, 0])
         lost[0] += 1
         lost[1] += tokens
-        self._examples[key] = _seen(decision, cached_tokens), decision.sequence_hashes[: 8 * _EXAMPLE_PAGES]
+        self._examples[key] = placed, cached_tokens
         self._examples.move_to_end(key)
         if len(self._examples) > _MAX_LOSING:
             self._examples.popitem(last=False)
 
-    def _decide(self, decision: Decision) -> None:
-        if decision.request_id in self._waiting:
+    def decide(self, placed: Placed) -> None:
+        """Count a choice."""
+        if placed.request_id in self._waiting:
             return  # reported twice
-        best, predicted = _best(decision), decision.predicted_tokens
-        _add(self._all, decision, best)
-        if best is not None and predicted is not None:
-            self._lose("choice", best - predicted, decision)
-        self._recent.append((decision, None))
-        self._waiting[decision.request_id] = decision
-        self._waiting_bytes += _num_bytes(decision)
-        early = self._early.pop(decision.request_id, None) if self._early else None
+        _add(self._all, placed)
+        if placed.best_tokens is not None and placed.predicted_tokens is not None:
+            self._lose("choice", placed.best_tokens - placed.predicted_tokens, placed)
+        self._recent.append((placed, None))
+        self._waiting[placed.request_id] = placed
+        self._waiting_bytes += _num_bytes(placed)
+        early = self._early.pop(placed.request_id, None) if self._early else None
         if early is not None:
-            self._finish(decision.request_id, early)
+            self._finish(placed.request_id, early)
         most = _MAX_WAITING if self._finished else _MAX_UNANSWERED
         while len(self._waiting) > most or self._waiting_bytes > _MAX_WAITING_BYTES:
             self._waiting_bytes -= _num_bytes(self._waiting.popitem(last=False)[1])
 
     def _finish(self, request_id: str, cached_tokens: int) -> None:
-        decision = self._waiting.pop(request_id, None)
-        if decision is None:
+        placed = self._waiting.pop(request_id, None)
+        if placed is None:
             self._early[request_id] = cached_tokens
             if len(self._early) > _MAX_WAITING:
                 self._early.popitem(last=False)
             return
-        self._waiting_bytes -= _num_bytes(decision)
-        _add(self._finished, decision, _best(decision), cached_tokens)
-        self._lose("engine", (decision.predicted_tokens or 0) - cached_tokens, decision, cached_tokens)
+        self._waiting_bytes -= _num_bytes(placed)
+        _add(self._finished, placed, cached_tokens)
+        self._lose("engine", (placed.predicted_tokens or 0) - cached_tokens, placed, cached_tokens)
         for number, (each, _) in enumerate(self._recent):
-            if each is decision:
-                self._recent[number] = decision, cached_tokens
+            if each is placed:
+                self._recent[number] = placed, cached_tokens
 
 
-def _best(decision: Decision) -> int | None:
-    return max([each.tokens for each in decision.candidates], default=None)
+def _num_bytes(placed: Placed) -> int:
+    """Return about what a choice takes in memory."""
+    record = placed.record
+    if isinstance(record, bytes):
+        return _DECISION_BYTES + len(record)
+    return _DECISION_BYTES + len(record.sequence_hashes) + _CANDIDATE_BYTES * len(record.candidates)
 
 
-def _num_bytes(decision: Decision) -> int:
-    """Return about what a decision takes in memory."""
-    return _DECISION_BYTES + len(decision.sequence_hashes) + _CANDIDATE_BYTES * len(decision.candidates)
+def _decision(placed: Placed) -> Decision:
+    record = placed.record
+    found = decode_choice(Channel.RESERVATIONS, record) if isinstance(record, bytes) else record
+    assert isinstance(found, Decision)
+    return found
 
 
-def _seen(decision: Decision, cached_tokens: int | None) -> RecentDecision:
+def _seen(placed: Placed, cached_tokens: int | None) -> RecentDecision:
+    decision = _decision(placed)
     return RecentDecision(
         request_id=decision.request_id,
         time=decision.timestamp,
@@ -152,22 +161,22 @@ def _seen(decision: Decision, cached_tokens: int | None) -> RecentDecision:
         worker=decision.worker,
         dp_rank=decision.dp_rank,
         prompt_tokens=decision.prompt_tokens,
-        best_tokens=_best(decision),
+        best_tokens=placed.best_tokens,
         predicted_tokens=decision.predicted_tokens,
         cached_tokens=cached_tokens,
     )
 
 
-def _add(buckets: dict[int, list[int]], decision: Decision, best: int | None, cached_tokens: int = 0) -> None:
-    predicted, minute = decision.predicted_tokens or 0, int(decision.timestamp // _BUCKET_S)
+def _add(buckets: dict[int, list[int]], placed: Placed, cached_tokens: int = 0) -> None:
+    predicted, minute = placed.predicted_tokens or 0, int(placed.timestamp // _BUCKET_S)
     sums = buckets.get(minute)
     if sums is None:
         sums = buckets[minute] = [0] * len(_FIELDS)
         while len(buckets) > _MAX_BUCKETS:
             del buckets[min(buckets)]
     sums[0] += 1
-    sums[1] += decision.prompt_tokens
-    sums[2] += predicted if best is None else max(predicted, best)
+    sums[1] += placed.prompt_tokens
+    sums[2] += max(predicted, placed.best_tokens or 0)
     sums[3] += predicted
     sums[4] += cached_tokens
 
@@ -189,8 +198,9 @@ def _curve(buckets: Mapping[int, list[int]], now: float, range_s: float, step_s:
     return [FunnelSums(**dict(zip(_FIELDS, sums, strict=True))) for sums in steps]
 
 
-def _loss(cause: str, worker: str, requests: int, tokens: int, example: RecentDecision, pages: bytes) -> Loss:
+def _loss(cause: str, worker: str, requests: int, tokens: int, placed: Placed, cached_tokens: int | None) -> Loss:
+    example = _seen(placed, cached_tokens)
     body = {"model_name": example.model, "routing_group": example.tenant, "worker": worker, "at": example.time}
-    hashes = np.frombuffer(pages, "<u8").tolist()
+    hashes = np.frombuffer(_decision(placed).sequence_hashes[: 8 * _EXAMPLE_PAGES], "<u8").tolist()
     text = msgspec.json.encode({**body, "seq_hashes": hashes}).decode() if hashes else ""
     return Loss(cause=cause, worker=worker, requests=requests, tokens=tokens, example=example, explain=text)

@@ -13,18 +13,22 @@ from api.fast.kernels.connections import SocketBuffers
 from api.fast.kernels.query import Times
 from api.fast.writer import Plan, texts
 from api.selection.answers import worker_name
+from api.selection.kernels.record import RecordTexts
 from api.selection.kernels.select import SelectionTable, select_requests
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Overlap, Selection
-from kv_events.kernels.bundles import pin
+from kv_events.kernels.bundles import U8Vector, pin
+from kv_events.limits import MAX_REQUEST_ID_BYTES
 from selection.book import Book
 from selection.kernels.booked import Bookings, make_bookings
 from selection.policies import next_turns
 from selection.roster import Roster
-from selection.selector import MOST_SHOWN
+from selection.selector import MOST_SHOWN, Selector
 
 _BYTES_PER_RANK = 64
-"""Bound on the text of a rank, and on that of two of the other numbers."""
+"""Bound on the text of a rank, and on that of two of the other numbers. In a record: on what surrounds the rank."""
+_BYTES_PER_RECORD = 128
+"""Bound on the numbers of a record, and on what comes before texts."""
 _GAP = 1000001
 _GAPS = re.compile(rb'"%d":%d|%d' % (_GAP, _GAP, _GAP))
 _OVERLAP = Overlap(longest_matched=_GAP, gpu=_GAP, dp={_GAP: _GAP}, cpu=_GAP, disk=_GAP, predicted=_GAP)
@@ -34,6 +38,7 @@ MOST_CHOICES, MOST_HASHES, _HASH_BYTES = 32, 2**13, 21
 
 
 _OPENINGS = b'","sequence_hashes":[', b'],"isl_tokens":', b',"track_prefill_tokens":true,'
+_NO_RECORD = RecordTexts(texts(()), texts(()), np.zeros(0, np.int32))
 
 
 class DirectTable(NamedTuple):
@@ -54,8 +59,10 @@ class SelectionPlan(NamedTuple):
     table: DirectTable
     name: int
     """Number of the first reservation."""
-    until: float
-    """Until when its pages count as held."""
+    moments: tuple[float, float]
+    """Now, and until when the pages of a reservation count as held."""
+    session: U8Vector
+    """That of the requests, as msgpack, and `MARGIN` bytes."""
     note: Callable[[], None]
     """Called when choices have been booked."""
 
@@ -63,8 +70,8 @@ class SelectionPlan(NamedTuple):
         """Call `select_requests`."""
         found, sizes = self.found, (count, head_size, self.answer_bytes)
         query = found.numbers, found.seeds, found.lookup, found.buffers, found.table, found.layout, times
-        choice = self.scale, next_turns(count), self.name, self.until
-        answered = select_requests(sockets, sizes, *query, self.table.pinned, choice)
+        choice = self.scale, next_turns(count), self.name, *self.moments
+        answered = select_requests(sockets, sizes, *query, self.table.pinned, choice, self.session)
         if self.table.bookings.made[0]:
             self.note()
         return answered
@@ -75,13 +82,14 @@ class SelectionPlan(NamedTuple):
         return self.table.answer_bytes
 
 
-def direct_table(roster: Roster, book: Book, namespace: Namespace, names: str | None) -> DirectTable:
-    """Return what answers say about a roster. names: beginning of those of reservations. None: nothing is booked."""
+def direct_table(roster: Roster, book: Book, namespace: Namespace, selector: Selector | None) -> DirectTable:
+    """Return what answers say about a roster. selector: names reservations. None: nothing is booked."""
     (model, tenant, block_size), beginnings, pieces = namespace.key, list[bytes](), list[bytes]()
-    openings, opening, is_booking = list[bytes](), b"{", names is not None
-    if names is not None:
-        *openings, opening = b'{"selection_id":' + msgspec.json.encode(names).removesuffix(b'"'), *_OPENINGS
-    bookings = make_bookings(is_booking * MOST_CHOICES, is_booking * MOST_HASHES, min(len(roster.workers), MOST_SHOWN))
+    openings, opening, bookings, record = list[bytes](), b"{", make_bookings(0, 0, 0), _NO_RECORD
+    if selector is not None:
+        *openings, opening = b'{"selection_id":' + msgspec.json.encode(selector.names).removesuffix(b'"'), *_OPENINGS
+        record = _record_texts(roster, namespace, selector)
+        bookings = make_bookings(MOST_CHOICES, MOST_HASHES, _num_bytes(record))
     for worker, dp_rank, endpoint in zip(roster.workers, roster.dp_ranks, roster.endpoints, strict=True):
         answer = Selection(
             model_name=model,
@@ -104,6 +112,7 @@ def direct_table(roster: Roster, book: Book, namespace: Namespace, names: str | 
         book.loads,  # others come with another roster
         roster.columns,
         bookings,
+        record,
         texts(openings),
         texts(beginnings),
         texts(pieces),
@@ -111,3 +120,23 @@ def direct_table(roster: Roster, book: Book, namespace: Namespace, names: str | 
         np.zeros(most_bytes, np.uint8),
     )
     return DirectTable(pin(table), bookings, most_bytes)
+
+
+def session_text(session: str) -> U8Vector:
+    """Return a session as records contain it, see `SelectionPlan`."""
+    return texts((msgspec.msgpack.encode(session),)).data
+
+
+def _record_texts(roster: Roster, namespace: Namespace, selector: Selector) -> RecordTexts:
+    packed = msgspec.msgpack.encode
+    scope = b"".join(map(packed, namespace.key))
+    ranks = [packed(worker) + packed(rank) for worker, rank in zip(roster.workers, roster.dp_ranks, strict=True)]
+    pieces = selector.record_opening, selector.names.encode(), scope
+    return RecordTexts(texts(pieces), texts(ranks), np.zeros(min(len(ranks), MOST_SHOWN), np.int32))
+
+
+def _num_bytes(record: RecordTexts) -> int:
+    """Return a bound on the size of the records of one call."""
+    longest = int(np.diff(record.ranks.ends).max(initial=0))
+    most = len(record.pieces.data) + MAX_REQUEST_ID_BYTES + _BYTES_PER_RECORD
+    return MOST_CHOICES * (most + (1 + MOST_SHOWN) * (longest + _BYTES_PER_RANK)) + 8 * MOST_HASHES

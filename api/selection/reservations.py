@@ -24,13 +24,14 @@ from api.selection.direct import MOST_CHOICES, MOST_HASHES
 from api.selection.requests import Prompt, decoded
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
-from kv_events.decisions import VERSION, Decision, check_text
+from kv_events.decisions import VERSION, Decision, Placed, check_text
 from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
 from kv_events.limits import MAX_OUTPUT_BLOCKS, MAX_PAGES_PER_DECISION, MAX_REQUEST_ID_BYTES
 from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
 from selection.book import BookFullError, Place
 from selection.exchange import ReservationExchange
+from selection.kernels.booked import Bookings
 from selection.roster import Rosters
 from selection.selector import prefill_name
 
@@ -121,11 +122,17 @@ class Reservations:
             return False
         return True
 
-    def note(self, booked: Iterable[tuple[Reserved, int, int]], now: float) -> None:
-        """Note what kernels have booked, and send it to other replicas. booked: see `Selector.booked`."""
-        for record, place, num_pages in booked:
-            self.book.note_reserved(record, place, num_pages, now)
-            self._put(record)
+    def note(self, bookings: Bookings, names: Iterable[str], workers: Sequence[str], now: float) -> None:
+        """Note what a kernel has booked, and send it to other replicas. workers: by row of the roster."""
+        begin = start = 0
+        hashes, records = bookings.hashes, bookings.records[: bookings.made[2]].tobytes()
+        for name, numbers in zip(names, bookings.numbers.tolist(), strict=False):
+            row, tokens, prefill_tokens, held, most_held, place, num_booked, hashes_end, record_end = numbers
+            own = hashes[begin : begin + num_booked].copy()
+            self.book.note_reserved(name, now, place, own, prefill_tokens, now)
+            record = records[start:record_end]
+            self._exchange.put_placed(Placed(name, now, workers[row], tokens, held, most_held, record))
+            begin, start = hashes_end, record_end
 
     def keep_pending(self, records: list[Reserved], now: float) -> None:
         """Keep a choice for the caller, who may reserve it within two minutes."""

@@ -21,14 +21,15 @@ from api.queries.large_bodies import JSON, Body, BodyFormat
 from api.queries.routes import Handler, RawEndpoint, json_response
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
-from api.selection.direct import DirectTable, SelectionPlan, direct_table
+from api.selection.direct import DirectTable, SelectionPlan, direct_table, session_text
 from api.selection.requests import Prompt, Render, decoded, decoded_text, in_thread, question_of, rendered_prompt
 from api.selection.reservations import Reservations
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Selection, SelectRequest
+from kv_events.limits import MAX_REQUEST_ID_BYTES
 from selection.roster import Found, Roster, Weighed
-from selection.selector import NoCandidateError, Selector
+from selection.selector import NoCandidateError, Selector, session_of
 
 _NO_NUMBERS = np.zeros(0, np.uint32)
 _RESERVE = "/select_and_reserve"
@@ -90,7 +91,8 @@ class SelectionRoutes:
 
     def _plan(self, request: SelectRequest, *, is_reserving: bool) -> SelectionPlan | None:
         is_plain = all(getattr(request, field) is None for field in _ONLY_PYTHON)
-        if not is_plain or request.explain or request.sources:
+        session = session_of(request)
+        if not is_plain or request.explain or request.sources or len(session.encode()) > MAX_REQUEST_ID_BYTES:
             return None
         namespace, now, selector = self._namespace(request), self._served.now(), self._selector
         if namespace.groups or (is_reserving and not self._reservations.number_ranks(namespace, now)):
@@ -101,15 +103,16 @@ class SelectionRoutes:
         roster, scale = work
         tables = self._tables.setdefault(roster, {})
         if is_reserving not in tables:
-            names = selector.names if is_reserving else None
-            tables[is_reserving] = direct_table(roster, self._reservations.book, namespace, names)
+            book = self._reservations.book
+            tables[is_reserving] = direct_table(roster, book, namespace, selector if is_reserving else None)
         table, found = tables[is_reserving], self._writer.plan(question_of(request, "token_ids"), namespace)
 
         def note() -> None:
-            self._reservations.note(selector.booked(table.bookings, request, roster, namespace, now), now)
+            names = selector.take_names(int(table.bookings.made[0]))
+            self._reservations.note(table.bookings, names, roster.workers, now)
 
-        until = self._reservations.book.predicted_until(now)
-        return SelectionPlan(found, scale, table, selector.num_named + 1, until, note)
+        moments = now, self._reservations.book.predicted_until(now)
+        return SelectionPlan(found, scale, table, selector.num_named + 1, moments, session_text(session), note)
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
         request, namespace, found = await self._asked(body, body_format)

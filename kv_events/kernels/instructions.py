@@ -124,6 +124,26 @@ def put_eight(_typing: Any, target: Any, at: Any, word: Any) -> Any:
 
 
 @intrinsic
+def swapped(_typing: Any, word: Any) -> Any:
+    """Return a u64 with its bytes in reverse order."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bswap(args[0])
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def float_bits(_typing: Any, value: Any) -> Any:
+    """Return the bits of a float64 as a u64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _WORD64)
+
+    return types.uint64(types.float64), codegen
+
+
+@intrinsic
 def prefetch(_typing: Any, array: Any, index: Any) -> Any:
     """Prefetch the cache line of an array's element. The call does not wait, and an index out of bounds is harmless."""
     if not isinstance(array, types.Array):

@@ -1,14 +1,15 @@
-"""Kernels that read msgpack in place, without Python objects or allocations.
+"""Kernels that read and write msgpack in place, without Python objects or allocations.
 
-The bytes are untrusted. Every read is bounded by the payload, every length by the remaining bytes, and no kernel is
-recursive.
+Bytes to read are untrusted. Every read is bounded by the payload, every length by the remaining bytes, and no kernel is
+recursive. Whoever writes makes room before, and has `MAX_HEAD_BYTES` more.
 """
 
 import numpy as np
 
-from kv_events.kernels.bundles import I64Input, I64Vector, U8Input
+from kv_events.kernels.bundles import I64Input, I64Vector, U8Input, U8Vector
 from kv_events.kernels.declare import helper, inline_helper
-from kv_events.kernels.numbers import U64, int64, uint64
+from kv_events.kernels.instructions import float_bits, put_eight, swapped
+from kv_events.kernels.numbers import U64, int64, uint8, uint64
 
 # kinds of values
 BAD, NIL, BOOL, FLOAT, POSITIVE, NEGATIVE, STR, BIN, EXT, ARRAY, MAP = range(11)
@@ -38,6 +39,8 @@ def _scalar_sizes() -> I64Vector:
 _SCALAR_SIZE = _scalar_sizes()
 _ZERO = uint64(0)
 _BYTE = uint64(8)
+MAX_HEAD_BYTES = 9
+"""Bound on the size of a number, and on that of the bytes before a text."""
 
 
 def dictionary(words: dict[str, int]) -> tuple[U8Input, I64Input, I64Input]:
@@ -158,3 +161,45 @@ def read_key(
         return unknown, skip(data, at, stop)
     length = int64(value)
     return look_up(data, end, length, text, borders, meanings, unknown), end + length
+
+
+@inline_helper
+def _put_format(out: U8Vector, at: int, form: int, number: int, num_bytes: int) -> int:
+    """Write the first byte of a value, and a number of 1 to 8 bytes."""
+    out[at] = uint8(form)
+    put_eight(out, at + 1, swapped(uint64(number) << uint64(64 - 8 * num_bytes)))
+    return at + 1 + num_bytes
+
+
+@inline_helper
+def put_integer(out: U8Vector, at: int, value: int) -> int:
+    """Write a non-negative integer."""
+    if value >= 2**16:
+        return _put_format(out, at, 0xCF, value, 8)
+    if value >= 2**7:
+        return _put_format(out, at, 0xCD, value, 2)
+    out[at] = uint8(value)
+    return at + 1
+
+
+@inline_helper
+def put_float(out: U8Vector, at: int, value: float) -> int:
+    return _put_format(out, at, 0xCB, int64(float_bits(value)), 8)
+
+
+@inline_helper
+def put_short_text(out: U8Vector, at: int, num_bytes: int) -> int:
+    """Write what comes before a text of less than 256 bytes: two bytes."""
+    return _put_format(out, at, 0xD9, num_bytes, 1)
+
+
+@inline_helper
+def put_bin(out: U8Vector, at: int, num_bytes: int) -> int:
+    """Write what comes before bytes."""
+    return _put_format(out, at, 0xC6, num_bytes, 4)
+
+
+@inline_helper
+def put_array(out: U8Vector, at: int, size: int) -> int:
+    """Write what comes before the elements of an array."""
+    return _put_format(out, at, 0xDC, size, 2)

@@ -10,16 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import (
-    F64Matrix,
-    F64Vector,
-    I32Matrix,
-    I32Vector,
-    I64Matrix,
-    I64Vector,
-    U64Input,
-    U64Vector,
-)
+from kv_events.kernels.bundles import F64Vector, I32Vector, I64Matrix, I64Vector, U8Vector, U64Input, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.numbers import U64, int32, int64, uint64
 from kv_events.kernels.page_table import Table, make_table
@@ -49,39 +40,31 @@ class LoadColumns(NamedTuple):
 
 
 class Bookings(NamedTuple):
-    """Choices that a kernel has booked: room for m of them, and for n candidates of each, see `shown_rows`.
-
-    m is 0 if choices are not booked.
-    """
+    """Choices that a kernel has booked: room for m of them. m is 0 if choices are not booked."""
 
     made: I64Vector
-    """[2] number of choices, and of their hashes."""
+    """[3] number of choices, of their hashes, and of the bytes of their records."""
     numbers: I64Matrix
-    """[m, 7] see CHOSEN and following."""
+    """[m, 9] see ROW and following."""
     hashes: U64Vector
     """Sequence hashes of the prompts, one after the other."""
-    rows: I32Matrix
-    """[m, n] rows of the roster."""
-    held: I64Matrix
-    """[m, n] tokens that the candidates hold, on any tier."""
-    costs: F64Matrix
-    """[m, n] what they cost, see `Choice`."""
+    records: U8Vector
+    """Their records, one after the other."""
 
 
-CHOSEN, CANDIDATES, TOKENS, PREFILL_TOKENS, HASHES_END, PLACE, NUM_BOOKED = range(7)
-"""Columns of `Bookings.numbers`: the chosen candidate, how many are shown, tokens of the prompt and those that are to
-be computed, where its hashes end, the place, and the result of `reserve`."""
+ROW, TOKENS, PREFILL_TOKENS, HELD, MOST_HELD, PLACE, NUM_BOOKED, HASHES_END, RECORD_END = range(9)
+"""Columns of `Bookings.numbers`: the chosen row of the roster; tokens of the prompt, those that are to be computed,
+those that the chosen candidate holds on any tier, and those that the best one of the record does; the place; the result
+of `reserve`; the ends of hashes and record."""
 
 
-def make_bookings(num_choices: int, num_hashes: int, num_candidates: int) -> Bookings:
-    """Return room for choices."""
+def make_bookings(num_choices: int, num_hashes: int, num_bytes: int) -> Bookings:
+    """Return room for choices, their hashes, and the bytes of their records."""
     return Bookings(
-        np.zeros(2, np.int64),
-        np.zeros((num_choices, NUM_BOOKED + 1), np.int64),
+        np.zeros(3, np.int64),
+        np.zeros((num_choices, RECORD_END + 1), np.int64),
         np.zeros(num_hashes, np.uint64),
-        np.zeros((num_choices, num_candidates), np.int32),
-        np.zeros((num_choices, num_candidates), np.int64),
-        np.zeros((num_choices, num_candidates)),
+        np.zeros(num_bytes, np.uint8),
     )
 
 

@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numba import njit, types
 from numba.core.errors import NumbaError, TypingError
@@ -19,8 +20,9 @@ from kv_events.kernels import instructions
 from kv_events.kernels.arrays import give_back, zeros
 from kv_events.kernels.bundles import I64Input, Spread, U8Vector, U32Matrix, U64Input, U64Vector, pin
 from kv_events.kernels.declare import kernel
+from kv_events.kernels.msgpack import put_array, put_bin, put_float, put_integer, put_short_text
 from kv_events.kernels.numba_parts import HelperDispatcher, KernelDispatcher
-from kv_events.kernels.numbers import int64, uint64
+from kv_events.kernels.numbers import int64, uint8, uint64
 from tests.support.log.records import digest_of
 
 # --- bundles --------------------------------------------------------------------------------------------------------
@@ -174,6 +176,34 @@ def test_bytes_are_read_compared_and_copied_at_their_place_and_nowhere_else(
     assert target.tobytes() == other[:start] + text[at : at + 16] + other[start + 16 :]
     _put_eight(target, start, np.uint64(2**63 + 5))
     assert target[start : start + 9].tobytes() == (2**63 + 5).to_bytes(8, "little") + text[at + 8 : at + 9]
+
+
+# --- msgpack --------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def _packed(out: U8Vector, integer: int, number: float, text: U64Input) -> int:
+    """Write an array of an integer, a number, and the same text as bytes and as text."""
+    at = put_float(out, put_integer(out, put_array(out, int64(0), 4), integer), number)
+    at = put_bin(out, at, text.shape[0])
+    for i in range(text.shape[0]):
+        out[at + i] = uint8(text[i])
+    at = put_short_text(out, at + text.shape[0], text.shape[0])
+    for i in range(text.shape[0]):
+        out[at + i] = uint8(text[i])
+    end: int = at + text.shape[0]
+    return end
+
+
+@given(st.sampled_from([0, 2**7, 2**16, 2**32]) | st.integers(0, 2**63 - 1), st.floats(), st.text("ab", max_size=255))
+@example(2**7 - 1, -0.0, "")
+@example(2**16 - 1, 1e300, "a" * 255)
+def test_what_kernels_write_as_msgpack_is_read_by_others(integer: int, number: float, text: str) -> None:
+    out = np.full(1000, 0xC1, np.uint8)
+    end = _packed(out, integer, number, np.frombuffer(text.encode(), np.uint8).astype(np.uint64))
+    read = msgspec.msgpack.decode(out[:end].tobytes())
+    assert [read[0], *read[2:]] == [integer, text.encode(), text]
+    assert np.float64(read[1]).tobytes() == np.float64(number).tobytes()
 
 
 # --- the digest -----------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def leading(prompt: list[int], held: set[int]) -> int:
 def check(book: Book, model: Model, now: float) -> None:
     book.expire(now)
     model.expire(now)
-    assert {each.record.decision.request_id for each in book} == set(model.live)
+    assert {each.name for each in book} == set(model.live)
     for worker in WORKERS:
         place = book.place(Place("m", "default", worker, 0))
         columns = book.loads.requests, book.loads.prefill_tokens, book.loads.decode_blocks
@@ -164,7 +164,7 @@ def test_a_book_that_is_rebuilt_from_the_log_is_that_of_a_replica_that_was_there
         rebuilt.restore(record, now)
     rebuilt.settle(now)
     there.expire(now)
-    assert {each.record.decision.request_id for each in rebuilt} == {each.record.decision.request_id for each in there}
+    assert {each.name for each in rebuilt} == {each.name for each in there}
     assert rebuilt.loads.requests.sum() == there.loads.requests.sum()
     for worker in WORKERS:
         assert rebuilt.booked("m", "default", worker, 0)[:2] == there.booked("m", "default", worker, 0)[:2]

@@ -64,7 +64,7 @@ class Replica:
 
     def names(self) -> set[str]:
         """Return the ids of the reservations."""
-        return {each.record.decision.request_id for each in self.book}
+        return {each.name for each in self.book}
 
 
 def reserved(name: str, worker: str, hashes: list[int], at: float, replica: str = "other") -> Reserved:

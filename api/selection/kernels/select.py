@@ -8,17 +8,20 @@ from api.fast.kernels.answer import CPU, EXTERNAL, GPU, Layout, StreamTable
 from api.fast.kernels.connections import ANSWERED, NUMBERS, NUMBERS_END, RETURNED, SocketBuffers, send_answer
 from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
 from api.fast.kernels.text import Texts, put_hashes, put_key, put_number, put_piece
+from api.selection.kernels.record import RecordTexts, put_record
 from indexer.kernels.find import PageLookup
 from kv_events.kernels.bundles import F64Vector, U8Vector, U64Input
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.numbers import int64
 from selection.kernels.booked import (
-    CANDIDATES,
-    CHOSEN,
     HASHES_END,
+    HELD,
+    MOST_HELD,
     NUM_BOOKED,
     PLACE,
     PREFILL_TOKENS,
+    RECORD_END,
+    ROW,
     TOKENS,
     BookedPages,
     Bookings,
@@ -39,6 +42,7 @@ class SelectionTable(NamedTuple):
     loads: LoadColumns
     roster: RosterColumns
     bookings: Bookings
+    record: RecordTexts
     openings: Texts
     """[3] what comes before the number of a reservation, its hashes and its tokens. Without bookings, [0]."""
     beginnings: Texts
@@ -51,24 +55,37 @@ class SelectionTable(NamedTuple):
 
 
 @helper
-def _book(table: SelectionTable, hashes: U64Input, tokens: int, count: int, chosen: int, until: float) -> None:
-    """Book a choice. count: of candidates. There is room for it."""
-    bookings, roster, costs = table.bookings, table.roster, table.costs[:count]
-    number, begin = bookings.made[0], bookings.made[1]
-    end = begin + hashes.shape[0]
+def _book(
+    table: SelectionTable,
+    hashes: U64Input,
+    prompt: tuple[int, int],
+    chosen: int,
+    name: int,
+    times: tuple[float, float],
+    session: U8Vector,
+) -> None:
+    """Book a choice. There is room for it. prompt: its tokens, and the number of candidates. times: now, and `until`
+    of `reserve`, in seconds since 1970.
+    """
+    (tokens, count), (now, until) = prompt, times
+    bookings, roster, costs, shown = table.bookings, table.roster, table.costs[:count], table.record.shown
+    number, begin, start = bookings.made[0], bookings.made[1], bookings.made[2]
     for i in range(hashes.shape[0]):
         bookings.hashes[begin + i] = hashes[i]
-    rows, num_shown = bookings.rows[number], min(count, bookings.rows.shape[1])
-    index = shown_rows(costs, chosen, rows)
+    row, prefill = int64(roster.rows[chosen]), int64(np.rint(roster.computed[chosen]))
+    index, num_shown = shown_rows(costs, chosen, shown), min(count, shown.shape[0])
+    made, most_held = bookings.numbers[number], int64(0)
     for i in range(num_shown):
-        bookings.held[number, i], bookings.costs[number, i] = roster.held[rows[i], EXTERNAL], costs[rows[i]]
-        rows[i] = roster.rows[rows[i]]
-    place, prefill = int64(roster.places[roster.rows[chosen]]), int64(np.rint(roster.computed[chosen]))
-    made = bookings.numbers[number]
-    made[CHOSEN], made[CANDIDATES], made[TOKENS], made[PREFILL_TOKENS] = index, num_shown, tokens, prefill
-    made[HASHES_END], made[PLACE] = end, place
-    made[NUM_BOOKED] = reserve(table.booked, table.loads, hashes, place, prefill, until)
-    bookings.made[0], bookings.made[1] = number + 1, end
+        most_held = max(most_held, roster.held[shown[i], EXTERNAL])
+    made[ROW], made[TOKENS], made[PREFILL_TOKENS], made[PLACE] = row, tokens, prefill, roster.places[row]
+    made[HELD], made[MOST_HELD] = roster.held[chosen, EXTERNAL], most_held
+    made[NUM_BOOKED] = reserve(table.booked, table.loads, hashes, made[PLACE], prefill, until)
+    made[HASHES_END] = begin + hashes.shape[0]
+    of_prompt, choice = (tokens, prefill), (num_shown, index)
+    made[RECORD_END] = put_record(
+        bookings.records, start, table.record, name, now, of_prompt, hashes, choice, roster, costs, session
+    )
+    bookings.made[0], bookings.made[1], bookings.made[2] = number + 1, made[HASHES_END], made[RECORD_END]
 
 
 @inline_helper
@@ -123,15 +140,16 @@ def select_requests(
     layout: Layout,
     times: Times,
     table: SelectionTable,
-    choice: tuple[float, int, int, float],
+    choice: tuple[float, int, int, float, float],
+    session: U8Vector,
 ) -> int:
     """Choose a worker for each of some requests with the same template, and answer them.
 
     The first parameters: see `answer_requests`. choice: scale and turn of `least_work`, each request has the next turn;
-    if `table` has room for bookings, the number of the first one and `until` of `reserve`. Returns the number of
-    requests that were answered completely. All have an outcome.
+    if `table` has room for bookings, the number of the first one, now, and `until` of `reserve`, in seconds since
+    1970. session: see `put_record`. Returns the number of requests that were answered completely. All have an outcome.
     """
-    scale, turn, name, until = choice
+    scale, turn, name, now_s, until = choice
     (count, head_size, answer_bytes), roster, bookings = sizes, table.roster, table.bookings
     is_booking = bookings.numbers.shape[0] > 0
     bookings.made[:] = 0
@@ -162,7 +180,8 @@ def select_requests(
         opening = _put_opening(table, name + bookings.made[0], hashes, tokens) if is_booking else int64(0)
         length = _put_selection(table, streams, num_candidates, chosen, opening)
         if is_booking:
-            _book(table, hashes, tokens, num_candidates, chosen, until)
+            of_prompt = (tokens, num_candidates)
+            _book(table, hashes, of_prompt, chosen, name + bookings.made[0], (now_s, until), session)
         at = send_answer(sockets, number, at, table.out, length, head_size)
         answered += sockets.outcomes[number] == ANSWERED
     return answered
