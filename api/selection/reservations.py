@@ -124,15 +124,16 @@ class Reservations:
 
     def note(self, bookings: Bookings, names: Iterable[str], workers: Sequence[str], now: float) -> None:
         """Note what a kernel has booked, and send it to other replicas. workers: by row of the roster."""
-        begin = start = 0
+        begin, start, placed = 0, 0, list[Placed]()
         hashes, records = bookings.hashes, bookings.records[: bookings.made[2]].tobytes()
         for name, numbers in zip(names, bookings.numbers.tolist(), strict=False):
             row, tokens, prefill_tokens, held, most_held, place, num_booked, hashes_end, record_end = numbers
             own = hashes[begin : begin + num_booked].copy()
             self.book.note_reserved(name, now, place, own, prefill_tokens, now)
-            record = records[start:record_end]
-            self._exchange.put_placed(Placed(name, now, workers[row], tokens, held, most_held, record))
+            placed.append(Placed(name, now, workers[row], tokens, held, most_held, records[start:record_end]))
             begin, start = hashes_end, record_end
+        for each in placed:  # if this fails, all are in the book, and expire
+            self._exchange.put_placed(each)
 
     def keep_pending(self, records: list[Reserved], now: float) -> None:
         """Keep a choice for the caller, who may reserve it within two minutes."""
