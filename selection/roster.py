@@ -127,6 +127,8 @@ class Roster:
     candidates: Candidates
     """All ranks, in the memory of `columns`."""
     all_rows: range
+    is_numbered: bool
+    """Whether all ranks have a number in the book."""
     reports: list[Report | None]
     refreshed_at: float = -np.inf
 
@@ -243,6 +245,7 @@ class Rosters:
             pages=pages,
             candidates=candidates,
             all_rows=range(size),
+            is_numbered=bool((columns.places >= 0).all()),
             reports=[None] * size,
         )
 

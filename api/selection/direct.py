@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -122,6 +123,7 @@ def direct_table(roster: Roster, book: Book, namespace: Namespace, selector: Sel
     return DirectTable(pin(table), bookings, most_bytes)
 
 
+@lru_cache(256)
 def session_text(session: str) -> U8Vector:
     """Return a session as records contain it, see `SelectionPlan`."""
     return texts((msgspec.msgpack.encode(session),)).data

@@ -116,8 +116,8 @@ class Reservations:
         roster = self._rosters.of(namespace, now)
         try:
             self.book.check_room(MOST_CHOICES, MOST_HASHES)
-            for row in np.flatnonzero(roster.columns.places < 0).tolist():
-                self.book.number(Place(*namespace.key[:2], roster.workers[row], roster.dp_ranks[row]))
+            for rank in () if roster.is_numbered else zip(roster.workers, roster.dp_ranks, strict=True):
+                self.book.number(Place(*namespace.key[:2], *rank))
         except BookFullError:
             return False
         return True

@@ -98,7 +98,7 @@ class SelectionRoutes:
         if namespace.groups or (is_reserving and not self._reservations.number_ranks(namespace, now)):
             return None
         work = selector.work(request, namespace, now)
-        if work is None or (is_reserving and (work[0].columns.places < 0).any()):
+        if work is None or (is_reserving and not work[0].is_numbered):
             return None
         roster, scale = work
         tables = self._tables.setdefault(roster, {})
