@@ -2,8 +2,9 @@
 
 Simulated engines hold the prompts, each service reads them itself, and wrk asks over 16 connections. Each request has
 its own last page, traceparent and x-request-id. Rows with `reserve` book each choice. No reservation is released:
-Dynamo's book grows, and kvsight's reservations expire after two seconds. kvsight runs twice, alone and with Kafka: a
-bridge reads its engines then, and each reservation becomes a record. The services run at the same time, and take turns.
+Dynamo's book grows, and kvsight's reservations, of which there can be 131,072, expire after a second. kvsight runs
+twice, alone and with Kafka: a bridge reads its engines then, and each reservation becomes a record. The services run at
+the same time, and take turns.
 """
 
 import shutil
@@ -25,7 +26,7 @@ from benchmarks.services import broker
 
 WORKERS, ASKED_PAGES, HALF_LOAD_PAGES, ROUNDS = (8, 64), (8, 64, 512), 64, 5
 _PEER_THREADS = 2
-_KVSIGHT = KVSIGHT._replace(command=[*KVSIGHT.command, "--reservation-ttl-s", "2"])
+_KVSIGHT = KVSIGHT._replace(command=[*KVSIGHT.command, "--reservation-ttl-s", "1"])
 
 
 def _peer() -> Service | None:
