@@ -9,6 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -22,6 +23,8 @@ _TIED_TO_US = 'exec 3<&0; (cat <&3 >/dev/null; kill -9 -$$) 2>/dev/null & exec 3
 _PORTS = range(18_000, 32_000)
 _CLAIMS = os.open(Path(tempfile.gettempdir()) / f"kvsight-ports-{os.getuid()}", os.O_CREAT | os.O_RDWR, 0o600)
 """A file of which a process locks one byte for each port that it has chosen, because the port is used only later."""
+_given = deque[int](maxlen=len(_PORTS) // 2)
+"""Ports that this process has chosen, to which its own locks are no obstacle."""
 
 
 class PartMissingError(Exception):
@@ -145,12 +148,17 @@ def has_ipv6() -> bool:
 
 
 def free_port() -> int:
-    """Return a free port of the loopback address, which no other process of the tests gets while this one runs."""
-    for port in random.SystemRandom().sample(_PORTS, 50):
+    """Return a free port of the loopback address, which no other process of the tests gets while this one runs.
+
+    This one does not get it again either, unless it chooses some thousand others before.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             fcntl.lockf(_CLAIMS, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.append(port)
+                return port
     raise RuntimeError(f"no free port found in {_PORTS}")
 
 
