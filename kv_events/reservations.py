@@ -18,6 +18,8 @@ from kv_events.schema import SCHEMA_VERSION
 
 PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED = "prefill_complete", "output_block", "released"
 STEPS = (PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED)
+AT_PREFILL = "/prefill"
+"""End of the id under which the worker is booked that computes the prompt of a request for another one."""
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -14,7 +14,7 @@ from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
 from kv_events.http.selection import SelectRequest
 from kv_events.limits import MAX_PAGES_PER_DECISION
-from kv_events.reservations import Reserved, reserved_opening
+from kv_events.reservations import AT_PREFILL, Reserved, reserved_opening
 from selection.candidates import Asked, Candidates, Choice, Policy
 from selection.kernels.choose import shown_rows
 from selection.policies import Costs, LeastWork, preferred
@@ -113,7 +113,7 @@ class Selector:
         first = self._record(name, shown, index, 0, prompt, request, namespace, now)
         computed = round(chosen.weighed.candidates.computed.item(choice.prefill))
         shown, index = _shown(chosen.weighed.candidates, choice.costs, choice.prefill)
-        return [first, self._record(prefill_name(name), shown, index, computed, prompt, request, namespace, now)]
+        return [first, self._record(name + AT_PREFILL, shown, index, computed, prompt, request, namespace, now)]
 
     @property
     def names(self) -> str:
@@ -147,11 +147,6 @@ class Selector:
         place = chosen.worker, chosen.dp_rank, chosen.tokens
         decision = Decision(VERSION, name, now, *namespace.key, tokens, pages, *place, shown)
         return Reserved(VERSION, self._replica, decision, prefill_tokens, session_of(request))
-
-
-def prefill_name(reservation_id: str) -> str:
-    """Return the id under which the worker is booked that computes the prompt of a request for another one."""
-    return f"{reservation_id}/prefill"
 
 
 def asked_of(request: SelectRequest, found: Found, now: float) -> Asked:

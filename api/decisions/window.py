@@ -13,7 +13,7 @@ import numpy as np
 from kv_events.decisions import Decision, DecisionRecord, Placed
 from kv_events.http.fleet import DecisionFunnel, FunnelSums, Loss, RecentDecision
 from kv_events.records import Channel
-from kv_events.reservations import decode_choice
+from kv_events.reservations import AT_PREFILL, decode_choice
 
 WINDOW_S: Final = 3600.0
 
@@ -31,12 +31,14 @@ _MAX_LOSING = 512
 """Pairs of a cause and a worker for each minute. Losses of further ones count in the funnel alone."""
 _EXAMPLE_PAGES = 512
 """The first pages of an example, which are asked about."""
+_MAX_EXAMPLE_BYTES = 16_384
 
 
 class DecisionWindow:
     """Sums decisions by the minute of their time. Outcomes count in the minute of their decision.
 
-    Bounded: the sums of 3000 minutes, and the newest decisions, of which 20,000 wait for their outcome, or 32 MiB.
+    Bounded: the sums of 3000 minutes, some hundred examples, and the newest decisions, of which 20,000 wait for their
+    outcome, or 32 MiB.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,23 @@ class DecisionWindow:
             self.decide(Placed.of(record))
         else:
             self._finish(record.request_id, record.cached_tokens)
+
+    def decide(self, placed: Placed) -> None:
+        """Count a choice."""
+        if placed.request_id in self._waiting or placed.request_id.removesuffix(AT_PREFILL) in self._waiting:
+            return  # reported twice, or counted with the worker that goes on with it
+        _add(self._all, placed)
+        if placed.best_tokens is not None and placed.predicted_tokens is not None:
+            self._lose("choice", placed.best_tokens - placed.predicted_tokens, placed)
+        self._recent.append((_shortened(placed), None))
+        self._waiting[placed.request_id] = placed
+        self._waiting_bytes += _num_bytes(placed)
+        early = self._early.pop(placed.request_id, None) if self._early else None
+        if early is not None:
+            self._finish(placed.request_id, early)
+        most = _MAX_WAITING if self._finished or self._early else _MAX_UNANSWERED
+        while len(self._waiting) > most or self._waiting_bytes > _MAX_WAITING_BYTES:
+            self._waiting_bytes -= _num_bytes(self._waiting.popitem(last=False)[1])
 
     def report(self, now: float, range_s: float = WINDOW_S) -> DecisionFunnel:
         """Return the funnel of the hour before `now`, in seconds since 1970. range_s: of the curve."""
@@ -99,27 +118,10 @@ class DecisionWindow:
         lost = losing.setdefault(key, [0, 0])
         lost[0] += 1
         lost[1] += tokens
-        self._examples[key] = placed, cached_tokens
+        self._examples[key] = _shortened(placed), cached_tokens
         self._examples.move_to_end(key)
         if len(self._examples) > _MAX_LOSING:
             self._examples.popitem(last=False)
-
-    def decide(self, placed: Placed) -> None:
-        """Count a choice."""
-        if placed.request_id in self._waiting:
-            return  # reported twice
-        _add(self._all, placed)
-        if placed.best_tokens is not None and placed.predicted_tokens is not None:
-            self._lose("choice", placed.best_tokens - placed.predicted_tokens, placed)
-        self._recent.append((placed, None))
-        self._waiting[placed.request_id] = placed
-        self._waiting_bytes += _num_bytes(placed)
-        early = self._early.pop(placed.request_id, None) if self._early else None
-        if early is not None:
-            self._finish(placed.request_id, early)
-        most = _MAX_WAITING if self._finished else _MAX_UNANSWERED
-        while len(self._waiting) > most or self._waiting_bytes > _MAX_WAITING_BYTES:
-            self._waiting_bytes -= _num_bytes(self._waiting.popitem(last=False)[1])
 
     def _finish(self, request_id: str, cached_tokens: int) -> None:
         placed = self._waiting.pop(request_id, None)
@@ -132,8 +134,8 @@ class DecisionWindow:
         _add(self._finished, placed, cached_tokens)
         self._lose("engine", (placed.predicted_tokens or 0) - cached_tokens, placed, cached_tokens)
         for number, (each, _) in enumerate(self._recent):
-            if each is placed:
-                self._recent[number] = placed, cached_tokens
+            if each.request_id == request_id:
+                self._recent[number] = each, cached_tokens
 
 
 def _num_bytes(placed: Placed) -> int:
@@ -142,6 +144,15 @@ def _num_bytes(placed: Placed) -> int:
     if isinstance(record, bytes):
         return _DECISION_BYTES + len(record)
     return _DECISION_BYTES + len(record.sequence_hashes) + _CANDIDATE_BYTES * len(record.candidates)
+
+
+def _shortened(placed: Placed) -> Placed:
+    """Return a choice without most of its pages and candidates, if they take much memory."""
+    if _num_bytes(placed) <= _MAX_EXAMPLE_BYTES:
+        return placed
+    pages = _decision(placed).sequence_hashes[: 8 * _EXAMPLE_PAGES]
+    record = msgspec.structs.replace(_decision(placed), sequence_hashes=pages, candidates=())
+    return msgspec.structs.replace(placed, record=record)
 
 
 def _decision(placed: Placed) -> Decision:

@@ -28,12 +28,11 @@ from kv_events.decisions import VERSION, Decision, Placed, check_text
 from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
 from kv_events.limits import MAX_OUTPUT_BLOCKS, MAX_PAGES_PER_DECISION, MAX_REQUEST_ID_BYTES
-from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
+from kv_events.reservations import AT_PREFILL, OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
 from selection.book import BookFullError, Place
 from selection.exchange import ReservationExchange
 from selection.kernels.booked import Bookings
 from selection.roster import Rosters
-from selection.selector import prefill_name
 
 _PENDING_S, _MAX_PENDING, _MAX_PENDING_PAGES = 120.0, 4096, 2**22
 _PAGE_BYTES = 8
@@ -126,7 +125,7 @@ class Reservations:
         """Note what a kernel has booked, and send it to other replicas. workers: by row of the roster."""
         begin, start, placed = 0, 0, list[Placed]()
         hashes, records = bookings.hashes, bookings.records[: bookings.made[2]].tobytes()
-        for name, numbers in zip(names, bookings.numbers.tolist(), strict=False):
+        for name, numbers in zip(names, bookings.numbers[: bookings.made[0]].tolist(), strict=True):
             row, tokens, prefill_tokens, held, most_held, place, num_booked, hashes_end, record_end = numbers
             own = hashes[begin : begin + num_booked].copy()
             self.book.note_reserved(name, now, place, own, prefill_tokens, now)
@@ -281,7 +280,7 @@ class Reservations:
         if not self.book.apply(record, now):
             raise _unknown(f"reservation {reservation_id} not found", reservation_id)
         self._put(record)
-        at_prefill = prefill_name(reservation_id)
+        at_prefill = reservation_id + AT_PREFILL
         if step in (PREFILL_COMPLETE, RELEASED) and self.book.get(at_prefill) is not None:
             self._progress(at_prefill, RELEASED, now)
 

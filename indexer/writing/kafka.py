@@ -52,11 +52,9 @@ class TopicWriter:
             if not of_partition or of_partition[-1].append(**fields) is None:  # there is none, or it is full
                 of_partition.append(self._producer.create_batch())
                 of_partition[-1].append(**fields)
-        deliveries = [self._deliver(each, partition) for partition, several in batches.items() for each in several]
-        await asyncio.gather(*deliveries)
-
-    async def _deliver(self, batch: Any, partition: int) -> None:
-        await (await self._producer.send_batch(batch, self._topic, partition=partition))
+        send = self._producer.send_batch
+        sent = [await send(each, self._topic, partition=part) for part, several in batches.items() for each in several]
+        await asyncio.gather(*sent)
 
     async def stop(self) -> None:
         producer, self._producer = self._producer, None

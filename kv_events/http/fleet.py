@@ -186,7 +186,7 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router chose for one request, and what the engine reused."""
+    """What a router or a service chose for one request, and what the engine reused."""
 
     request_id: str
     time: float
@@ -196,7 +196,7 @@ class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int | None
     prompt_tokens: int
     best_tokens: int | None
-    """The most tokens that any candidate held, according to the router. None: it reported no candidates."""
+    """The most tokens that any candidate held, as whoever chose saw it. None: the candidates are not known."""
     predicted_tokens: int | None
     cached_tokens: int | None = None
     """What the engine found in its cache. None: not reported (yet)."""
@@ -208,7 +208,7 @@ class FunnelSums(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 0
     prompt_tokens: int = 0
     best_tokens: int = 0
-    """What the best candidate held. Where a router reported no candidates: what it predicted."""
+    """What the best candidate held. Where the candidates are not known: what was predicted."""
     predicted_tokens: int = 0
     cached_tokens: int = 0
 

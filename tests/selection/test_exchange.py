@@ -133,10 +133,15 @@ async def test_records_that_fill_several_batches_of_a_partition_reach_the_other_
     async with replica(own, clock) as first, replica(own, clock) as second:
         for number, name in enumerate(names):
             first.reserve(name, "w1", list(range(60_000 * number, 60_000 * (number + 1))))
+        for number, name in enumerate(names):
             first.progress(name, RELEASED if number % 2 else PREFILL_COMPLETE)
         await async_wait_until(lambda: second.exchange.applied == 80, 60, "all records")
         assert second.loads("w1") == first.loads("w1") == (20, 0, 20 * 60_000)
         assert second.names() == {*names[::2]}
+    source = KafkaSource(IndexerSettings(**own), topic=own["reservations_topic"])
+    await source.start({})
+    assert len([end for end in (await source.ends()).values() if end]) > 1  # they are spread
+    await source.stop()
 
 
 async def test_without_a_broker_bookings_stay_local_and_the_queue_is_bounded() -> None:

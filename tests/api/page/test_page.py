@@ -1,6 +1,9 @@
 """The files of the page, and the routes from which it takes its data."""
 
+import json
 import re
+import tracemalloc
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urljoin
 
@@ -10,11 +13,12 @@ import pytest
 
 from api.decisions.window import DecisionWindow
 from api.page.worker_history import WorkerHistory
-from kv_events.decisions import VERSION, Decision, Outcome
+from kv_events.decisions import VERSION, Candidate, Decision, Outcome, Placed
 from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
 from kv_events.http.queries import PeerAnswer, RfcAnswer
 from kv_events.http.service import Readiness, Status
 from kv_events.http.workers import RadixView, ResyncAccepted, Worker
+from kv_events.reservations import Reserved, encode_reservation
 from tests.rigs.api import Serving
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
@@ -229,25 +233,68 @@ async def test_the_funnel_sums_decisions_and_their_outcomes(client: httpx.AsyncC
     check_problem(await client.get("/funnel", params={"range_s": 5}), 422)
 
 
-def test_more_decisions_wait_once_outcomes_are_reported() -> None:
-    window = DecisionWindow()
+class Window(DecisionWindow):
+    """A window that takes decisions r0, r1, ..."""
 
-    def finished(number: int) -> int:
-        window.take(Outcome(VERSION, f"r{number}", START, 4))
-        return window.report(START).finished.requests
-
-    def decide(numbers: range, pages: int = 1) -> None:
+    def decide_all(
+        self, numbers: Iterable[int], pages: int = 1, candidates: tuple[Candidate, ...] = (), *, is_booked: bool = False
+    ) -> None:
+        """is_booked: they come as records of reservations."""
         for number in numbers:
-            fields = (VERSION, f"r{number}", START, "m", "default", 4, 4 * pages, bytes(8 * pages), "w", 0, 4, ())
-            window.take(Decision(*fields))
+            prompt = 4, 4 * pages, bytes(8 * pages)
+            decision = Decision(VERSION, f"r{number}", START, "m", "t", *prompt, f"w{number}", 0, 4, candidates)
+            placed = Placed.of(decision)
+            if is_booked:
+                record = encode_reservation(Reserved(VERSION, "replica", decision, 0))
+                placed = msgspec.structs.replace(placed, record=record)
+            self.decide(placed)
 
-    decide(range(2_500))
-    assert [finished(number) for number in (499, 500)] == [0, 1]
-    decide(range(2_500, 20_000))
-    assert [finished(number) for number in (498, 501)] == [1, 2]
-    decide(range(30_000, 30_100), pages=65_536)  # 50 MiB
-    assert [finished(number) for number in (19_999, 30_030, 30_099)] == [2, 2, 3]
-    assert window.report(START).all.requests == 20_100
+    def finished(self, number: int) -> int:
+        """Report an outcome. Returns how many found their decision so far."""
+        self.take(Outcome(VERSION, f"r{number}", START, 0))
+        return self.report(START).finished.requests
+
+
+def test_more_decisions_wait_once_outcomes_are_reported() -> None:
+    window = Window()
+    window.decide_all(range(2_500))
+    assert [window.finished(number) for number in (499, 500)] == [0, 1]
+    window.decide_all(range(2_500, 20_000))
+    window.decide_all([2_500])  # again
+    assert [window.finished(number) for number in (498, 501)] == [1, 2]
+    assert window.report(START).all.requests == 20_000
+
+
+def test_outcomes_that_are_always_late_are_counted() -> None:
+    window = Window()
+    for number in range(5_000):
+        window.decide_all([number])
+        if number >= 2_100:
+            window.take(Outcome(VERSION, f"r{number - 2_100}", START, 4))
+    assert window.finished(4_999) > 2_000
+
+
+@pytest.mark.parametrize(
+    ("pages", "candidates", "is_booked"),
+    [(65_536, (), False), (1, (Candidate("w", 0, 0, 0.0),) * 4096, False), (65_536, (), True)],
+    ids=["pages", "candidates", "booked"],
+)
+def test_large_decisions_take_little_memory(pages: int, candidates: tuple[Candidate, ...], is_booked: bool) -> None:
+    window = Window()
+    tracemalloc.start()
+    window.decide_all(range(600), pages, candidates, is_booked=is_booked)
+    held = tracemalloc.get_traced_memory()[0]
+    window.decide_all(range(600, 900), pages, candidates, is_booked=is_booked)
+    assert tracemalloc.get_traced_memory()[0] < held + 2**20
+    for number in range(900):
+        window.finished(number)
+    num_waited = window.report(START).finished.requests
+    assert tracemalloc.get_traced_memory()[0] < 2**23
+    tracemalloc.stop()
+    assert 55 < num_waited < 70
+    window.decide_all(range(1000, 1050), pages, candidates)
+    assert window.finished(1000) == num_waited + 1
+    assert len(json.loads(window.report(START).losses[0].explain)["seq_hashes"]) == min(pages, 512)
 
 
 async def test_a_loss_names_an_example_that_can_be_explained(client: httpx.AsyncClient, fed: HandFed) -> None:

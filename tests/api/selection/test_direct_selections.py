@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 
 from api.app import create_app
 from api.fast.heads import Head
+from api.fast.kernels.text import MARGIN
+from api.selection.direct import MOST_CHOICES, MOST_HASHES
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
@@ -27,13 +30,14 @@ from kv_events.reservations import (
     OUTPUT_BLOCK,
     PREFILL_COMPLETE,
     RELEASED,
-    ReservationRecord,
     Reserved,
     decode_reservation,
+    reservation_id,
 )
 from kv_events.schema import CLOSED
 from selection.book import Book
 from selection.exchange import ReservationExchange
+from selection.kernels.booked import Bookings, make_bookings
 from selection.policies import seed_choices
 from selection.settings import SelectionSettings
 from tests.api.workers.test_reports import VLLM
@@ -68,25 +72,30 @@ steps = st.sampled_from([RELEASED, PREFILL_COMPLETE, OUTPUT_BLOCK])
 going_on = st.lists(asked | st.tuples(steps, st.integers(0, 5)), max_size=12)
 
 
-class NotedExchange(ReservationExchange):
-    """Keeps its records."""
+class NotedQueue(WriteQueue):
+    """Keeps records instead of writing them."""
 
-    def __init__(self, book: Book) -> None:
-        super().__init__(book, WriteQueue(None, contents=RESERVATIONS))
+    has_log = True
+
+    def __init__(self) -> None:
+        super().__init__(None, contents=RESERVATIONS)
         self.records: list[Any] = []
         """As plain data, without times and the name of the replica."""
 
-    def put(self, record: ReservationRecord) -> str | None:
-        plain = json.dumps(msgspec.to_builtins(record)).replace(self.replica, "replica")
+    def put(self, kind: str, key: str, payload: bytes) -> str | None:
+        record = decode_reservation(payload)
+        assert (kind, key) == (getattr(record, "step", "reserved"), reservation_id(record))
+        plain = json.dumps(msgspec.to_builtins(record)).replace(record.replica, "replica")
         self.records.append(_TIME.sub("0", plain))
-        return super().put(record)
+        return None
 
-    def put_placed(self, placed: Placed) -> None:
-        assert isinstance(placed.record, bytes)
+
+def check_placed(placed: Placed) -> None:
+    """Check that what is counted of a choice is what its record says."""
+    if isinstance(placed.record, bytes):
         record = decode_reservation(placed.record)
         assert isinstance(record, Reserved)
         assert placed == msgspec.structs.replace(Placed.of(record.decision), record=placed.record)
-        self.put(record)
 
 
 _TIME = re.compile(r"\b\d{10}\.\d+")
@@ -102,8 +111,25 @@ def step_of(name: str, step: str, mark: str = "") -> bytes:
 class Fleet:
     """A service with a connection that is direct, and another one, whose requests FastAPI answers."""
 
-    def __init__(self, fed: HandFed, direct: Line, single: Line, exchange: NotedExchange, url: str) -> None:
-        self.fed, self.direct, self._single, self.exchange, self.url = fed, direct, single, exchange, url
+    def __init__(
+        self, fed: HandFed, direct: Line, single: Line, queue: NotedQueue, exchange: ReservationExchange, url: str
+    ) -> None:
+        self.fed, self.direct, self._single, self.url = fed, direct, single, url
+        self._queue, self.exchange = queue, exchange
+        self._lines = list[Line]()
+
+    async def lines(self, count: int) -> list[Line]:
+        """Open further connections, on each of which some prompts are booked until they are direct."""
+        opened = [await Line.connect(self.url) for _ in range(count)]
+        self._lines += opened
+        for line in opened * 4:
+            await self.reserved(line)
+        return opened
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for line in (self.direct, self._single, *self._lines):
+            await line.close()
 
     async def post(self, path: str, **fields: Any) -> bytes:
         """Return the status of a request that FastAPI answers."""
@@ -129,7 +155,13 @@ class Fleet:
             else:
                 continue
             answers.append([part.replace(self.exchange.replica.encode(), b"replica") for part in answer])
-        return answers, await self.loads(), self.exchange.records
+        answers.append((await line.ask(request(body_of(token_ids=PROMPT), f"/select{mark}")))[2])  # what is predicted
+        return answers, await self.loads(), self.records
+
+    @property
+    def records(self) -> list[Any]:
+        """See `NotedQueue`."""
+        return self._queue.records
 
     async def reserved(self, line: Line | None = None) -> dict[str, Any]:
         """Reserve for the whole prompt over a direct connection, that of this fleet or another one."""
@@ -144,7 +176,10 @@ class Fleet:
         return sum(each["active_requests"] for each in model["loads"])
 
     async def loads(self) -> bytes:
-        return (await self._single.ask(request(b"", "/loads").replace(b"POST", b"GET", 1)))[2]
+        return json.dumps(await self.get("/loads")).encode()
+
+    async def get(self, path: str) -> Any:
+        return json.loads((await self._single.ask(request(b"", path).replace(b"POST", b"GET", 1)))[2])
 
     async def chosen(self) -> int:
         """Return the worker that the direct connection names for the whole prompt."""
@@ -174,8 +209,10 @@ async def a_fleet(
         HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600)),
         ApiSettings(port=0, register_allow="127.0.0.1"),
     )
-    selection = selection or SelectionSettings()
-    exchange = NotedExchange(Book(selection.reservation_ttl_s, selection.predict_s, **bounds or {}))
+    selection = selection or SelectionSettings(predict_s=600)
+    queue = NotedQueue()
+    exchange = ReservationExchange(Book(selection.reservation_ttl_s, selection.predict_s, **bounds or {}), queue)
+    exchange.on_placed.append(check_placed)
     service = LiveService(fed.consumer, api, selection=selection, reservations=exchange)
     async with running_server(create_app(service), api) as url:
         for (worker, rank), tiers in held.items():
@@ -183,11 +220,11 @@ async def a_fleet(
         direct, single = await Line.connect(url), await Line.connect(url)
         for _ in range(3):
             await direct.ask(request(body_of(token_ids=PROMPT), "/select"))
+        fleet = Fleet(fed, direct, single, queue, exchange, url)
         try:
-            yield Fleet(fed, direct, single, exchange, url)
+            yield fleet
         finally:
-            await direct.close()
-            await single.close()
+            await fleet.close()
 
 
 @given(ranks, st.lists(asked, min_size=1, max_size=4), st.lists(lengths, max_size=4))
@@ -240,7 +277,7 @@ async def test_records_of_large_fleets_are_those_of_the_routes() -> None:
 async def test_a_record_has_the_cheapest_candidates_and_the_chosen_one() -> None:
     async with a_fleet({(str(number), 0): {0: range(number // 4 + 1)} for number in range(20)}) as fleet:
         await fleet.post("/select_and_reserve", token_ids=PROMPT, affinity_target={"worker_id": 0})
-        decision = json.loads(fleet.exchange.records[-1])[3]
+        decision = json.loads(fleet.records[-1])[3]
         workers = {worker for worker, *_ in decision[-1]}
         assert len(workers) == 16
         assert workers >= {"0", *map(str, range(8, 20))}
@@ -293,7 +330,7 @@ async def test_records_name_the_worker_of_the_answer_when_others_have_left() -> 
         await fleet.fed.feed(streams[0].batch(degraded_reason=CLOSED))
         for _ in range(20):
             worker = str((await fleet.reserved())["worker_id"])
-            decision = json.loads(fleet.exchange.records[-1])[3]
+            decision = json.loads(fleet.records[-1])[3]
             assert worker in decision
             assert [name for name, *_ in decision[-1]] == ["0", "2", "3"]
 
@@ -318,21 +355,62 @@ async def test_ranks_without_a_number_are_never_booked_by_a_kernel() -> None:
         assert await fleet.num_booked() == len([status for status, *_ in answers if status == OK]) > 0
 
 
+async def test_the_largest_records_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, shares = list[Bookings](), list[float]()
+
+    def noted(*sizes: int) -> Bookings:
+        made.append(make_bookings(*sizes))
+        return made[-1]
+
+    def note_share(_: Placed) -> None:
+        num_choices, _, num_bytes = made[-1].made.tolist()
+        if num_choices > 1:
+            room = len(made[-1].records) - 8 * MOST_HASHES - MARGIN
+            shares.append(num_bytes / num_choices * MOST_CHOICES / room)
+
+    monkeypatch.setattr("api.selection.direct.make_bookings", noted)
+    monkeypatch.setattr("selection.exchange.socket.gethostname", lambda: "h" * 64)
+    largest = request(body_of(token_ids=PROMPT, session_id="s" * 256), "/select_and_reserve")
+    longer = request(body_of(token_ids=PROMPT, session_id="s" * 257), "/select_and_reserve")
+    held: dict[tuple[str, int], dict[int, range]] = {(f"{number:é>128}", 0): {} for number in range(20)}
+    async with a_fleet(held) as fleet:
+        fleet.exchange.on_placed.append(note_share)
+        lines = await fleet.lines(48)
+        assert (await lines[0].ask(largest))[0] == OK
+        for _ in range(3):
+            for line in lines:
+                line.writer.write(largest)
+            names = [json.loads((await line.answer())[2])["selection_id"] for line in lines]
+            assert len({*names}) == len(names)
+        assert len(fleet.records) == 7 * len(lines) + 1
+        for _ in range(4):
+            assert (await fleet.direct.ask(longer))[0].startswith(b"HTTP/1.1 422 ")
+        funnel = (await fleet.get("/funnel"))["all"]
+        assert (funnel["requests"], funnel["prompt_tokens"]) == (len(fleet.records), len(PROMPT) * len(fleet.records))
+    assert 0.5 < max(shares) < 1
+
+
+async def test_choices_are_in_the_book_if_nobody_can_be_told() -> None:
+    async with a_fleet({("1", 0): {}}) as fleet:
+        lines = await fleet.lines(8)
+        fleet.exchange.on_placed.append(Mock(side_effect=RuntimeError))
+        for line in lines:
+            line.writer.write(RESERVE)
+        await async_wait_until(lambda: len(fleet.exchange.book) == 5 * len(lines), what="the choices")
+        assert await fleet.num_booked() == 5 * len(lines)
+
+
 async def test_long_prompts_at_once_are_booked_whole() -> None:
     """A kernel books only some of them in one call."""
     long = list(range(1, 3001))
     async with a_fleet({("1", 0): {}}, block_size=1) as fleet:
-        lines = [await Line.connect(fleet.url) for _ in range(8)]
-        for line in lines * 4:
-            await fleet.reserved(line)
+        lines = await fleet.lines(8)
         for line in lines:
             line.writer.write(request(body_of(token_ids=long), "/select_and_reserve"))
         answers = [json.loads((await line.answer())[2]) for line in lines]
         assert {len(each["sequence_hashes"]) for each in answers} == {len(long)}
-        decisions = [json.loads(each)[3] for each in fleet.exchange.records[-len(lines) :]]
+        decisions = [json.loads(each)[3] for each in fleet.records[-len(lines) :]]
         assert {len(base64.b64decode(decision[8])) for decision in decisions} == {8 * len(long)}
-        for line in lines:
-            await line.close()
 
 
 async def test_a_name_that_a_caller_took_before_leaves_nothing_behind() -> None:
