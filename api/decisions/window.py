@@ -60,7 +60,7 @@ class DecisionWindow:
 
     def decide(self, placed: Placed) -> None:
         """Count a choice."""
-        if placed.request_id in self._waiting or placed.request_id.removesuffix(AT_PREFILL) in self._waiting:
+        if placed.request_id.removesuffix(AT_PREFILL) in self._waiting:
             return  # reported twice, or counted with the worker that goes on with it
         _add(self._all, placed)
         if placed.best_tokens is not None and placed.predicted_tokens is not None:

@@ -91,7 +91,7 @@ class SelectionRoutes:
 
     def _plan(self, request: SelectRequest, *, is_reserving: bool) -> SelectionPlan | None:
         is_plain = all(getattr(request, field) is None for field in _ONLY_PYTHON)
-        session = session_of(request)
+        session = session_of(request)  # a longer one would have no room in a record
         if not is_plain or request.explain or request.sources or len(session.encode()) > MAX_REQUEST_ID_BYTES:
             return None
         namespace, now, selector = self._namespace(request), self._served.now(), self._selector

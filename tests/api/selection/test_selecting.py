@@ -80,15 +80,6 @@ async def test_the_funnel_counts_what_is_booked_and_its_outcome() -> None:
         assert (seen["request_id"], seen["worker"]) == (booked["selection_id"], "w1")
 
 
-async def test_the_funnel_counts_a_request_for_two_workers_once() -> None:
-    async with fleet({}, {}, selection=PREFILL_DECODE) as (client, _):
-        for number in range(3):
-            await post(client, "/select_and_reserve", selection_id=f"r{number}")
-        funnel = (await client.get("/funnel")).json()
-        assert [each["request_id"] for each in funnel["decisions"]] == ["r2", "r1", "r0"]
-        assert (funnel["all"]["requests"], funnel["all"]["prompt_tokens"]) == (3, 480)
-
-
 async def test_a_burst_of_siblings_goes_to_one_worker_until_others_are_cheaper() -> None:
     async with fleet({}, {}, selection=SelectionSettings(predict_s=60)) as (client, _):
         long = {"token_ids": list(range(1000, 1000 + 100 * BLOCK))}
@@ -293,6 +284,9 @@ async def test_prefill_is_booked_where_the_prompt_is_computed() -> None:
         for name in ("a", "b", "c"):
             assert (await client.delete(f"/reservations/{name}")).is_success
         assert set((await loads(client)).values()) == {(0, 0, 0)}
+        funnel = (await client.get("/funnel")).json()  # counts a request for two workers once
+        assert [each["request_id"] for each in funnel["decisions"]] == ["c", "b", "a"]
+        assert (funnel["all"]["requests"], funnel["all"]["prompt_tokens"]) == (3, 480)
 
 
 async def test_models_and_tenants_do_not_share_what_a_policy_remembers() -> None:
