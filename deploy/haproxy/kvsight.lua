@@ -1,6 +1,6 @@
 -- Sends each request to the server that kvsight chooses. The names of servers are those of their workers in kvsight.
 -- Without an answer in time, HAProxy balances as its configuration says. It asks through the proxy `kvsight` of the
--- configuration.
+-- configuration. Load it with `lua-load-per-thread`: HAProxy 2.6 crashes or hangs now and then if threads share a filter.
 
 local PROXY = os.getenv("KVSIGHT_PROXY")
 local FAILURES, SILENT_S = 3, 1 -- after so many without an answer between them, the service is not asked for so long
@@ -11,7 +11,7 @@ local NOT_OF_CALLERS = '"pinned_worker":null,"affinity_target":null,"router_conf
 
 local noted = {} -- what the service is still to be told
 local failures, silent_until = 0, 0
-local count, prefix = 0, string.format("haproxy-%x-%s", os.time(), tostring({}):match("0x(%x+)"))
+local count, prefix = 0, string.format("haproxy-%x-%d-%s", os.time(), core.thread, tostring({}):match("0x(%x+)"))
 
 local function ask(method, path, body)
     local client = core.httpclient()

@@ -37,7 +37,7 @@ Configure = Callable[[Path, int, str | None, dict[str, str]], list[str]]
 def _haproxy(folder: Path, port: int, kvsight: str | None, engines: dict[str, str]) -> list[str]:
     text = (DEPLOY / "haproxy/haproxy.cfg").read_text().replace("127.0.0.1:9000", f"127.0.0.1:{port}")
     text = text.replace("127.0.0.1:9001", f"127.0.0.1:{free_port()}")
-    text = text.replace("lua-load kvsight.lua", f"lua-load {DEPLOY / 'haproxy/kvsight.lua'}")
+    text = text.replace("lua-load-per-thread kvsight.lua", f"lua-load-per-thread {DEPLOY / 'haproxy/kvsight.lua'}")
     text = text.replace("server kvsight 127.0.0.1:8000", f"server kvsight {kvsight or '127.0.0.1:9'}")
     servers = "".join(f"    server {name} {at}\n" for name, at in engines.items())
     text, count = re.subn(r"(    server engine-.*\n)+", servers, text)
