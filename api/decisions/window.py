@@ -22,7 +22,7 @@ _MAX_BUCKETS = 3000
 """Times are at most a day from the time of their report."""
 _SHOWN = 50
 _MAX_WAITING, _MAX_UNANSWERED = 20_000, 2_000
-"""Decisions that wait for an outcome: if there are outcomes, and before the first one."""
+"""Bounds on the decisions that wait for an outcome: once outcomes are reported, and before."""
 _MAX_WAITING_BYTES, _DECISION_BYTES, _CANDIDATE_BYTES = 32 * 2**20, 512, 128
 _FIELDS = FunnelSums.__struct_fields__
 _STEPS = 60

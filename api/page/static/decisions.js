@@ -22,7 +22,7 @@ export class Decisions {
       h("div", { class: "card scroll", tabindex: 0, role: "region", "aria-label": "Newest decisions" }, h("table", { class: "cards" },
         h("thead", {}, h("tr", {}, COLUMNS.map((name, i) => h("th", { scope: "col", class: i > 2 ? "number" : null }, name)))), this.#body)));
     this.#empty = h("p", { class: "card empty" }, "No decisions in the last hour. Let your router report what it chose and what the engine reused: ",
-      h("code", {}, "POST /decisions"), ", or ", h("code", {}, "Client.report_decisions()"), " of the Python client. Requests that it books here count, too.");
+      h("code", {}, "POST /decisions"), ", or ", h("code", {}, "Client.report_decisions()"), " of the Python client. Requests that your router books here count, too.");
     section.append(h("header", {}, h("h2", { id: "decisions-title" }, "Decisions"), this.#count), this.#card, this.#empty);
     this.rows = new Rows(this.#body, (decision) => decision.request_id, row);
   }

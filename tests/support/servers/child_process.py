@@ -24,7 +24,7 @@ _PORTS = range(18_000, 32_000)
 _CLAIMS = os.open(Path(tempfile.gettempdir()) / f"kvsight-ports-{os.getuid()}", os.O_CREAT | os.O_RDWR, 0o600)
 """A file of which a process locks one byte for each port that it has chosen, because the port is used only later."""
 _given = deque[int](maxlen=len(_PORTS) // 2)
-"""Ports that this process has chosen, to which its own locks are no obstacle."""
+"""Ports that this process has chosen. Its own locks do not keep it from choosing them again."""
 
 
 class PartMissingError(Exception):
