@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import time
 import uuid
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")  # names are in paths and, without escapes, in JSON
 _PROBE_S = 1.0
 _MARGIN_S = 5.0
 """Most by which clocks of replicas differ."""
@@ -57,7 +59,7 @@ class ReservationExchange:
         """
         self.book = book
         self.queue = queue
-        self.replica = f"{socket.gethostname()[:64]}-{uuid.uuid4().hex[:12]}"
+        self.replica = f"{_NOT_PLAIN.sub('-', socket.gethostname()[:64])}-{uuid.uuid4().hex[:12]}"
         """Name of this process in its records."""
         self.applied = 0
         """Records of other replicas that were applied."""

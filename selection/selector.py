@@ -58,7 +58,7 @@ class Selector:
         self._policies: dict[tuple[str, str], tuple[Policy, LeastWork | None]] = {}
         self._replica = replica
         self.num_named = 0
-        """Reservations that were named here."""
+        """Names that were given here."""
 
     def weigh(self, namespace: Namespace, freshness: Freshness, found: Found, now: float) -> Weighed:
         """Return the candidates for a prompt. Raises NoCandidateError."""

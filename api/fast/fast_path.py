@@ -194,7 +194,7 @@ class FastPath:
     def _answer_template(
         self, route: TextRoute[Any], template: BodyTemplate[Any], data: bytes, start: int
     ) -> bytes | None:
-        question, before, after = template
+        question, before, after, _ = template
         rate = self._rate(question)
         if rate is not None and rate.wait_s():
             return None

@@ -15,7 +15,7 @@ import ctypes
 import logging
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -24,6 +24,9 @@ import numpy.typing as npt
 
 from api.fast.kernels.connections import (
     CUT,
+    NAME,
+    NAME_END,
+    NUM_BORDERS,
     NUM_FUNCTIONS,
     RETURNED,
     ROOM_BYTES,
@@ -71,8 +74,10 @@ class DirectPlan(Protocol):
     def answer_bytes(self) -> int:
         """Bound on the size of an answer."""
 
-    def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, times: Times) -> int:
-        """Answer `count` requests, as the kernel of this name does."""
+    def answer_requests(
+        self, sockets: SocketBuffers, count: int, head_size: int, times: Times, names: Sequence[str]
+    ) -> int:
+        """Answer `count` requests, as the kernel of this name does. names: theirs, empty if they have none."""
 
 
 class _Pending(NamedTuple):
@@ -196,9 +201,10 @@ class KernelConnections:
         first = int(self._sockets.connections[members[0]])
         self._prepare(self._owners[first].response_headers(), plan.answer_bytes)
         sockets, pending = self._sockets, list[_Pending]()
+        names = [self._name(number) for number in members] if template.is_named else []
         sockets.members[: len(members)] = members
         served = sockets.members[: len(members)]
-        if plan.answer_requests(self._pinned, len(members), self._head_size, self._times()) < len(members):
+        if plan.answer_requests(self._pinned, len(members), self._head_size, self._times(), names) < len(members):
             outcomes = sockets.outcomes[served]
             pending = [self._request(number) for number in served[outcomes == RETURNED].tolist()]
             pending += [self._rest(number) for number in served[outcomes == CUT].tolist()]
@@ -211,6 +217,10 @@ class KernelConnections:
     def _request(self, number: int) -> _Pending:
         begin, end, *_ = self._sockets.borders[number].tolist()
         return _Pending(int(self._sockets.connections[number]), data=self._sockets.data[begin:end].tobytes())
+
+    def _name(self, number: int) -> str:
+        begin, end = self._sockets.borders[number, NAME : NAME_END + 1].tolist()
+        return self._sockets.data[begin:end].tobytes().decode()
 
     def _rest(self, number: int) -> _Pending:
         begin, end = self._sockets.rest_borders[number].tolist()
@@ -257,7 +267,7 @@ def _empty_buffers() -> SocketBuffers:
         np.zeros(_MOST, np.int32),
         np.zeros(_MOST, np.int32),
         np.zeros(ROOM_BYTES, np.uint8),
-        np.zeros((_MOST, 4), np.int64),
+        np.zeros((_MOST, NUM_BORDERS), np.int64),
         np.zeros(_LENGTH_BYTES, np.uint8),
         texts((_HEAD_END,)),
         np.zeros(0, np.uint8),

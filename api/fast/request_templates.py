@@ -8,6 +8,8 @@ import numpy as np
 
 from api.fast.heads import Head, request_line
 from api.fast.kernels.connections import (
+    AFTER_REST,
+    BEFORE_REST,
     MAX_REQUEST_BYTES,
     MOST_ARRAYS,
     NUM_PIECES,
@@ -32,7 +34,7 @@ class RequestTemplate(NamedTuple):
     """As the route of the path decodes it."""
     pieces: tuple[bytes, ...]
     """Request line; values of Content-Type, Host and Authorization, the last one empty if any is accepted; the body
-    before the numbers, and after them."""
+    around the numbers and the name, see `BodyTemplate.pieces`."""
     generation: int
     """`HeadReader.generation` when the head was accepted."""
 
@@ -43,8 +45,13 @@ class RequestTemplate(NamedTuple):
             return None
         if max(template.before.count(b"["), template.after.count(b"]")) > MOST_ARRAYS:
             return None
-        pieces = (request_line(head.path), *head.caller.lines, template.before, template.after)
+        pieces = (request_line(head.path), *head.caller.lines, *template.pieces)
         return cls(head.path, template.question, pieces, generation)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether requests have names, which differ."""
+        return bool(self.pieces[BEFORE_REST] or self.pieces[AFTER_REST])
 
 
 class TemplateTable:

@@ -1,26 +1,30 @@
 """Templates: the part of a JSON query around its numbers.
 
-    {"model_name":"m","token_ids":[1,2,3]}      body
-    {"model_name":"m","token_ids":[     ]}      template
+    {"model_name":"m","token_ids":[1,2,3],"selection_id":"a-17"}      body
+    {"model_name":"m","token_ids":[     ],"selection_id":"    "}      template
 
 Callers send the same few templates again and again, so decoded templates are kept. msgspec decodes a new one with
-random numbers in it. If it returns these numbers, the array is the prompt, and not part of a string, of a nested object
-or of a field that occurs twice. A kernel reads the real numbers.
+random numbers and a random name in it. If it returns them, the array is the prompt, and not part of a string, of a
+nested object or of a field that occurs twice, and so is the name. A kernel reads the real numbers.
 """
 
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
-from api.fast.kernels.connections import MAX_TEMPLATE_BYTES
+import msgspec
+
+from api.fast.kernels.connections import MAX_TEMPLATE_BYTES, NAME_PATTERN
 from api.problems import ProblemError
 
 _MAX_KEPT = 4096
 
 _SENTINELS = [secrets.randbits(32) for _ in range(3)]
-"""Numbers that no client can know."""
+_SENTINEL_NAME = secrets.token_hex(16)
+"""Numbers and a name that no client can know."""
 
+_Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 Question = TypeVar("Question")
 
@@ -36,6 +40,10 @@ class BodyTemplate(NamedTuple, Generic[Question]):
     """What comes before the numbers, up to the "["."""
     after: bytes
     """What must follow the numbers, from the "]" on."""
+    pieces: tuple[bytes, bytes, bytes, bytes]
+    """`before` up to the name of the request and after it, and `after` likewise. The second piece of each is empty if
+    the name is not there.
+    """
 
 
 class TemplateCache(Generic[Question]):
@@ -45,8 +53,9 @@ class TemplateCache(Generic[Question]):
         """fields: names of the arrays that the route accepts as a prompt."""
         self._decode = decode
         self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
+        self._name = re.compile(NAME_PATTERN)
         self._last: dict[bytes, BodyTemplate[Question]] = {}  # by the text before the numbers, the newest one
-        self._kept: dict[bytes, Question | None] = {}
+        self._kept: dict[tuple[bytes, ...], Question | None] = {}  # by the pieces
 
     def expected(self, data: bytes, start: int) -> BodyTemplate[Question] | None:
         """Return the template that the body data[start:] is likely to have, judged by its beginning and its end."""
@@ -62,31 +71,43 @@ class TemplateCache(Generic[Question]):
         if end < 0 or first - start + len(data) - end > MAX_TEMPLATE_BYTES:
             return None
         before, after = data[start:first], data[end:]
-        question = self._decoded(before, after)
+        name, pieces = self._split(before, after)
+        if pieces not in self._kept:
+            _keep(self._kept, pieces, self._question(*pieces))
+        question = self._kept[pieces]
         if question is None:
             return None
-        template = BodyTemplate(question, before, after)
-        if before.index(b"[") == len(before) - 1:
+        if name:
+            named = msgspec.structs.replace(cast(msgspec.Struct, question), selection_id=name.decode())
+            question = cast(Question, named)
+        template = BodyTemplate(question, before, after, pieces)
+        if not name and before.index(b"[") == len(before) - 1:
             _keep(self._last, before, template)
         return template
 
-    def _decoded(self, before: bytes, after: bytes) -> Question | None:
-        """Return the question of a template. before: up to the "["; after: from the "]" on."""
-        template = before + after
-        if template not in self._kept:
-            _keep(self._kept, template, self._question(before, after))
-        return self._kept[template]
+    def _split(self, before: bytes, after: bytes) -> tuple[bytes, tuple[bytes, bytes, bytes, bytes]]:
+        """Return the name of a request, empty if a kernel cannot read it, and the pieces of its template."""
+        if found := self._name.search(before):
+            return found[1], (before[: found.start(1)], before[found.end(1) :], after, b"")
+        if found := self._name.search(after):
+            return found[1], (before, b"", after[: found.start(1)], after[found.end(1) :])
+        return b"", (before, b"", after, b"")
 
-    def _question(self, before: bytes, after: bytes) -> Question | None:
+    def _question(self, before: bytes, before_rest: bytes, after: bytes, after_rest: bytes) -> Question | None:
         """Return the question of a new template, or None if msgspec must decode bodies that have it."""
+        name, numbers = _SENTINEL_NAME.encode(), ",".join(map(str, _SENTINELS)).encode()
+        body = before + (name + before_rest if before_rest else b"") + numbers + after
         try:
-            question, numbers = self._decode(before + ",".join(map(str, _SENTINELS)).encode() + after)
+            question, found = self._decode(body + (name + after_rest if after_rest else b""))
         except ProblemError:
             return None
-        return question if list(numbers) == _SENTINELS else None
+        is_named = bool(before_rest or after_rest)
+        if list(found) != _SENTINELS or (is_named and getattr(question, "selection_id", None) != _SENTINEL_NAME):
+            return None
+        return question
 
 
-def _keep(kept: dict[bytes, _Value], key: bytes, value: _Value) -> None:
+def _keep(kept: dict[_Key, _Value], key: _Key, value: _Value) -> None:
     if len(kept) == _MAX_KEPT:
         kept.clear()
     kept[key] = value

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from api.fast.kernels.connections import SocketBuffers
+from api.fast.kernels.connections import MAX_NAME_BYTES, SocketBuffers
 from api.fast.kernels.query import Times
 from api.fast.writer import Plan, texts
 from api.selection.answers import worker_name
@@ -64,17 +64,25 @@ class SelectionPlan(NamedTuple):
     """Now, and until when the pages of a reservation count as held."""
     session: U8Vector
     """That of the requests, as msgpack, and `MARGIN` bytes."""
-    note: Callable[[], None]
-    """Called when choices have been booked."""
+    is_free: Callable[[str], bool]
+    """Whether a reservation may have a name."""
+    note: Callable[[Sequence[str], int], None]
+    """Called when choices have been booked: names of the requests, empty if they have none, and how many there are."""
 
-    def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, times: Times) -> int:
+    def answer_requests(
+        self, sockets: SocketBuffers, count: int, head_size: int, times: Times, names: Sequence[str]
+    ) -> int:
         """Call `select_requests`."""
+        is_taken = self.table.bookings.is_taken
+        is_taken[:] = False
+        for i, name in enumerate(names):
+            is_taken[i] = name in names[:i] or not self.is_free(name)
         found, sizes = self.found, (count, head_size, self.answer_bytes)
         query = found.numbers, found.seeds, found.lookup, found.buffers, found.table, found.layout, times
         choice = self.scale, next_turns(count), self.name, *self.moments
         answered = select_requests(sockets, sizes, *query, self.table.pinned, choice, self.session)
         if self.table.bookings.made[0]:
-            self.note()
+            self.note(names, count)
         return answered
 
     @property
@@ -88,7 +96,7 @@ def direct_table(roster: Roster, book: Book, namespace: Namespace, selector: Sel
     (model, tenant, block_size), beginnings, pieces = namespace.key, list[bytes](), list[bytes]()
     openings, opening, bookings, record = list[bytes](), b"{", make_bookings(0, 0, 0), _NO_RECORD
     if selector is not None:
-        *openings, opening = b'{"selection_id":' + msgspec.json.encode(selector.names).removesuffix(b'"'), *_OPENINGS
+        *openings, opening = b'{"selection_id":"', *_OPENINGS
         record = _record_texts(roster, namespace, selector)
         bookings = make_bookings(MOST_CHOICES, MOST_HASHES, _num_bytes(record))
     for worker, dp_rank, endpoint in zip(roster.workers, roster.dp_ranks, roster.endpoints, strict=True):
@@ -107,7 +115,7 @@ def direct_table(roster: Roster, book: Book, namespace: Namespace, selector: Sel
         first, *pieces = _GAPS.split(end)
         beginnings.append(begin + found + first)
     most_bytes = len(b"".join(openings + pieces)) + max(map(len, beginnings), default=0)
-    most_bytes += _BYTES_PER_RANK * (4 + len(beginnings)) + _HASH_BYTES * len(bookings.hashes)
+    most_bytes += _BYTES_PER_RANK * (4 + len(beginnings)) + _HASH_BYTES * len(bookings.hashes) + MAX_NAME_BYTES
     table = SelectionTable(
         book.pages,
         book.loads,  # others come with another roster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -87,9 +87,13 @@ class Reservations:
         if why := self._exchange.why_not_ready():
             raise ProblemError(503, ProblemKind.UNAVAILABLE, why, retry_after_s=1)
 
+    def is_free(self, reservation_id: str) -> bool:
+        """Return whether no reservation has an id."""
+        return self.book.get(reservation_id) is None
+
     def check_new(self, reservation_id: str) -> None:
         """Check that an id is not in use. Raises ProblemError (409)."""
-        if self.book.get(reservation_id) is not None:
+        if not self.is_free(reservation_id):
             detail = f"selection {reservation_id} is already reserved or being reserved"
             raise ProblemError(409, ProblemKind.ALREADY_RESERVED, detail, "selection_id", reservation_id)
 
@@ -121,13 +125,16 @@ class Reservations:
             return False
         return True
 
-    def note(self, bookings: Bookings, names: Iterable[str], workers: Sequence[str], now: float) -> None:
-        """Note what a kernel has booked, and send it to other replicas. workers: by row of the roster."""
+    def note(self, bookings: Bookings, names: Sequence[str], workers: Sequence[str], now: float) -> None:
+        """Note what a kernel has booked, and send it to other replicas.
+
+        names: those of the reservation of each request. workers: by row of the roster.
+        """
         begin, start, placed = 0, 0, list[Placed]()
         hashes, records = bookings.hashes, bookings.records[: bookings.made[2]].tobytes()
-        for name, numbers in zip(names, bookings.numbers[: bookings.made[0]].tolist(), strict=True):
-            row, tokens, prefill_tokens, held, most_held, place, num_booked, hashes_end, record_end = numbers
-            own = hashes[begin : begin + num_booked].copy()
+        for numbers in bookings.numbers[: bookings.made[0]].tolist():
+            request, row, tokens, prefill_tokens, held, most_held, place, num_booked, hashes_end, record_end = numbers
+            name, own = names[request], hashes[begin : begin + num_booked].copy()
             self.book.note_reserved(name, now, place, own, prefill_tokens, now)
             placed.append(Placed(name, now, workers[row], tokens, held, most_held, records[start:record_end]))
             begin, start = hashes_end, record_end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -33,7 +34,7 @@ from selection.selector import NoCandidateError, Selector, session_of
 
 _NO_NUMBERS = np.zeros(0, np.uint32)
 _RESERVE = "/select_and_reserve"
-_ONLY_PYTHON = ("selection_id", "isl_tokens", "allowed_worker_ids", "pinned_worker", "affinity_target")
+_ONLY_PYTHON = ("isl_tokens", "pinned_worker", "affinity_target")
 """Fields that kernels do not know."""
 
 
@@ -92,6 +93,7 @@ class SelectionRoutes:
     def _plan(self, request: SelectRequest, *, is_reserving: bool) -> SelectionPlan | None:
         is_plain = all(getattr(request, field) is None for field in _ONLY_PYTHON)
         session = session_of(request)  # a longer one would have no room in a record
+        is_plain = is_plain and (is_reserving or request.selection_id is None)  # `/reservations` may follow
         if not is_plain or request.explain or request.sources or len(session.encode()) > MAX_REQUEST_ID_BYTES:
             return None
         namespace, now, selector = self._namespace(request), self._served.now(), self._selector
@@ -101,18 +103,22 @@ class SelectionRoutes:
         if work is None or (is_reserving and not work[0].is_numbered):
             return None
         roster, scale = work
+        allowed = request.allowed_worker_ids
+        if allowed is not None and not roster.rows.keys() <= set(map(str, allowed)):
+            return None
         tables = self._tables.setdefault(roster, {})
         if is_reserving not in tables:
             book = self._reservations.book
             tables[is_reserving] = direct_table(roster, book, namespace, selector if is_reserving else None)
         table, found = tables[is_reserving], self._writer.plan(question_of(request, "token_ids"), namespace)
 
-        def note() -> None:
-            names = selector.take_names(int(table.bookings.made[0]))
+        def note(names: Sequence[str], count: int) -> None:
+            names = names or list(selector.take_names(count))
             self._reservations.note(table.bookings, names, roster.workers, now)
 
-        moments = now, self._reservations.book.predicted_until(now)
-        return SelectionPlan(found, scale, table, selector.num_named + 1, moments, session_text(session), note)
+        moments, first_name = (now, self._reservations.book.predicted_until(now)), selector.num_named + 1
+        is_free = self._reservations.is_free
+        return SelectionPlan(found, scale, table, first_name, moments, session_text(session), is_free, note)
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
         request, namespace, found = await self._asked(body, body_format)

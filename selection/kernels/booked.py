@@ -10,7 +10,16 @@ from typing import NamedTuple
 import numpy as np
 
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import F64Vector, I32Vector, I64Matrix, I64Vector, U8Vector, U64Input, U64Vector
+from kv_events.kernels.bundles import (
+    BoolVector,
+    F64Vector,
+    I32Vector,
+    I64Matrix,
+    I64Vector,
+    U8Vector,
+    U64Input,
+    U64Vector,
+)
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.numbers import U64, int32, int64, uint64
 from kv_events.kernels.page_table import Table, make_table
@@ -44,24 +53,27 @@ class Bookings(NamedTuple):
 
     made: I64Vector
     """[3] number of choices, of their hashes, and of the bytes of their records."""
+    is_taken: BoolVector
+    """[m] whether another reservation has the name of each request. Such a request is not booked."""
     numbers: I64Matrix
-    """[m, 9] see ROW and following."""
+    """[m, 10] see REQUEST and following."""
     hashes: U64Vector
     """Sequence hashes of the prompts, one after the other."""
     records: U8Vector
     """Their records, one after the other."""
 
 
-ROW, TOKENS, PREFILL_TOKENS, HELD, MOST_HELD, PLACE, NUM_BOOKED, HASHES_END, RECORD_END = range(9)
-"""Columns of `Bookings.numbers`: the chosen row of the roster; tokens of the prompt, those that are to be computed,
-those that the chosen candidate holds on any tier, and those that the best one of the record does; the place; the result
-of `reserve`; the ends of hashes and record."""
+REQUEST, ROW, TOKENS, PREFILL_TOKENS, HELD, MOST_HELD, PLACE, NUM_BOOKED, HASHES_END, RECORD_END = range(10)
+"""Columns of `Bookings.numbers`: index of the request; the chosen row of the roster; tokens of the prompt, those that
+are to be computed, those that the chosen candidate holds on any tier, and those that the best one of the record does;
+the place; the result of `reserve`; the ends of hashes and record."""
 
 
 def make_bookings(num_choices: int, num_hashes: int, num_bytes: int) -> Bookings:
     """Return room for choices, their hashes, and the bytes of their records."""
     return Bookings(
         np.zeros(3, np.int64),
+        np.zeros(num_choices, np.bool_),
         np.zeros((num_choices, RECORD_END + 1), np.int64),
         np.zeros(num_hashes, np.uint64),
         np.zeros(num_bytes, np.uint8),

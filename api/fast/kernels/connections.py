@@ -1,9 +1,10 @@
 """The kernels of direct connections: one reads requests and recognises them, one answers those that are alike.
 
-A request is recognised by its template: the values of the lines that matter, and the body around the numbers.
+A request is recognised by its template: the values of the lines that matter, and the body around the numbers and the
+name of the request, if it has one.
 
-    POST /query HTTP/1.1\\r\\n...\\r\\n\\r\\n{..."token_ids":[ | 1,2,3 | ],"cache_salt":"a"}
-    line                  lines            before           numbers  after
+    POST /query HTTP/1.1\\r\\n...\\r\\n\\r\\n{..."token_ids":[ | 1,2,3 | ],"selection_id":" | a-17 | "}
+    line                  lines            before           numbers  after               name   rest
 """
 
 from typing import NamedTuple
@@ -44,16 +45,23 @@ UNREAD, UNRECOGNISED = -2, -1
 request is not complete, or has no known template.
 """
 
-_LINE, _CONTENT_TYPE, _HOST, _AUTHORIZATION, _BEFORE, _AFTER = range(6)
-NUM_PIECES = 6
-_BEGIN, _END, NUMBERS, NUMBERS_END = range(4)
+_LINE, _CONTENT_TYPE, _HOST, _AUTHORIZATION, _BEFORE, BEFORE_REST, _AFTER, AFTER_REST = range(8)
+NUM_PIECES = 8
+_BEGIN, _END, NUMBERS, NUMBERS_END, NAME, NAME_END = range(6)
 """Columns of `SocketBuffers.borders`."""
+NUM_BORDERS = 6
 MAX_TEMPLATE_BYTES, MOST_ARRAYS = 2**12, 2
 """Bounds on the text around the numbers, and on the arrays in it, on each side, for requests that are recognised."""
+MAX_NAME_BYTES = 128
+NAME_PATTERN = rb'"selection_id" ?: ?"([ !#-\[\]-~]{1,128})"'
+"""How a body contains the name of a request. Names with other characters are not read by kernels."""
 _SHORT_ARRAY_BYTES = 64
 _MOST_DIGITS = 6
 _ZERO, _NINE = uint8(ord("0")), uint8(ord("9"))
 _LF, _OPEN, _CLOSE = (uint8(ord(char)) for char in "\n[]")
+_SPACE, _COLON, _QUOTE, _BACKSLASH, _LAST_PLAIN = (uint8(ord(char)) for char in ' :"\\~')
+_KEY_BEGIN, _KEY_END = (uint64(int.from_bytes(part, "big")) for part in (b'"selecti', b'tion_id"'))
+_KEY_BYTES, _END_AT = 14, 6
 _FAILED = -1
 _FACTOR = uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio
 
@@ -62,13 +70,13 @@ class Templates(NamedTuple):
     """Known templates."""
 
     texts: Texts
-    """Piece i of template t is text 6 * t + i. The pieces are ordered as `_LINE` to `_AFTER`."""
+    """Piece i of template t is text 8 * t + i. The pieces are ordered as `_LINE` to `AFTER_REST`."""
     slots: I32Vector
     """[power of two] hash table with linear probing: numbers of templates, UNRECOGNISED in free slots."""
     has_token: BoolVector
     """[1] whether the value of Authorization matters."""
     pieces: I64Matrix
-    """[6, 2] scratch: begin and end of the pieces of one request or template."""
+    """[8, 2] scratch: begin and end of the pieces of one request or template."""
 
 
 class SocketBuffers(NamedTuple):
@@ -87,7 +95,7 @@ class SocketBuffers(NamedTuple):
     data: U8Vector
     """Requests are read into it."""
     borders: I64Matrix
-    """[n, 4] begin and end of each request in `data`, and of its numbers."""
+    """[n, 6] begin and end of each request in `data`, of its numbers, and of its name, which may be empty."""
     head: U8Vector
     """Head of an answer: the fixed part, and room for its length."""
     head_end: Texts
@@ -222,6 +230,49 @@ def _read_head(data: U8Vector, begin: int, stop: int, lines: I64Matrix, pieces: 
     return body if length >= 0 and body + length == stop and not is_of_page else int64(_FAILED)
 
 
+@inline_helper
+def _after_key(data: U8Vector, at: int, stop: int) -> int:
+    """Return where the name begins whose key begins at an index, or -1 if there is another key or none."""
+    if eight_bytes(data, at) != _KEY_BEGIN or eight_bytes(data, at + _END_AT) != _KEY_END:
+        return int64(_FAILED)
+    at += _KEY_BYTES
+    for byte in (_COLON, _QUOTE):
+        at += at < stop and data[at] == _SPACE
+        if at >= stop or data[at] != byte:
+            return int64(_FAILED)
+        at += 1
+    return at
+
+
+@helper
+def _find_name(data: U8Vector, begin: int, stop: int, borders: I64Matrix, number: int) -> bool:
+    """Write where the first name in `data[begin:stop]` is, see `NAME_PATTERN`. Returns whether there is one."""
+    for key in range(begin, stop - _KEY_BYTES):
+        at = _after_key(data, key, stop)
+        if at >= 0:
+            end = at
+            while end < stop and _SPACE <= data[end] <= _LAST_PLAIN and data[end] != _QUOTE and data[end] != _BACKSLASH:
+                end += 1
+            if end < stop and data[end] == _QUOTE and 0 < end - at <= MAX_NAME_BYTES:
+                borders[number, NAME], borders[number, NAME_END] = at, end
+                return True
+    return False
+
+
+@helper
+def _split(data: U8Vector, pieces: I64Matrix, borders: I64Matrix, number: int) -> None:
+    """Leave the name of a request out of the pieces before and after its numbers."""
+    borders[number, NAME] = borders[number, NAME_END] = int64(0)
+    is_found = False
+    for piece in (_BEFORE, _AFTER):
+        begin, end = pieces[piece, _BEGIN], pieces[piece, _END]
+        _set(pieces, piece + 1, end, end)
+        if not is_found and _find_name(data, begin, end, borders, number):
+            is_found = True
+            _set(pieces, piece, begin, borders[number, NAME])
+            _set(pieces, piece + 1, borders[number, NAME_END], end)
+
+
 @helper
 def _recognise(data: U8Vector, borders: I64Matrix, number: int, lines: I64Matrix, templates: Templates) -> int:
     """Return the number of a request's template, or UNRECOGNISED. Writes where its numbers are to `borders`.
@@ -243,6 +294,7 @@ def _recognise(data: U8Vector, borders: I64Matrix, number: int, lines: I64Matrix
             _set(pieces, _BEFORE, body, start)
             _set(pieces, _AFTER, end, stop)
             borders[number, NUMBERS], borders[number, NUMBERS_END] = start, end
+            _split(data, pieces, borders, number)
             template = _template_of(data, templates)
             if template >= 0:
                 return template

@@ -14,11 +14,24 @@ from selection.kernels.weigh import RosterColumns
 OPENING, NAMES, SCOPE = range(3)
 
 
+class Name(NamedTuple):
+    """The name of a reservation."""
+
+    number: int
+    """It ends with this number, unless the request has a name."""
+    data: U8Vector
+    start: int
+    end: int
+    """The name that the request has: `data[start:end]`, empty if it has none."""
+
+
 class RecordTexts(NamedTuple):
     """What the records of a roster have in common, as msgpack."""
 
     pieces: Texts
-    """[3] what comes before the name; the beginning of names, as plain text; model, tenant and block size."""
+    """[3] what comes before the name; the beginning of names that end with a number, as plain text; model, tenant and
+    block size.
+    """
     ranks: Texts
     """[n] worker and rank."""
     shown: I32Vector
@@ -26,12 +39,14 @@ class RecordTexts(NamedTuple):
 
 
 @helper
-def _put_name(out: U8Vector, at: int, pieces: Texts, number: int) -> int:
-    """Write a name that ends with a number."""
-    start = put_short_text(out, at, int64(0))
-    end = put_number(out, put_piece(out, start, pieces, NAMES), number)
-    out[start - 1] = uint8(end - start)  # the length
-    return end
+def put_name(out: U8Vector, at: int, pieces: Texts, name: Name) -> int:
+    """Write a name as plain text. Returns its end. pieces: those of `RecordTexts`."""
+    if name.start == name.end:
+        return put_number(out, put_piece(out, at, pieces, NAMES), name.number)
+    for i in range(name.start, name.end):
+        out[at] = name.data[i]
+        at += 1
+    return at
 
 
 @helper
@@ -39,7 +54,7 @@ def put_record(
     out: U8Vector,
     at: int,
     texts: RecordTexts,
-    name: int,
+    name: Name,
     now: float,
     prompt: tuple[int, int],
     hashes: U64Input,
@@ -50,11 +65,13 @@ def put_record(
 ) -> int:
     """Write a record. Returns its end. `out` has `MARGIN` bytes more.
 
-    name: its number. now: seconds since 1970. prompt: tokens, and those of them that are to be computed. choice: number
+    now: seconds since 1970. prompt: tokens, and those of them that are to be computed. choice: number
     of candidates in `texts.shown`, and which of them was chosen. session: `MARGIN` bytes follow it.
     """
     (tokens, prefill), (count, index), shown = prompt, choice, texts.shown
-    at = _put_name(out, put_piece(out, at, texts.pieces, OPENING), texts.pieces, name)
+    start = put_short_text(out, put_piece(out, at, texts.pieces, OPENING), int64(0))
+    at = put_name(out, start, texts.pieces, name)
+    out[start - 1] = uint8(at - start)  # the length
     at = put_piece(out, put_float(out, at, now), texts.pieces, SCOPE)
     at = put_bin(out, put_integer(out, at, tokens), 8 * hashes.shape[0])
     for i in range(hashes.shape[0]):

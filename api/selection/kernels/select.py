@@ -5,10 +5,19 @@ from typing import NamedTuple
 import numpy as np
 
 from api.fast.kernels.answer import CPU, EXTERNAL, GPU, Layout, StreamTable
-from api.fast.kernels.connections import ANSWERED, NUMBERS, NUMBERS_END, RETURNED, SocketBuffers, send_answer
+from api.fast.kernels.connections import (
+    ANSWERED,
+    NAME,
+    NAME_END,
+    NUMBERS,
+    NUMBERS_END,
+    RETURNED,
+    SocketBuffers,
+    send_answer,
+)
 from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
 from api.fast.kernels.text import Texts, put_hashes, put_key, put_number, put_piece
-from api.selection.kernels.record import RecordTexts, put_record
+from api.selection.kernels.record import Name, RecordTexts, put_name, put_record
 from indexer.kernels.find import PageLookup
 from kv_events.kernels.bundles import F64Vector, U8Vector, U64Input
 from kv_events.kernels.declare import helper, inline_helper, kernel
@@ -21,6 +30,7 @@ from selection.kernels.booked import (
     PLACE,
     PREFILL_TOKENS,
     RECORD_END,
+    REQUEST,
     ROW,
     TOKENS,
     BookedPages,
@@ -44,7 +54,7 @@ class SelectionTable(NamedTuple):
     bookings: Bookings
     record: RecordTexts
     openings: Texts
-    """[3] what comes before the number of a reservation, its hashes and its tokens. Without bookings, [0]."""
+    """[3] what comes before the name of a reservation, its hashes and its tokens. Without bookings, [0]."""
     beginnings: Texts
     """[n] an answer with this rank, from there up to the first number that depends on the prompt."""
     pieces: Texts
@@ -60,12 +70,14 @@ def _book(
     hashes: U64Input,
     prompt: tuple[int, int],
     chosen: int,
-    name: int,
+    request: int,
+    name: Name,
     times: tuple[float, float],
     session: U8Vector,
 ) -> None:
-    """Book a choice. There is room for it. prompt: its tokens, and the number of candidates. times: now, and `until`
-    of `reserve`, in seconds since 1970.
+    """Book a choice for a request. There is room for it. prompt: its tokens, and the number of candidates.
+
+    times: now, and `until` of `reserve`, in seconds since 1970.
     """
     (tokens, count), (now, until) = prompt, times
     bookings, roster, costs, shown = table.bookings, table.roster, table.costs[:count], table.record.shown
@@ -77,7 +89,8 @@ def _book(
     made, most_held = bookings.numbers[number], int64(0)
     for i in range(num_shown):
         most_held = max(most_held, roster.held[shown[i], EXTERNAL])
-    made[ROW], made[TOKENS], made[PREFILL_TOKENS], made[PLACE] = row, tokens, prefill, roster.places[row]
+    made[REQUEST], made[ROW], made[TOKENS], made[PREFILL_TOKENS] = request, row, tokens, prefill
+    made[PLACE] = roster.places[row]
     made[HELD], made[MOST_HELD] = roster.held[chosen, EXTERNAL], most_held
     made[NUM_BOOKED] = reserve(table.booked, table.loads, hashes, made[PLACE], prefill, until)
     made[HASHES_END] = begin + hashes.shape[0]
@@ -89,15 +102,18 @@ def _book(
 
 
 @inline_helper
-def _has_room(bookings: Bookings, num_hashes: int) -> bool:
-    return bookings.made[0] < bookings.numbers.shape[0] and bookings.made[1] + num_hashes <= bookings.hashes.shape[0]
+def _can_book(bookings: Bookings, request: int, num_hashes: int) -> bool:
+    has_room = (
+        bookings.made[0] < bookings.numbers.shape[0] and bookings.made[1] + num_hashes <= bookings.hashes.shape[0]
+    )
+    return has_room and not bookings.is_taken[request]
 
 
 @helper
-def _put_opening(table: SelectionTable, name: int, hashes: U64Input, tokens: int) -> int:
+def _put_opening(table: SelectionTable, name: Name, hashes: U64Input, tokens: int) -> int:
     """Write the fields of a reservation to `table.out`. Returns their length."""
     out, openings = table.out, table.openings
-    at = put_number(out, put_piece(out, int64(0), openings, _ID), name)
+    at = put_name(out, put_piece(out, int64(0), openings, _ID), table.record.pieces, name)
     at = put_hashes(out, put_piece(out, at, openings, _HASHES), hashes)
     return put_number(out, put_piece(out, at, openings, _TOKENS), tokens)
 
@@ -146,10 +162,11 @@ def select_requests(
     """Choose a worker for each of some requests with the same template, and answer them.
 
     The first parameters: see `answer_requests`. choice: scale and turn of `least_work`, each request has the next turn;
-    if `table` has room for bookings, the number of the first one, now, and `until` of `reserve`, in seconds since
-    1970. session: see `put_record`. Returns the number of requests that were answered completely. All have an outcome.
+    if `table` has room for bookings, the number in the name of the first one, now, and `until` of `reserve`, in seconds
+    since 1970. session: see `put_record`. Returns the number of requests that were answered completely. All have an
+    outcome.
     """
-    scale, turn, name, now_s, until = choice
+    scale, turn, first_name, now_s, until = choice
     (count, head_size, answer_bytes), roster, bookings = sizes, table.roster, table.bookings
     is_booking = bookings.numbers.shape[0] > 0
     bookings.made[:] = 0
@@ -167,7 +184,7 @@ def select_requests(
         if end != borders[NUMBERS_END]:
             continue
         hashes, tokens = buffers.hashes[: num_positions // block_size], num_positions + is_bigram
-        if is_booking and not _has_room(bookings, hashes.shape[0]):
+        if is_booking and not _can_book(bookings, i, hashes.shape[0]):
             continue
         prompt = (block_size, (tokens + block_size - 1) // block_size, tokens)
         found, now = buffers.streams[:num_found], (times[0], times[1])
@@ -177,11 +194,12 @@ def select_requests(
         prefill, computed = roster.prefill_tokens[:num_candidates], roster.computed[:num_candidates]
         blocks, costs = roster.decode_blocks[:num_candidates], table.costs[:num_candidates]
         chosen = least_work(prefill, computed, blocks, scale, turn + i, costs)
-        opening = _put_opening(table, name + bookings.made[0], hashes, tokens) if is_booking else int64(0)
+        name = Name(first_name + i, sockets.data, borders[NAME], borders[NAME_END])
+        opening = _put_opening(table, name, hashes, tokens) if is_booking else int64(0)
         length = _put_selection(table, streams, num_candidates, chosen, opening)
         if is_booking:
             of_prompt = (tokens, num_candidates)
-            _book(table, hashes, of_prompt, chosen, name + bookings.made[0], (now_s, until), session)
+            _book(table, hashes, of_prompt, chosen, i, name, (now_s, until), session)
         at = send_answer(sockets, number, at, table.out, length, head_size)
         answered += sockets.outcomes[number] == ANSWERED
     return answered

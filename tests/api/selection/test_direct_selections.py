@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -70,6 +71,12 @@ asked = st.fixed_dictionaries(
 
 steps = st.sampled_from([RELEASED, PREFILL_COMPLETE, OUTPUT_BLOCK])
 going_on = st.lists(asked | st.tuples(steps, st.integers(0, 5)), max_size=12)
+TAKEN = "taken"
+names = st.sampled_from([TAKEN, "n", "r/s:t ~", "x" * 126, "x" * 128, "ü", 'quo"te'])
+named = st.builds(
+    lambda name, fields, is_first: {"selection_id": name, **fields} if is_first else {**fields, "selection_id": name},
+    *(names, asked, st.booleans()),
+)
 
 
 class NotedQueue(WriteQueue):
@@ -103,6 +110,7 @@ _TIME = re.compile(r"\b\d{10}\.\d+")
 
 def step_of(name: str, step: str, mark: str = "") -> bytes:
     """Return the request that a reservation goes on. mark: "?": FastAPI answers it."""
+    name = quote(name, safe="")
     if step == RELEASED:
         return request(b"", f"/reservations/{name}{mark}").replace(b"POST", b"DELETE", 1)
     return request(b"", f"/reservations/{name}/{step}{mark}")
@@ -146,8 +154,11 @@ class Fleet:
         for each in life:
             if isinstance(each, dict):
                 seed_choices(1)
+                if each.get("selection_id", TAKEN) != TAKEN:
+                    each = each | {"selection_id": f"{each['selection_id']}{len(answers)}"}
                 answer = await line.ask(request(body_of(**each), f"/select_and_reserve{mark}"))
-                names.append(json.loads(answer[2])["selection_id"])
+                if answer[0] == OK:
+                    names.append(json.loads(answer[2])["selection_id"])
             elif names:
                 step, number = each
                 name = names.pop(number % len(names)) if step == RELEASED else names[number % len(names)]
@@ -263,6 +274,72 @@ def test_kernels_book_as_the_routes_do(held: dict[tuple[str, int], dict[int, ran
     run(compare())
 
 
+@given(
+    ranks, st.lists(named | asked, min_size=1, max_size=6), st.lists(st.tuples(steps, st.integers(0, 5)), max_size=3)
+)
+@settings(max_examples=num_examples(25))
+def test_kernels_book_under_the_names_of_callers_as_the_routes_do(
+    held: dict[tuple[str, int], dict[int, range]], booked: list[dict[str, Any]], ended: list[tuple[str, int]]
+) -> None:
+    async def follow(*, is_direct: bool) -> tuple[Any, ...]:
+        async with a_fleet(held) as fleet:
+            return await fleet.follow([*booked * 3, *ended, *booked], is_direct=is_direct)
+
+    async def compare() -> None:
+        assert await follow(is_direct=True) == await follow(is_direct=False)
+
+    run(compare())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{{"selection_id":"{name}","model_name":"m","token_ids":[{tokens}]}}',
+        '{{"model_name":"m", "token_ids" : [{tokens}], "selection_id" : "{name}", "allowed_worker_ids": ["1", 2]}}',
+    ],
+)
+async def test_a_kernel_books_under_the_names_of_callers(body: str, taken: list[Head]) -> None:
+    async with a_fleet({("1", 0): {0: range(4)}, ("2", 0): {}}) as fleet:
+        lines = [fleet.direct, *await fleet.lines(7)]
+        del taken[:]
+        for number in range(20):
+            text = body.format(name=f"n{number}", tokens=",".join(map(str, PROMPT)))
+            answer = await fleet.direct.ask(request(text.encode(), "/select_and_reserve"))
+            assert json.loads(answer[2])["selection_id"] == f"n{number}"
+        assert len(taken) <= 1
+        for turn in range(8):
+            for number, line in enumerate(lines):
+                tokens = ",".join(map(str, PROMPT[: BLOCK * (1 + number)]))
+                text = body.format(name=f"r-{turn}-{number // 2}", tokens=tokens)
+                line.writer.write(request(text.encode(), "/select_and_reserve"))
+            answers = [await line.answer() for line in lines]
+            assert sorted(status for status, *_ in answers) == 4 * [OK] + 4 * [b"HTTP/1.1 409 Conflict"]
+            booked = sorted(json.loads(body)["selection_id"] for status, _, body in answers if status == OK)
+            assert booked == [f"r-{turn}-{each}" for each in range(4)]
+            assert all(fleet.exchange.book.get(name) is not None for name in booked)
+            for name in booked:
+                assert (await fleet.direct.ask(step_of(name, RELEASED)))[0] == OK
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"nested":{{"selection_id":"{name}"}},"selection_id":"other-{name}"',
+        '"selection_id":"{name}","selection_id":"other-{name}"',
+        '"session_id":"\\"selection_id\\":\\"a","selection_id":"other-{name}"',
+        '"selection_id":null,"session_id":"{name}"',
+    ],
+)
+async def test_a_name_is_never_taken_from_elsewhere(fields: str) -> None:
+    async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
+        for name in "abcde":
+            text = f'{{"model_name":"m","token_ids":{PROMPT},{fields.format(name=name)}}}'
+            status, _, answer = await fleet.direct.ask(request(text.encode(), "/select_and_reserve"))
+            given = json.loads(answer)["selection_id"]
+            assert status == OK
+            assert given == f"other-{name}" or ("null" in fields and given.startswith(fleet.exchange.replica))
+
+
 async def test_records_of_large_fleets_are_those_of_the_routes() -> None:
     held = {(str(number), 0): {0: range(number // 4 + 1)} for number in range(20)}
     records = list[Any]()
@@ -370,6 +447,7 @@ async def test_the_largest_records_have_room(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("api.selection.direct.make_bookings", noted)
     monkeypatch.setattr("selection.exchange.socket.gethostname", lambda: "h" * 64)
+    monkeypatch.setattr("api.fast.kernel_connections._PASS_S", 1.0)
     largest = request(body_of(token_ids=PROMPT, session_id="s" * 256), "/select_and_reserve")
     longer = request(body_of(token_ids=PROMPT, session_id="s" * 257), "/select_and_reserve")
     held: dict[tuple[str, int], dict[int, range]] = {(f"{number:é>128}", 0): {} for number in range(20)}
