@@ -1,10 +1,10 @@
 """The selection service against Dynamo's: `python -m benchmarks.bench_select [--json FILE]`
 
 Simulated engines hold the prompts, each service reads them itself, and wrk asks over 16 connections. Each request has
-its own last page, traceparent and x-request-id. Rows with `reserve` book each choice. No reservation is released:
-Dynamo's book grows, and kvsight's reservations, of which there can be 131,072, expire after a second. kvsight runs
-twice, alone and with Kafka: a bridge reads its engines then, and each reservation becomes a record. The services run at
-the same time, and take turns.
+its own last page, traceparent and x-request-id. Rows with `reserve` book each choice under a name that the caller
+gives, as the routers of Ray and Dynamo do. No reservation is released: Dynamo's book grows, and kvsight's reservations,
+of which there can be 131,072, expire after a second. kvsight runs twice, alone and with Kafka: a bridge reads its
+engines then, and each reservation becomes a record. The services run at the same time, and take turns.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.peers.clients import paced_us
+from benchmarks.peers.clients import NAME_GAP, paced_us
 from benchmarks.peers.engines import BLOCK_SIZE, PAGES, holding, prompts, register
 from benchmarks.peers.queries import CONNECTIONS, SECONDS, compared_rates, own_bodies, rounds
 from benchmarks.peers.services import KVSIGHT, Service, dynamo, posted, running
@@ -92,9 +92,10 @@ def _run() -> Iterator[Figure]:
 
 def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figure]:
     for pages in ASKED_PAGES:
-        bodies = own_bodies(prompts()[0][: pages * BLOCK_SIZE])
-        runs = [(each, bodies, "application/json") for each in services]
-        for path in ("/select", "/select_and_reserve"):
+        asked = prompts()[0][: pages * BLOCK_SIZE]
+        named = own_bodies(asked, selection_id=NAME_GAP)
+        for path, bodies in (("/select", own_bodies(asked)), ("/select_and_reserve", named)):
+            runs = [(each, bodies, "application/json") for each in services]
             ours, durable, theirs = ([each.rate for each in side] for side in rounds(runs, CONNECTIONS, path))
             row = f"{num_workers} workers, {pages} pages, {path[1:]}"
             yield from compared_rates(row, ours, theirs, "≥ 2")

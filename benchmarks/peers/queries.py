@@ -10,6 +10,7 @@ wrk asks, except in the last two modes:
 """
 
 import json
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -25,7 +26,7 @@ import msgspec
 import numpy as np
 
 from benchmarks import bench_http
-from benchmarks.peers.clients import aiohttp_rate, paced_us
+from benchmarks.peers.clients import NAME_GAP, aiohttp_rate, paced_us
 from benchmarks.peers.engines import BLOCK_SIZE, holding, prompts
 from benchmarks.peers.services import KVSIGHT, dynamo, running
 from benchmarks.report import Figure, figure, percentile
@@ -52,12 +53,15 @@ init = function()
       headers["x-request-id"] = string.format("%08x-0000-4000-8000-%012x", #requests, #requests * 7919)
       headers["traceparent"] = string.format("00-%032x-%016x-01", #requests + 1, #requests * 104729 + 1)
     end
-    requests[#requests + 1] = wrk.format("POST", nil, headers, bodies:read(size))
+    local text = wrk.format("POST", nil, headers, bodies:read(size))
+    local gap = string.find(text, "{gap}", 1, true)
+    requests[#requests + 1] = gap and {{string.sub(text, 1, gap - 1), string.sub(text, gap + #"{gap}")}} or {{text}}
   end
 end
 request = function()
-  number = number % #requests + 1
-  return requests[number]
+  number = number + 1
+  local parts = requests[(number - 1) % #requests + 1]
+  return parts[2] and parts[1] .. string.format("{run}%08x", number) .. parts[2] or parts[1]
 end
 done = function(summary, latency)
   local errors = summary.errors
@@ -88,7 +92,8 @@ def measured(
         content, script = Path(folder, "bodies"), Path(folder, "query.lua")
         content.write_bytes(b"".join(bodies))
         given = {"bodies": content, "sizes": ",".join(str(len(body)) for body in bodies), "content_type": content_type}
-        script.write_text(_SCRIPT.format(**given, has_own_headers=str(len(bodies) > 1).lower()))
+        given |= {"gap": NAME_GAP, "run": secrets.token_hex(4), "has_own_headers": str(len(bodies) > 1).lower()}
+        script.write_text(_SCRIPT.format(**given))
         command = ["wrk", "-t1", f"-c{connections}", f"-d{SECONDS}s", "-s", str(script)]
         url = f"http://{service.host}:{service.port}{path}"
         done = subprocess.run([*command, url], check=True, capture_output=True, text=True)
@@ -142,9 +147,9 @@ def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figur
             yield from _packed(services, body, msgspec.msgpack.encode(packed), row)
 
 
-def own_bodies(tokens: list[int]) -> list[bytes]:
-    """Return bodies that ask for all pages but the last one, which is different in each."""
-    asked = {"model_name": "m", "token_ids": tokens}
+def own_bodies(tokens: list[int], **fields: Any) -> list[bytes]:
+    """Return bodies that ask for all pages but the last one, which is different in each. fields: further ones."""
+    asked = {"model_name": "m", "token_ids": tokens, **fields}
     own = np.random.default_rng(1).integers(0, 128_000, (_OWN_REQUESTS, BLOCK_SIZE)).tolist()
     return [msgspec.json.encode(asked | {"token_ids": tokens[:-BLOCK_SIZE] + last}) for last in own]
 
