@@ -201,7 +201,7 @@ class KernelConnections:
         first = int(self._sockets.connections[members[0]])
         self._prepare(self._owners[first].response_headers(), plan.answer_bytes)
         sockets, pending = self._sockets, list[_Pending]()
-        names = [self._name(number) for number in members] if template.is_named else []
+        names = self._names(members) if template.is_named else []
         sockets.members[: len(members)] = members
         served = sockets.members[: len(members)]
         if plan.answer_requests(self._pinned, len(members), self._head_size, self._times(), names) < len(members):
@@ -218,9 +218,9 @@ class KernelConnections:
         begin, end, *_ = self._sockets.borders[number].tolist()
         return _Pending(int(self._sockets.connections[number]), data=self._sockets.data[begin:end].tobytes())
 
-    def _name(self, number: int) -> str:
-        begin, end = self._sockets.borders[number, NAME : NAME_END + 1].tolist()
-        return self._sockets.data[begin:end].tobytes().decode()
+    def _names(self, members: list[int]) -> list[str]:
+        data, borders = self._sockets.data.data, self._sockets.borders[members, NAME : NAME_END + 1].tolist()
+        return [str(data[begin:end], "ascii") for begin, end in borders]
 
     def _rest(self, number: int) -> _Pending:
         begin, end = self._sockets.rest_borders[number].tolist()

@@ -73,10 +73,9 @@ class SelectionPlan(NamedTuple):
         self, sockets: SocketBuffers, count: int, head_size: int, times: Times, names: Sequence[str]
     ) -> int:
         """Call `select_requests`."""
-        is_taken = self.table.bookings.is_taken
-        is_taken[:] = False
-        for i, name in enumerate(names):
-            is_taken[i] = name in names[:i] or not self.is_free(name)
+        is_taken = [name in names[:i] or not self.is_free(name) for i, name in enumerate(names)]
+        self.table.bookings.is_taken[:] = False
+        self.table.bookings.is_taken[: len(names)] = is_taken
         found, sizes = self.found, (count, head_size, self.answer_bytes)
         query = found.numbers, found.seeds, found.lookup, found.buffers, found.table, found.layout, times
         choice = self.scale, next_turns(count), self.name, *self.moments
