@@ -11,8 +11,8 @@ import pytest
 from analysis.audit import curves as facts
 from analysis.audit.audit import SortedDecisions, audit_log
 from analysis.audit.curves import AuditCurves
-from analysis.audit.decision_audit import CHOSEN, DELIVERED, HELD, PREDICTED
-from analysis.audit.report import AuditReport, Funnel, Loss
+from analysis.audit.decision_audit import HELD
+from analysis.audit.report import AuditReport, Loss
 from analysis.curves import MOST_BINS, Levels, Sums, TimeBins
 from analysis.kernels.residency import COUNT_NAMES
 from kv_events.decisions import VERSION, Outcome, encode_decision
@@ -26,16 +26,6 @@ from tests.support.log.late_log import write_late_log, write_log
 from tests.support.log.records import Stream, stored
 
 
-def steps(funnel: Funnel) -> dict[str, int]:
-    return {
-        "prompts": funnel.prompt_tokens,
-        HELD: funnel.held_in_fleet,
-        CHOSEN: funnel.held_by_chosen,
-        PREDICTED: funnel.predicted,
-        DELIVERED: funnel.delivered,
-    }
-
-
 def tokens(losses: list[Loss]) -> dict[tuple[str, str], int]:
     return {(each.step, each.cause): each.tokens for each in losses}
 
@@ -47,7 +37,7 @@ def test_every_number_and_every_cause_is_the_true_one(tmp_path: Path, seed: int)
     fleet.run(150)
     funnel = audit_log(tmp_path).funnel
     assert funnel is not None
-    assert steps(funnel) == {step: fleet.steps[step] for step in steps(funnel)}
+    assert funnel.steps == fleet.steps
     assert tokens(funnel.losses) == +fleet.losses
     assert tokens(funnel.gains) == +fleet.gains
     for loss in (*funnel.losses, *funnel.gains):

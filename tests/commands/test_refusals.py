@@ -105,9 +105,19 @@ OPTIONS = [
     ("explain LOG --prompt PROMPT --worker x", "worker 'x' is not in the log; model 'm', tenant 'default' has "),
     ("explain DIR/no.log --prompt PROMPT", "no such folder"),
     ("explain --prompt PROMPT", "give the folder of an event log, or --kafka HOST:PORT"),
+    ("audit nowhere", "nowhere: no such folder"),
+    ("audit LOG --churn 0", "--churn: got '0', expected a number"),
+    ("audit LOG --html .", "--html: . is a folder, expected a file"),
+    ("audit LOG --html nowhere/report.html", "--html: nowhere: no such folder"),
     *(
-        (f"log {words}", "/empty: not an event log: it has no files *.kvlog\n")
-        for words in ("info EMPTY", "info --verify EMPTY", "slice EMPTY new", "export EMPTY --parquet new")
+        (words, "/empty: not an event log: it has no files *.kvlog\n")
+        for words in (
+            "audit EMPTY",
+            "log info EMPTY",
+            "log info --verify EMPTY",
+            "log slice EMPTY new",
+            "log export EMPTY --parquet new",
+        )
     ),
 ]
 """Words of a command line -> part of the line."""
