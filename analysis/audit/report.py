@@ -4,8 +4,6 @@ import msgspec
 
 from kv_events.http.explanations import BatchPosition
 
-MEDIA_ORDER = "GPU, CPU_PINNED, DISK, EXTERNAL"
-"""The order of counts by medium."""
 PAGE_COUNTS = {
     "stored": "stored",
     "removed": "removed",
