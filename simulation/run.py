@@ -180,9 +180,9 @@ class TimedFleet:
         self.direct.set_clock(at)
         self.direct.deliver(number)
         for job in complete:
-            run.note(job.request, number, job.running.served, at - job.request.arrival_s)
+            run.note(job.request, number, job.running, at - job.request.arrival_s)
             run.progress(job.request_id, PREFILL_COMPLETE, at)
-            self.direct.reused(job.request_id, job.running.served.found_tokens)
+            self.direct.reused(job.request_id, job.running.found_tokens)
         for job in ended:
             run.progress(job.request_id, RELEASED, at)
             arrival, num_gaps = job.request.arrival_s, max(1, job.request.num_output - 1)

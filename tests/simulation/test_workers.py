@@ -54,7 +54,8 @@ def _where(worker: SimulatedWorker, request: Request) -> list[set[int]]:
 @pytest.mark.parametrize("cache", CACHES)
 def test_what_was_served_is_found_again_and_its_output_by_the_next_turn(make_worker, prompts, cache: str) -> None:
     worker, request = make_worker(cache), Request(0.0, prompts.tokens(100), prompts.tokens(60))
-    assert worker.serve(prompts.request(15)) == (0, False)  # no whole page
+    short = worker.serve(prompts.request(15))  # no whole page
+    assert (short.found_tokens, short.is_cut) == (0, False)
     assert _pages(worker, StorageMedium.GPU) == set()
     assert worker.serve(request).found_tokens == 0
     assert worker.serve(request).found_tokens == 96
