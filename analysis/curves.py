@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 MOST_BINS = 512
 _NARROWEST_MS = 125
+
+
+class ChartMarker(NamedTuple):
+    """Something that happened to a stream."""
+
+    stream: str
+    kind: str
+    begin_ms: int
+    end_ms: int
 
 
 class TimeBins:

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from analysis.audit.report import StreamReport
-from analysis.curves import Levels, Sums, TimeBins
+from analysis.curves import ChartMarker, Levels, Sums, TimeBins
 from analysis.kernels.residency import COUNT_NAMES
 from analysis.stream_history import StreamChange
 from indexer.views import View, ViewState
@@ -26,15 +25,6 @@ PROMPT, FLEET, CHOSEN, PREDICTED, ANSWERED, DELIVERED, OFFERED, BEST, TAKEN, MEA
 """What is summed up of requests, in tokens: their prompts, the steps of the funnel, and the prompts of those with an
 outcome. Of the requests with candidates: their prompts, and what the best, the chosen and the average candidate held.
 """
-
-
-class ChartMarker(NamedTuple):
-    """Something that happened to a stream."""
-
-    stream: str
-    kind: str
-    begin_ms: int
-    end_ms: int
 
 
 @dataclass
