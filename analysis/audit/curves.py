@@ -67,13 +67,7 @@ class AuditCurves:
     def begin_with(self, report: StreamReport, view: View) -> None:
         """Note what a stream held before the log."""
         stream = self._streams[report.stream] = _Stream(is_new=False)
-        stream.pages = np.array(view.num_pages, np.int64)
-        self._held += stream.pages
-        self.tiers.before[:] = self._held
-        levels = self._levels(report.worker)
-        if levels is not None:
-            self._held_by[report.worker] += int(stream.pages.sum())
-            levels.before[0] = self._held_by[report.worker]
+        self._note_pages(None, report.worker, stream, np.array(view.num_pages, np.int64))
 
     def note_batch(
         self,
@@ -124,7 +118,8 @@ class AuditCurves:
         for name, stream in self._streams.items():
             self._note_state(stream.until_ms, name, stream, ViewState.LIVE)
 
-    def _note_pages(self, place: int, worker: str, stream: _Stream, pages: npt.NDArray[np.int64]) -> None:
+    def _note_pages(self, place: int | None, worker: str, stream: _Stream, pages: npt.NDArray[np.int64]) -> None:
+        """place: None: before the log."""
         change, stream.pages = pages - stream.pages, pages
         self._held += change
         self.tiers.set(place, self._held)
