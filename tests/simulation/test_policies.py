@@ -23,7 +23,7 @@ from simulation import (
     create_policy,
     simulate,
 )
-from simulation.run import DirectFleet
+from simulation.run import TimedFleet
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -128,7 +128,7 @@ def test_a_replica_learns_after_a_delay_what_another_one_booked(make_fleet, prom
         assert booked[1] == 1, "it has chosen another one, because it knew"
 
 
-def _serve(fleet: DirectFleet, worker: int, *requests) -> None:
+def _serve(fleet: TimedFleet, worker: int, *requests) -> None:
     fleet.advance(0.0)
     for request in requests:
         fleet.run.workers[worker].serve(request)
