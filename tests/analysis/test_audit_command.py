@@ -130,7 +130,7 @@ def test_a_log_that_begins_late_has_no_gap_but_those_in_it(tmp_path: Path) -> No
 
 def test_the_good_part_of_a_damaged_log_is_audited(tmp_path: Path) -> None:
     fleet = DecidingFleet(tmp_path, 1)
-    fleet.run(60)
+    fleet.decide(60)
     whole = msgspec.to_builtins(audit_log(tmp_path))
     (segment,) = tmp_path.glob("*.kvlog")
     flip(segment, segment.stat().st_size // 2)
@@ -144,7 +144,7 @@ def test_the_good_part_of_a_damaged_log_is_audited(tmp_path: Path) -> None:
 
 def test_decisions_beside_the_log_count(tmp_path: Path) -> None:
     fleet = DecidingFleet(tmp_path / "log", 2)
-    fleet.run(40)
+    fleet.decide(40)
     whole = audit_log(tmp_path / "log").funnel
     split = tmp_path / "split"
     with EventLogWriter(split) as events, EventLogWriter(split / "decisions") as decisions:

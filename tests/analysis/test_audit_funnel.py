@@ -34,7 +34,7 @@ def tokens(losses: list[Loss]) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("seed", range(num_examples(20)))
 def test_every_number_and_every_cause_is_the_true_one(tmp_path: Path, seed: int) -> None:
     fleet = DecidingFleet(tmp_path, seed)
-    fleet.run(150)
+    fleet.decide(150)
     funnel = audit_log(tmp_path).funnel
     assert funnel is not None
     assert funnel.steps == fleet.steps
@@ -48,7 +48,7 @@ def test_every_number_and_every_cause_is_the_true_one(tmp_path: Path, seed: int)
 
 def test_every_cause_occurs(tmp_path: Path) -> None:
     fleet = DecidingFleet(tmp_path, 1)
-    fleet.run(600)
+    fleet.decide(600)
     causes = {cause for _, cause in +fleet.losses}
     assert causes == {
         "load", "router did not ask", "stale view", "evicted before arrival", "engine's own reason", "hash mismatch",
@@ -120,7 +120,7 @@ def test_the_curves_of_a_faulty_run_add_up_to_its_report(tmp_path: Path) -> None
 
 
 def test_the_curves_of_decisions_add_up_to_the_funnel(tmp_path: Path) -> None:
-    DecidingFleet(tmp_path, 3).run(120)
+    DecidingFleet(tmp_path, 3).decide(120)
     report, series = audited(tmp_path)
     funnel = report.funnel
     assert funnel is not None
