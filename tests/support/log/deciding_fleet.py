@@ -53,11 +53,11 @@ class DecidingFleet(TimedFleet):
     """Serves random requests without delay, and keeps the true numbers of the funnel."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self._folder = EventLogWriter(folder)
+        self._writer = EventLogWriter(folder)
         settings = SimulationSettings(workers=3, capacity_tokens=160, page_size=PAGE)
         self._behind: list[LogRecord] = []
         """Records that the router's index has not applied yet."""
-        super().__init__(settings, "round-robin", self._folder)
+        super().__init__(settings, "round-robin", self._writer)
         self.random = random.Random(seed)
         self.steps: Counter[str] = Counter()
         """Step -> tokens."""
@@ -72,7 +72,7 @@ class DecidingFleet(TimedFleet):
 
     def decide(self, num_requests: int) -> None:
         """Serve requests, and close the log."""
-        with self._folder:
+        with self._writer:
             for _ in range(num_requests):
                 self._tick()
                 self._one_request()
@@ -193,8 +193,8 @@ class DecidingFleet(TimedFleet):
     def _apply(self, publisher: EventPublisher, *, force: bool) -> None:
         """The router learns it later."""
         for out in publisher.take_records(self._now, force=force):
-            record = LogRecord(0, self._folder.next_index, out.timestamp_ms, out.key, out.payload)
-            self._folder.append(record)
+            record = LogRecord(0, self._writer.next_index, out.timestamp_ms, out.key, out.payload)
+            self._writer.append(record)
             self._behind.append(record)
 
     def _catch_up(self) -> None:
