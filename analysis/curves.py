@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 MOST_BINS = 512
 _NARROWEST_MS = 125
+
+
+class ChartMarker(NamedTuple):
+    """Something that happened to a stream."""
+
+    stream: str
+    kind: str
+    begin_ms: int
+    end_ms: int
 
 
 class TimeBins:
@@ -80,20 +91,22 @@ class Levels:
 
     def __init__(self, bins: TimeBins, width: int) -> None:
         self._values = np.full((MOST_BINS, width), -1, np.int64)
-        self.before = np.zeros(width, np.int64)
-        """[width] the level before the first one."""
+        self._before = np.zeros(width, np.int64)
         bins.add(self)
 
-    def set(self, number: int, values: npt.ArrayLike) -> None:
-        """Set the newest level of a bin. values: [width], not negative."""
-        self._values[number] = values
+    def set(self, number: int | None, values: npt.ArrayLike) -> None:
+        """Set the newest level of a bin; None: the level before the first one. values: [width], not negative."""
+        if number is None:
+            self._before[:] = values
+        else:
+            self._values[number] = values
 
     @property
     def values(self) -> npt.NDArray[np.int64]:
         """[MOST_BINS, width]"""
         known = np.where(self._values[:, 0] >= 0, np.arange(MOST_BINS), -1)
         newest = np.maximum.accumulate(known)
-        return np.where(newest[:, None] >= 0, self._values[newest], self.before)
+        return np.where(newest[:, None] >= 0, self._values[newest], self._before)
 
     def join(self, start: int) -> None:
         """Join each bin with its neighbour, and move the result to `start` and behind."""

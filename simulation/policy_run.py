@@ -17,7 +17,7 @@ from simulation.policies import Policy, create_policy
 from simulation.report import PolicyReport, RunCurves, WorkerLoad
 from simulation.router import Router
 from simulation.settings import SimulationSettings
-from simulation.worker import Served, SimulatedWorker, divergent_pages
+from simulation.worker import Running, SimulatedWorker, divergent_pages
 from simulation.workload import Request
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -139,7 +139,7 @@ class PolicyRun:
     def _router_of(self, request_id: str) -> tuple[Router, Policy]:
         return self._routers[(int(request_id) - 1) % len(self._routers)]
 
-    def note(self, request: Request, chosen: int, served: Served, ttft_s: float) -> None:
+    def note(self, request: Request, chosen: int, served: Running, ttft_s: float) -> None:
         """Count what a worker has found in its cache, and the time to the first token."""
         load = self._loads[chosen]
         load.requests += 1

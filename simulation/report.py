@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from analysis.curves import Sums, TimeBins
 from simulation.settings import Seconds
@@ -82,22 +81,9 @@ class Latency:
         num_good = int(((ttft <= ttft_slo_s) & (mean_itl <= itl_slo_s)).sum())
         times = np.concatenate([np.zeros(0), *(steps for steps, _ in gaps)])
         weights = np.repeat([number for _, number in gaps], [len(steps) for steps, _ in gaps])
-        return cls(
-            len(ended) / span_s,
-            num_good / span_s,
-            *_percentiles(ttft, np.ones_like(ttft)),
-            *_percentiles(times, weights),
-        )
-
-
-def _percentiles(values: Seconds, weights: npt.NDArray[Any]) -> tuple[float, float]:
-    """Return the values that half and 99% of all do not exceed; 0 without any."""
-    if not len(values):
-        return 0.0, 0.0
-    order = np.argsort(values)
-    below = np.cumsum(weights[order])
-    half, most = np.searchsorted(below, np.array([0.5, 0.99]) * below[-1])
-    return float(values[order[half]]), float(values[order[most]])
+        of_ttft = np.quantile(ttft, (0.5, 0.99), method="inverted_cdf")
+        of_itl = np.quantile(times, (0.5, 0.99), weights=weights, method="inverted_cdf") if len(times) else np.zeros(2)
+        return cls(len(ended) / span_s, num_good / span_s, *of_ttft.tolist(), *of_itl.tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from indexer.freshness import Freshness
@@ -37,8 +38,7 @@ class Router:
         self._model = model
         self._number_of_worker = {worker: number for number, worker in enumerate(workers)}
         self._page_size = page_size
-        self._seen: Sequence[int] | None = None
-        self._scores_seen: Sequence[float] = ()
+        self._compared: Sequence[tuple[int, float]] = ()
         self.num_queries = 0
 
     @property
@@ -64,7 +64,7 @@ class Router:
         seen[numbers], scores[numbers] = candidates.held[:, -1], -choice.costs
         self.compare(scores.tolist(), seen.tolist())
         chosen, computed = numbers[choice.row], round(candidates.computed.item(choice.row))
-        decision = self._decision(request, chosen, request_id, now)
+        decision = self._bare_decision(request, chosen, request_id, now)
         self._book_own(Reserved(VERSION, "", decision, computed, request.session), now)
         return chosen
 
@@ -81,28 +81,18 @@ class Router:
 
         scores: the highest one wins. seen: tokens of the prompt; None: it has not asked.
         """
-        self._scores_seen, self._seen = scores, seen
+        self._compared = () if seen is None else list(zip(seen, scores, strict=True))
 
     def decision(self, request: Request, chosen: int, request_id: str, timestamp: float) -> Decision:
         """Return what was chosen since the last call, in the form in which routers report it."""
-        seen, self._seen = self._seen, None
-        scores, self._scores_seen = self._scores_seen, ()
-        workers = list(self._number_of_worker)
-        rows = zip(workers, seen or (), scores or [0.0] * len(workers), strict=False)
-        candidates = [Candidate(worker, 0, tokens, score) for worker, tokens, score in rows][:MAX_CANDIDATES]
-        return self._decision(
-            request, chosen, request_id, timestamp, None if seen is None else seen[chosen], candidates
-        )
+        compared, self._compared = self._compared, ()
+        rows = zip(self._number_of_worker, compared, strict=False)
+        candidates = tuple(Candidate(worker, 0, *seen_and_score) for worker, seen_and_score in rows)
+        predicted = compared[chosen][0] if compared else None
+        bare = self._bare_decision(request, chosen, request_id, timestamp)
+        return msgspec.structs.replace(bare, predicted_tokens=predicted, candidates=candidates[:MAX_CANDIDATES])
 
-    def _decision(
-        self,
-        request: Request,
-        chosen: int,
-        request_id: str,
-        timestamp: float,
-        predicted_tokens: int | None = None,
-        candidates: Sequence[Candidate] = (),
-    ) -> Decision:
+    def _bare_decision(self, request: Request, chosen: int, request_id: str, timestamp: float) -> Decision:
         return Decision(
             VERSION,
             request_id,
@@ -114,8 +104,8 @@ class Router:
             self._hashes(request)[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes(),
             list(self._number_of_worker)[chosen],
             0,
-            predicted_tokens,
-            tuple(candidates),
+            None,
+            (),
         )
 
     def _hashes(self, request: Request) -> U64Array:

@@ -62,17 +62,17 @@ def run_direct(
         log = None
         if settings.event_log_dir is not None:
             log = closing.enter_context(EventLogWriter(settings.event_log_dir / policy))
-        fleet = TimedFleet(DirectFleet(settings, policy, log), settings)
+        fleet = TimedFleet(settings, policy, log)
         for request in requests:
             fleet.arrive(request._replace(arrival_s=request.arrival_s / settings.speed))
-            fleet.direct.run.show(progress, len(requests))
+            fleet.run.show(progress, len(requests))
         fleet.run_until(math.inf)
-        fleet.direct.run.show(progress, len(requests))
+        fleet.run.show(progress, len(requests))
     return fleet.report(time.perf_counter() - began)
 
 
-class DirectFleet:
-    """Polls publishers that are not started for their records, with a clock that advances only between arrivals."""
+class TimedFleet:
+    """Engines that need time, and the clock of all of them. Publishers are never started, but polled for records."""
 
     def __init__(self, settings: SimulationSettings, policy: str, log: EventLogWriter | None = None) -> None:
         unused = MemorySink(MemoryLog())  # these publishers are never started
@@ -83,45 +83,75 @@ class DirectFleet:
         self._began_at = self._now = time.time()
         self._freshness = Freshness(indexer.worker_ttl_s, self._now)
         self.run = PolicyRun(policy, settings, self._publishers, self._applier.namespaces, self._freshness)
+        self._settings = settings
+        self._engines = [Engine(worker, settings.engine) for worker in self.run.workers]
+        self._ends: list[tuple[float, int]] = []
+        """Heap of (time at which an engine's steps end, number of the engine). Some are outdated."""
+        self._ended: list[Ended] = []
 
-    def serve(self, request: Request) -> int:
-        """Route and serve a request without delay and apply its events. Returns the number of the worker.
-
-        The log also receives what the router chose and what the worker reused.
-        """
-        self.advance(request.arrival_s)
-        chosen = self.run.step(request)
-        self.decided(request, chosen)
-        self.deliver(chosen)
-        self.reused(self.run.request_id, self.run.found_tokens)
-        return chosen
-
-    def decided(self, request: Request, chosen: int) -> None:
-        """Log the choice for the newest request."""
+    def arrive(self, request: Request) -> None:
+        """Route a request at its arrival, after everything that ends before."""
+        now = request.arrival_s
+        self.run_until(now)
+        self.advance(now)
+        chosen = self.run.route(request, now)
         self._report(self.run.router.decision(request, chosen, self.run.request_id, self._now))
+        self._engines[chosen].add(request, self.run.request_id, now)
+        self._schedule(chosen)
 
-    def reused(self, request_id: str, found_tokens: int) -> None:
-        """Log what a worker found in its cache."""
-        self._report(Outcome(VERSION, request_id, self._now, found_tokens))
+    def run_until(self, now: float) -> None:
+        """Take all steps that end until then."""
+        while self._ends and self._ends[0][0] <= now:
+            at, number = heappop(self._ends)
+            if self._engines[number].ends_at == at:
+                self._finish_steps(number, at)
+
+    def report(self, seconds: float) -> PolicyReport:
+        """Return the result, when all requests have ended. seconds: wall-clock time of the run."""
+        report = self.run.report(seconds)
+        if not self._ended:
+            return report
+        gaps = [gap for engine in self._engines for gap in engine.gaps]
+        return replace(
+            report, latency=Latency.of(self._ended, gaps, self._settings.ttft_slo_s, self._settings.itl_slo_s)
+        )
 
     def advance(self, arrival_s: float) -> None:
-        """Advance the clock and send what is due, which is mostly heartbeats."""
-        self.set_clock(arrival_s)
+        """Advance the clock to a time since the workload began, and send what is due, which is mostly heartbeats."""
+        self._now = self._began_at + arrival_s
         for own in self._publishers:
             for publisher in own.values():
                 self._apply(publisher, force=False)
         self._freshness.note_log_read(self._now)
-
-    def set_clock(self, at_s: float) -> None:
-        """Advance the clock to a time since the workload began."""
-        self._now = self._began_at + at_s
 
     def deliver(self, worker: int) -> None:
         """Apply everything that a worker has published."""
         for publisher in self._publishers[worker].values():
             self._apply(publisher, force=True)
 
+    def _finish_steps(self, number: int, at: float) -> None:
+        run, engine = self.run, self._engines[number]
+        complete, ended = engine.finish()
+        self._now = self._began_at + at
+        self.deliver(number)
+        for job in complete:
+            run.note(job.request, number, job.running, at - job.request.arrival_s)
+            run.progress(job.request_id, PREFILL_COMPLETE, at)
+            self._report(Outcome(VERSION, job.request_id, self._now, job.running.found_tokens))
+        for job in ended:
+            run.progress(job.request_id, RELEASED, at)
+            arrival, num_gaps = job.request.arrival_s, max(1, job.request.num_output - 1)
+            self._ended.append(Ended(arrival, job.first_token_at - arrival, (at - job.first_token_at) / num_gaps))
+        engine.start(at)
+        self._schedule(number)
+
+    def _schedule(self, number: int) -> None:
+        ends_at = self._engines[number].ends_at
+        if ends_at is not None:
+            heappush(self._ends, (ends_at, number))
+
     def _report(self, decision: DecisionRecord) -> None:
+        """Log what was chosen, or what a worker found in its cache."""
         if self._log is not None:
             payload, key = encode_decision(decision), decision.request_id.encode()
             ms = int(decision.timestamp * 1000)
@@ -134,63 +164,3 @@ class DirectFleet:
                 self._log.append(record)
             for _ in self._applier.apply(record, self._now):
                 pass
-
-
-class TimedFleet:
-    """Engines that need time, and the clock of all of them."""
-
-    def __init__(self, direct: DirectFleet, settings: SimulationSettings) -> None:
-        self.direct = direct
-        self._settings = settings
-        self._engines = [Engine(worker, settings.engine) for worker in direct.run.workers]
-        self._ends: list[tuple[float, int]] = []
-        """Heap of (time at which an engine's steps end, number of the engine). Some are outdated."""
-        self._ended: list[Ended] = []
-
-    def arrive(self, request: Request) -> None:
-        """Route a request at its arrival, after everything that ends before."""
-        now = request.arrival_s
-        self.run_until(now)
-        self.direct.advance(now)
-        chosen = self.direct.run.route(request, now)
-        self.direct.decided(request, chosen)
-        self._engines[chosen].add(request, self.direct.run.request_id, now)
-        self._schedule(chosen)
-
-    def run_until(self, now: float) -> None:
-        """Take all steps that end until then."""
-        while self._ends and self._ends[0][0] <= now:
-            at, number = heappop(self._ends)
-            if self._engines[number].ends_at == at:
-                self._finish_steps(number, at)
-
-    def report(self, seconds: float) -> PolicyReport:
-        """Return the result, when all requests have ended. seconds: wall-clock time of the run."""
-        report = self.direct.run.report(seconds)
-        if not self._ended:
-            return report
-        gaps = [gap for engine in self._engines for gap in engine.gaps]
-        return replace(
-            report, latency=Latency.of(self._ended, gaps, self._settings.ttft_slo_s, self._settings.itl_slo_s)
-        )
-
-    def _finish_steps(self, number: int, at: float) -> None:
-        run, engine = self.direct.run, self._engines[number]
-        complete, ended = engine.finish()
-        self.direct.set_clock(at)
-        self.direct.deliver(number)
-        for job in complete:
-            run.note(job.request, number, job.running.served, at - job.request.arrival_s)
-            run.progress(job.request_id, PREFILL_COMPLETE, at)
-            self.direct.reused(job.request_id, job.running.served.found_tokens)
-        for job in ended:
-            run.progress(job.request_id, RELEASED, at)
-            arrival, num_gaps = job.request.arrival_s, max(1, job.request.num_output - 1)
-            self._ended.append(Ended(arrival, job.first_token_at - arrival, (at - job.first_token_at) / num_gaps))
-        engine.start(at)
-        self._schedule(number)
-
-    def _schedule(self, number: int) -> None:
-        ends_at = self._engines[number].ends_at
-        if ends_at is not None:
-            heappush(self._ends, (ends_at, number))

@@ -6,7 +6,6 @@ Also compares its cache, page by page, with a view of it. That reads both ends a
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,15 +18,6 @@ from simulation.caches import Found, WorkerCache
 from simulation.workload import Request
 
 _NO_HASHES: U64Array = np.zeros(0, np.uint64)
-
-
-class Served(NamedTuple):
-    """The result of one request."""
-
-    found_tokens: int
-    """Tokens of the prompt that were in cache, on any tier."""
-    is_cut: bool
-    """Whether the request was longer than the worker's capacity, so that only its beginning is cached."""
 
 
 @dataclass(slots=True)
@@ -49,9 +39,9 @@ class Running:
     """See `Found`. 0: none."""
 
     @property
-    def served(self) -> Served:
-        """The result. A request longer than the cache has fewer rows than its key."""
-        return Served(self.found_tokens, is_cut=len(self.rows) < len(self.key))
+    def is_cut(self) -> bool:
+        """Whether the request is longer than the worker's capacity, so that only its beginning is cached."""
+        return len(self.rows) < len(self.key)
 
 
 class SimulatedWorker:
@@ -82,13 +72,13 @@ class SimulatedWorker:
         match = self.cache.match_prefix(MatchPrefixParams(RadixKey(request.token_ids, request.extra_key)))
         return len(match.device_indices) + match.host_hit_length
 
-    def serve(self, request: Request) -> Served:
+    def serve(self, request: Request) -> Running:
         """Serve a request without delay. Prompt and output are in cache afterwards, as far as they fit."""
         running = self.begin(request, 0)
         assert running is not None, "no other request holds rows"
         self.extend(running, len(running.key))
         self.end(running)
-        return running.served
+        return running
 
     def begin(self, request: Request, num_unknown: int) -> Running | None:
         """Take rows for a prompt and its output. Returns None if other requests hold too many.

@@ -1,6 +1,7 @@
 """The audit of one log, in one pass over its events."""
 
 import os
+import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -127,9 +128,7 @@ class SortedDecisions:
 
     def rest(self) -> Iterator[DecisionRecord | ReservationRecord]:
         """Yield those that were not yielded before."""
-        while self._next is not None:
-            yield self._next[2]
-            self._next = next(self._ordered, None)
+        return self.before(sys.maxsize, 0)
 
     def close(self) -> None:
         """Delete the temporary file."""

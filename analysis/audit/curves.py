@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from analysis.audit.report import StreamReport
-from analysis.curves import Levels, Sums, TimeBins
+from analysis.curves import ChartMarker, Levels, Sums, TimeBins
 from analysis.kernels.residency import COUNT_NAMES
 from analysis.stream_history import StreamChange
 from indexer.views import View, ViewState
@@ -26,15 +25,6 @@ PROMPT, FLEET, CHOSEN, PREDICTED, ANSWERED, DELIVERED, OFFERED, BEST, TAKEN, MEA
 """What is summed up of requests, in tokens: their prompts, the steps of the funnel, and the prompts of those with an
 outcome. Of the requests with candidates: their prompts, and what the best, the chosen and the average candidate held.
 """
-
-
-class ChartMarker(NamedTuple):
-    """Something that happened to a stream."""
-
-    stream: str
-    kind: str
-    begin_ms: int
-    end_ms: int
 
 
 @dataclass
@@ -77,13 +67,7 @@ class AuditCurves:
     def begin_with(self, report: StreamReport, view: View) -> None:
         """Note what a stream held before the log."""
         stream = self._streams[report.stream] = _Stream(is_new=False)
-        stream.pages = np.array(view.num_pages, np.int64)
-        self._held += stream.pages
-        self.tiers.before[:] = self._held
-        levels = self._levels(report.worker)
-        if levels is not None:
-            self._held_by[report.worker] += int(stream.pages.sum())
-            levels.before[0] = self._held_by[report.worker]
+        self._note_pages(None, report.worker, stream, np.array(view.num_pages, np.int64))
 
     def note_batch(
         self,
@@ -134,7 +118,8 @@ class AuditCurves:
         for name, stream in self._streams.items():
             self._note_state(stream.until_ms, name, stream, ViewState.LIVE)
 
-    def _note_pages(self, place: int, worker: str, stream: _Stream, pages: npt.NDArray[np.int64]) -> None:
+    def _note_pages(self, place: int | None, worker: str, stream: _Stream, pages: npt.NDArray[np.int64]) -> None:
+        """place: None: before the log."""
         change, stream.pages = pages - stream.pages, pages
         self._held += change
         self.tiers.set(place, self._held)

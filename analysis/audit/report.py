@@ -4,8 +4,6 @@ import msgspec
 
 from kv_events.http.explanations import BatchPosition
 
-MEDIA_ORDER = "GPU, CPU_PINNED, DISK, EXTERNAL"
-"""The order of counts by medium."""
 PAGE_COUNTS = {
     "stored": "stored",
     "removed": "removed",
@@ -103,7 +101,7 @@ class HotPrefix(msgspec.Struct, frozen=True, kw_only=True):
     """0 if the log has no decisions."""
     stores: int
     """How often a worker began to hold it."""
-    workers: int
+    workers: int = 0
     """Workers that hold its last page at the end of the log."""
     first_page: int
     """Sequence hash of its first page, as far as it is known."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from analysis.audit.report import HotPrefix
 from analysis.kernels import residency as residency_kernels
 from analysis.kernels.residency import (
     COUNT_NAMES,
@@ -16,6 +17,7 @@ from analysis.kernels.residency import (
     PageArrays,
     Residencies,
 )
+from indexer.views import View
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.hashing import U64Array
 from kv_events.kernels import page_table
@@ -48,30 +50,6 @@ class BatchTime(NamedTuple):
     """Milliseconds since 1970."""
     batch: int
     """Number of the batch, counted over all streams."""
-
-
-class HeldBefore(NamedTuple):
-    """Pages that a stream held before the log, as in `indexer.index.StreamPages`."""
-
-    hashes: U64Array
-    parents: U64Array
-    tiers: npt.NDArray[np.uint8]
-    resent: npt.NDArray[np.uint8]
-    """[n] bitmask of the media on which the resync in progress has sent a page."""
-
-
-class Prefix(NamedTuple):
-    """The beginning of a prompt that is used often."""
-
-    first_page: int
-    """Sequence hash of its first page, as far as it is known."""
-    sequence_hash: int
-    """Of its last page."""
-    pages: int
-    stores: int
-    """How often a stream began to hold its last page."""
-    requests: int
-    """Prompts that begin with it. 0 if the log has no decisions."""
 
 
 class ResidencyIndex:
@@ -114,15 +92,12 @@ class ResidencyIndex:
         self._facts[6:8] = mark & 0xFFFF, is_resync
         residency_kernels.store(self._pinned, step.hashes, step.chain_starts, step.parents, self._facts)
 
-    def begin_with(self, stream: int, namespace: int, pages: HeldBefore, at: BatchTime) -> None:
+    def begin_with(self, stream: int, namespace: int, view: View, at: BatchTime) -> None:
         """Note what a stream held before the log, which is counted nowhere. at: a time long before the log."""
+        pages = view.all_pages()
         order = prefix_order(pages.hashes, pages.parents)
-        hashes, parents, tiers, resent = (
-            pages.hashes[order],
-            pages.parents[order],
-            pages.tiers[order],
-            pages.resent[order],
-        )
+        hashes, parents, tiers = pages.hashes[order], pages.parents[order], pages.tiers[order]
+        resent = np.zeros_like(tiers) if view.marks is None else view.index.tiers_marked(hashes, view.marks)
         for medium in range(NUM_MEDIA):
             for mark, of_mark in ((0, tiers & ~resent), (1, tiers & resent)):
                 held = np.flatnonzero(of_mark >> medium & 1)
@@ -197,10 +172,11 @@ class ResidencyIndex:
         keys = np.array([_signed_key(stream, 1) for stream in range(num_streams)], np.int64)
         return int(residency_kernels.count_orphans(self._pinned, keys))
 
-    def hottest(self, most: int) -> list[Prefix]:
+    def hottest(self, most: int) -> list[HotPrefix]:
         """Return the prefixes that were requested, or without any requests stored, most often, weighted by length.
 
-        A prefix ends where its pages are no longer used equally often. Those that were used once are left out.
+        A prefix ends where its pages are no longer used equally often. Those that were used once are left out. Which
+        workers hold them now is not known here.
         """
         known = self._book.known
         num_known = page_table.high_water(known.table)
@@ -212,8 +188,16 @@ class ResidencyIndex:
         ends = np.flatnonzero(is_end)
         worth = (weights[ends].astype(np.int64) - 1) * known.depths[ends]
         best = ends[np.argsort(-worth, kind="stable")[:most]]
-        columns: tuple[npt.NDArray[np.integer], ...] = (known.hashes, known.depths, known.stores, known.requests)
-        return [Prefix(self._first_page(entry), *(int(column[entry]) for column in columns)) for entry in best.tolist()]
+        return [
+            HotPrefix(
+                sequence_hash=int(known.hashes[entry]),
+                pages=int(known.depths[entry]),
+                requests=int(known.requests[entry]),
+                stores=int(known.stores[entry]),
+                first_page=self._first_page(entry),
+            )
+            for entry in best.tolist()
+        ]
 
     def _first_page(self, entry: int) -> int:
         while above := int(self._book.known.parents[entry]):

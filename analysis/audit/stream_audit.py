@@ -3,11 +3,11 @@
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-import numpy as np
+import msgspec
 
 from analysis.audit.curves import AuditCurves
-from analysis.audit.report import AuditReport, Degraded, HotPrefix, Rates, Resync, StreamReport
-from analysis.audit.residency import BatchTime, HeldBefore, ResidencyIndex, bounded, milliseconds
+from analysis.audit.report import AuditReport, Degraded, Rates, Resync, StreamReport
+from analysis.audit.residency import BatchTime, ResidencyIndex, bounded, milliseconds
 from analysis.stream_history import StreamHistory, batch_position
 from indexer.replay import Replay
 from indexer.settings import IndexerSettings
@@ -83,7 +83,7 @@ class StreamAudit:
                 stream.mark = 1
                 began = bounded(view.resync_began)
                 stream.resync = Resync(stream=stream.report.stream, reason="began before the log", time=began)
-            self.book.begin_with(stream.number, stream.namespace, _held_before(view), before)
+            self.book.begin_with(stream.number, stream.namespace, view, before)
             if self._series is not None:
                 self._series.begin_with(stream.report, view)
 
@@ -130,19 +130,13 @@ class StreamAudit:
         report.untracked = self.book.num_untracked
         report.orphans = self.book.num_orphans(len(self._streams))
         report.rates = self._rates()
-        report.hottest = [
-            HotPrefix(
-                **each._asdict(),
-                workers=len(
-                    {
-                        name.worker
-                        for name, stream in self._streams.items()
-                        if self.book.holds(stream.number, each.sequence_hash)
-                    }
-                ),
-            )
-            for each in self.book.hottest(_MOST_PREFIXES)
-        ]
+        for each in self.book.hottest(_MOST_PREFIXES):
+            holders = {
+                name.worker
+                for name, stream in self._streams.items()
+                if self.book.holds(stream.number, each.sequence_hash)
+            }
+            report.hottest.append(msgspec.structs.replace(each, workers=len(holders)))
         return report
 
     def _rates(self) -> Rates:
@@ -310,9 +304,3 @@ def settings_of_audits() -> IndexerSettings:
     return IndexerSettings.ignoring_environment(
         max_pages=_MAX_PAGES, max_streams=_MAX_STREAMS, max_namespaces=_MAX_NAMESPACES
     )
-
-
-def _held_before(view: View) -> HeldBefore:
-    held = view.all_pages()
-    resent = np.zeros_like(held.tiers) if view.marks is None else view.index.tiers_marked(held.hashes, view.marks)
-    return HeldBefore(*held, resent)

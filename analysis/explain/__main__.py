@@ -6,7 +6,6 @@ It writes the explanation as JSON to stdout and ends with 0. If there is none, i
 
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ from indexer.settings import IndexerSettings
 from kv_events.errors import KvsightError
 from kv_events.http.explanations import Explanation
 from kv_events.log.moments import LogMoment
-from kv_events.log.reader import RecordChunk, torn_tail
+from kv_events.log.reader import torn_tail
 from kv_events.runtime.helper_process import become_helper, write_result
 
 
@@ -44,16 +43,9 @@ def _explain(job: ExplainJob) -> Explanation | ExplainError:
     if outside := log.extent.fault(LogMoment(time_s=at)):
         return ExplainError(field="at", detail="the log has no record yet" if at is None else f"at: {at} is {outside}")
     beginning = open_beginning(folder, IndexerSettings())
-    last: RecordChunk | None = None
-
-    def chunks() -> Iterator[RecordChunk]:
-        nonlocal last
-        for chunk in log.chunks(log.first_index):
-            last = chunk
-            yield chunk
-
-    found = explain(job.prompt, chunks(), job.moment, beginning.views, decisions_beside(folder))
-    damage = [*log.damage, *filter(None, [beginning.fault, torn_tail(folder, last, log.damage)])]
+    chunks = log.chunks(log.first_index)
+    found = explain(job.prompt, chunks, job.moment, beginning.views, decisions_beside(folder))
+    damage = [*log.damage, *filter(None, [beginning.fault, torn_tail(folder)])]
     return msgspec.structs.replace(found, damage=list(map(str, damage)))
 
 

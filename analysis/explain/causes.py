@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from analysis.explain import messages
-from analysis.explain.hash_rules import Column, Variant
+from analysis.explain.hash_rules import Column
 from analysis.explain.page_history import NEVER, PageHistory, RemovalKind, leading
 from analysis.explain.tracer import BeforeLog, PromptTracer, StreamTrace
 from indexer.scores import StreamReuse, stream_reuse
@@ -16,7 +15,7 @@ from kv_events.hashing import U64Array
 from kv_events.http.explanations import BatchPosition, Evidence, Finding, WorkerExplanation
 from kv_events.runtime.words import count
 from kv_events.schema import ENGINE_UNHEARD, MEDIA, NUM_MEDIA, REPLAYING, TIERS
-from kv_events.streams import StreamId, parse_group
+from kv_events.streams import parse_group
 
 _CAUSE_OF_LEAVING = {
     RemovalKind.REMOVED: "evicted",
@@ -37,68 +36,42 @@ class Elsewhere(NamedTuple):
     """Stored the first page."""
 
 
-class HeldPrefixes(NamedTuple):
-    """The pages of the prompt that a view holds."""
-
-    held: npt.NDArray[np.uint8]
-    """[pages] bitmask of tiers"""
-    lengths: tuple[int, ...]
-    """[4] pages of the longest prefix on each tier or a faster one."""
-
-    @property
-    def longest(self) -> int:
-        """Pages of the longest prefix on any tier."""
-        return self.lengths[-1]
-
-
-def prefixes(history: StreamTrace, asked: Variant) -> HeldPrefixes:
-    """Return what the view of a stream holds."""
-    held = history.view.index.tiers_held(asked.hashes, history.view.number)
-    return HeldPrefixes(held, tuple(leading(held & np.uint8(2 ** (tier + 1) - 1)) for tier in range(NUM_MEDIA)))
-
-
 class Causes:
     """The findings about one stream, from a log that has been followed."""
 
     def __init__(self, tracer: PromptTracer, history: StreamTrace) -> None:
         self._tracer = tracer
         self._history = history
-        self._asked = tracer.hashes.asked(history.block_size)
-        self._past = history.page_histories.get(self._asked.number)
+        asked = tracer.hashes.asked(history.block_size)
+        self._past = history.page_histories.get(asked.number)
         self._freshness = tracer.replay.freshness
+        self.stream = history.stream
         self.state = self._freshness.state(history.view)
         self.state_reason = self._freshness.reason(history.view)
-        self.prefixes = prefixes(history, self._asked)
-        self.reuse = self._reuse()
-        if not self.reuse.has_full:
-            self.prefixes = HeldPrefixes(self.prefixes.held, (self.num_pages,) * NUM_MEDIA)
-
-    @property
-    def stream(self) -> StreamId:
-        """The stream."""
-        return self._history.stream
-
-    @property
-    def hashes(self) -> U64Array:
+        self.hashes = asked.hashes
         """uint64[pages] the prompt's pages as this worker hashes them."""
-        return self._asked.hashes
-
-    @property
-    def num_pages(self) -> int:
+        self.num_pages = len(asked.hashes)
         """Whole pages of the prompt."""
-        return len(self._asked.hashes)
+        self._held = history.view.index.tiers_held(asked.hashes, history.view.number)
+        """[pages] bitmask of the tiers on which the view holds a page."""
+        self.reuse = self._reuse()
+        self.lengths = (self.num_pages,) * NUM_MEDIA
+        """[4] pages of the longest prefix on each tier or a faster one; all of them without full attention."""
+        if self.reuse.has_full:
+            self.lengths = tuple(leading(self._held & np.uint8(2 ** (tier + 1) - 1)) for tier in range(NUM_MEDIA))
+        self.longest = self.lengths[-1]
 
     def findings(self) -> list[Finding]:
         """Return the reasons why the prefix ends, the main one first."""
         found = [*self._of_the_worker(), *self._of_groups(), *self._prefix_end()]
         found += [*self._of_tiers(), *self._of_hidden_pages()] if self.reuse.has_full else []
         tail = self._tracer.prompt.num_tail_tokens(self._history.block_size)
-        if not self.num_pages or (tail and self.prefixes.longest == self.num_pages):
+        if not self.num_pages or (tail and self.longest == self.num_pages):
             text = messages.partial_page(tail, self._history.block_size, self.num_pages)
             found.append(Finding(cause="partial_page", page=self.num_pages + 1, text=text))
         text = f"The whole prompt, {count(self.num_pages, 'page')}, is held on the device."
         found = found or [Finding(cause="held", text=text)]
-        if self.prefixes.longest == self.num_pages and self.num_pages:
+        if self.longest == self.num_pages and self.num_pages:
             found += self._doubts()
         return found
 
@@ -121,11 +94,11 @@ class Causes:
         history, block_size = self._history, self._tracer.prompt.query.block_size
         if self.state is ViewState.EXPIRED:
             text = messages.expired(
-                history.last, self._tracer.replay.now, history.view.is_closed, self.prefixes.longest, self.num_pages
+                history.last, self._tracer.replay.now, history.view.is_closed, self.longest, self.num_pages
             )
             yield Finding(cause="expired", evidence=_evidence("last_batch", history.last), text=text)
         if block_size is not None and block_size != history.block_size:
-            longest, own = self.prefixes.longest, history.block_size
+            longest, own = self.longest, history.block_size
             text = f"The query asks for pages of {block_size} tokens, and this worker uses pages of {own}, "
             text += f"of which it holds {longest} of {self.num_pages}."
             yield Finding(cause="other_namespace", pages=longest, namespace={"block_size": own}, text=text)
@@ -137,28 +110,28 @@ class Causes:
         namespaces = self._tracer.replay.namespaces.find(stream.model, stream.tenant)
         namespace = next(each for each in namespaces if each.key.block_size == self._history.block_size)
         positions = None if prompt.tokens is None else max(0, len(prompt.tokens) - prompt.query.is_bigram)
-        return stream_reuse(namespace, self._history.view, self._asked.hashes, self._freshness, positions)
+        return stream_reuse(namespace, self._history.view, self.hashes, self._freshness, positions)
 
     def _of_groups(self) -> Iterator[Finding]:
         """Yield which group ends the reusable prefix before that of full attention."""
         reused = self.reuse.lengths[-1]
-        if reused >= self.prefixes.longest:
+        if reused >= self.longest:
             return
         ends = self.reuse.ends
         name = min(ends, key=lambda each: ends[each], default=None)
-        if name is None or ends[name] >= self.prefixes.longest:
-            text = f"Full attention holds {count(self.prefixes.longest, 'page')}. "
+        if name is None or ends[name] >= self.longest:
+            text = f"Full attention holds {count(self.longest, 'page')}. "
             text += f"The engine computes the last token anyway, so it reuses {reused}."
             yield Finding(cause="last_token", page=reused + 1, text=text)
             return
-        held = self.prefixes.longest if self.reuse.has_full else None
+        held = self.longest if self.reuse.has_full else None
         text = messages.group(held, parse_group(name), ends[name], reused, is_expired=name in self.reuse.expired)
         yield Finding(cause="group", page=reused + 1, group=name, text=text)
 
     # --- the end of the prefix ---
 
     def _prefix_end(self) -> Iterator[Finding]:
-        page = self.prefixes.longest
+        page = self.longest
         if page == self.num_pages:
             return
         if self._past is not None and self._past.held[page]:
@@ -173,10 +146,15 @@ class Causes:
             later = self._history.later[page]
             text = messages.stored_later(page, self.num_pages, later, self._tracer.replay.now)
             yield Finding(cause="stored_later", page=page + 1, evidence=_evidence("stored", later), text=text)
-        elif (elsewhere := self.elsewhere()) is not None and elsewhere.tokens > page * self._history.block_size:
+        elif (elsewhere := self._elsewhere(page)) is not None:
             yield found_elsewhere(elsewhere, page)
         else:
             yield next(self._why_view_may_lack(page, None), None) or self._never_stored(page)
+
+    def _elsewhere(self, page: int) -> Elsewhere | None:
+        """Return where the worker holds more of the prompt than these pages under another namespace."""
+        found = best_elsewhere(self._tracer, self.stream.worker, self._history)
+        return found if found is not None and found.tokens > page * self._history.block_size else None
 
     def _left(self, past: PageHistory, page: int) -> Finding:
         stored, left = self._batch(past.stored[page]), self._batch(past.left[page])
@@ -203,7 +181,7 @@ class Causes:
         replacement = self._history.replacements.get(int(past.left[page]))
         decision = None
         if replacement is not None:
-            worker = self._history.stream.worker
+            worker = self.stream.worker
             decision = self._tracer.decisions.with_page(replacement.first_hash, worker, replacement.batch.time)
             text += messages.replaced(replacement, left, decision, has_decisions=bool(self._tracer.decisions))
         evidence += _evidence(what, left, medium)
@@ -258,7 +236,7 @@ class Causes:
         num_common = max((found[each] for each in held.tolist()), default=0)
         if not page:
             return len(held), num_common
-        parent = self._asked.hashes[page - 1]
+        parent = self.hashes[page - 1]
         return sum(int((part.parents == parent).sum()) for part in view.index.stream_pages(view.number)), num_common
 
     # --- tiers and holes ---
@@ -266,11 +244,11 @@ class Causes:
     def _of_tiers(self) -> Iterator[Finding]:
         """Yield why the prefix on a faster tier ends before that on all tiers."""
         past, ends = self._past, set[int]()
-        for tier, page in enumerate(self.prefixes.lengths[:-1]):
-            if page == self.prefixes.longest or page in ends or past is None:
+        for tier, page in enumerate(self.lengths[:-1]):
+            if page == self.longest or page in ends or past is None:
                 continue
             ends.add(page)
-            now_on = int(np.flatnonzero(self.prefixes.held[page] >> np.arange(NUM_MEDIA) & 1)[0])
+            now_on = int(np.flatnonzero(self._held[page] >> np.arange(NUM_MEDIA) & 1)[0])
             stored = self._batch(past.stored_on[page, now_on])
             evidence = _evidence("stored", stored, MEDIA[now_on].value)
             left_tiers = [each for each in range(now_on) if past.left_on[page, each] != NEVER]
@@ -288,20 +266,14 @@ class Causes:
             yield Finding(cause="moved", page=page + 1, tier=TIERS[tier], evidence=evidence, text=text)
 
     def _of_hidden_pages(self) -> Iterator[Finding]:
-        end = self.prefixes.longest
-        hidden = np.flatnonzero(self.prefixes.held[end:])
+        end = self.longest
+        hidden = np.flatnonzero(self._held[end:])
         if len(hidden):
             first = end + int(hidden[0])
             verb = "is" if len(hidden) == 1 else "are"
             text = f"{count(len(hidden), 'page')} from page {first + 1} on {verb} held, "
             text += f"but hidden by the hole at page {end + 1}."
             yield Finding(cause="hidden", page=first + 1, pages=len(hidden), text=text)
-
-    # --- other namespaces ---
-
-    def elsewhere(self) -> Elsewhere | None:
-        """Return where the worker holds most of the prompt under another namespace, or None."""
-        return best_elsewhere(self._tracer, self._history.stream.worker, self._history)
 
     def _batch(self, number: int) -> BatchPosition:
         return self._tracer.batches[number]
@@ -346,7 +318,7 @@ def found_at_best(tracer: PromptTracer, causes: Causes, best: WorkerExplanation,
     text = messages.held_by(best.instance_id, best.held["external"], best.num_pages, decision)
     return Finding(
         cause="held_elsewhere",
-        page=causes.prefixes.longest + 1,
+        page=causes.longest + 1,
         pages=best.held["external"],
         worker=best.instance_id,
         request_id=None if decision is None else decision.request_id,

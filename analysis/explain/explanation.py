@@ -68,7 +68,7 @@ def _asked_workers(tracer: PromptTracer) -> Iterator[WorkerExplanation]:
                 history.block_size,
                 causes.findings(),
                 num_pages=causes.num_pages,
-                held=causes.prefixes.lengths if causes.reuse.has_full else causes.reuse.lengths,
+                held=causes.lengths if causes.reuse.has_full else causes.reuse.lengths,
                 reusable=causes.reuse.lengths,
                 state=causes.state.value,
                 state_reason=causes.state_reason,

@@ -1,7 +1,6 @@
 """Where other prompts part from the one that is asked about, if records have tokens."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -9,19 +8,12 @@ from kv_events.hashing import U32Array, U64Array
 from kv_events.schema import PackedStored
 
 
-class Parting(NamedTuple):
-    """A page that was stored in place of a page of the prompt."""
+def partings(event: PackedStored, tokens: U32Array, asked: U64Array, block_size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield where a store parts from a prompt. asked: uint64[pages] sequence hashes of the prompt's pages.
 
-    page: int
-    """Page of the prompt."""
-    sequence_hash: int
-    """Of the page that was stored."""
-    num_common: int
-    """Leading tokens that both pages have in common: at least one, and not all."""
-
-
-def partings(event: PackedStored, tokens: U32Array, asked: U64Array, block_size: int) -> Iterator[Parting]:
-    """Yield where a store parts from a prompt. asked: uint64[pages] sequence hashes of the prompt's pages."""
+    Yields (page of the prompt, sequence hash of the page that was stored in its place, leading tokens that both pages
+    have in common: at least one, and not all).
+    """
     hashes, own = np.frombuffer(event.sequence_hashes, "<u8"), np.frombuffer(event.token_ids or b"", "<u4")
     if len(own) != len(hashes) * block_size:  # of pairs of tokens
         return
@@ -35,4 +27,4 @@ def partings(event: PackedStored, tokens: U32Array, asked: U64Array, block_size:
         other = own[place * block_size : place * block_size + len(wanted)]
         common = int(np.argmin(np.append(other == wanted, [False])))
         if 0 < common < block_size:
-            yield Parting(page, int(hashes[place]), common)
+            yield page, int(hashes[place]), common

@@ -26,7 +26,6 @@ from analysis.html.plots import (
     Chart,
     Curve,
     LegendItem,
-    TimelineRow,
     bands,
     calendar_axis,
     lanes,
@@ -188,21 +187,16 @@ class _Curves:
             return None
         marked = {mark.stream for mark in self._series.marks}
         streams = _worst([each for each in self._report.streams if each.stream in marked])
-        rows = {each.stream: row for row, each in enumerate(streams)}
-        items = [
-            TimelineRow(rows[mark.stream], mark.kind, mark.begin_ms, mark.end_ms)
-            for mark in self._series.marks
-            if mark.stream in rows
-        ]
+        names = {each.stream: each.worker for each in streams}
+        if len(set(names.values())) < len(names):
+            names = {stream: stream for stream in names}
         note = "A bar lasts as long as the view was not live. The first resync of a stream is not marked."
-        if len(rows) < len(marked):
-            note += f" The worst {len(rows)} of {len(marked):,} streams."
+        if len(names) < len(marked):
+            note += f" The worst {len(names)} of {len(marked):,} streams."
         if self._series.num_more_marks:
             note += f" {self._series.num_more_marks:,} later marks are left out."
-        labels = [each.worker for each in streams]
-        if len(set(labels)) < len(labels):
-            labels = list(rows)
-        return lanes("Faults over time", note, self._axis, labels, items, _LANE_STYLES)
+        items = [mark for mark in self._series.marks if mark.stream in names]
+        return lanes("Faults over time", note, self._axis, names, items, _LANE_STYLES)
 
     def _rate(self, name: str) -> npt.NDArray[np.float64]:
         """[groups] pages a second by what happened to them, summed over the tiers."""

@@ -3,7 +3,7 @@
 Colours are those of a light page. `templates/plots.css` replaces some of them where the page is dark.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.plotting import figure
 
+from analysis.curves import ChartMarker
 from analysis.words import short_name, utc
 from kv_events.runtime.words import printable
 
@@ -52,15 +53,6 @@ class LegendItem(NamedTuple):
     colour: str
     shape: str
     """band, line, dashed, or a marker's name. In a timeline, a marker is drawn where something begins."""
-
-
-class TimelineRow(NamedTuple):
-    """Something that happened to one of several workers."""
-
-    row: int
-    kind: str
-    begin_ms: float
-    end_ms: float
 
 
 @dataclass
@@ -172,26 +164,32 @@ def _alone(values: Values) -> Values:
 
 
 def lanes(
-    title: str, note: str, axis: Axis, names: Sequence[str], items: Sequence[TimelineRow], styles: Sequence[LegendItem]
+    title: str,
+    note: str,
+    axis: Axis,
+    names: Mapping[str, str],
+    items: Sequence[ChartMarker],
+    styles: Sequence[LegendItem],
 ) -> Chart:
-    """What happened to some workers over time, a row for each of them."""
-    rows = _distinct([short_name(each) for each in names])
-    plot = _figure(axis, height=_AXIS_HEIGHT + _LANE_HEIGHT * len(rows), y_range=FactorRange(factors=rows[::-1]))
+    """What happened to some streams over time, a row for each of them. names: stream -> what it is called."""
+    factors = _distinct([short_name(each) for each in names.values()])
+    rows = dict(zip(names, factors, strict=True))
+    plot = _figure(axis, height=_AXIS_HEIGHT + _LANE_HEIGHT * len(rows), y_range=FactorRange(factors=factors[::-1]))
     legend = []
     for style in styles:
         chosen = [each for each in items if each.kind == style.name]
         if chosen:
             legend.append(style)
             columns = {
-                "y": [rows[each.row] for each in chosen],
+                "y": [rows[each.stream] for each in chosen],
                 "begin": [each.begin_ms for each in chosen],
                 "end": [each.end_ms for each in chosen],
-                "worker": [printable(names[each.row]) for each in chosen],
+                "worker": [printable(names[each.stream]) for each in chosen],
             }
             _draw_lane_items(plot, style, ColumnDataSource(columns))
     header = ["time (UTC)", "until", "worker", "what"]
     cells = [
-        [utc(each.begin_ms / 1000), utc(each.end_ms / 1000), printable(names[each.row]), each.kind]
+        [utc(each.begin_ms / 1000), utc(each.end_ms / 1000), printable(names[each.stream]), each.kind]
         for each in sorted(items, key=lambda each: each.begin_ms)[:_MOST_ROWS]
     ]
     return Chart(title, note, plot, legend, header, cells, len(items), "marks, the first ones", is_numeric=False)

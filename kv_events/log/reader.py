@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from math import floor
 from pathlib import Path
 from typing import NamedTuple
@@ -222,18 +222,17 @@ class TornTail(NamedTuple):
         return f"{self.segment}: a torn tail of {number} at byte {self.position}, record {self.record}"
 
 
-def torn_tail(folder: Path, last: RecordChunk | None, damage: Sequence[EventLogCorruptedError]) -> TornTail | None:
+def torn_tail(folder: Path) -> TornTail | None:
     """Return the torn tail of a log; None if there is none, or a writer has the log open. Raises OSError.
 
-    last: the last chunk of records. damage: what the scan found; its end is not named again.
+    Reads the last segment. An end that is damaged is no torn tail.
     """
-    segment = layout.list_segments(folder)[-1]
-    is_known = last is not None and last.segment.path == segment.path
-    end, index = (last.end, last.next_index) if last is not None and is_known else (0, segment.first_index)
-    end = max(end, layout.HEADER_BYTES)
-    is_damage = any(error.segment == segment.path and error.position in (0, end) for error in damage)
+    segment, damage = layout.list_segments(folder)[-1], list[EventLogCorruptedError]()
+    end, index = layout.HEADER_BYTES, segment.first_index
+    for chunk in scan_segment(segment, damage.append):
+        end, index = chunk.end, chunk.next_index
     num_left = segment.path.stat().st_size - end
-    if num_left <= 0 or is_damage or _is_written(folder):
+    if num_left <= 0 or any(error.position in (0, end) for error in damage) or _is_written(folder):
         return None
     return TornTail(segment.path, end, index, num_left)
 

@@ -9,7 +9,6 @@ from analysis.audit.audit import audit_log
 from analysis.audit.curves import RESTART, AuditCurves
 from analysis.audit.report import AuditReport
 from kv_events.decisions import VERSION, Candidate, Decision, Outcome, encode_decision
-from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord
 from tests.support.commands import kvsight
 from tests.support.log.late_log import write_log
@@ -152,18 +151,8 @@ def test_an_engine_that_is_not_heard_again_has_not_restarted(tmp_path: Path, rea
 
 
 def test_a_reason_that_comes_and_goes_counts_its_batches_again(tmp_path: Path) -> None:
-    engine = Stream("w")
-    with EventLogWriter(tmp_path) as writer:
-        reasons = (
-            "",
-            "batches lost: 3",
-            "engine not heard",
-            "batches lost: 3",
-            "batches lost: 5",
-            "",
-            "batches lost: 2",
-        )
-        for second, reason in enumerate(reasons):
-            writer.append(engine.batch(now=START + second, degraded_reason=reason))
-    (stream,) = audit_log(tmp_path).streams
+    engine, lost = Stream("w"), "batches lost: {}".format
+    reasons = enumerate(("", lost(3), "engine not heard", lost(3), lost(5), "", lost(2)))
+    report, _ = audited(tmp_path, *(engine.batch(now=START + at, degraded_reason=reason) for at, reason in reasons))
+    (stream,) = report.streams
     assert (stream.engine_losses, stream.degraded["batches lost"].times, stream.not_live_s) == (7, 3, 4.0)

@@ -11,8 +11,8 @@ import pytest
 from analysis.audit import curves as facts
 from analysis.audit.audit import SortedDecisions, audit_log
 from analysis.audit.curves import AuditCurves
-from analysis.audit.decision_audit import CHOSEN, DELIVERED, HELD, PREDICTED
-from analysis.audit.report import AuditReport, Funnel, Loss
+from analysis.audit.decision_audit import HELD
+from analysis.audit.report import AuditReport, Loss
 from analysis.curves import MOST_BINS, Levels, Sums, TimeBins
 from analysis.kernels.residency import COUNT_NAMES
 from kv_events.decisions import VERSION, Outcome, encode_decision
@@ -26,16 +26,6 @@ from tests.support.log.late_log import write_late_log, write_log
 from tests.support.log.records import Stream, stored
 
 
-def steps(funnel: Funnel) -> dict[str, int]:
-    return {
-        "prompts": funnel.prompt_tokens,
-        HELD: funnel.held_in_fleet,
-        CHOSEN: funnel.held_by_chosen,
-        PREDICTED: funnel.predicted,
-        DELIVERED: funnel.delivered,
-    }
-
-
 def tokens(losses: list[Loss]) -> dict[tuple[str, str], int]:
     return {(each.step, each.cause): each.tokens for each in losses}
 
@@ -44,10 +34,10 @@ def tokens(losses: list[Loss]) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("seed", range(num_examples(20)))
 def test_every_number_and_every_cause_is_the_true_one(tmp_path: Path, seed: int) -> None:
     fleet = DecidingFleet(tmp_path, seed)
-    fleet.run(150)
+    fleet.decide(150)
     funnel = audit_log(tmp_path).funnel
     assert funnel is not None
-    assert steps(funnel) == {step: fleet.steps[step] for step in steps(funnel)}
+    assert funnel.steps == fleet.steps
     assert tokens(funnel.losses) == +fleet.losses
     assert tokens(funnel.gains) == +fleet.gains
     for loss in (*funnel.losses, *funnel.gains):
@@ -58,7 +48,7 @@ def test_every_number_and_every_cause_is_the_true_one(tmp_path: Path, seed: int)
 
 def test_every_cause_occurs(tmp_path: Path) -> None:
     fleet = DecidingFleet(tmp_path, 1)
-    fleet.run(600)
+    fleet.decide(600)
     causes = {cause for _, cause in +fleet.losses}
     assert causes == {
         "load", "router did not ask", "stale view", "evicted before arrival", "engine's own reason", "hash mismatch",
@@ -130,7 +120,7 @@ def test_the_curves_of_a_faulty_run_add_up_to_its_report(tmp_path: Path) -> None
 
 
 def test_the_curves_of_decisions_add_up_to_the_funnel(tmp_path: Path) -> None:
-    DecidingFleet(tmp_path, 3).run(120)
+    DecidingFleet(tmp_path, 3).decide(120)
     report, series = audited(tmp_path)
     funnel = report.funnel
     assert funnel is not None

@@ -32,6 +32,15 @@ def prompt_of(scene: Scene) -> AskedPrompt:
     return AskedPrompt(*decode_query(body))
 
 
+def late_explanation(scene: Scene, begin: int, folder: Path) -> WorkerExplanation:
+    """What `explain` finds for the victim in a log without the records before `begin`."""
+    settings = IndexerSettings(**scene.settings)
+    write_late_log(folder, scene.records, begin, settings)
+    beginning = open_beginning(folder, settings)
+    assert (beginning.fault, beginning.warning) == ("", "")
+    return victim(explain(prompt_of(scene), Timeline(folder, settings).records(), scene.until, beginning.views))
+
+
 def victim(found: Explanation) -> WorkerExplanation:
     (worker,) = (worker for worker in found.workers if worker.instance_id == VICTIM)
     return worker
@@ -82,8 +91,7 @@ def test_a_prompt_of_hashes_is_explained() -> None:
 
 def test_other_workers_are_not_changed_by_what_is_planted() -> None:
     scene, _ = planted("held", 330)
-    body = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in scene.body.items()}
-    found = explain(AskedPrompt(*decode_query(body)), enumerate(scene.records))
+    found = explain(prompt_of(scene), enumerate(scene.records))
     held = Replay().apply_all(scene.records)
     for worker in found.workers:
         view = held.namespaces.view(StreamId(MODEL, "default", worker.instance_id, worker.dp_rank))
@@ -116,14 +124,10 @@ def test_a_log_that_begins_late_is_explained_from_its_key_frame(name: str, tmp_p
     """What the rest of the log shows is explained as from the whole one; nothing else is called a loss."""
     for number in range(3):
         scene, _ = planted(name, 400 + number)
-        whole, settings = explanation_of(scene), IndexerSettings(**scene.settings)
+        whole = explanation_of(scene)
         before = [index for index, each in enumerate(scene.records) if scene.until is None or scene.until.takes(each)]
         begin = int(scene.random.integers(0, before[-1] + 1))
-        write_late_log(tmp_path / str(number), scene.records, begin, settings)
-        timeline = Timeline(tmp_path / str(number), settings)
-        beginning = open_beginning(tmp_path / str(number), settings)
-        assert (beginning.fault, beginning.warning) == ("", "")
-        late = victim(explain(prompt_of(scene), timeline.records(), scene.until, beginning.views))
+        late = late_explanation(scene, begin, tmp_path / str(number))
         assert (late.held, late.state, late.state_reason) == (whole.held, whole.state, whole.state_reason)
         evidence = [each.batch.index for finding in whole.findings for each in finding.evidence]
         if evidence and all(index is not None and index >= begin for index in evidence):
@@ -135,27 +139,19 @@ def test_a_log_that_begins_late_is_explained_from_its_key_frame(name: str, tmp_p
 def test_what_was_held_before_the_log_is_named_so(tmp_path: Path) -> None:
     scene, truth = planted("evicted", 7)
     assert truth.record is not None
-    write_late_log(tmp_path, scene.records, truth.record)
-    late = victim(explain(prompt_of(scene), Timeline(tmp_path).records(), None, open_views(tmp_path)))
+    late = late_explanation(scene, truth.record, tmp_path)
     assert (late.cause, late.findings[0].page) == ("evicted", truth.page)
     assert [each.what for each in late.findings[0].evidence] == ["removed"]
     assert (
         f"Page {truth.page} of {scene.num_pages} was stored before the log begins and evicted" in late.findings[0].text
     )
-    write_late_log(tmp_path / "later", scene.records, truth.record + 1)
-    late = victim(
-        explain(prompt_of(scene), Timeline(tmp_path / "later").records(), None, open_views(tmp_path / "later"))
-    )
+    late = late_explanation(scene, truth.record + 1, tmp_path / "later")
     assert (late.cause, late.findings[0].page) == ("never_stored", truth.page)
     assert "when the log begins" in late.findings[0].text
 
 
 def without_text(finding: Finding) -> Finding:
     return msgspec.structs.replace(finding, text="")
-
-
-def open_views(folder: Path) -> Replay:
-    return open_beginning(folder, IndexerSettings()).views
 
 
 @pytest.mark.parametrize("name", PLANTS)

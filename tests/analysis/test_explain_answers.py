@@ -11,7 +11,7 @@ from kv_events.decisions import VERSION, Decision, encode_decision
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import MEDIA, PackedStored, SnapshotBegin
-from tests.support.commands import kvsight
+from tests.support.commands import printed
 from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, removed, stored, words
 
@@ -50,9 +50,7 @@ class Log:
         write_log(self.folder, self.records)
         prompt = self.folder.with_suffix(".json")
         prompt.write_bytes(msgspec.json.encode({"model_name": "m", "token_ids": TOKENS, **body}))
-        done = kvsight("explain", self.folder, "--prompt", prompt, "--worker", "engine-0", "--json", *options)
-        assert done.returncode == 0, done.stderr
-        (worker,) = msgspec.json.decode(done.stdout)["workers"]
+        (worker,) = printed("explain", self.folder, "--prompt", prompt, "--worker", "engine-0", *options)["workers"]
         return dict(worker)
 
 

@@ -1,27 +1,18 @@
 """`kvsight query --show-hashes` compared with published test vectors."""
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.commands import invoke
+from tests.support.commands import invoke, printed
 
 LOCAL = [0xCB38E4D7FB2DCA5C, 0xE8D3EC39B907B74C, 0x06B748F1777D599C, 0x01E03482F18B34E9]
 ROLLING = [0xCB38E4D7FB2DCA5C, 0x44A2B2379D6D3C3D, 0xAEA1E67A6C80CF84, 0x1AAA5EB6E2524A3B]
 TOKENS = ["--tokens", ",".join(map(str, range(1, 19)))]
 
 
-def printed(*arguments: str, stdin: str = "") -> str:
-    done = invoke("query", "--show-hashes", *arguments, stdin=stdin)
-    assert done.exit_code == 0, done.exception
-    return done.stdout
-
-
-def hashes(*arguments: str, stdin: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(printed(*arguments, "--json", stdin=stdin))
-    return found
+hashes = partial(printed, "query", "--show-hashes")
 
 
 def test_whole_pages_are_named_in_every_standard() -> None:
@@ -86,7 +77,8 @@ def test_the_body_of_a_query_names_its_adapter_and_salt() -> None:
 
 
 def test_the_table_shows_decimals_and_hex() -> None:
-    table = printed(*TOKENS, "--block-size", "4")
+    table = invoke("query", "--show-hashes", *TOKENS, "--block-size", "4").stdout
     assert "44a2b2379d6d3c3d" in table
     assert str(0x44A2B2379D6D3C3D) in table
-    assert "3 tokens: less than one page of 4" in printed("--tokens", "1,2,3", "--block-size", "4")
+    short = invoke("query", "--show-hashes", "--tokens", "1,2,3", "--block-size", "4").stdout
+    assert "3 tokens: less than one page of 4" in short

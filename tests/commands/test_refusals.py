@@ -87,6 +87,10 @@ OPTIONS = [
     ("log slice LOG LOG", "there is a log already"),
     ("log merge LOG LOG LOG", "there is a log already"),
     ("log merge LOG", "give at least two logs"),
+    ("replay", "give the folder of an event log, or --kafka HOST:PORT"),
+    ("replay LOG --kafka a:1", PAIRS("LOG", "--kafka")),
+    ("replay --kafka a:1 --at 5", "--at 5: a topic has no index; give a time or PARTITION:OFFSET,..."),
+    ("replay --kafka 127.0.0.1:1", "Kafka at 127.0.0.1:1: connection refused"),
     ("replay DIR/nowhere", "nowhere"),
     ("replay LOG --query DIR/no.json", "no.json"),
     *((f"replay LOG --at={moment}", moment[:40]) for moment in ("soon", "-1", "@x", "1.5.2", "@nan", "9" * 5000)),
@@ -105,9 +109,19 @@ OPTIONS = [
     ("explain LOG --prompt PROMPT --worker x", "worker 'x' is not in the log; model 'm', tenant 'default' has "),
     ("explain DIR/no.log --prompt PROMPT", "no such folder"),
     ("explain --prompt PROMPT", "give the folder of an event log, or --kafka HOST:PORT"),
+    ("audit nowhere", "nowhere: no such folder"),
+    ("audit LOG --churn 0", "--churn: got '0', expected a number"),
+    ("audit LOG --html .", "--html: . is a folder, expected a file"),
+    ("audit LOG --html nowhere/report.html", "--html: nowhere: no such folder"),
     *(
-        (f"log {words}", "/empty: not an event log: it has no files *.kvlog\n")
-        for words in ("info EMPTY", "info --verify EMPTY", "slice EMPTY new", "export EMPTY --parquet new")
+        (words, "/empty: not an event log: it has no files *.kvlog\n")
+        for words in (
+            "audit EMPTY",
+            "log info EMPTY",
+            "log info --verify EMPTY",
+            "log slice EMPTY new",
+            "log export EMPTY --parquet new",
+        )
     ),
 ]
 """Words of a command line -> part of the line."""

@@ -1,7 +1,6 @@
 """`kvsight replay`, `explain` and `audit` on logs: any moment, differences, late logs, damage, and impossible times."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -71,13 +70,7 @@ def test_a_replay_takes_every_question_that_the_api_takes(log: Path) -> None:
     assert "two" in invoke("replay", log, "--query", "-", stdin=rfc).stdout
 
 
-@pytest.fixture
-def berlin() -> Iterator[None]:
-    with local_zone("Europe/Berlin"):
-        yield
-
-
-@pytest.mark.usefixtures("berlin")
+@local_zone("Europe/Berlin")
 def test_a_moment_is_a_time_an_index_or_positions() -> None:
     assert LogMoment.parse("1500").index == 1500
     assert LogMoment.parse("@1769860800.5").time_s == 1769860800.5

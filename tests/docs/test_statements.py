@@ -204,13 +204,7 @@ def shown() -> Iterator[tuple[list[str], list[str]]]:
         yield shlex.split(command), [line for line in lines if line != "..."]
 
 
-@pytest.fixture
-def utc() -> Iterator[None]:
-    with local_zone("UTC"):
-        yield
-
-
-@pytest.mark.usefixtures("utc")
+@local_zone("UTC")
 def test_five_commands_find_the_cause_as_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(EXAMPLES / RECORDING, tmp_path / RECORDING)
     monkeypatch.chdir(tmp_path)

@@ -7,18 +7,30 @@ import numpy as np
 import pytest
 
 from simulation import Request, SimulationSettings
-from simulation.run import DirectFleet
+from simulation.run import TimedFleet
 
-MakeFleet = Callable[..., DirectFleet]
+
+class TimelessFleet(TimedFleet):
+    """A fleet that serves requests without delay."""
+
+    def serve(self, request: Request) -> int:
+        """Route and serve a request, and apply its events. Returns the number of the worker."""
+        self.advance(request.arrival_s)
+        chosen = self.run.step(request)
+        self.deliver(chosen)
+        return chosen
+
+
+MakeFleet = Callable[..., TimelessFleet]
 
 
 @pytest.fixture
 def make_fleet() -> MakeFleet:
     """Creates a fleet of `workers`. By default, pages have 16 tokens and each worker has room for 64 pages."""
 
-    def make(policy: str = "overlap-load", **changes: object) -> DirectFleet:
+    def make(policy: str = "overlap-load", **changes: object) -> TimelessFleet:
         values = {"workers": 3, "capacity_tokens": 1024, "page_size": 16} | changes
-        return DirectFleet(SimulationSettings(**values), policy)  # type: ignore[arg-type]
+        return TimelessFleet(SimulationSettings(**values), policy)  # type: ignore[arg-type]
 
     return make
 

@@ -23,12 +23,7 @@ from simulation import (
     create_policy,
     simulate,
 )
-from simulation.run import DirectFleet
-
-
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidValueError, match="random, round-robin, overlap-load"):
-        create_policy("best", 0)
+from simulation.run import TimedFleet
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -48,13 +43,6 @@ def test_random_repeats_itself_for_a_seed_only(make_fleet, prompts) -> None:
 def test_round_robin_goes_around(make_fleet, prompts) -> None:
     fleet = make_fleet("round-robin")
     assert [fleet.serve(prompts.request(50)) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-@pytest.mark.parametrize("name", ["random", "round-robin"])
-def test_blind_policies_ask_nothing(name: str, make_fleet, prompts) -> None:
-    fleet = make_fleet(name)
-    fleet.serve(prompts.request(50))
-    assert fleet.run.router.num_queries == 0
 
 
 def test_the_default_returns_to_the_worker_that_holds_the_prompt(make_fleet, prompts) -> None:
@@ -140,7 +128,7 @@ def test_a_replica_learns_after_a_delay_what_another_one_booked(make_fleet, prom
         assert booked[1] == 1, "it has chosen another one, because it knew"
 
 
-def _serve(fleet: DirectFleet, worker: int, *requests) -> None:
+def _serve(fleet: TimedFleet, worker: int, *requests) -> None:
     fleet.advance(0.0)
     for request in requests:
         fleet.run.workers[worker].serve(request)
@@ -229,5 +217,7 @@ def test_a_bad_speed_is_refused_by_name(field: str, value: float) -> None:
 
 
 def test_an_unknown_policy_is_refused_before_anything_runs() -> None:
-    with pytest.raises(InvalidValueError, match="policy: got 'best'"):
+    with pytest.raises(
+        InvalidValueError, match="policy: got 'best', expected one of random, round-robin, overlap-load"
+    ):
         simulate([], SimulationSettings(), ["random", "best"])

@@ -31,7 +31,7 @@ from simulation import (
     simulate,
 )
 from simulation.live import SimulationError, kafka_transport, live_fleet, memory_transport, run_live
-from simulation.run import DirectFleet, TimedFleet
+from simulation.run import TimedFleet
 from simulation.worker import divergent_pages
 from tests.support.log.records import log_records
 
@@ -148,13 +148,13 @@ def test_a_recorded_run_ends_with_what_the_caches_hold(tmp_path: Path, requests:
     recorded = simulate(requests, settings, ["round-robin"])
     assert _facts(*recorded) == _facts(*simulate(requests, SMALL, ["round-robin"]))
     replay = Replay().apply_all(log_records(tmp_path / "round-robin"))
-    fleet = TimedFleet(DirectFleet(SMALL, "round-robin"), SMALL)
+    fleet = TimedFleet(SMALL, "round-robin")
     for request in requests:
         fleet.arrive(request)
     fleet.run_until(math.inf)
     caches = {
         worker.publisher.stream.worker: {page.sequence_hash for page in worker.cache.iter_resident(StorageMedium.GPU)}
-        for worker in fleet.direct.run.workers
+        for worker in fleet.run.workers
     }
     assert _views(replay) == caches
 

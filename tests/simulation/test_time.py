@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from simulation import EngineSettings, PolicyReport, Request, SimulationSettings, WorkloadSettings, generate, simulate
 from simulation.report import Ended, Latency
-from simulation.run import DirectFleet, TimedFleet
+from simulation.run import TimedFleet
 
 PAGE = 16
 ROUND = EngineSettings(
@@ -29,7 +29,7 @@ def tokens(length: int, seed: int = 0) -> np.ndarray:
 
 def timed(requests: Sequence[Request], settings: SimulationSettings = ONE) -> tuple[list[Ended], PolicyReport]:
     """The requests in the order in which they ended, and the report."""
-    fleet = TimedFleet(DirectFleet(settings, "round-robin"), settings)
+    fleet = TimedFleet(settings, "round-robin")
     for request in requests:
         fleet.arrive(request)
     fleet.run_until(math.inf)
@@ -109,7 +109,7 @@ def test_every_request_ends_and_none_is_faster_than_its_own_work(cache: str, dat
         output = talks[talk][length : length + num_output] if num_output % 2 else tokens(0)
         requests.append(Request(now, talks[talk][:length], output, output_length=num_output))
     settings = replace(ONE, workers=2, capacity_tokens=640, cache=cache, engine=replace(ROUND, max_requests=4))
-    fleet = TimedFleet(DirectFleet(settings, "overlap-load"), settings)
+    fleet = TimedFleet(settings, "overlap-load")
     for request in requests:
         fleet.arrive(request)
     fleet.run_until(math.inf)
@@ -118,9 +118,9 @@ def test_every_request_ends_and_none_is_faster_than_its_own_work(cache: str, dat
     assert report.divergent_pages == 0
     assert (report.requests, report.prompt_tokens) == (len(requests), sum(len(each.token_ids) for each in requests))
     assert all(each.ttft_s >= ROUND.prefill_s + ROUND.token_s for each in fleet._ended)
-    loads = fleet.direct.run.router.candidates(requests[0], now)
+    loads = fleet.run.router.candidates(requests[0], now)
     assert (loads.requests.tolist(), loads.prefill_tokens.tolist()) == ([0, 0], [0, 0]), "all were released"
-    for worker in fleet.direct.run.workers:
+    for worker in fleet.run.workers:
         assert worker.cache.protected_size() == 0
         held = worker.cache.evictable_size() + worker._allocator.available_size()
         assert held == settings.capacity_tokens, "rows are free or in the tree"
@@ -131,9 +131,11 @@ def test_with_a_tiny_load_as_much_is_found_as_without_time(policy: str) -> None:
     requests = generate(WorkloadSettings(num_requests=150, seed=1))
     settings = SimulationSettings(workers=4, page_size=PAGE, speed=1e-4)
     (report,) = simulate(requests, settings, [policy])
-    fleet = DirectFleet(settings, policy)
+    fleet = TimedFleet(settings, policy)
     for request in requests:
-        fleet.serve(request._replace(arrival_s=request.arrival_s / settings.speed))
+        arrival_s = request.arrival_s / settings.speed
+        fleet.advance(arrival_s)
+        fleet.deliver(fleet.run.step(request._replace(arrival_s=arrival_s)))
     timeless = fleet.run.report(0.0)
     assert report.found_tokens == timeless.found_tokens > 0
     assert [load.requests for load in report.workers] == [load.requests for load in timeless.workers]

@@ -12,7 +12,7 @@ from kv_events.hashing import sequence_hashes
 from kv_events.schema import BlockStored, StorageMedium
 from simulation import CACHES, Request, SimulatedWorker
 from simulation.caches import BytelessStore
-from simulation.run import DirectFleet
+from simulation.run import TimedFleet
 from tests.models.cache_checks import check_cache
 from tests.support.log.records import words
 
@@ -31,7 +31,7 @@ def make_worker(make_fleet) -> Callable[..., SimulatedWorker]:
     """Creates a worker with pages of 16 tokens and room for 64 pages on the device, 97 on the host and 512 on disk."""
 
     def make(cache: str, **changes: object) -> SimulatedWorker:
-        fleet: DirectFleet = make_fleet(workers=1, cache=cache, **{"host_ratio": 1.5, **changes})
+        fleet: TimedFleet = make_fleet(workers=1, cache=cache, **{"host_ratio": 1.5, **changes})
         return fleet.run.workers[0]
 
     return make
@@ -54,7 +54,8 @@ def _where(worker: SimulatedWorker, request: Request) -> list[set[int]]:
 @pytest.mark.parametrize("cache", CACHES)
 def test_what_was_served_is_found_again_and_its_output_by_the_next_turn(make_worker, prompts, cache: str) -> None:
     worker, request = make_worker(cache), Request(0.0, prompts.tokens(100), prompts.tokens(60))
-    assert worker.serve(prompts.request(15)) == (0, False)  # no whole page
+    short = worker.serve(prompts.request(15))  # no whole page
+    assert (short.found_tokens, short.is_cut) == (0, False)
     assert _pages(worker, StorageMedium.GPU) == set()
     assert worker.serve(request).found_tokens == 0
     assert worker.serve(request).found_tokens == 96
@@ -99,7 +100,7 @@ def test_a_request_beyond_the_capacity_keeps_its_beginning(make_worker, prompts,
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_cache_and_view_are_in_order_after_every_request(make_fleet, prompts, cache: str) -> None:
-    fleet: DirectFleet = make_fleet(workers=1, cache=cache, host_ratio=1.0, disk_ratio=3.0)
+    fleet: TimedFleet = make_fleet(workers=1, cache=cache, host_ratio=1.0, disk_ratio=3.0)
     worker = fleet.run.workers[0]
     talks = [prompts.tokens(n) for n in (40, 200, 500, 900)]
     for turn in range(60):
@@ -182,7 +183,7 @@ def only_held_on_disk(worker: SimulatedWorker) -> None:
     ],
 )
 def test_pages_that_cache_and_view_do_not_both_hold_count(make_fleet, prompts, cache, silent, then, pages) -> None:
-    fleet: DirectFleet = make_fleet(workers=1, cache=cache)
+    fleet: TimedFleet = make_fleet(workers=1, cache=cache)
     (worker,) = fleet.run.workers
     worker.serve(prompts.request(160))
     assert fleet.run.report(0.0).divergent_pages == (30 if cache == "hiradix" else 10), "none was delivered"

@@ -48,11 +48,13 @@ def printed(*words: object, code: int = 0, stdin: str = "") -> Any:
 @contextmanager
 def local_zone(name: str) -> Iterator[None]:
     """Let this process be in a time zone."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TZ", name)
+    try:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("TZ", name)
+            time.tzset()
+            yield
+    finally:
         time.tzset()
-        yield
-    time.tzset()
 
 
 def kvsight(

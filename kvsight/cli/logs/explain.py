@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from kv_events.http.explanations import Explanation, Finding, WorkerExplanation
+from kv_events.http.explanations import BatchPosition, Explanation, WorkerExplanation
 from kv_events.log.moments import LogMoment
 from kv_events.runtime.words import count, local_time, names, natural_order, printable
 from kvsight.cli.logs.reading import LogInput, TopicInput, extent_text, moment_fault, open_source
@@ -103,6 +103,7 @@ def _order(worker: WorkerExplanation) -> tuple[Any, ...]:
 
 def _columns(workers: Sequence[WorkerExplanation]) -> Iterator[Column]:
     main = [worker.findings[0] for worker in workers]
+    newest = [each.evidence[-1].batch if each.evidence else None for each in main]
     yield Column("worker", [worker.instance_id for worker in workers])
     if any(worker.dp_rank for worker in workers):
         yield Column("rank", [worker.dp_rank for worker in workers])
@@ -115,27 +116,19 @@ def _columns(workers: Sequence[WorkerExplanation]) -> Iterator[Column]:
     yield Column("state", [worker.state or "" for worker in workers], rank=3)
     yield Column("cause", [worker.cause.replace("_", " ") for worker in workers])
     yield Column("page", [each.page for each in main])
-    if not any(each.evidence for each in main):
-        return
-    yield Column("at", [_time(each) for each in main], rank=1)
-    yield Column("record", [_record(each) for each in main], is_number=True, rank=1)
-    yield Column("batch", [_batch(each) for each in main], is_number=True, rank=1)
+    if any(newest):
+        yield Column("at", [None if batch is None else _time(batch) for batch in newest], rank=1)
+        yield Column("record", [None if batch is None else _record(batch) for batch in newest], is_number=True, rank=1)
+        yield Column("batch", [None if batch is None else batch.seq for batch in newest], rank=1)
 
 
-def _time(finding: Finding) -> str:
-    shown = local_time(finding.evidence[-1].batch.time) if finding.evidence else ""
+def _time(batch: BatchPosition) -> str:
+    shown = local_time(batch.time)
     return shown if shown.startswith("@") else shown[5:23]
 
 
-def _record(finding: Finding) -> str:
-    if not finding.evidence:
-        return ""
-    batch = finding.evidence[-1].batch
+def _record(batch: BatchPosition) -> str:
     return f"{batch.partition}:{batch.offset}" if batch.index is None else str(batch.index)
-
-
-def _batch(finding: Finding) -> str:
-    return str(finding.evidence[-1].batch.seq) if finding.evidence else ""
 
 
 def _sentences(workers: Sequence[WorkerExplanation]) -> Iterator[str]:

@@ -74,16 +74,14 @@ class LogInput:
 
         Raises OSError.
         """
-        from kv_events.log.reader import scan_log, torn_tail
+        from kv_events.log.reader import scan_log
 
-        last = None
         with byte_progress(what, self.num_bytes, shared) as show:
             for chunk in scan_log(self.folder, self.damage.append):
                 chunk.note_in(self.extent)
                 yield chunk
                 show(chunk.end - chunk.position)
-                last = chunk
-        self.tail = torn_tail(self.folder, last, self.damage)
+        self.find_torn_tail()
 
     def records(self, what: str, shared: Progress | None = None) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of all sound records. See `chunks`."""
@@ -135,12 +133,9 @@ class LogInput:
 
     def find_torn_tail(self) -> None:
         """Look for a torn tail in a log that is read by other means than `chunks`. Raises OSError."""
-        from kv_events.log.reader import scan_segment, torn_tail
+        from kv_events.log.reader import torn_tail
 
-        last, damage = None, list[EventLogCorruptedError]()
-        for chunk in scan_segment(list_segments(self.folder)[-1], damage.append):
-            last = chunk
-        self.tail = torn_tail(self.folder, last, damage)
+        self.tail = torn_tail(self.folder)
 
     def exit_if_damaged(self) -> None:
         """Print warnings and what could not be read. Ends with exit code 1 unless everything was read."""

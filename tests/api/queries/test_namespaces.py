@@ -28,7 +28,7 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.metrics import publisher_families
 from publisher.sinks.memory import MemorySink
 from simulation import Request, SimulationSettings
-from simulation.run import DirectFleet
+from simulation.run import TimedFleet
 from tests.rigs.api import asking
 from tests.rigs.bridge import GPU, LiveBridge, Rig, on
 from tests.rigs.cache import CacheRig
@@ -136,7 +136,7 @@ def test_a_cache_and_a_bridge_give_a_page_the_same_name(field: str) -> None:
 
 
 def test_a_simulated_worker_gives_a_salted_page_the_same_name() -> None:
-    fleet = DirectFleet(SimulationSettings(workers=1, capacity_tokens=64, page_size=PAGE), "random")
+    fleet = TimedFleet(SimulationSettings(workers=1, capacity_tokens=64, page_size=PAGE), "random")
     (worker,) = fleet.run.workers
     worker.serve(Request(0.0, token_array(TOKENS), extra_key="name"))
     held = [page.sequence_hash for page in worker.cache.iter_resident(StorageMedium.GPU)]

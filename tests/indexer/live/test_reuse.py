@@ -9,7 +9,7 @@ from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
 from simulation.live import Transport, kafka_transport, memory_transport, run_live
-from simulation.run import DirectFleet
+from simulation.run import TimedFleet
 
 HYBRID = ["mamba", "himamba"]
 SMALL = SimulationSettings(workers=3, capacity_tokens=8192, page_size=16, groups=True, cache="mamba", disk_ratio=4.0)
@@ -21,7 +21,7 @@ def requests() -> list[Request]:
     return generate(WorkloadSettings(num_requests=150, seed=1))
 
 
-def held_of_full_kv(fleet: DirectFleet, request: Request) -> list[int]:
+def held_of_full_kv(fleet: TimedFleet, request: Request) -> list[int]:
     """Return the tokens of the prompt whose full KV each worker holds, by its view."""
     hashes = sequence_hashes(request.token_ids, SMALL.page_size, namespace_seed(cache_salt=request.extra_key))
     found = []
@@ -35,7 +35,7 @@ def held_of_full_kv(fleet: DirectFleet, request: Request) -> list[int]:
 
 @pytest.mark.parametrize("cache", HYBRID)
 def test_what_can_be_reused_is_what_the_cache_matches_at_every_moment(cache: str, requests: list[Request]) -> None:
-    fleet = DirectFleet(replace(SMALL, cache=cache), "round-robin")
+    fleet = TimedFleet(replace(SMALL, cache=cache), "round-robin")
     router = fleet.run.router
     lengths: list[tuple[int, int]] = []
     for request in requests:
@@ -63,7 +63,7 @@ async def test_no_answer_diverges_over_a_broker(kafka_bootstrap: str, requests: 
 
 
 def test_an_answer_that_is_wrong_is_counted(requests: list[Request]) -> None:
-    fleet = DirectFleet(SMALL, "round-robin")
+    fleet = TimedFleet(SMALL, "round-robin")
     for request in requests[:30]:
         fleet.advance(request.arrival_s)
         fleet.run.step(request)
@@ -73,6 +73,6 @@ def test_an_answer_that_is_wrong_is_counted(requests: list[Request]) -> None:
 
 
 def test_who_does_not_ask_for_groups_publishes_none(requests: list[Request]) -> None:
-    fleet = DirectFleet(replace(SMALL, groups=False), "round-robin")
+    fleet = TimedFleet(replace(SMALL, groups=False), "round-robin")
     fleet.deliver(fleet.run.step(requests[0]))
     assert {namespace.key.model for namespace in fleet.run._namespaces} == {"simulation-round-robin"}

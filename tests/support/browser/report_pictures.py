@@ -13,7 +13,7 @@ from analysis.html.audit_page import write_audit_page
 from kv_events.log.event_log import EventLogWriter
 from kv_events.records import Channel, LogRecord
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
-from simulation.run import DirectFleet
+from simulation.run import TimedFleet
 from tests.support.browser.visit import Visit, open_browser
 
 _FOLDER = Path(__file__).resolve().parents[3] / "docs" / "images"
@@ -43,7 +43,7 @@ def record_a_faulty_run(folder: Path, requests: list[Request]) -> None:
     """Record a fleet of which one worker loses batches for 20 seconds, and sends everything again soon after."""
     settings = SimulationSettings(workers=8, capacity_tokens=2**16, cache="hiradix", disk_ratio=4.0)
     with _LossyLog(folder) as log:
-        fleet = DirectFleet(settings, _POLICY, log)
+        fleet = TimedFleet(settings, _POLICY, log)
         publisher = fleet.run.workers[_WORKER].publisher
         outage_s = requests[len(requests) // 2].arrival_s
         resync_s = outage_s + _OUTAGE_S + _NOTICED_S
@@ -53,7 +53,8 @@ def record_a_faulty_run(folder: Path, requests: list[Request]) -> None:
             if request.arrival_s >= resync_s:
                 publisher.request_resync("gap")
                 resync_s = math.inf
-            fleet.serve(request)
+            fleet.arrive(request)
+        fleet.run_until(math.inf)
 
 
 def main(folder: Path) -> None:

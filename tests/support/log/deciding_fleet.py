@@ -28,21 +28,15 @@ from analysis.audit.decision_audit import (
     STALE,
     STORED_SINCE,
 )
-from indexer.applier import Applier, DeadLetters
-from indexer.freshness import Freshness
-from indexer.namespaces import Namespaces
-from indexer.settings import IndexerSettings
 from indexer.slices import run_at_once
-from kv_events.decisions import VERSION, DecisionRecord, Outcome, encode_decision
+from kv_events.decisions import VERSION, Outcome
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.log.event_log import EventLogWriter
-from kv_events.log.memory import MemoryLog
-from kv_events.records import Channel, LogRecord
+from kv_events.records import LogRecord
 from kv_events.schema import StorageMedium
-from publisher.sinks.memory import MemorySink
-from simulation import Request, SimulatedWorker, SimulationSettings, create_cache
-from simulation.policy_run import create_publishers
-from simulation.router import Router
+from publisher import EventPublisher
+from simulation import Request, SimulatedWorker, SimulationSettings
+from simulation.run import TimedFleet
 
 PAGE = 4
 _NAMES = "another namespace"
@@ -55,38 +49,30 @@ def held_tokens(worker: SimulatedWorker, request: Request) -> int:
     return PAGE * next((number for number, each in enumerate(hashes) if each not in resident), len(hashes))
 
 
-class DecidingFleet:
-    """Serves random requests, and keeps the true numbers of the funnel."""
+class DecidingFleet(TimedFleet):
+    """Serves random requests without delay, and keeps the true numbers of the funnel."""
 
     def __init__(self, folder: Path, seed: int) -> None:
+        self._writer = EventLogWriter(folder)
+        settings = SimulationSettings(workers=3, capacity_tokens=160, page_size=PAGE)
+        self._behind: list[LogRecord] = []
+        """Records that the router's index has not applied yet."""
+        super().__init__(settings, "round-robin", self._writer)
         self.random = random.Random(seed)
         self.steps: Counter[str] = Counter()
         """Step -> tokens."""
         self.losses: Counter[tuple[str, str]] = Counter()
         """(step, cause) -> tokens."""
         self.gains: Counter[tuple[str, str]] = Counter()
-        settings = SimulationSettings(workers=3, capacity_tokens=160, page_size=PAGE)
-        unused = MemorySink(MemoryLog())
-        self._publishers = [own[None] for own in create_publishers(settings, "fleet", lambda _: unused)]
-        self._workers = [SimulatedWorker(each, create_cache(settings)) for each in self._publishers]
-        indexer = IndexerSettings.ignoring_environment()
-        self._applier = Applier(Namespaces(indexer), DeadLetters())
-        self._now = 1_700_000_000.0
-        self._freshness = Freshness(indexer.worker_ttl_s, self._now)
-        names = [each.stream.worker for each in self._publishers]
-        model = settings.model_of("fleet")
-        self._router = Router(self._applier.namespaces, self._freshness, model, names, PAGE)
-        self._behind: list[LogRecord] = []
-        """Records that the router's index has not applied yet."""
+        self._workers, self._router = self.run.workers, self.run.router
         self._prompts = [self._tokens(self.random.randrange(8, 60)) for _ in range(12)]
         self._ever: set[bytes] = set()
         """Prefixes that any worker has ever held, by their tokens."""
         self._number = 0
-        self._log = EventLogWriter(folder)
 
-    def run(self, num_requests: int) -> None:
+    def decide(self, num_requests: int) -> None:
         """Serve requests, and close the log."""
-        with self._log:
+        with self._writer:
             for _ in range(num_requests):
                 self._tick()
                 self._one_request()
@@ -109,7 +95,7 @@ class DecidingFleet:
         decision = self._router.decision(request, chosen, str(self._number), self._now)
         held = [held_tokens(each, request) for each in self._workers]
         known = self._known_tokens(request)
-        self._record(decision)
+        self._report(decision)
         self._tick()
         worker = self._workers[chosen]
         stayed = held[chosen]  # tokens that were in the cache all the time
@@ -126,7 +112,7 @@ class DecidingFleet:
         self._choice_is_judged(request, held, known, chosen, seen)
         has_outcome = dice.random() < 0.9
         if has_outcome:
-            self._record(Outcome(VERSION, str(self._number), self._now, reused))
+            self._report(Outcome(VERSION, str(self._number), self._now, reused))
             self._outcome_is_judged(held[chosen], predicted or 0, seen is None, min(found, stayed), reused, named)
         else:
             self.losses[DELIVERED, NO_OUTCOME] += predicted or 0
@@ -189,7 +175,7 @@ class DecidingFleet:
         if request.extra_key is None:
             for end in range(PAGE, held_tokens(self._workers[worker], request) + 1, PAGE):
                 self._ever.add(request.token_ids[:end].tobytes())
-        self._publish(worker, force=True)
+        self.deliver(worker)
         return found
 
     def _known_tokens(self, request: Request) -> int:
@@ -201,13 +187,14 @@ class DecidingFleet:
     def _tick(self) -> None:
         """Time passes, and heartbeats are sent."""
         self._now += 0.25
-        for number in range(len(self._workers)):
-            self._publish(number, force=False)
+        for own in self._publishers:
+            self._apply(own[None], force=False)
 
-    def _publish(self, worker: int, *, force: bool) -> None:
-        for out in self._publishers[worker].take_records(self._now, force=force):
-            record = LogRecord(0, self._log.next_index, out.timestamp_ms, out.key, out.payload)
-            self._log.append(record)
+    def _apply(self, publisher: EventPublisher, *, force: bool) -> None:
+        """The router learns it later."""
+        for out in publisher.take_records(self._now, force=force):
+            record = LogRecord(0, self._writer.next_index, out.timestamp_ms, out.key, out.payload)
+            self._writer.append(record)
             self._behind.append(record)
 
     def _catch_up(self) -> None:
@@ -215,11 +202,6 @@ class DecidingFleet:
             run_at_once(self._applier.apply(record, self._now))
         self._behind.clear()
         self._freshness.note_log_read(self._now)
-
-    def _record(self, record: DecisionRecord) -> None:
-        ms = int(record.timestamp * 1000)
-        key = record.request_id.encode()
-        self._log.append(LogRecord(0, self._log.next_index, ms, key, encode_decision(record), Channel.DECISIONS))
 
     def _prompt(self) -> np.ndarray:
         """A prompt whose beginning is shared with others."""

@@ -120,8 +120,7 @@ def moved(scene: Scene) -> Truth:
 
 def stored_on_a_slower_tier(scene: Scene) -> Truth:
     end = scene.page()
-    if end:
-        _stored_up_to(scene, end)
+    _stored_up_to(scene, end)
     at = scene.store(scene.victim, range(end, scene.num_pages), tier=_DISK)
     return Truth("slower_tier", end + 1, record=at, tier="gpu")
 
@@ -131,8 +130,7 @@ def cleared(scene: Scene) -> Truth:
     scene.noise()
     at = scene.send(scene.victim, AllBlocksCleared())
     end = scene.page()
-    if end:
-        _stored_up_to(scene, end)
+    _stored_up_to(scene, end)
     return Truth("cleared", end + 1, record=at, since=found[end])
 
 
@@ -143,13 +141,11 @@ def restarted(scene: Scene) -> Truth:
     end = scene.page()
     if scene.random.random() < 0.5:  # it resends what it holds
         scene.send(scene.victim, SnapshotBegin("start"))
-        if end:
-            _stored_up_to(scene, end)
+        _stored_up_to(scene, end)
         at = scene.send(scene.victim, SnapshotEnd())
     else:
         at = scene.send(scene.victim)
-        if end:
-            _stored_up_to(scene, end)
+        _stored_up_to(scene, end)
     return Truth("restarted", end + 1, record=at, since=found[end])
 
 
@@ -176,8 +172,7 @@ def batches_before_the_log(scene: Scene) -> Truth:
 
 def wrong_digest(scene: Scene) -> Truth:
     end = scene.page()
-    if end:
-        _stored_up_to(scene, end)
+    _stored_up_to(scene, end)
     scene.send(scene.victim)
     wrong = digest_of({(h, 0) for h in scene.hashes})
     at = scene.send(scene.victim, digest=wrong)
@@ -187,8 +182,7 @@ def wrong_digest(scene: Scene) -> Truth:
 
 def degraded(scene: Scene) -> Truth:
     end = scene.page()
-    if end:
-        _stored_up_to(scene, end)
+    _stored_up_to(scene, end)
     scene.send(scene.victim)
     at = scene.send(scene.victim, degraded_reason=BATCHES_LOST)
     scene.silence(VICTIM)
@@ -334,8 +328,7 @@ def hidden(scene: Scene) -> Truth:
 def hidden_from_the_start(scene: Scene) -> Truth:
     scene.send(scene.victim)
     hole = scene.page()
-    if hole:
-        _stored_up_to(scene, hole)
+    _stored_up_to(scene, hole)
     scene.store(scene.victim, range(hole + 1, scene.num_pages))
     return Truth("never_stored", hole + 1, also=("hidden",))
 
