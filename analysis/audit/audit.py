@@ -32,6 +32,7 @@ from kv_events.reservations import (
     decode_reservation,
     time_of,
 )
+from selection.settings import SelectionSettings
 
 CHURN_S = 10.0
 _BESIDE = -1
@@ -44,6 +45,7 @@ def audit_log(
     on_read: Callable[[int], None] = lambda _: None,
     known_damage: Sequence[str] = (),
     series: AuditCurves | None = None,
+    selection: SelectionSettings | None = None,
 ) -> AuditReport:
     """Audit an event log.
 
@@ -51,7 +53,7 @@ def audit_log(
     one time and for the distinct pages, about 130 bytes each, and for decisions, of which at most about 1 GiB is in
     memory, but none for records of events. churn_s: seconds for which pages are expected to stay. on_read: called now
     and then with the bytes that were read since. known_damage: what the caller has found, for the report. series:
-    collects what happened over time.
+    collects what happened over time. selection: settings of the service whose choices the log has.
 
     Raises EventLogError if there is no such log. Damaged parts are named in the report.
     """
@@ -59,7 +61,7 @@ def audit_log(
     beginning = open_beginning(folder, settings_of_audits(), is_bounded=False)
     damage = [*known_damage, *filter(None, [beginning.fault])]
     events = StreamAudit(churn_s, beginning.views, series)
-    funnel = DecisionAudit(events, series)
+    funnel = DecisionAudit(events, selection or SelectionSettings(), series)
     with closing(SortedDecisions(folder, on_read)) as decisions:
         for chunk in scan_log(folder, lambda error: damage.append(str(error))):
             for row in np.flatnonzero(chunk.channels == Channel.EVENTS).tolist():

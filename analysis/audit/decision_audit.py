@@ -71,8 +71,9 @@ class _Chosen(NamedTuple):
 class DecisionAudit:
     """Takes decisions and outcomes in the order of time, between the records of events."""
 
-    def __init__(self, events: StreamAudit, series: AuditCurves | None = None) -> None:
+    def __init__(self, events: StreamAudit, selection: SelectionSettings, series: AuditCurves | None = None) -> None:
         self._events = events
+        self._selection = selection
         self._series = series
         self._funnel = Funnel()
         self._waiting: OrderedDict[str, _Chosen] = OrderedDict()
@@ -100,7 +101,7 @@ class DecisionAudit:
     def _book_record(self, record: ReservationRecord) -> None:
         if isinstance(record, Reserved):
             self._decide(record.decision)
-        self._booked = self._booked or SelectionSettings().book()
+        self._booked = self._booked or self._selection.book()
         with suppress(BookFullError):
             self._booked.apply(record, time_of(record))
 

@@ -37,6 +37,7 @@ from indexer.views import View
 from kv_events.log.moments import LogMoment
 from selection.book import Booked, Place
 from selection.past import PastBook
+from selection.settings import SelectionSettings
 
 _present: ContextVar[OpenMoment] = ContextVar("moment")
 _PATHS = frozenset(
@@ -148,17 +149,25 @@ class ReplayService(Service):
     open_paths = OPEN_PATHS - {"/metrics"}
     """The metrics are those of a moment, which has to be opened."""
 
-    def __init__(self, folder: Path, settings: ApiSettings, default: LogMoment, damage: list[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: ApiSettings,
+        default: LogMoment,
+        damage: list[str],
+        selection: SelectionSettings | None = None,
+    ) -> None:
         """folder: of the log. default: the moment of requests that name none; `LogMoment()`: the end of the log.
 
-        damage: what of the log is known to be unusable. Raises EventLogError, OutsideTheLogError or OSError.
+        damage: what of the log is known to be unusable. selection: settings of the service then. Raises EventLogError,
+        OutsideTheLogError or OSError.
         """
         super().__init__(ReplayViews(), settings)
         self._moments = OpenMoments(folder, default)
         self._marks = MarkerSearch(folder, self._moments.extent.first_index)
         self._rates = RateHistory()
         self._decisions = DecisionHistory(folder)
-        self._book = PastBook(folder)
+        self._book = PastBook(folder, selection)
         explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moment)
         queries = QueryRoutes(LocalAnswers(self.views), lambda: True, settings.max_body_bytes)
         self.endpoints: dict[str, Endpoint] = {**queries.endpoints(), **explain.endpoints()}

@@ -84,6 +84,8 @@ async def test_commands_and_pages_show_what_was_booked_at_a_moment(tmp_path: Pat
         "w1": expected,
         "w2": {"requests": 3, "prefill_tokens": 160, "decode_pages": 10},
     }
+    short = json.loads(kvsight("replay", folder, "--at", at(2.5), "--reservation-ttl-s", 0.25, "--json").stdout)
+    assert [each["booked"]["requests"] for each in short] == [0, 0]
     table = kvsight("replay", folder, "--at", at(3.7)).stdout
     (line,) = [line for line in table.splitlines() if line.startswith("w1")]
     assert line.split()[-3:] == ["12", "176", "13"]
@@ -118,7 +120,9 @@ def test_an_audit_explains_a_choice_by_the_loads_of_its_moment(tmp_path: Path, i
     (loss,) = [each for each in report.funnel.losses if each.step == "held by the chosen worker"]
     assert (loss.cause, loss.tokens, loss.requests) == ("load", 128, 1)
     assert loss.examples[0].better == "w1 had 12 requests booked, w2 had 2"
-    assert "load (1 request). Request passed: w1 had 12 requests booked, w2 had 2" in kvsight("audit", folder).stdout
+    text = "load (1 request). Request passed: w1 had 12 requests booked, w2 had 2"
+    assert text in kvsight("audit", folder).stdout
+    assert text not in kvsight("audit", folder, "--reservation-ttl-s", 0.25).stdout
 
 
 def test_an_audit_does_not_blame_a_load_that_was_not_there(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -15,7 +15,7 @@ import typer
 from kv_events.runtime.words import count, duration, local_time, natural_order, printable
 from kvsight.cli.logs.reading import EXIT_DAMAGED, LogFolder, LogInput, byte_progress
 from kvsight.cli.shared.console import HtmlReport, check_html, out, print_result, write_html
-from kvsight.cli.shared.flags import AsJson
+from kvsight.cli.shared.flags import BOOK, AsJson, with_flags
 from kvsight.cli.shared.process import load_kernels
 from kvsight.cli.shared.streams import MEDIA
 from kvsight.cli.shared.tables import Column, table_lines
@@ -29,6 +29,7 @@ _MOST_DAMAGE = 20
 _LONGEST_NAME = 200
 
 
+@with_flags(BOOK)
 def audit(
     log: LogFolder,
     churn: Annotated[float, typer.Option(help="Seconds for which pages are expected to stay.", min=0.001)] = 10.0,
@@ -38,6 +39,8 @@ def audit(
     ] = None,
     html: HtmlReport = None,
     as_json: AsJson = False,
+    *,
+    flags: dict[str, Any],
 ) -> None:
     """Say what went wrong, and where cached tokens were lost.
 
@@ -55,12 +58,13 @@ def audit(
     from analysis.audit.audit import audit_log
     from analysis.audit.curves import AuditCurves
     from api.prompts.local import LocalTokenizer
+    from selection.settings import SelectionSettings
 
     tokenizer = None if tokenizer_file is None else LocalTokenizer(tokenizer_file, 1)
     load_kernels()
     series = None if html is None else AuditCurves()
     with byte_progress("auditing", 2 * source.num_bytes) as show:  # it reads the log twice
-        report = audit_log(log, churn, show, known_damage, series)
+        report = audit_log(log, churn, show, known_damage, series, SelectionSettings.from_flags(**flags))
     if tokenizer is not None:
         from analysis.audit.prefix_texts import with_texts
 

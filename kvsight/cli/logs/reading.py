@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,15 +104,16 @@ class LogInput:
         self.find_torn_tail()
         return views, extent
 
-    def book_at(self, moment: LogMoment, views: Replay) -> Book | None:
-        """What was reserved at a moment, None if the log knows of no reservation. views: of `views_at`.
+    def book_at(self, moment: LogMoment, views: Replay, flags: Mapping[str, Any]) -> Book | None:
+        """What was reserved at a moment, None if the log knows of no reservation. views: of `views_at`. flags: BOOK.
 
         Raises OSError.
         """
         from indexer.replay import Timeline
         from selection.past import PastBook
+        from selection.settings import SelectionSettings
 
-        book = PastBook(self.folder).at(Timeline(self.folder), moment, views)
+        book = PastBook(self.folder, SelectionSettings.from_flags(**flags)).at(Timeline(self.folder), moment, views)
         return book if book.num_changes else None
 
     def views_before(self) -> Replay:
@@ -249,7 +250,7 @@ class TopicInput:
 
         return Replay().apply_all(self.records(), moment), self.extent
 
-    def book_at(self, moment: LogMoment, views: Replay) -> None:
+    def book_at(self, moment: LogMoment, views: Replay, flags: Mapping[str, Any]) -> None:
         """Return None: what is reserved is in another topic."""
 
     def exit_if_damaged(self) -> None:

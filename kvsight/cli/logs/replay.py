@@ -27,7 +27,7 @@ from kvsight.cli.shared.console import (
     print_result,
     progress_bar,
 )
-from kvsight.cli.shared.flags import HTTP, KAFKA, ApiToken, AsJson, with_flags
+from kvsight.cli.shared.flags import BOOK, HTTP, KAFKA, ApiToken, AsJson, with_flags
 from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels
 from kvsight.cli.shared.prompts import decode_query, read_json_object
 from kvsight.cli.shared.streams import MEDIA, StreamRow, streams_lines
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from selection.book import Book
 
 
-@with_flags(KAFKA, HTTP)
+@with_flags(KAFKA, HTTP, BOOK)
 def replay(
     log: Annotated[Path | None, typer.Argument(help="Folder of an event log, from `kvsight record`.")] = None,
     kafka: Annotated[str | None, typer.Option(help="Read a Kafka topic instead: HOST:PORT,...")] = None,
@@ -102,7 +102,7 @@ def replay(
     if not replayed.applier.records:
         raise UsageError(fault or f"--at {moment.typed}: no record is before this moment: {extent_text(extent)}")
     if body is None or asked is None:
-        book = source.book_at(moment, replayed)
+        book = source.book_at(moment, replayed, flags)
         print_result(list(_views(replayed, book)), streams_lines(_rows(replayed, book), out.width), as_json=as_json)
     else:
         _show_answer(body, *asked, replayed, as_json)
@@ -126,8 +126,9 @@ def _serve(folder: Path, at: str | None, **flags: Any) -> None:
     """Serve the past of an event log until SIGINT or SIGTERM. Raises UsageError, and the errors of `listen`."""
     require("serve", "kvsight replay --serve")
     from api.settings import ApiSettings
+    from selection.settings import SelectionSettings
 
-    settings = ApiSettings.from_flags(**flags)
+    settings, selection = ApiSettings.from_flags(**flags), SelectionSettings.from_flags(**flags)
     log, moment = LogInput(folder), LogMoment.parse(at, "--at")
     log.find_torn_tail()
     # each moment that is opened would repeat them; the page shows them as marks
@@ -142,7 +143,7 @@ def _serve(folder: Path, at: str | None, **flags: Any) -> None:
     load_kernels()
     log.write_missing_frames()
     try:
-        app = create_app(ReplayService(folder, settings, moment, log.damage_lines))
+        app = create_app(ReplayService(folder, settings, moment, log.damage_lines, selection))
     except OutsideTheLogError as error:
         raise UsageError(f"--at {error}") from None
     bound = listen(settings)
