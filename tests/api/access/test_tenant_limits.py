@@ -19,7 +19,7 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
 from tests.rigs.api import replace, samples, served
 from tests.support.http_checks import check_problem
-from tests.support.waiting import async_wait_until
+from tests.support.waiting import async_wait_for, async_wait_until
 
 PAGE = 4
 FIELDS = {"peer": ("model_name", "routing_group"), "rfc": ("model", "tenant_id")}
@@ -57,12 +57,11 @@ class Fleet:
 
     async def is_in(self, name: str, state: str, reason: str = "") -> None:
         """Wait until a worker is in a state."""
-
-        async def so() -> bool:
-            found = await self.listener(name)
-            return (found.get("state"), found.get("stale_reason")) == (state, reason)
-
-        await async_wait_until(so, 60, f"{name} to be {state} {reason}")
+        await async_wait_for(
+            lambda: self.listener(name),
+            lambda found: (found.get("state"), found.get("stale_reason")) == (state, reason),
+            *(60, f"{name} to be {state} {reason}"),
+        )
 
     async def score(self, name: str, tenant: str, hashes: list[int]) -> int:
         """Return the pages of a prompt that a worker holds, as `POST /query_by_hash` tells."""
@@ -185,11 +184,7 @@ async def test_queries_beyond_the_limit_get_a_429_and_those_of_others_do_not(fil
         for _ in range(50):  # the connection is a direct one from now on
             assert (await ask("small")).status_code == 200
         fleet.limit("[small]\nqueries_per_s = 2\n")
-
-        async def is_refused() -> bool:
-            return (await ask("small")).status_code == 429
-
-        await async_wait_until(is_refused, 60, "a refusal")
+        await async_wait_for(lambda: ask("small"), lambda answer: answer.status_code == 429, 60, "a refusal")
         answers = []
         for _ in range(20):
             answers += [await ask("small"), await ask("large")]
