@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from indexer.assembly import create_consumer
@@ -15,10 +14,12 @@ from indexer.tenants import TenantLimits
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
-from publisher import EventPublisher, PublisherSettings
+from publisher import EventPublisher
 from publisher.sinks.memory import MemorySink
 from tests.rigs.api import replace, samples, served
+from tests.rigs.publisher import make_running
 from tests.support.http_checks import check_problem
+from tests.support.log.records import words
 from tests.support.waiting import async_wait_for, async_wait_until
 
 PAGE = 4
@@ -38,17 +39,9 @@ class Fleet:
         replace(self._file, text)
 
     def worker(self, name: str, tenant: str) -> EventPublisher:
-        settings = PublisherSettings(
-            model="m",
-            worker=name,
-            tenant=tenant,
-            block_size=PAGE,
-            heartbeat_s=0.2,
-            linger_ms=1,
-            resync_min_interval_s=0.1,
-            resync_jitter_s=0.0,
+        return make_running(
+            MemorySink(self._log), worker=name, tenant=tenant, heartbeat_s=0.2, resync_min_interval_s=0.1
         )
-        return EventPublisher(settings, MemorySink(self._log))
 
     async def listener(self, name: str) -> dict[str, Any]:
         """Return the stream of a worker from `GET /workers`, or {}."""
@@ -93,8 +86,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def stored(hashes: list[int]) -> BlockStored:
-    packed = np.array(hashes, "<u8").tobytes()
-    return BlockStored(hashes, None, [], PAGE, None, StorageMedium.GPU, None, packed)
+    return BlockStored(hashes, None, [], PAGE, None, StorageMedium.GPU, None, words(hashes))
 
 
 def removed(hashes: list[int]) -> BlockRemoved:
