@@ -137,6 +137,14 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     )
 
 
+def batch_or_none(payload: bytes) -> DecodedBatch | None:
+    """Decode and check one record. Returns None for one that `decode_batch` rejects."""
+    try:
+        return decode_batch(payload)
+    except RecordRejectedError:
+        return None
+
+
 def extra_keys(payload: bytes) -> list[str]:
     """Return the namespaces that the stores of a record name: adapters and salts, see `PackedStored.extra_key`.
 

@@ -11,7 +11,7 @@ import numpy as np
 from api.decisions.window import WINDOW_S, DecisionWindow
 from api.page.worker_history import INTERVAL_S, NUM_INTERVALS, CountedRates
 from indexer.replay import PastRecords, Timeline
-from kv_events.codec import decode_batch
+from kv_events.codec import batch_or_none
 from kv_events.decisions import DecisionRecord
 from kv_events.errors import RecordRejectedError
 from kv_events.http.fleet import DecisionFunnel
@@ -83,9 +83,8 @@ def _start_after(timeline: Timeline, end: int) -> int:
 
 
 def _add(interval: dict[StreamId, tuple[int, int]], record: LogRecord) -> None:
-    try:
-        batch = decode_batch(record.payload)
-    except RecordRejectedError:
+    batch = batch_or_none(record.payload)
+    if batch is None:
         return
     stored, removed = interval.get(batch.stream, (0, 0))
     pages = batch.pages()

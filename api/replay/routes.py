@@ -13,8 +13,7 @@ from api.queries.routes import json_response
 from api.replay.markers import MarkerSearch
 from api.replay.moments import OpenMoments
 from indexer.replay import Timeline
-from kv_events.codec import decode_batch
-from kv_events.errors import RecordRejectedError
+from kv_events.codec import batch_or_none
 from kv_events.http.log import BatchOfMoment, LogOverview, MomentOfLog, StreamDiff
 from kv_events.log.moments import MOMENT_FORMS, LogMoment
 from kv_events.records import LogRecord
@@ -101,9 +100,8 @@ def _stepped(timeline: Timeline, index: int, step: Literal["next", "previous"]) 
 
 
 def _batch(index: int, record: LogRecord) -> BatchOfMoment | None:
-    try:
-        batch = decode_batch(record.payload)
-    except RecordRejectedError:
+    batch = batch_or_none(record.payload)
+    if batch is None:
         return None
     none, pages = dict.fromkeys((medium.value for medium in MEDIA), 0), batch.pages()
     return BatchOfMoment(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -81,7 +82,7 @@ class WorkerStreams(NamedTuple):
     views: list[View]
     """Of its ranks, in their order."""
     groups: list[tuple[str, View]]
-    """Group streams of these ranks, each with the name of its group."""
+    """Group streams of these ranks, each with the name of its group, by which they are sorted."""
     unheard: dict[int, Listener]
     """Ranks that have no view: refused ones, and registered ones that have sent nothing yet."""
 
@@ -96,7 +97,8 @@ def worker_streams(served: ViewSource, engines: Engines) -> Iterator[WorkerStrea
         for name, views in _by_worker(namespace).items():
             known = [view for view in views if namespaces.view(view.stream) is view]
             if known:
-                groups = list(_groups(namespace, known)) if namespace.groups else []
+                of_ranks = [namespaces.group_views(view.stream) for view in known] if namespace.groups else []
+                groups = sorted((pair for each in of_ranks for pair in each.items()), key=itemgetter(0))
                 yield WorkerStreams(namespace.key, name, known, groups, unheard.pop((namespace.key, name), {}))
     for (key, name), ranks in unheard.items():
         yield WorkerStreams(key, name, [], [], ranks)
@@ -187,15 +189,6 @@ def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
     for view in sorted(namespace.views.values(), key=lambda view: view.stream):
         by_worker.setdefault(view.stream.worker, []).append(view)
     return by_worker
-
-
-def _groups(namespace: Namespace, views: list[View]) -> Iterator[tuple[str, View]]:
-    """Yield the group streams of the worker to which the views belong, with the names of their groups."""
-    for name, group in sorted(namespace.groups.items()):
-        for view in views:
-            found = group.by_rank.get((view.stream.worker, view.stream.dp_rank))
-            if found is not None:
-                yield name, found
 
 
 def _worker(served: ViewSource, worker: WorkerStreams, record: WorkerRecord, readers: Engines) -> Worker:

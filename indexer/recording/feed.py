@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from indexer.sources.base import Source
-from kv_events.codec import decode_batch
+from kv_events.codec import batch_or_none
 from kv_events.decisions import Decision
 from kv_events.errors import RecordRejectedError
 from kv_events.log.moments import LogMoment
@@ -46,7 +46,7 @@ class Feed:
             if is_late and self.until.takes(record) and self.accepts(marked := record._replace(channel=self.channel)):
                 if self.is_recorded:
                     yield marked
-                if self.has_dead_letters and _is_rejected(record.payload):
+                if self.has_dead_letters and batch_or_none(record.payload) is None:
                     yield record._replace(channel=Channel.DEAD_LETTERS)
 
     def goal(self, ends: Mapping[int, int], *, once: bool) -> Mapping[int, int] | None:
@@ -96,11 +96,3 @@ class Selection:
         if len(self._requests) > _MAX_REQUESTS:
             self._requests.popitem(last=False)
         return True
-
-
-def _is_rejected(payload: bytes) -> bool:
-    try:
-        decode_batch(payload)
-    except RecordRejectedError:
-        return True
-    return False

@@ -9,8 +9,7 @@ import numpy as np
 from indexer.replay import frames
 from indexer.replay.replay import Replay
 from indexer.settings import IndexerSettings
-from kv_events.codec import DecodedBatch, decode_batch
-from kv_events.errors import RecordRejectedError
+from kv_events.codec import DecodedBatch, batch_or_none
 from kv_events.log.event_log import EventLogError
 from kv_events.log.format import EventLogCorruptedError, list_segments
 from kv_events.log.moments import LogExtent, LogMoment
@@ -237,7 +236,7 @@ class Timeline(TimeIndex):
             wanted = (chunk.channels == Channel.EVENTS) & chunk.before(stop) & ~chunk.before(start)
             for row in np.flatnonzero(wanted).tolist():
                 record = chunk.record(row)
-                batch = _decoded(record) if name in record.payload[:_NAME_BYTES] else None
+                batch = batch_or_none(record.payload) if name in record.payload[:_NAME_BYTES] else None
                 if batch is not None and batch.stream.worker == worker and batch.steps:
                     yield BatchAt(chunk.first_index + row, record, batch)
             if chunk.next_index >= end:
@@ -310,13 +309,6 @@ class Timeline(TimeIndex):
 
     def _note_damage(self, error: EventLogCorruptedError) -> None:
         self._damage.setdefault((error.segment, error.position), error)
-
-
-def _decoded(record: LogRecord) -> DecodedBatch | None:
-    try:
-        return decode_batch(record.payload)
-    except RecordRejectedError:
-        return None
 
 
 def _reached(chunk: RecordChunk, offsets: Mapping[int, int]) -> set[int]:

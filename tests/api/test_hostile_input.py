@@ -29,7 +29,6 @@ from kv_events.errors import InvalidValueError
 from kv_events.runtime.words import printable
 from kv_events.streams import StreamId
 from publisher import PublisherSettings
-from tests.rigs.api import asking
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
@@ -212,21 +211,20 @@ def image_of(namespaces: Namespaces) -> bytes:
     return b"".join(run_at_once(take(namespaces, {}, 0.0)).pack())
 
 
-async def test_names_with_control_characters_and_markup_are_text_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+async def test_names_with_control_characters_and_markup_are_text_everywhere(
+    client: httpx.AsyncClient, fed: HandFed, caplog: pytest.LogCaptureFixture
+) -> None:
     hostile = "\x1b[31m<script>alert(1)</script>\r\nforged: line"
     caplog.set_level(logging.INFO)
-    fed = HandFed()
-    app = create_app(LiveService(fed.consumer, ApiSettings()))
-    async with asking(app) as client:
-        await fed.feed(Stream(hostile, model=hostile, tenant=hostile).batch(stored((0, [1]))))
-        for path in ("/workers", "/fleet"):
-            answer = await client.get(path)
-            assert answer.headers["content-type"].startswith("application/json")
-            assert hostile in {each.get("instance_id", each.get("worker")) for each in workers_in(answer.json())}
-        metrics = (await client.get("/metrics")).text
-        assert not any(line.startswith("forged") for line in metrics.split("\n"))
-        unknown = await client.post("/query", json={"model_name": "x", "token_ids": [1]})
-        assert unknown.headers["content-type"] == "application/problem+json"
+    await fed.feed(Stream(hostile, model=hostile, tenant=hostile).batch(stored((0, [1]))))
+    for path in ("/workers", "/fleet"):
+        answer = await client.get(path)
+        assert answer.headers["content-type"].startswith("application/json")
+        assert hostile in {each.get("instance_id", each.get("worker")) for each in workers_in(answer.json())}
+    metrics = (await client.get("/metrics")).text
+    assert not any(line.startswith("forged") for line in metrics.split("\n"))
+    unknown = await client.post("/query", json={"model_name": "x", "token_ids": [1]})
+    assert unknown.headers["content-type"] == "application/problem+json"
     assert not any(record.getMessage() != printable(record.getMessage()) for record in caplog.records)
 
 

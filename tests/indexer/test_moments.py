@@ -41,12 +41,12 @@ def write(folder: Path, random: Random, length: int) -> list[LogRecord]:
     return records
 
 
-def from_the_beginning(folder: Path, until: LogMoment) -> Replay:
+def from_the_beginning(folder: Path, until: LogMoment, bounds: IndexerSettings = SETTINGS) -> Replay:
     found = (
         record._replace(offset=index) if until.index is not None else record
         for index, record in EventLogReader(folder).read()
     )
-    return Replay(SETTINGS).apply_all(found, until)
+    return Replay(bounds).apply_all(found, until)
 
 
 def some_moment(random: Random, records: list[LogRecord]) -> LogMoment:
@@ -166,11 +166,7 @@ def test_workers_are_dropped_as_in_a_replay_from_the_beginning(seed: int) -> Non
             LogMoment(time_s=1000 + random.randrange(100)),
             LogMoment(),
         ):
-            found = (
-                record._replace(offset=index) if moment.index is not None else record
-                for index, record in EventLogReader(Path(name)).read()
-            )
-            assert facts(timeline.at(moment)) == facts(Replay(bounds).apply_all(found, moment)), moment
+            assert facts(timeline.at(moment)) == facts(from_the_beginning(Path(name), moment, bounds)), moment
 
 
 @pytest.mark.parametrize("frame_cost", [None, 10_000])
@@ -211,10 +207,8 @@ def num_plain(timeline: Timeline) -> int:
 
 def test_a_live_view_agreed_with_its_publisher_at_its_newest_batch(tmp_path: Path) -> None:
     stream = Stream("w")
-    with EventLogWriter(tmp_path) as writer:
-        for i in range(20):
-            writer.append(stream.batch(stored((0, [i + 1])), now=1000.5 + i))
-        writer.append(stream.batch(stored((0, [30])), digest=bytes(64), now=1020.5))
+    records = [stream.batch(stored((0, [i + 1])), now=1000.5 + i) for i in range(20)]
+    write_log(tmp_path, [*records, stream.batch(stored((0, [30])), digest=bytes(64), now=1020.5)])
     timeline = Timeline(tmp_path, SETTINGS)
     assert num_plain(timeline) == 21
     moving = timeline.at(LogMoment(index=5))

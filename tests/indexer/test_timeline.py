@@ -231,11 +231,9 @@ def test_a_worker_that_is_silent_for_long_is_dropped_as_in_a_service(tmp_path: P
 def test_an_older_epoch_takes_the_place_of_an_expired_worker(tmp_path: Path) -> None:
     expired, older, heard = Stream("w"), Stream("w"), Stream("heard")
     expired.epoch, older.epoch = 5, 3
-    with EventLogWriter(tmp_path) as writer:
-        writer.append(expired.batch(stored((0, [1, 2])), now=1000))
-        for second in range(60):
-            writer.append(heard.batch(now=1001 + second))
-        writer.append(older.batch(stored((0, [3])), now=1061))
+    heartbeats = (heard.batch(now=1001 + second) for second in range(60))
+    first, last = expired.batch(stored((0, [1, 2])), now=1000), older.batch(stored((0, [3])), now=1061)
+    write_log(tmp_path, [first, *heartbeats, last])
     timeline = Timeline(tmp_path, SETTINGS)
     assert [num_pages(timeline, LogMoment(index=index)) for index in (1, 61, 62)] == [2, 2, 1]
 
@@ -263,12 +261,9 @@ def test_a_timeline_sees_what_is_appended_after_a_refresh(log: Path) -> None:
 
 
 def test_changes_are_the_batches_of_one_worker_between_two_moments(log: Path) -> None:
-    with EventLogWriter(log) as writer:
-        stream = Stream("w-1")
-        writer.append(LogRecord(0, 0, 1_060_000, b"router", b"w-1", Channel.DECISIONS))
-        writer.append(LogRecord(0, 0, 1_060_000, b"broken", b"w-1"))
-        writer.append(stream.batch(now=1060))
-        writer.append(stream.batch(removed([2]), now=1061))
+    stream, decision = Stream("w-1"), LogRecord(0, 0, 1_060_000, b"router", b"w-1", Channel.DECISIONS)
+    broken = decision._replace(key=b"broken", channel=Channel.EVENTS)
+    write_log(log, [decision, broken, stream.batch(now=1060), stream.batch(removed([2]), now=1061)])
     timeline = Timeline(log, SETTINGS)
     found = list(timeline.changes("w-1", LogMoment(index=10), LogMoment(time_s=1019)))
     assert [each.record_index for each in found] == list(range(11, 20, 2))

@@ -15,6 +15,7 @@ from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from tests.rigs.views import Views, held
 from tests.support.effort import num_examples
 from tests.support.log.records import Stream, removed, stored
+from tests.support.log.view_facts import held_pages
 
 AT_5 = Position(epoch=10, next_seq=5)
 AFTER_A_GAP = Position(epoch=10, next_seq=900, first_missing=5)
@@ -287,8 +288,6 @@ def test_a_large_event_is_applied_in_slices_and_right(views: Views) -> None:
     assert sum(1 for _ in views.applier.apply(record, 0.0)) == 5
     view = views.view(stream)
     assert (view.state, view.num_pages[0]) == (ViewState.LIVE, 9800)
-    parents = {
-        int(h): int(p) for part in view.index.stream_pages(0) for h, p in zip(part.hashes, part.parents, strict=True)
-    }
+    parents = {page: parent for page, (parent, _) in held_pages(view).items()}
     assert (parents[1], parents[9000], parents[20_001], parents[20_002]) == (0, 8999, 0, 20_001)
     assert np.count_nonzero(list(parents.values())) == 9798

@@ -70,16 +70,17 @@ def embedding(
     log: MemoryLog,
     bridge: BridgeSettings | None = None,
     selection: SelectionSettings | None = None,
+    api: ApiSettings | None = None,
     **settings: Any,
 ) -> Application:
-    """Return an application that reads engines itself. log: that the consumer reads."""
+    """Return an application that reads engines itself. log: that the consumer reads. settings: of registrations."""
     registrations = Registrations(consumer, log, RegistrationSettings(**settings), bridge or BridgeSettings(), None)
-    return create_app(LiveService(consumer, ApiSettings(), registrations, selection=selection))
+    return create_app(LiveService(consumer, api or ApiSettings(), registrations, selection=selection))
 
 
 @asynccontextmanager
 async def embedded(indexer: IndexerSettings | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """Run such an application, and yield a client of it. settings: of registrations."""
+    """Run such an application, and yield a client of it. settings: as for `embedding`."""
     log = MemoryLog()
     consumer = create_consumer(indexer or IndexerSettings(max_pages=2**16), log)
     async with asking(embedding(consumer, log, **settings)) as client:

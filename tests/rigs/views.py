@@ -8,6 +8,7 @@ from indexer.namespaces import Namespaces
 from indexer.resync import ResyncPlanner
 from indexer.settings import IndexerSettings
 from indexer.slices import run_at_once
+from indexer.tenants import TenantGate
 from indexer.views import View, ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
@@ -17,11 +18,15 @@ from tests.support.log.records import Stream
 class Views:
     """Views of any streams. No worker is silent for the applier unless `follows_silence`."""
 
-    def __init__(self, now: float = 0.0, *, follows_silence: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, now: float = 0.0, *, follows_silence: bool = False, tenants: TenantGate | None = None, **settings: Any
+    ) -> None:
+        """tenants: as for `Applier`."""
         self.now = now
         self.settings = IndexerSettings.ignoring_environment(**({"max_pages": 10_000} | settings))
         self.freshness = Freshness(self.settings.worker_ttl_s, now)
-        self.applier = Applier(Namespaces(self.settings), DeadLetters(), self.freshness if follows_silence else None)
+        freshness = self.freshness if follows_silence else None
+        self.applier = Applier(Namespaces(self.settings), DeadLetters(), freshness, tenants)
         self._planner = ResyncPlanner(self.settings, self.freshness, seed=1)
 
     def read(self, *records: LogRecord, at: float | None = None, tick: float | None = None) -> None:

@@ -4,7 +4,9 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
 def wait_until(condition: Callable[[], Any], deadline_s: float = 30.0, what: str = "") -> None:
@@ -32,6 +34,21 @@ async def async_wait_until(
         if time.monotonic() > start + deadline_s:
             raise AssertionError(_complaint(condition, deadline_s, what))
         await asyncio.sleep(_pause_s(start, began))
+
+
+async def async_wait_for(
+    ask: Callable[[], Awaitable[_T]], is_right: Callable[[_T], bool], deadline_s: float = 30.0, what: str = ""
+) -> _T:
+    """Ask again and again until the answer is right, and return it. Raises as `wait_until` does."""
+    answer: _T
+
+    async def has_come() -> bool:
+        nonlocal answer
+        answer = await ask()
+        return is_right(answer)
+
+    await async_wait_until(has_come, deadline_s, what)
+    return answer
 
 
 def _pause_s(start: float, began: float) -> float:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from indexer.assembly import create_consumer
@@ -15,11 +14,13 @@ from indexer.tenants import TenantLimits
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
-from publisher import EventPublisher, PublisherSettings
+from publisher import EventPublisher
 from publisher.sinks.memory import MemorySink
 from tests.rigs.api import replace, samples, served
+from tests.rigs.publisher import make_running
 from tests.support.http_checks import check_problem
-from tests.support.waiting import async_wait_until
+from tests.support.log.records import words
+from tests.support.waiting import async_wait_for, async_wait_until
 
 PAGE = 4
 FIELDS = {"peer": ("model_name", "routing_group"), "rfc": ("model", "tenant_id")}
@@ -38,17 +39,9 @@ class Fleet:
         replace(self._file, text)
 
     def worker(self, name: str, tenant: str) -> EventPublisher:
-        settings = PublisherSettings(
-            model="m",
-            worker=name,
-            tenant=tenant,
-            block_size=PAGE,
-            heartbeat_s=0.2,
-            linger_ms=1,
-            resync_min_interval_s=0.1,
-            resync_jitter_s=0.0,
+        return make_running(
+            MemorySink(self._log), worker=name, tenant=tenant, heartbeat_s=0.2, resync_min_interval_s=0.1
         )
-        return EventPublisher(settings, MemorySink(self._log))
 
     async def listener(self, name: str) -> dict[str, Any]:
         """Return the stream of a worker from `GET /workers`, or {}."""
@@ -57,12 +50,11 @@ class Fleet:
 
     async def is_in(self, name: str, state: str, reason: str = "") -> None:
         """Wait until a worker is in a state."""
-
-        async def so() -> bool:
-            found = await self.listener(name)
-            return (found.get("state"), found.get("stale_reason")) == (state, reason)
-
-        await async_wait_until(so, 60, f"{name} to be {state} {reason}")
+        await async_wait_for(
+            lambda: self.listener(name),
+            lambda found: (found.get("state"), found.get("stale_reason")) == (state, reason),
+            *(60, f"{name} to be {state} {reason}"),
+        )
 
     async def score(self, name: str, tenant: str, hashes: list[int]) -> int:
         """Return the pages of a prompt that a worker holds, as `POST /query_by_hash` tells."""
@@ -94,8 +86,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def stored(hashes: list[int]) -> BlockStored:
-    packed = np.array(hashes, "<u8").tobytes()
-    return BlockStored(hashes, None, [], PAGE, None, StorageMedium.GPU, None, packed)
+    return BlockStored(hashes, None, [], PAGE, None, StorageMedium.GPU, None, words(hashes))
 
 
 def removed(hashes: list[int]) -> BlockRemoved:
@@ -185,11 +176,7 @@ async def test_queries_beyond_the_limit_get_a_429_and_those_of_others_do_not(fil
         for _ in range(50):  # the connection is a direct one from now on
             assert (await ask("small")).status_code == 200
         fleet.limit("[small]\nqueries_per_s = 2\n")
-
-        async def is_refused() -> bool:
-            return (await ask("small")).status_code == 429
-
-        await async_wait_until(is_refused, 60, "a refusal")
+        await async_wait_for(lambda: ask("small"), lambda answer: answer.status_code == 429, 60, "a refusal")
         answers = []
         for _ in range(20):
             answers += [await ask("small"), await ask("large")]

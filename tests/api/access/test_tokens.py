@@ -22,7 +22,7 @@ from tests.rigs.api import replace, served_worker
 from tests.support.commands import RunningCommand
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
-from tests.support.waiting import async_wait_until
+from tests.support.waiting import async_wait_for, async_wait_until
 
 TOKENS = list(range(1, 17))
 QUERY = {"model_name": "m", "token_ids": TOKENS}
@@ -233,11 +233,8 @@ async def test_a_token_has_a_limit_on_either_path(file: Path) -> None:
         assert set(statuses) <= {200, 429}
         assert 5 <= statuses.count(200) <= 5 + 5 * seconds + 1
         assert statuses[:5] == [200] * 5
-
-        async def is_permitted() -> bool:
-            return (await client.post("/query", json=QUERY, headers=as_("limited"))).is_success
-
-        await async_wait_until(is_permitted, 60, "room for a request")
+        ask = partial(client.post, "/query", json=QUERY, headers=as_("limited"))
+        await async_wait_for(ask, lambda answer: answer.is_success, 60, "room for a request")
 
 
 async def test_each_query_of_a_batch_counts(file: Path) -> None:

@@ -20,7 +20,7 @@ from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.service_process import ServiceProcess
-from tests.support.waiting import async_wait_until
+from tests.support.waiting import async_wait_for, async_wait_until
 
 TOKENS = list(range(1, 17))
 QUERY = {"model_name": "m", "token_ids": TOKENS}
@@ -152,11 +152,7 @@ async def test_a_renewed_certificate_is_served_to_new_connections(
         await async_wait_until(lambda: "the certificates stay as they are" in caplog.text, 60)
         assert await serial(client) == first
         assert certificates.issue("service") == issued
-
-        async def is_renewed() -> bool:
-            return await serial(client) != first
-
-        await async_wait_until(is_renewed, 60, "the new certificate")
+        await async_wait_for(lambda: serial(client), lambda found: found != first, 60, "the new certificate")
         assert (await client.get("/health")).is_success
 
 

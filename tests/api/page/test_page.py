@@ -24,7 +24,7 @@ from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, removed, stored
 from tests.support.servers.scripted_server import HANG_UP, Reply, scripted
-from tests.support.waiting import async_wait_until
+from tests.support.waiting import async_wait_for, async_wait_until
 
 START = 1_700_000_000.0
 TOKENS = list(range(1, 17))
@@ -78,11 +78,9 @@ async def test_a_worker_has_what_is_booked_on_it_until_it_is_released(client: ht
     (worker,) = (await fleet_of(client)).workers
     assert worker.booked == {"requests": 1, "prefill_tokens": 8, "decode_pages": 4}
     (await client.delete("/reservations/r1")).raise_for_status()
-
-    async def is_free() -> bool:
-        return (await fleet_of(client)).workers[0].booked == {}
-
-    await async_wait_until(is_free, what="the release on the page")  # answers are kept for a moment
+    await async_wait_for(  # answers are kept for a moment
+        lambda: fleet_of(client), lambda fleet: fleet.workers[0].booked == {}, what="the release on the page"
+    )
 
 
 async def test_live_workers_are_counted_with_the_age_of_their_digests(client: httpx.AsyncClient, fed: HandFed) -> None:
@@ -108,12 +106,9 @@ async def test_a_worker_that_lost_batches_comes_first_and_is_named(client: httpx
     view = fed.consumer.namespaces.view(broken.id)
     assert view is not None
     await async_wait_until(lambda: fed.consumer.resyncs.is_requested(view))
-
-    async def is_shown() -> bool:
-        return "resync asked for" in sentence(await fleet_of(client))
-
-    await async_wait_until(is_shown, what="the resync in the verdict")
-    fleet = await fleet_of(client)
+    fleet = await async_wait_for(
+        lambda: fleet_of(client), lambda fleet: "resync asked for" in sentence(fleet), what="the resync in the verdict"
+    )
     assert fleet.level == "trouble"
     assert sentence(fleet) == (
         "b stale since TIME: 2 batches lost, resync asked for. Answers still use 3 of its pages. "

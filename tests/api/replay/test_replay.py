@@ -24,7 +24,7 @@ from tests.support.log.faulty_run import faulty_run
 from tests.support.log.late_log import write_log
 from tests.support.log.plain_log import tear
 from tests.support.log.records import Stream, removed, stored
-from tests.support.waiting import async_wait_until
+from tests.support.waiting import async_wait_for
 
 
 def decided(number: int, at: float) -> LogRecord:
@@ -132,11 +132,7 @@ async def test_a_log_that_grows_is_followed(tmp_path: Path) -> None:
             stream.restart()
             writer.append(stream.batch(stored((0, [2])), now=1001))
             writer.flush()
-
-            async def has_grown() -> bool:
-                return bool((await client.get("/span")).json()["next_index"] == 2)
-
-            await async_wait_until(has_grown, 30)
+            await async_wait_for(lambda: client.get("/span"), lambda answer: answer.json()["next_index"] == 2)
             span = await searched_span(client)
             assert [mark["kind"] for mark in span["marks"]] == ["restart"]
             assert (await client.get("/moment")).json()["index"] == 2

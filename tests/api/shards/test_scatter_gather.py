@@ -30,6 +30,7 @@ from kv_events.http.parsed_query import ParsedQuery
 from kv_events.log.memory import MemoryLog
 from kv_events.records import LogRecord
 from tests.support.log.records import Stream, stored
+from tests.support.log.view_facts import held_pages
 
 SETTINGS = IndexerSettings(max_pages=2**12)
 NOW = 1000.0
@@ -206,13 +207,8 @@ def test_a_snapshot_of_a_partition_restores_its_views_and_no_others(
 
 
 def facts(view: Any) -> tuple[object, ...]:
-    pages = {
-        (int(h), int(p), int(t))
-        for held in view.index.stream_pages(view.number)
-        for h, p, t in zip(held.hashes, held.parents, held.tiers, strict=True)
-    }
-    digest = digest_bytes(view.index.digest(view.number))
-    return view.stream, view.epoch, view.next_seq, view.state, view.stale_reason, digest, frozenset(pages)
+    pages, digest = frozenset(held_pages(view).items()), digest_bytes(view.index.digest(view.number))
+    return view.stream, view.epoch, view.next_seq, view.state, view.stale_reason, digest, pages
 
 
 NOW_MS = 1_800_000_000_000

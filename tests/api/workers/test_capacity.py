@@ -8,14 +8,10 @@ import pytest
 from api.app import create_app
 from api.service import LiveService
 from api.settings import ApiSettings, RegistrationSettings
-from api.workers.registrations import Registrations
 from api.workers.reports import metrics_of
-from bridge import BridgeSettings, EngineSettings
-from indexer.assembly import create_consumer
-from indexer.settings import IndexerSettings
+from bridge import EngineSettings
 from indexer.slices import run_at_once
-from kv_events.log.memory import MemoryLog
-from tests.rigs.api import asking, samples
+from tests.rigs.api import asking, embedded, samples
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import check_problem
@@ -122,30 +118,27 @@ async def test_copies_count_and_removed_pages_tell_how_long_a_page_stays(fed: Ha
         assert kept["two"] is None
 
 
-async def test_half_of_the_removed_pages_stayed_no_longer_than_the_median(fed: HandFed) -> None:
-    service, one = LiveService(fed.consumer, ApiSettings()), Stream("one")
+async def test_half_of_the_removed_pages_stayed_no_longer_than_the_median(
+    client: httpx.AsyncClient, fed: HandFed
+) -> None:
+    one = Stream("one")
     before, long, short = (list(range(first, first + 256 * 100, 256)) for first in (256, 256 * 1000, 256 * 2000))
-    async with asking(create_app(service)) as client:
-        await fed.feed(one.batch(now=1000))
-        assert (await worker(client))["lifetime_p50_s"] is None  # pages are followed from now on
-        one.held = {(page, 0) for page in before}
-        await fed.feed(one.resync(now=1000), one.batch(stored_record((0, long)), now=1000))
-        await fed.feed(one.batch(stored_record((0, short)), now=1100))
-        await fed.feed(one.batch(removed_record([*before, *short, *long[:10]]), now=1103))
+    await fed.feed(one.batch(now=1000))
+    assert (await worker(client))["lifetime_p50_s"] is None  # pages are followed from now on
+    one.held = {(page, 0) for page in before}
+    await fed.feed(one.resync(now=1000), one.batch(stored_record((0, long)), now=1000))
+    await fed.feed(one.batch(stored_record((0, short)), now=1100))
+    await fed.feed(one.batch(removed_record([*before, *short, *long[:10]]), now=1103))
 
-        async def is_shown() -> bool:
-            found = (await worker(client))["lifetime_p50_s"]
-            return found is not None and abs(found - 3) < 0.1  # of those before the resync, nobody knows the age
+    async def is_shown() -> bool:
+        found = (await worker(client))["lifetime_p50_s"]
+        return found is not None and abs(found - 3) < 0.1  # of those before the resync, nobody knows the age
 
-        await async_wait_until(is_shown, 60, "the median")
+    await async_wait_until(is_shown, 60, "the median")
 
 
 async def test_metrics_can_do_without_names_of_workers() -> None:
-    log = MemoryLog()
-    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
-    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None)
-    app = create_app(LiveService(consumer, ApiSettings(metrics_max_workers=0), registrations))
-    async with asking(app) as client:
+    async with embedded(api=ApiSettings(metrics_max_workers=0)) as client:
         for number in range(3):
             body: dict[str, Any] = {"instance_id": f"engine-{number}", "endpoint": f"tcp://127.0.0.1:{number + 1}"}
             body |= {"model_name": "m", "block_size": 4, "capacity": {"gpu": 10}}

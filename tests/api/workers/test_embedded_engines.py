@@ -13,7 +13,7 @@ from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
 from tests.support.servers.embedded_service import TOKENS, Service, reading, service
 from tests.support.servers.service_process import ServiceProcess
-from tests.support.waiting import async_wait_until
+from tests.support.waiting import async_wait_for, async_wait_until
 
 
 async def test_a_registered_engine_is_in_the_answers_until_it_is_unregistered() -> None:
@@ -76,27 +76,18 @@ async def test_an_engine_that_is_not_there_is_pending_and_one_that_went_has_fail
         assert (await served.listener())["status"] == "pending"
         await served.client.post("/unregister", json=body)
         await served.register(engine)
-
-        async def has_status(status: str) -> bool:
-            return bool((await served.listener())["status"] == status)
-
-        await async_wait_until(lambda: has_status("active"), what="connected")
+        await async_wait_for(served.listener, lambda found: found["status"] == "active", what="connected")
         await asyncio.to_thread(engine.stop)
-        await async_wait_until(lambda: has_status("failed"), what="seen to be away")
+        await async_wait_for(served.listener, lambda found: found["status"] == "failed", what="seen to be away")
 
 
-async def listener(served: Service, rank: int = 0) -> dict[str, Any]:
-    """The stream of a rank, or nothing."""
-    (worker,) = (await served.client.get("/workers")).json()
-    return worker["listeners"].get(str(rank), {})  # type: ignore[no-any-return]
-
-
-async def shows(served: Service, state: str, reason: str, rank: int = 0) -> None:
-    async def so() -> bool:
-        found = await listener(served, rank)
-        return (found.get("state"), found.get("stale_reason")) == (state, reason)
-
-    await async_wait_until(so, 60, f"{state}: {reason}")
+async def shows(served: Service, state: str, reason: str, rank: int = 0) -> dict[str, Any]:
+    """Wait until the stream of a rank is in a state, and return it."""
+    return await async_wait_for(
+        lambda: served.listener(rank),
+        lambda found: (found.get("state"), found.get("stale_reason")) == (state, reason),
+        *(60, f"{state}: {reason}"),
+    )
 
 
 async def instance(served: Service) -> dict[str, Any]:
@@ -111,47 +102,34 @@ async def test_lost_batches_without_a_replay_socket_make_the_worker_stale() -> N
         engine.send(payload(stored([3], TOKENS[8:12], parent=2)), "lost")
         engine.send(payload(stored([1, 2], TOKENS[:8])))
         await shows(served, "stale", "batches lost: 1")
-
-        async def is_stale_in_answers() -> bool:
-            found = await instance(served)
-            return (found.get("gpu"), found.get("state")) == (8, "stale")
-
-        await async_wait_until(is_stale_in_answers)
+        await async_wait_for(
+            lambda: instance(served), lambda found: (found.get("gpu"), found.get("state")) == (8, "stale")
+        )
         assert [(await samples(served.client))["kvsight_workers", state] for state in ("stale", "live")] == [1, 0]
-        assert (await listener(served))["counters"]["resyncs"] == 1  # the initial one; more would not help
+        assert (await served.listener())["counters"]["resyncs"] == 1  # the initial one; more would not help
 
 
 async def test_a_dead_engine_is_stale_in_answers_with_growing_age_and_a_reason() -> None:
     async with reading(with_replay=True) as (served, engine):
         engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
-
-        async def is_live() -> bool:
-            return (await instance(served)).get("state") == "live"
-
-        await async_wait_until(is_live)
+        await async_wait_for(lambda: instance(served), lambda found: found.get("state") == "live")
         await asyncio.to_thread(engine.stop)
         await shows(served, "stale", "engine not heard")
         first = await instance(served)
         assert (first["state"], first["gpu"]) == ("stale", 16)
-        found = await listener(served)
+        found = await served.listener()
         assert (found["status"], found["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
-
-        async def is_heartbeat_in() -> bool:
-            return bool((await listener(served))["seq"] >= found["seq"] + 2)
-
-        await async_wait_until(is_heartbeat_in)
+        await async_wait_for(served.listener, lambda later: later["seq"] >= found["seq"] + 2)
         assert (await instance(served))["age_ms"] >= first["age_ms"] + 2000  # no heartbeat refreshed it
 
 
 async def test_a_rank_that_only_batches_name_has_its_engines_link() -> None:
     async with reading(ZmqEngine(replay=False)) as (served, engine):
         engine.send(payload(stored([1, 2], TOKENS[:8]), rank=3))
-        await shows(served, "live", "", rank=3)
-        found = await listener(served, 3)
+        found = await shows(served, "live", "", rank=3)
         assert (found["status"], found["endpoint"]) == ("active", engine.endpoint)
         await asyncio.to_thread(engine.stop)
-        await shows(served, "stale", "engine not heard", rank=3)
-        found = await listener(served, 3)
+        found = await shows(served, "stale", "engine not heard", rank=3)
         assert (found["status"], found["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
 
 
@@ -163,7 +141,7 @@ async def test_a_replay_socket_that_refuses_is_a_warning_until_it_answers(monkey
         async with service() as served:
 
             async def shown(num_pages: int) -> str | None:
-                found = await listener(served)
+                found = await served.listener()
                 assert (found["status"], found["failure"]) == ("active", None)
                 return found["warning"] if sum(found["pages"].values()) == num_pages else "other pages"
 

@@ -7,9 +7,7 @@ import httpx
 import msgspec
 import pytest
 
-from api.app import create_app
-from api.service import LiveService
-from api.settings import ApiSettings, RegistrationSettings
+from api.settings import RegistrationSettings
 from api.workers.registrations import Registrations
 from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
@@ -17,9 +15,8 @@ from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import CLOSED
-from tests.rigs.api import asking, embedded
+from tests.rigs.api import embedded
 from tests.support.http_checks import check_problem
-from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.waiting import async_wait_until
@@ -292,10 +289,9 @@ async def test_an_http_port_is_refused_at_once(client: httpx.AsyncClient) -> Non
     assert (await client.get("/workers")).json() == []
 
 
-async def test_an_expired_worker_of_a_log_is_forgotten_and_one_that_is_heard_is_not() -> None:
-    fed, body = HandFed(), {"instance_id": "a", "model_name": "m"}
-    async with asking(create_app(LiveService(fed.consumer, ApiSettings()))) as client:
-        stream = Stream("a")
+async def test_an_expired_worker_of_a_log_is_forgotten_and_one_that_is_heard_is_not(serving: Any) -> None:
+    body, stream = {"instance_id": "a", "model_name": "m"}, Stream("a")
+    async with serving() as (client, fed):
         await fed.feed(stream.batch(stored((0, [1, 2]))))
         check_problem(await client.post("/unregister", json=body), 404)
         await fed.feed(stream.batch(degraded_reason=CLOSED))

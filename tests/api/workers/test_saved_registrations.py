@@ -17,7 +17,7 @@ from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import check_problem
 from tests.support.servers.embedded_service import TOKENS, service
 from tests.support.servers.redis_server import RedisServer
-from tests.support.waiting import async_wait_until
+from tests.support.waiting import async_wait_for, async_wait_until
 
 
 @pytest.fixture(params=["folder", "redis"])
@@ -75,11 +75,7 @@ async def test_registrations_that_do_not_read_back_stop_nothing(tmp_path: Path) 
     )
     (tmp_path / "registrations.json").write_bytes(kept)
     async with service(snapshot_dir=tmp_path) as served:
-
-        async def names() -> bool:
-            return [each["instance_id"] for each in (await served.client.get("/workers")).json()] == ["b"]
-
-        await async_wait_until(names, what="the sound one is read")
+        await async_wait_for(served.workers, lambda found: found == [("b", "m")], what="the sound one is read")
 
 
 async def test_a_rank_that_only_batches_named_does_not_outlive_its_engine(kept: dict[str, Any]) -> None:
@@ -90,11 +86,7 @@ async def test_a_rank_that_only_batches_named_does_not_outlive_its_engine(kept: 
             await served.holds(16)
         await asyncio.to_thread(engine.stop)
         async with service(**kept) as served:
-
-            async def is_back() -> bool:
-                return bool((await served.client.get("/workers")).json())
-
-            await async_wait_until(is_back, what="registered again")
+            await async_wait_for(served.workers, bool, what="registered again")
             assert await served.gpu(TOKENS) == 0
             (worker,) = (await served.client.get("/workers")).json()
             assert list(worker["listeners"]) == ["0"]
@@ -122,12 +114,10 @@ async def test_an_engine_that_is_not_there_keeps_a_service_from_being_ready_only
         body = {"instance_id": 1, "endpoint": "tcp://127.0.0.1:1", "model_name": "m", "block_size": 4}
         assert (await served.client.post("/register", json=body)).status_code == 201
     async with service(snapshot_dir=tmp_path) as served:
-
-        async def reason_shown() -> bool:
-            answer = await served.client.get("/ready")
-            return answer.status_code == 503 and "1 registered engines" in answer.json()["detail"]
-
-        await async_wait_until(reason_shown, what="not ready")
+        ready = await async_wait_for(
+            lambda: served.client.get("/ready"), lambda answer: "1 registered engines" in answer.text, what="not ready"
+        )
+        check_problem(ready, 503)
         await async_wait_until(served.is_ready, what="ready all the same")
     assert "default/m/1/0 is registered, but could not be read" in caplog.text
 
@@ -200,7 +190,7 @@ async def test_two_services_in_one_place_do_not_overwrite_each_other(
             assert "kvsight_registration_save_failures_total 0.0" not in (await second.client.get("/metrics")).text
         async with service(**kept) as served:
             await async_wait_until(served.is_ready, what="ready")
-            assert [each["instance_id"] for each in (await served.client.get("/workers")).json()] == ["1"]
+            assert await served.workers() == [("1", "m")]
 
 
 async def test_what_cannot_be_registered_together_is_not_read_back_together(
@@ -213,11 +203,6 @@ async def test_what_cannot_be_registered_together_is_not_read_back_together(
     ]
     (tmp_path / "registrations.json").write_bytes(msgspec.json.encode({"engines": entries}))
     async with service(snapshot_dir=tmp_path, max_namespaces=1) as served:
-
-        async def names() -> bool:
-            found = [(each["instance_id"], each["model_name"]) for each in (await served.client.get("/workers")).json()]
-            return found == [("a", "m")]
-
-        await async_wait_until(names, what="the first is read")
+        await async_wait_for(served.workers, lambda found: found == [("a", "m")], what="the first is read")
     assert "default/other/a/0 is dropped: instance a is already registered for model=m" in caplog.text
     assert "default/third/b/0 is dropped: index full: at most 1 namespaces (KVSIGHT_MAX_NAMESPACES)" in caplog.text

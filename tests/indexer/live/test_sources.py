@@ -22,7 +22,7 @@ from kv_events.log.memory import MemoryLog
 from kv_events.records import LogRecord
 from tests.support.log.records import Stream
 from tests.support.servers.kafka_broker import administration
-from tests.support.waiting import async_wait_until
+from tests.support.waiting import async_wait_for, async_wait_until
 
 Append = Callable[[LogRecord], Awaitable[None]]
 
@@ -174,9 +174,5 @@ async def test_a_topic_that_appears_later_is_read_from_its_beginning(kafka_boots
     async with started(KafkaSource(kafka_settings(kafka_bootstrap, topic))) as source:
         async with AIOKafkaProducer(bootstrap_servers=kafka_bootstrap) as producer:
             await producer.send_and_wait(topic, b"first")
-
-        async def seen() -> bool:
-            return sum((await source.ends()).values()) == 1
-
-        await async_wait_until(seen, deadline_s=60, what="the topic")
+        await async_wait_for(source.ends, lambda ends: sum(ends.values()) == 1, 60, "the topic")
         assert [r.payload for r in await read(source, 1)] == [b"first"]

@@ -6,18 +6,14 @@ from tempfile import TemporaryDirectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.applier import Applier, DeadLetters
-from indexer.namespaces import Namespaces
-from indexer.settings import IndexerSettings
-from indexer.slices import run_at_once
 from indexer.tenants import TenantGate, TenantLimits
-from indexer.views import View, ViewState
+from indexer.views import ViewState
 from kv_events.digest import digest_bytes
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, WireEvent
+from tests.rigs.views import Views, held
 from tests.support.log.records import Stream, removed, stored
 
-SETTINGS = IndexerSettings.ignoring_environment(max_pages=1000)
 MOST_PAGES, MOST_STREAMS = 12, 2
 
 Step = tuple[str, str, str, list[int]]
@@ -58,23 +54,14 @@ def records(steps: list[Step]) -> tuple[list[LogRecord], dict[tuple[str, str], S
     return sent, streams
 
 
-def apply(applier: Applier, sent: list[LogRecord]) -> None:
-    for record in sent:
-        run_at_once(applier.apply(record, record.timestamp_ms / 1000))
-
-
-def pages_of(view: View) -> set[int]:
-    return {page for part in view.index.stream_pages(view.number) for page in part.hashes.tolist()}
-
-
-def facts(applier: Applier, tenant: str) -> dict[str, object]:
+def facts(views: Views, tenant: str) -> dict[str, object]:
     """Everything that tells the views of a tenant apart."""
     return {
         view.stream.key: (
             *(view.state, view.stale_reason, view.position, view.counters),
-            *(sorted(pages_of(view)), digest_bytes(view.index.digest(view.number))),
+            *(held(view), digest_bytes(view.index.digest(view.number))),
         )
-        for view in applier.namespaces.views
+        for view in views.applier.namespaces.views
         if view.stream.tenant == tenant
     }
 
@@ -86,30 +73,28 @@ def test_limits_never_disturb_other_tenants_and_refused_views_never_lie(steps: l
         file = Path(folder) / "limits.toml"
         file.write_text(f"[limited]\npages = {MOST_PAGES}\nworker_streams = {MOST_STREAMS}\n")
         limits = TenantLimits(file)
-    bounded = Applier(Namespaces(SETTINGS), DeadLetters(), tenants=TenantGate(limits))
-    unbounded = Applier(Namespaces(SETTINGS), DeadLetters())
+    bounded, unbounded = Views(max_pages=1000, tenants=TenantGate(limits)), Views(max_pages=1000)
+    namespaces = bounded.applier.namespaces
     for record in sent:
-        apply(bounded, [record])
-        assert bounded.namespaces.num_pages("limited") <= MOST_PAGES
-        assert bounded.namespaces.num_streams("limited") <= MOST_STREAMS
-    apply(unbounded, sent)
+        bounded.read(record)
+        assert namespaces.num_pages("limited") <= MOST_PAGES
+        assert namespaces.num_streams("limited") <= MOST_STREAMS
+    unbounded.read(*sent)
     assert facts(bounded, "free") == facts(unbounded, "free")
-    assert not bounded.dead_letters.counts
+    assert not bounded.applier.dead_letters.counts
     for (tenant, _), stream in streams.items():
-        view, truth = bounded.namespaces.view(stream.id), {page for page, _ in stream.held}
+        view = namespaces.view(stream.id)
         if view is None:
             continue
         if view.state is ViewState.LIVE and stream.seq == view.next_seq:
-            assert pages_of(view) == truth
+            assert held(view) == stream.held
         if tenant == "limited" and view.refused_now and view.stale_reason not in ("gap", "restart"):
-            assert pages_of(view) <= truth
+            assert held(view) <= stream.held
     limits.use("[limited]\npages = 1000\n")
-    apply(bounded, [stream.resync(now=1000) for stream in streams.values()])
+    bounded.read(*(stream.resync(now=1000) for stream in streams.values()))
     for stream in streams.values():
-        view = bounded.namespaces.view(stream.id)
-        assert view is not None
-        assert view.state is ViewState.LIVE
-        assert pages_of(view) == {page for page, _ in stream.held}
-    assert not bounded.namespaces.refused
-    for namespace in bounded.namespaces:
+        view = bounded.view(stream)
+        assert (view.state, held(view)) == (ViewState.LIVE, stream.held)
+    assert not namespaces.refused
+    for namespace in namespaces:
         namespace.index.check()

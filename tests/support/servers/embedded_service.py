@@ -50,9 +50,14 @@ class Service:
     async def is_ready(self) -> bool:
         return (await self.client.get("/ready")).is_success
 
+    async def workers(self) -> list[tuple[str, str]]:
+        """Return the name and the model of each worker."""
+        return [(each["instance_id"], each["model_name"]) for each in (await self.client.get("/workers")).json()]
+
     async def listener(self, rank: int = 0) -> dict[str, Any]:
+        """Return the stream of a rank of the only worker, or {} if there is none."""
         (worker,) = (await self.client.get("/workers")).json()
-        return worker["listeners"][str(rank)]  # type: ignore[no-any-return]
+        return worker["listeners"].get(str(rank), {})  # type: ignore[no-any-return]
 
 
 @asynccontextmanager
