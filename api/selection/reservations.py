@@ -61,8 +61,6 @@ class Reservations:
         self._exchange = exchange
         self.book = exchange.book
         self._rosters = rosters
-        self._put = exchange.put
-        self._replica = exchange.replica
         self._is_ready = is_ready
         self._max_body_bytes = max_body_bytes
         self._pending_pages = 0
@@ -107,7 +105,7 @@ class Reservations:
                 self.book.apply(record, now)
             except BookFullError as error:  # what is booked of the request expires
                 raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
-            self._put(record)
+            self._exchange.put(record)
 
     def number_ranks(self, namespace: Namespace, now: float) -> bool:
         """Give all ranks of a namespace a number. Returns whether there is room for what kernels book in one call."""
@@ -205,7 +203,9 @@ class Reservations:
         tokens = len(hashes) * key.block_size if prompt.tokens is None else prompt.tokens
         pages = hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes()
         decision = Decision(VERSION, request.selection_id, now, *key, tokens, pages, worker, rank, None, ())
-        return Reserved(VERSION, self._replica, decision, request.effective_prefill_tokens, request.session_id or "")
+        return Reserved(
+            VERSION, self._exchange.replica, decision, request.effective_prefill_tokens, request.session_id or ""
+        )
 
     def bodyless_route(self) -> BodylessRoute:
         """Return how steps without a body are answered in the fast path, as the routes of `router` do."""
@@ -276,10 +276,10 @@ class Reservations:
         known = self.book.get(reservation_id)
         blocks = known.output_blocks + 1 if known is not None and step == OUTPUT_BLOCK else 0
         blocks = min(blocks, MAX_OUTPUT_BLOCKS)
-        record = Progressed(VERSION, self._replica, reservation_id, now, step, decay_fraction, blocks)
+        record = Progressed(VERSION, self._exchange.replica, reservation_id, now, step, decay_fraction, blocks)
         if not self.book.apply(record, now):
             raise _unknown(f"reservation {reservation_id} not found", reservation_id)
-        self._put(record)
+        self._exchange.put(record)
         at_prefill = reservation_id + AT_PREFILL
         if step in (PREFILL_COMPLETE, RELEASED) and self.book.get(at_prefill) is not None:
             self._progress(at_prefill, RELEASED, now)
