@@ -277,7 +277,7 @@ class LiveService(Service):
         )
 
     def _booked(self, stream: StreamId) -> Booked:
-        return Booked() if self.selection is None else self.selection.exchange.book.booked(*stream)
+        return Booked() if self.selection is None else self.selection.exchange.book.booked(stream)
 
     def health(self) -> Status:
         if self._consumer.failure is not None:

@@ -29,7 +29,8 @@ from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
 from kv_events.limits import MAX_OUTPUT_BLOCKS, MAX_PAGES_PER_DECISION, MAX_REQUEST_ID_BYTES
 from kv_events.reservations import AT_PREFILL, OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
-from selection.book import BookFullError, Place
+from kv_events.streams import StreamId
+from selection.book import BookFullError
 from selection.exchange import ReservationExchange
 from selection.kernels.booked import Bookings
 from selection.roster import Rosters
@@ -113,21 +114,21 @@ class Reservations:
         roster = self._rosters.of(namespace, now)
         try:
             self.book.check_room(MOST_CHOICES, MOST_HASHES)
-            for rank in () if roster.is_numbered else zip(roster.workers, roster.dp_ranks, strict=True):
-                self.book.number(Place(*namespace.key[:2], *rank))
+            for rank in () if roster.is_numbered else roster.ranks:
+                self.book.number(rank)
         except BookFullError:
             return False
         return True
 
-    def note(self, bookings: Bookings, names: Iterable[str], workers: Sequence[str], now: float) -> None:
-        """Note what a kernel has booked, and send it to other replicas. workers: by row of the roster."""
+    def note(self, bookings: Bookings, names: Iterable[str], ranks: Sequence[StreamId], now: float) -> None:
+        """Note what a kernel has booked, and send it to other replicas. ranks: those of the roster."""
         begin, start, placed = 0, 0, list[Placed]()
         hashes, records = bookings.hashes, bookings.records[: bookings.made[2]].tobytes()
         for name, numbers in zip(names, bookings.numbers[: bookings.made[0]].tolist(), strict=True):
             row, tokens, prefill_tokens, held, most_held, place, num_booked, hashes_end, record_end = numbers
             own = hashes[begin : begin + num_booked].copy()
             self.book.note_reserved(name, now, place, own, prefill_tokens, now)
-            placed.append(Placed(name, now, workers[row], tokens, held, most_held, records[start:record_end]))
+            placed.append(Placed(name, now, ranks[row].worker, tokens, held, most_held, records[start:record_end]))
             begin, start = hashes_end, record_end
         for each in placed:  # if this fails, all are in the book, and expire
             self._exchange.put_placed(each)
@@ -190,7 +191,7 @@ class Reservations:
     def _explicit(self, request: ReserveRequest, prompt: Prompt, namespace: Namespace, now: float) -> Reserved:
         """Return a reservation of what the caller chose. Raises ProblemError."""
         worker, roster, key = str(request.worker_id), self._rosters.of(namespace, now), namespace.key
-        ranks = [roster.dp_ranks[row] for row in roster.rows.get(worker, ())]
+        ranks = [roster.ranks[row].dp_rank for row in roster.rows.get(worker, ())]
         scope = f"model={key.model} routing_group={key.tenant}"
         if not ranks:
             raise _unknown(f"schedulable worker {worker} not found for {scope}", worker)

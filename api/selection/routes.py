@@ -121,7 +121,7 @@ class SelectionRoutes:
 
         def note() -> None:
             names = selector.take_names(int(table.bookings.made[0]))
-            self.reservations.note(table.bookings, names, roster.workers, now)
+            self.reservations.note(table.bookings, names, roster.ranks, now)
 
         moments = now, self.reservations.book.predicted_until(now)
         return SelectionPlan(found, scale, table, selector.num_named + 1, moments, session_text(session), note)

@@ -20,7 +20,6 @@ from kv_events.limits import MAX_PAGES_PER_DECISION
 from kv_events.reservations import Reserved
 from kv_events.streams import StreamId
 from kvsight import AsyncClient, KvsightHttpError
-from selection.book import Place
 from selection.roster import Found, Report, Rosters
 from selection.settings import SelectionSettings
 from tests.api.prompts.test_renderer import CHATS, FakeEngine, rendered, rendering
@@ -237,8 +236,8 @@ async def test_load_of_others_counts_until_it_is_booked_here() -> None:
         def get(self, *_worker: str) -> None:
             return None
 
-        def report(self, place: Place) -> Report | None:
-            return reports.get(place.worker)
+        def report(self, rank: StreamId) -> Report | None:
+            return reports.get(rank.worker)
 
     def shown(now: float) -> list[tuple[int, int]]:
         nothing = np.zeros(0, np.int32), np.zeros((64, 4), np.uint32)
