@@ -29,7 +29,7 @@ from kv_events.reservations import (
     time_of,
 )
 from kv_events.streams import StreamId
-from selection.kernels.booked import LoadColumns, booked_lengths, count_own, make_pages, release, reserve
+from selection.kernels.booked import LoadColumns, count_own, make_pages, release, reserve
 from selection.kernels.weigh import RosterColumns, weigh
 
 MAX_RESERVATIONS = 2**17
@@ -136,13 +136,6 @@ class Book:
     def all_booked(self) -> dict[StreamId, Booked]:
         """Return what is booked on each rank that has reservations."""
         return {rank: booked for rank in self._places if (booked := self.booked(rank)).requests}
-
-    def lengths(self, hashes: U64Array, places: npt.NDArray[np.int32], now: float, out: npt.NDArray[np.int64]) -> None:
-        """Write how many leading pages of a prompt are booked at places, and how many are predicted.
-
-        places: int32[n], -1 for ranks without a number. out: int64[n, 2].
-        """
-        booked_lengths(self._pinned, hashes, places, now, out)
 
     def weigh(
         self,

@@ -17,7 +17,7 @@ from kv_events.limits import MAX_PAGES_PER_DECISION
 from kv_events.reservations import AT_PREFILL, Reserved, reserved_opening
 from selection.candidates import Asked, Candidates, Choice, Policy
 from selection.kernels.choose import shown_rows
-from selection.policies import Costs, LeastWork, preferred
+from selection.policies import Costs, OverlapLoadPolicy, preferred
 from selection.roster import Found, Roster, Rosters, Weighed
 
 MOST_SHOWN = 16
@@ -55,7 +55,7 @@ class Selector:
         """create_policy: called once for each model and tenant. replica: name of this process in records."""
         self._rosters = rosters
         self._create_policy = create_policy
-        self._policies: dict[tuple[str, str], tuple[Policy, LeastWork | None]] = {}
+        self._policies: dict[tuple[str, str], Policy] = {}
         self._replica = replica
         self.num_named = 0
         """Reservations that were named here."""
@@ -77,7 +77,7 @@ class Selector:
             if not weighed.rows:
                 raise NoCandidateError("no endpoints available to route work")
         asked = asked_of(request, found, now)
-        choice = self._policy(namespace)[0].choose(asked, weighed.candidates)
+        choice = self._policy(namespace).choose(asked, weighed.candidates)
         if request.affinity_target is not None:
             worker, rank = str(request.affinity_target.worker_id), request.affinity_target.dp_rank
             places = zip(weighed.candidates.workers, weighed.candidates.dp_ranks, strict=True)
@@ -88,19 +88,20 @@ class Selector:
 
     def work(self, request: SelectRequest, namespace: Namespace, now: float) -> tuple[Roster, float] | None:
         """Return what `least_work` needs to choose for requests like this one now. None: only `choose` can."""
-        policy = self._policy(namespace)[1]
-        scale = None if policy is None else policy.scale_of_work(_options(request), namespace.key.block_size)
+        policy = self._policy(namespace)
+        if not isinstance(policy, OverlapLoadPolicy):  # the one that kernels know
+            return None
+        scale = policy.scale_of_work(_options(request), namespace.key.block_size)
         return None if scale is None else (self._rosters.of(namespace, now), scale)
 
-    def _policy(self, namespace: Namespace) -> tuple[Policy, LeastWork | None]:
-        """Return the policy of a model, and again if kernels can choose as it does."""
+    def _policy(self, namespace: Namespace) -> Policy:
+        """Return the policy of a model."""
         scope = namespace.key[:2]
         found = self._policies.get(scope)
         if found is None:
             if len(self._policies) == _MAX_POLICIES:
                 self._policies.clear()  # what they remember of earlier choices is lost
-            policy = self._create_policy()
-            found = self._policies[scope] = policy, policy if isinstance(policy, LeastWork) else None
+            found = self._policies[scope] = self._create_policy()
         return found
 
     def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:

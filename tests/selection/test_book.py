@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_events.kernels.bundles import pin
 from kv_events.reservations import (
     OUTPUT_BLOCK,
     PREFILL_COMPLETE,
@@ -20,6 +21,7 @@ from kv_events.reservations import (
 )
 from kv_events.streams import StreamId
 from selection.book import Book, BookFullError
+from selection.kernels.booked import booked_lengths
 from tests.support.effort import num_examples
 from tests.support.replica_process import reserved
 
@@ -116,7 +118,7 @@ def check(book: Book, model: Model, now: float) -> None:
     places = np.array([book.place(rank(worker)) for worker in workers], np.int32)
     for prompt in PROMPTS:
         out = np.zeros((len(workers), 2), np.int64)
-        book.lengths(np.array(prompt, np.uint64), places, now, out)
+        booked_lengths(pin(book.pages), np.array(prompt, np.uint64), places, now, out)
         assert [tuple(row) for row in out] == [model.lengths(worker, prompt, now) for worker in workers]
 
 
@@ -213,5 +215,5 @@ def test_a_replica_whose_clock_is_ahead_leaves_no_pages_behind() -> None:
     book.expire(10.0 + PREDICT_S)
     out, places = np.zeros((1, 2), np.int64), np.array([book.place(rank("w1"))], np.int32)
     for first in (1, 3):
-        book.lengths(np.array([first], np.uint64), places, 10.0, out)
+        booked_lengths(pin(book.pages), np.array([first], np.uint64), places, 10.0, out)
         assert out.tolist() == [[0, 0]]
