@@ -301,16 +301,6 @@ async def test_models_and_tenants_do_not_share_what_a_policy_remembers() -> None
         assert chosen == ["w0", "w1", "w0", "w1"]
 
 
-@pytest.mark.parametrize("line", [{"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}])
-async def test_a_page_of_another_site_books_nothing(line: dict[str, str]) -> None:
-    fed = HandFed()
-    async with served(fed.consumer) as client:
-        await fed.hold(Stream(worker="w0", model="m", block_size=BLOCK), PROMPT)
-        assert (await client.post("/select_and_reserve", json=BODY, headers=line)).status_code == 403
-        assert (await loads(client))["w0"] == (0, 0, 0)
-        assert (await client.post("/select_and_reserve", json=BODY)).status_code == 200
-
-
 async def test_bounds_of_reservations() -> None:
     async with fleet({0: range(3)}) as (client, _):
         place = {"model_name": "m", "worker_id": "w0", "dp_rank": 0, "selection_id": "many"}
