@@ -14,6 +14,7 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
 from indexer.views import View
 from kv_events.hashing import U64Array
+from kv_events.http.worker_records import WorkerRecord
 from kv_events.kernels.bundles import pin
 from kv_events.schema import NUM_MEDIA
 from kv_events.streams import StreamId
@@ -51,22 +52,6 @@ class Report(NamedTuple):
     """None: it is not known."""
 
 
-class WorkerInfo(Protocol):
-    """What is known about a worker besides its cache."""
-
-    @property
-    def endpoint(self) -> str | None:
-        """Where it answers requests."""
-
-    @property
-    def role(self) -> str:
-        """`prefill`, `decode`, or "" for both."""
-
-    @property
-    def is_schedulable(self) -> bool:
-        """Whether it gets new requests."""
-
-
 class Directory(Protocol):
     """What is known about workers."""
 
@@ -74,8 +59,8 @@ class Directory(Protocol):
     def generation(self) -> int:
         """A number that changes whenever an answer of `get` does."""
 
-    def get(self, worker: str, model: str, tenant: str) -> WorkerInfo | None:
-        """Return what is known about a worker, or None if nothing is."""
+    def get(self, worker: str, model: str, tenant: str) -> WorkerRecord | None:
+        """Return what is known about a worker besides its cache, or None if nothing is."""
 
     def report(self, rank: StreamId) -> Report | None:
         """Return the newest report of a rank, or None if it is older than a few seconds."""
@@ -99,7 +84,7 @@ class NothingKnown:
 
     generation = 0
 
-    def get(self, worker: str, model: str, tenant: str) -> WorkerInfo | None:
+    def get(self, worker: str, model: str, tenant: str) -> WorkerRecord | None:
         """See `Directory`."""
         return None
 
@@ -184,7 +169,7 @@ class Rosters:
 
     def _made(self, namespace: Namespace, state: tuple[int, int, int]) -> Roster:
         model, tenant, block_size = namespace.key
-        known: list[tuple[View, WorkerInfo | None]] = []
+        known: list[tuple[View, WorkerRecord | None]] = []
         rows: dict[str, list[int]] = {}
         for _, view in sorted(namespace.views.items()):
             worker = view.stream.worker
