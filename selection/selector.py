@@ -11,10 +11,9 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
 from kv_events.decisions import VERSION, Candidate, Decision
 from kv_events.errors import KvsightError
-from kv_events.hashing import U64Array
 from kv_events.http.selection import SelectRequest
 from kv_events.limits import MAX_PAGES_PER_DECISION
-from kv_events.reservations import AT_PREFILL, Reserved, reserved_opening
+from kv_events.reservations import AT_PREFILL, Reserved
 from selection.candidates import Asked, Candidates, Choice, Policy
 from selection.kernels.choose import shown_rows
 from selection.policies import Costs, OverlapLoadPolicy, preferred
@@ -42,11 +41,6 @@ class Chosen(NamedTuple):
     everyone: Weighed
     """Those whom the request did not permit, too."""
 
-    @property
-    def row(self) -> int:
-        """The chosen row of the roster."""
-        return self.weighed.rows[self.choice.row]
-
 
 class Selector:
     """Chooses workers for the prompts of one service. One thread calls it."""
@@ -56,7 +50,7 @@ class Selector:
         self._rosters = rosters
         self._create_policy = create_policy
         self._policies: dict[tuple[str, str], Policy] = {}
-        self._replica = replica
+        self.replica = replica
         self.num_named = 0
         """Reservations that were named here."""
 
@@ -76,7 +70,8 @@ class Selector:
             weighed = weighed.among(_allowed(request, weighed.candidates))
             if not weighed.rows:
                 raise NoCandidateError("no endpoints available to route work")
-        asked = asked_of(request, found, now)
+        priority = request.strict_priority + request.priority_jump
+        asked = Asked(found.tokens, session_of(request), priority, _options(request), now)
         choice = self._policy(namespace).choose(asked, weighed.candidates)
         if request.affinity_target is not None:
             worker, rank = str(request.affinity_target.worker_id), request.affinity_target.dp_rank
@@ -106,54 +101,29 @@ class Selector:
 
     def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:
         """Return the reservations of a choice: of the request and, if another worker computes its prompt, of that."""
-        name, choice = request.selection_id or next(self.take_names(1)), chosen.choice
-        prompt = chosen.found.tokens, chosen.found.hashes
-        shown, index = _shown(chosen.weighed.candidates, choice.costs, choice.row)
-        if choice.prefill is None:
-            return [self._record(name, shown, index, chosen.prefill_tokens, prompt, request, namespace, now)]
-        first = self._record(name, shown, index, 0, prompt, request, namespace, now)
-        computed = round(chosen.weighed.candidates.computed.item(choice.prefill))
-        shown, index = _shown(chosen.weighed.candidates, choice.costs, choice.prefill)
-        return [first, self._record(name + AT_PREFILL, shown, index, computed, prompt, request, namespace, now)]
+        name, choice, found = request.selection_id or next(self.take_names(1)), chosen.choice, chosen.found
+        candidates, booked = chosen.weighed.candidates, [(name, choice.row, chosen.prefill_tokens)]
+        if choice.prefill is not None:
+            computed = round(candidates.computed.item(choice.prefill))
+            booked = [(name, choice.row, 0), (name + AT_PREFILL, choice.prefill, computed)]
+        pages = found.hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes()
+        records = []
+        for record_id, row, tokens in booked:
+            shown, index = _shown(candidates, choice.costs, row)
+            place = shown[index].worker, shown[index].dp_rank, shown[index].tokens
+            decision = Decision(VERSION, record_id, now, *namespace.key, found.tokens, pages, *place, shown)
+            records.append(Reserved(VERSION, self.replica, decision, tokens, session_of(request)))
+        return records
 
     @property
     def names(self) -> str:
         """The beginning of names that are given here. A number follows: see `num_named`."""
-        return f"{self._replica}-"
-
-    @property
-    def record_opening(self) -> bytes:
-        """What the records of choices begin with, up to their names."""
-        return reserved_opening(self._replica)
+        return f"{self.replica}-"
 
     def take_names(self, count: int) -> Iterator[str]:
         """Return the next names. They are taken at once."""
         first, self.num_named = self.num_named + 1, self.num_named + count
         return (f"{self.names}{number}" for number in range(first, first + count))
-
-    def _record(
-        self,
-        name: str,
-        shown: tuple[Candidate, ...],
-        index: int,
-        prefill_tokens: int,
-        prompt: tuple[int, U64Array],
-        request: SelectRequest,
-        namespace: Namespace,
-        now: float,
-    ) -> Reserved:
-        """shown: candidates, of which `index` is the chosen one. prompt: its tokens, and the hashes of its pages."""
-        (tokens, hashes), chosen = prompt, shown[index]
-        pages = hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes()
-        place = chosen.worker, chosen.dp_rank, chosen.tokens
-        decision = Decision(VERSION, name, now, *namespace.key, tokens, pages, *place, shown)
-        return Reserved(VERSION, self._replica, decision, prefill_tokens, session_of(request))
-
-
-def asked_of(request: SelectRequest, found: Found, now: float) -> Asked:
-    """Return what a policy needs to know about a request. now: seconds since 1970."""
-    priority = request.strict_priority + request.priority_jump
-    return Asked(found.tokens, session_of(request), priority, _options(request), now)
 
 
 def _options(request: SelectRequest) -> dict[str, float]:

@@ -61,7 +61,7 @@ def selection_of(request: SelectRequest, chosen: Chosen, namespace: Namespace, r
         routing_group=model.tenant,
         worker_id=worker_name(candidates.workers[row]),
         dp_rank=candidates.dp_ranks[row],
-        endpoint=roster.endpoints[chosen.row],
+        endpoint=roster.endpoints[chosen.weighed.rows[row]],
         block_size=block_size,
         overlap=_overlap(chosen.weighed, row),
         effective_prefill_tokens=chosen.prefill_tokens,

@@ -20,6 +20,7 @@ from indexer.namespaces import Namespace
 from kv_events.http.selection import Overlap, Selection
 from kv_events.kernels.bundles import U8Vector, pin
 from kv_events.limits import MAX_REQUEST_ID_BYTES
+from kv_events.reservations import reserved_opening
 from selection.book import Book
 from selection.kernels.booked import Bookings, make_bookings
 from selection.policies import next_turns
@@ -133,7 +134,7 @@ def _record_texts(roster: Roster, namespace: Namespace, selector: Selector) -> R
     packed = msgspec.msgpack.encode
     scope = b"".join(map(packed, namespace.key))
     ranks = [packed(rank.worker) + packed(rank.dp_rank) for rank in roster.ranks]
-    pieces = selector.record_opening, selector.names.encode(), scope
+    pieces = reserved_opening(selector.replica), selector.names.encode(), scope
     return RecordTexts(texts(pieces), texts(ranks), np.zeros(min(len(ranks), MOST_SHOWN), np.int32))
 
 
