@@ -325,18 +325,13 @@ async def test_groups_of_a_model_that_no_worker_serves_are_listed_by_themselves(
     assert worker["model_name"] == "m#mamba"
 
 
-async def test_a_view_is_that_of_full_kv_unless_a_group_is_named(client: AsyncClient, fed: HandFed) -> None:
-    await hold_with_a_state(fed, 1)
-    pages = {}
-    for model in (None, "m", "m#mamba"):
-        params = {} if model is None else {"model": model}
-        pages[model] = (await client.get("/workers/1/view", params=params)).json()["num_pages"]
-    assert pages == {None: 4, "m": 4, "m#mamba": 1}
-
-
-async def test_a_view_says_which_groups_hold_a_page(client: AsyncClient, fed: HandFed) -> None:
+async def test_a_view_is_that_of_full_kv_unless_a_group_is_named_and_says_which_groups_hold_a_page(
+    client: AsyncClient, fed: HandFed
+) -> None:
     await hold_with_a_state(fed, 1)
     hashes = await fed.hold(Stream("2"), TOKENS)
+    for params, num_pages in (({}, 4), ({"model": "m"}, 4), ({"model": "m#mamba"}, 1)):
+        assert (await client.get("/workers/1/view", params=params)).json()["num_pages"] == num_pages
     pages = (await client.get("/workers/1/view")).json()["pages"]
     plain = (await client.get("/workers/2/view")).json()["pages"]
     assert {page["sequence_hash"]: page["groups"] for page in pages} == {
