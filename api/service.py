@@ -26,7 +26,7 @@ from api.problems import ProblemError, ProblemKind
 from api.prompts.renderer import PromptRenderer
 from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes
-from api.selection.service import SelectionService
+from api.selection.routes import SelectionRoutes
 from api.settings import ApiSettings, RegistrationSettings
 from api.telemetry.families import counter, recording_families
 from api.telemetry.requests import TraceRequests
@@ -168,7 +168,7 @@ class LiveService(Service):
             chosen = selection or SelectionSettings()
             exchange = reservations or ReservationExchange(chosen.book(), WriteQueue(None, contents=RESERVATIONS))
             exchange.on_placed.append(self.decision_window.decide)
-            self.selection = SelectionService(
+            self.selection = SelectionRoutes(
                 consumer,
                 chosen,
                 self._records,
@@ -192,7 +192,7 @@ class LiveService(Service):
             self._tenants,
             None if group is None else group.fast_answers(has_tenants=self._tenants is not None),
             {} if self.selection is None else self.selection.text_routes(),
-            None if self.selection is None else self.selection.bodyless_route(),
+            None if self.selection is None else self.selection.reservations.bodyless_route(),
         )
         for routes in (
             RegisterRoutes(registrations, consumer),
@@ -208,7 +208,7 @@ class LiveService(Service):
         if group is not None:
             self.routers.append(group.routes())
         if self.selection is not None:
-            self.routers.append(self.selection.router())
+            self.routers.append(self.selection.reservations.router())
 
     def _may_answer(self) -> bool:
         return self.settings.answer_before_ready or self._consumer.ready
@@ -277,7 +277,7 @@ class LiveService(Service):
         )
 
     def _booked(self, stream: StreamId) -> Booked:
-        return Booked() if self.selection is None else self.selection.exchange.book.booked(*stream)
+        return Booked() if self.selection is None else self.selection.exchange.book.booked(stream)
 
     def health(self) -> Status:
         if self._consumer.failure is not None:

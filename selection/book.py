@@ -28,7 +28,8 @@ from kv_events.reservations import (
     reservation_id,
     time_of,
 )
-from selection.kernels.booked import LoadColumns, booked_lengths, count_own, make_pages, release, reserve
+from kv_events.streams import StreamId
+from selection.kernels.booked import LoadColumns, count_own, make_pages, release, reserve
 from selection.kernels.weigh import RosterColumns, weigh
 
 MAX_RESERVATIONS = 2**17
@@ -43,15 +44,6 @@ class BookFullError(KvsightError):
     """There is no room for another reservation. Try again later."""
 
     retriable = True
-
-
-class Place(NamedTuple):
-    """A rank of a worker that serves a model."""
-
-    model: str
-    tenant: str
-    worker: str
-    dp_rank: int
 
 
 class Booked(NamedTuple):
@@ -111,7 +103,7 @@ class Book:
         self.num_changes = 0
         """Changes with the numbers of places, and whenever other arrays replace `loads`."""
         self._max_places = max_places
-        self._places: dict[Place, int] = {}
+        self._places: dict[StreamId, int] = {}
         self._free: list[int] = []  # numbers of places that were forgotten
         self._reservations: OrderedDict[str, Reservation] = OrderedDict()  # the one that expires first comes first
         self.pages = make_pages(max_pages)
@@ -130,27 +122,20 @@ class Book:
     def __iter__(self) -> Iterator[Reservation]:
         return iter(self._reservations.values())
 
-    def place(self, place: Place) -> int:
-        """Return the number of a place, -1 if nothing was ever booked there."""
-        return self._places.get(place, -1)
+    def place(self, rank: StreamId) -> int:
+        """Return the number of a rank, its place. -1: nothing was ever booked there."""
+        return self._places.get(rank, -1)
 
-    def booked(self, model: str, tenant: str, worker: str, dp_rank: int) -> Booked:
+    def booked(self, rank: StreamId) -> Booked:
         """Return what is booked on a rank."""
-        if (place := self.place(Place(model, tenant, worker, dp_rank))) < 0:
+        if (place := self.place(rank)) < 0:
             return Booked()
         tokens, pages, requests = (each[place].item() for each in self.loads)
         return Booked(requests, tokens, round(pages))
 
-    def all_booked(self) -> dict[Place, Booked]:
+    def all_booked(self) -> dict[StreamId, Booked]:
         """Return what is booked on each rank that has reservations."""
-        return {place: booked for place in self._places if (booked := self.booked(*place)).requests}
-
-    def lengths(self, hashes: U64Array, places: npt.NDArray[np.int32], now: float, out: npt.NDArray[np.int64]) -> None:
-        """Write how many leading pages of a prompt are booked at places, and how many are predicted.
-
-        places: int32[n], -1 for ranks without a number. out: int64[n, 2].
-        """
-        booked_lengths(self._pinned, hashes, places, now, out)
+        return {rank: booked for rank in self._places if (booked := self.booked(rank)).requests}
 
     def weigh(
         self,
@@ -218,7 +203,7 @@ class Book:
             return False
         hashes = np.frombuffer(decision.sequence_hashes, "<u8")
         self.check_room(1, len(hashes))
-        place = self.number(Place(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0))
+        place = self.number(StreamId(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0))
         until = self.predicted_until(min(decision.timestamp, now))
         num_booked = reserve(self._pinned, self._pinned_loads, hashes, place, record.prefill_tokens, until)
         name, placed_at = decision.request_id, decision.timestamp
@@ -283,14 +268,14 @@ class Book:
             reservation.touched_at = at
             self._reservations.move_to_end(reservation.name)
 
-    def number(self, place: Place) -> int:
-        """Return the number of a place, a new one if it has none yet. Raises BookFullError."""
-        number = self._places.get(place)
+    def number(self, rank: StreamId) -> int:
+        """Return the place of a rank, a new one if it has none yet. Raises BookFullError."""
+        number = self._places.get(rank)
         if number is None:
             if len(self._places) == self._max_places:
                 self._free_places()
             number = self._free.pop() if self._free else len(self._places)
-            self._places[place] = number
+            self._places[rank] = number
             self.num_changes += 1
             if number == len(self.loads.requests):
                 self._grow()
@@ -302,7 +287,7 @@ class Book:
         self._free = [number for number in self._places.values() if number not in used]
         if not self._free:
             raise BookFullError(f"requests are placed on {self._max_places} ranks of workers")
-        self._places = {place: number for place, number in self._places.items() if number in used}
+        self._places = {rank: number for rank, number in self._places.items() if number in used}
 
     def _grow(self) -> None:
         grown = _loads(2 * len(self.loads.requests))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -50,17 +49,9 @@ class OverlapLoadPolicy:
         return Choice(row, costs, "the least work for prefill and decode")
 
     def scale_of_work(self, options: Mapping[str, float], block_size: int) -> float | None:
-        """See `LeastWork`."""
+        """Return the scale with which kernels choose, see `least_work`. None: with these options, only `choose` can."""
         scale = options.get("prefill_load_scale", 1.0) / block_size
         return None if options.get("router_temperature") else scale
-
-
-@runtime_checkable
-class LeastWork(Protocol):
-    """A policy that chooses as the kernel `least_work` does, so that other kernels can."""
-
-    def scale_of_work(self, options: Mapping[str, float], block_size: int) -> float | None:
-        """Return the scale for the kernel. None: requests with these options need `Policy.choose`."""
 
 
 class LmetricPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from weakref import finalize
 
 import numpy as np
@@ -12,11 +12,14 @@ import numpy.typing as npt
 
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
+from indexer.views import View
 from kv_events.hashing import U64Array
+from kv_events.http.worker_records import WorkerRecord
 from kv_events.kernels.bundles import pin
 from kv_events.schema import NUM_MEDIA
-from selection.book import Book, Place
-from selection.candidates import Candidates, Tokens, selected
+from kv_events.streams import StreamId
+from selection.book import Book
+from selection.candidates import Candidates, selected
 from selection.kernels.weigh import RosterColumns
 
 _REFRESH_S = 0.1
@@ -49,22 +52,6 @@ class Report(NamedTuple):
     """None: it is not known."""
 
 
-class WorkerInfo(Protocol):
-    """What is known about a worker besides its cache."""
-
-    @property
-    def endpoint(self) -> str | None:
-        """Where it answers requests."""
-
-    @property
-    def role(self) -> str:
-        """`prefill`, `decode`, or "" for both."""
-
-    @property
-    def is_schedulable(self) -> bool:
-        """Whether it gets new requests."""
-
-
 class Directory(Protocol):
     """What is known about workers."""
 
@@ -72,10 +59,10 @@ class Directory(Protocol):
     def generation(self) -> int:
         """A number that changes whenever an answer of `get` does."""
 
-    def get(self, worker: str, model: str, tenant: str) -> WorkerInfo | None:
-        """Return what is known about a worker, or None if nothing is."""
+    def get(self, worker: str, model: str, tenant: str) -> WorkerRecord | None:
+        """Return what is known about a worker besides its cache, or None if nothing is."""
 
-    def report(self, place: Place) -> Report | None:
+    def report(self, rank: StreamId) -> Report | None:
         """Return the newest report of a rank, or None if it is older than a few seconds."""
 
 
@@ -97,11 +84,11 @@ class NothingKnown:
 
     generation = 0
 
-    def get(self, worker: str, model: str, tenant: str) -> WorkerInfo | None:
+    def get(self, worker: str, model: str, tenant: str) -> WorkerRecord | None:
         """See `Directory`."""
         return None
 
-    def report(self, place: Place) -> Report | None:
+    def report(self, rank: StreamId) -> Report | None:
         """See `Directory`."""
         return None
 
@@ -112,21 +99,14 @@ class Roster:
 
     state: tuple[int, int, int]
     """`Namespace.num_changes`, `Directory.generation` and `Book.num_changes` when this was made."""
-    workers: list[str]
-    dp_ranks: list[int]
-    streams: list[int]
-    """Numbers of their views."""
-    roles: list[str]
+    ranks: list[StreamId]
     endpoints: list[str | None]
     rows: dict[str, list[int]]
     """Worker -> its rows."""
     columns: RosterColumns
     pinned: RosterColumns
-    pages: Tokens
-    """[n] pages that a rank holds on its device."""
     candidates: Candidates
     """All ranks, in the memory of `columns`."""
-    all_rows: range
     is_numbered: bool
     """Whether all ranks have a number in the book."""
     reports: list[Report | None]
@@ -134,9 +114,9 @@ class Roster:
 
     def take_reports(self, before: Roster) -> None:
         """Keep what was found from the newest reports. before: the roster until now."""
-        rows = {place: row for row, place in enumerate(zip(before.workers, before.dp_ranks, strict=True))}
-        for row, place in enumerate(zip(self.workers, self.dp_ranks, strict=True)):
-            if (old := rows.get(place)) is not None:
+        rows = {rank: row for row, rank in enumerate(before.ranks)}
+        for row, rank in enumerate(self.ranks):
+            if (old := rows.get(rank)) is not None:
                 self.reports[row] = before.reports[old]
                 self.columns.other_requests[row] = before.columns.other_requests[old]
                 self.columns.other_blocks[row] = before.columns.other_blocks[old]
@@ -171,41 +151,36 @@ class Rosters:
         numbers = block_size, -(-found.tokens // block_size), found.tokens
         times = now, freshness.expired_before()
         count = self._book.weigh(found.hashes, found.streams, found.pages, roster.pinned, numbers, times)
-        if count == len(roster.streams):
-            return Weighed(roster, roster.all_rows, roster.candidates)
+        everyone = roster.candidates
+        if count == len(roster.ranks):
+            return Weighed(roster, range(count), everyone)
         rows = roster.columns.rows[:count].tolist()
-        candidates = selected(roster.candidates, list(range(count)))
+        candidates = selected(everyone, list(range(count)))
         return Weighed(
             roster,
             rows,
             candidates._replace(
-                workers=[roster.workers[row] for row in rows],
-                dp_ranks=[roster.dp_ranks[row] for row in rows],
-                pages=roster.pages[rows],
-                roles=[roster.roles[row] for row in rows],
+                workers=[everyone.workers[row] for row in rows],
+                dp_ranks=[everyone.dp_ranks[row] for row in rows],
+                pages=everyone.pages[rows],
+                roles=[everyone.roles[row] for row in rows],
             ),
         )
 
     def _made(self, namespace: Namespace, state: tuple[int, int, int]) -> Roster:
-        model, tenant, _ = namespace.key
-        ranks: list[tuple[str, int, int, str, str | None]] = []
+        model, tenant, block_size = namespace.key
+        known: list[tuple[View, WorkerRecord | None]] = []
         rows: dict[str, list[int]] = {}
-        for number, view in sorted(namespace.views.items()):
+        for _, view in sorted(namespace.views.items()):
             worker = view.stream.worker
-            known = self._directory.get(worker, model, tenant)
-            if known is None or known.is_schedulable:
-                rows.setdefault(worker, []).append(len(ranks))
-                about = ("", None) if known is None else (known.role, known.endpoint)
-                ranks.append((worker, view.stream.dp_rank, number, *about))
-        lists: list[list[Any]] = [list(column) for column in zip(*ranks, strict=True)] or [[] for _ in range(5)]
-        workers, dp_ranks, streams, roles, endpoints = lists
-        size = len(ranks)
+            info = self._directory.get(worker, model, tenant)
+            if info is None or info.is_schedulable:
+                rows.setdefault(worker, []).append(len(known))
+                known.append((view, info))
+        ranks, size = [view.stream for view, _ in known], len(known)
         columns = RosterColumns(
-            np.array(streams, np.int32),
-            np.array(
-                [self._book.place(Place(model, tenant, *each)) for each in zip(workers, dp_ranks, strict=True)],
-                np.int32,
-            ),
+            np.array([view.number for view, _ in known], np.int32),
+            np.array([self._book.place(rank) for rank in ranks], np.int32),
             namespace.columns.faults,
             namespace.columns.last_batch_tick,
             np.zeros(size, np.int64),
@@ -218,33 +193,27 @@ class Rosters:
             np.zeros(size),
             *(np.zeros(size, np.int64) for _ in range(3)),
         )
-        pages = np.zeros(size, np.int64)
         candidates = Candidates(
-            workers,
-            dp_ranks,
+            [rank.worker for rank in ranks],
+            [rank.dp_rank for rank in ranks],
             columns.held,
             columns.predicted,
             columns.computed,
             columns.prefill_tokens,
             columns.decode_blocks,
             columns.requests,
-            pages,
-            roles,
-            namespace.key.block_size,
+            np.zeros(size, np.int64),
+            ["" if info is None else info.role for _, info in known],
+            block_size,
         )
         return Roster(
             state=state,
-            workers=workers,
-            dp_ranks=dp_ranks,
-            streams=streams,
-            roles=roles,
-            endpoints=endpoints,
+            ranks=ranks,
+            endpoints=[None if info is None else info.endpoint for _, info in known],
             rows=rows,
             columns=columns,
             pinned=pin(columns),
-            pages=pages,
             candidates=candidates,
-            all_rows=range(size),
             is_numbered=bool((columns.places >= 0).all()),
             reports=[None] * size,
         )
@@ -252,11 +221,11 @@ class Rosters:
     def _refresh(self, roster: Roster, namespace: Namespace, now: float) -> None:
         """Read what changes without a change of the roster, and need not be exact."""
         roster.refreshed_at = now
-        roster.pages[:] = [namespace.views[stream].num_pages[0] for stream in roster.streams]
+        streams = roster.columns.streams.tolist()
+        roster.candidates.pages[:] = [namespace.views[stream].num_pages[0] for stream in streams]
         loads = self._book.loads
-        model, tenant, _ = namespace.key
-        for row, rank in enumerate(zip(roster.workers, roster.dp_ranks, strict=True)):
-            report = self._directory.report(Place(model, tenant, *rank))
+        for row, rank in enumerate(roster.ranks):
+            report = self._directory.report(rank)
             if report is not roster.reports[row]:
                 number = int(roster.columns.places[row])
                 requests, blocks = (loads.requests[number], loads.decode_blocks[number]) if number >= 0 else (0, 0.0)

@@ -11,13 +11,12 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
 from kv_events.decisions import VERSION, Candidate, Decision
 from kv_events.errors import KvsightError
-from kv_events.hashing import U64Array
 from kv_events.http.selection import SelectRequest
 from kv_events.limits import MAX_PAGES_PER_DECISION
-from kv_events.reservations import AT_PREFILL, Reserved, reserved_opening
+from kv_events.reservations import AT_PREFILL, Reserved
 from selection.candidates import Asked, Candidates, Choice, Policy
 from selection.kernels.choose import shown_rows
-from selection.policies import Costs, LeastWork, preferred
+from selection.policies import Costs, OverlapLoadPolicy, preferred
 from selection.roster import Found, Roster, Rosters, Weighed
 
 MOST_SHOWN = 16
@@ -42,11 +41,6 @@ class Chosen(NamedTuple):
     everyone: Weighed
     """Those whom the request did not permit, too."""
 
-    @property
-    def row(self) -> int:
-        """The chosen row of the roster."""
-        return self.weighed.rows[self.choice.row]
-
 
 class Selector:
     """Chooses workers for the prompts of one service. One thread calls it."""
@@ -55,8 +49,8 @@ class Selector:
         """create_policy: called once for each model and tenant. replica: name of this process in records."""
         self._rosters = rosters
         self._create_policy = create_policy
-        self._policies: dict[tuple[str, str], tuple[Policy, LeastWork | None]] = {}
-        self._replica = replica
+        self._policies: dict[tuple[str, str], Policy] = {}
+        self.replica = replica
         self.num_named = 0
         """Names that were given here."""
 
@@ -76,8 +70,9 @@ class Selector:
             weighed = weighed.among(_allowed(request, weighed.candidates))
             if not weighed.rows:
                 raise NoCandidateError("no endpoints available to route work")
-        asked = asked_of(request, found, now)
-        choice = self._policy(namespace)[0].choose(asked, weighed.candidates)
+        priority = request.strict_priority + request.priority_jump
+        asked = Asked(found.tokens, session_of(request), priority, _options(request), now)
+        choice = self._policy(namespace).choose(asked, weighed.candidates)
         if request.affinity_target is not None:
             worker, rank = str(request.affinity_target.worker_id), request.affinity_target.dp_rank
             places = zip(weighed.candidates.workers, weighed.candidates.dp_ranks, strict=True)
@@ -88,71 +83,47 @@ class Selector:
 
     def work(self, request: SelectRequest, namespace: Namespace, now: float) -> tuple[Roster, float] | None:
         """Return what `least_work` needs to choose for requests like this one now. None: only `choose` can."""
-        policy = self._policy(namespace)[1]
-        scale = None if policy is None else policy.scale_of_work(_options(request), namespace.key.block_size)
+        policy = self._policy(namespace)
+        if not isinstance(policy, OverlapLoadPolicy):  # the one that kernels know
+            return None
+        scale = policy.scale_of_work(_options(request), namespace.key.block_size)
         return None if scale is None else (self._rosters.of(namespace, now), scale)
 
-    def _policy(self, namespace: Namespace) -> tuple[Policy, LeastWork | None]:
-        """Return the policy of a model, and again if kernels can choose as it does."""
+    def _policy(self, namespace: Namespace) -> Policy:
+        """Return the policy of a model."""
         scope = namespace.key[:2]
         found = self._policies.get(scope)
         if found is None:
             if len(self._policies) == _MAX_POLICIES:
                 self._policies.clear()  # what they remember of earlier choices is lost
-            policy = self._create_policy()
-            found = self._policies[scope] = policy, policy if isinstance(policy, LeastWork) else None
+            found = self._policies[scope] = self._create_policy()
         return found
 
     def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:
         """Return the reservations of a choice: of the request and, if another worker computes its prompt, of that."""
-        name, choice = request.selection_id or next(self.take_names(1)), chosen.choice
-        prompt = chosen.found.tokens, chosen.found.hashes
-        shown, index = _shown(chosen.weighed.candidates, choice.costs, choice.row)
-        if choice.prefill is None:
-            return [self._record(name, shown, index, chosen.prefill_tokens, prompt, request, namespace, now)]
-        first = self._record(name, shown, index, 0, prompt, request, namespace, now)
-        computed = round(chosen.weighed.candidates.computed.item(choice.prefill))
-        shown, index = _shown(chosen.weighed.candidates, choice.costs, choice.prefill)
-        return [first, self._record(name + AT_PREFILL, shown, index, computed, prompt, request, namespace, now)]
+        name, choice, found = request.selection_id or next(self.take_names(1)), chosen.choice, chosen.found
+        candidates, booked = chosen.weighed.candidates, [(name, choice.row, chosen.prefill_tokens)]
+        if choice.prefill is not None:
+            computed = round(candidates.computed.item(choice.prefill))
+            booked = [(name, choice.row, 0), (name + AT_PREFILL, choice.prefill, computed)]
+        pages = found.hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes()
+        records = []
+        for record_id, row, tokens in booked:
+            shown, index = _shown(candidates, choice.costs, row)
+            place = shown[index].worker, shown[index].dp_rank, shown[index].tokens
+            decision = Decision(VERSION, record_id, now, *namespace.key, found.tokens, pages, *place, shown)
+            records.append(Reserved(VERSION, self.replica, decision, tokens, session_of(request)))
+        return records
 
     @property
     def names(self) -> str:
         """The beginning of names that are given here. A number follows: see `num_named`."""
-        return f"{self._replica}-"
-
-    @property
-    def record_opening(self) -> bytes:
-        """What the records of choices begin with, up to their names."""
-        return reserved_opening(self._replica)
+        return f"{self.replica}-"
 
     def take_names(self, count: int) -> Iterator[str]:
         """Return the next names. They are taken at once."""
         first, self.num_named = self.num_named + 1, self.num_named + count
         return (f"{self.names}{number}" for number in range(first, first + count))
-
-    def _record(
-        self,
-        name: str,
-        shown: tuple[Candidate, ...],
-        index: int,
-        prefill_tokens: int,
-        prompt: tuple[int, U64Array],
-        request: SelectRequest,
-        namespace: Namespace,
-        now: float,
-    ) -> Reserved:
-        """shown: candidates, of which `index` is the chosen one. prompt: its tokens, and the hashes of its pages."""
-        (tokens, hashes), chosen = prompt, shown[index]
-        pages = hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes()
-        place = chosen.worker, chosen.dp_rank, chosen.tokens
-        decision = Decision(VERSION, name, now, *namespace.key, tokens, pages, *place, shown)
-        return Reserved(VERSION, self._replica, decision, prefill_tokens, session_of(request))
-
-
-def asked_of(request: SelectRequest, found: Found, now: float) -> Asked:
-    """Return what a policy needs to know about a request. now: seconds since 1970."""
-    priority = request.strict_priority + request.priority_jump
-    return Asked(found.tokens, session_of(request), priority, _options(request), now)
 
 
 def _options(request: SelectRequest) -> dict[str, float]:

@@ -190,8 +190,9 @@ class DecisionAudit:
 
     def _compared_loads(self, book: Book, decision: Decision, holder: Candidate) -> tuple[str, str]:
         book.expire(decision.timestamp)
-        of_holder = book.booked(decision.model, decision.tenant, holder.worker, holder.dp_rank or 0)
-        of_chosen = book.booked(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0)
+        scope = decision.model, decision.tenant
+        of_holder = book.booked(StreamId(*scope, holder.worker, holder.dp_rank or 0))
+        of_chosen = book.booked(StreamId(*scope, decision.worker, decision.dp_rank or 0))
         for theirs, own, noun in zip(of_holder, of_chosen, _MEASURES, strict=True):
             if theirs > own:
                 text = f"{printable(holder.worker)} had {count(theirs, noun)} booked"

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import TypeAlias
 
 from msgspec import UNSET
 from starlette.responses import Response
@@ -40,11 +40,8 @@ _REASONS = {
 }
 
 
-class _Encoded(NamedTuple):
-    """A checked record, as it is queued."""
-
-    record: DecisionRecord
-    payload: bytes
+_Encoded: TypeAlias = tuple[DecisionRecord, bytes]
+"""A checked record, and as it is queued."""
 
 
 class DecisionRoute:
@@ -74,11 +71,9 @@ class DecisionRoute:
 
     def _put(self, encoded: _Encoded) -> str | None:
         """Return why a record was dropped, or None if it was not."""
-        record = encoded.record
+        record, payload = encoded
         self._on_record(record)
-        return self._log.put(
-            "decision" if isinstance(record, Decision) else "outcome", record.request_id, encoded.payload
-        )
+        return self._log.put("decision" if isinstance(record, Decision) else "outcome", record.request_id, payload)
 
     def _decode(self, body: Body, body_format: BodyFormat) -> list[_Encoded]:
         """Return the checked records of a body, encoded here because this may run in a thread.
@@ -86,38 +81,32 @@ class DecisionRoute:
         Raises ProblemError, after which no record is accepted.
         """
         rest, lists = slimmed(body, body_format)
-        probe = decode_as(DecisionProbe, rest, body_format)
-        now = time.time()
+        probe, now = decode_as(DecisionProbe, rest, body_format), time.time()
         if probe.decisions is UNSET:
-            return [self._record(body, probe, body_format, now)]
+            return [self._record(body, body_format, now)]
         given: Sequence[Data] = probe.decisions
         if "decisions" in lists:
             given = elements("decisions", lists["decisions"], body_format, MAX_DECISIONS_PER_BATCH)
         records = []
-        for number, raw in enumerate(given):
+        for number, data in enumerate(given):
             try:
-                records.append(
-                    self._record(
-                        raw, decode_as(DecisionProbe, slimmed(raw, body_format).rest, body_format), body_format, now
-                    )
-                )
+                records.append(self._record(data, body_format, now))
             except ProblemError as problem:
                 raise _inside(f"decisions[{number}].", problem) from None
         return records
 
-    def _record(self, data: Data, probe: DecisionProbe, body_format: BodyFormat, now: float) -> _Encoded:
+    def _record(self, data: Data, body_format: BodyFormat, now: float) -> _Encoded:
         rest = slimmed(data, body_format).rest
         try:
-            if probe.cached_tokens is not UNSET:
+            if decode_as(DecisionProbe, rest, body_format).cached_tokens is not UNSET:
                 outcome = decode_as(OutcomeRequest, rest, body_format)
                 time_s = _time(outcome.timestamp, now)
                 record: DecisionRecord = Outcome(VERSION, outcome.request_id, time_s, outcome.cached_tokens)
             else:
                 record = self._decision(decode_as(DecisionRequest, rest, body_format), data, body_format, now)
-            payload = encode_decision(record)
+            return record, encode_decision(record)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
-        return _Encoded(record, payload)
 
     def _decision(self, request: DecisionRequest, data: Data, body_format: BodyFormat, now: float) -> Decision:
         question, numbers = decode_question(data, body_format, BY_ANY)

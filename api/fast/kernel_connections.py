@@ -145,11 +145,6 @@ class KernelConnections:
             del self._owners[connection]
             self._close_if_unused()
 
-    def end(self) -> None:
-        """Return all connections."""
-        for connection in list(self._owners):
-            self._hand_over(_Pending(connection))
-
     def answered_at(self, connection: int) -> float:
         """Return the time of the last answer, by the clock of the loop."""
         return float(self._answered_at[connection])

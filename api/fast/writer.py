@@ -111,11 +111,6 @@ class PromptFound(NamedTuple):
     pages: npt.NDArray[np.uint32]
     """[streams, 4] leading pages by tier; rows of streams that were not found have no meaning."""
 
-    @property
-    def num_streams(self) -> int:
-        """Number of streams that hold a part."""
-        return len(self.streams)
-
 
 class AnswerWriter:
     """Answers queries about one namespace, all its workers included. One thread calls it."""
@@ -167,7 +162,7 @@ class AnswerWriter:
         else:
             found, end = self._find(plan, prompt, namespace, freshness)
             num_positions = 0 if found is None else found.num_positions
-            length = -1 if found is None else plan.answer(prompt, found.num_streams, 1, times)[0]
+            length = -1 if found is None else plan.answer(prompt, len(found.streams), 1, times)[0]
         if length < 0:
             return None, end
         answer, block_size = self._buffers.out[:length].tobytes(), namespace.key.block_size

@@ -17,7 +17,8 @@ from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.http.fleet import DecisionFunnel
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.records import LogRecord
-from selection.book import Booked, Place
+from kv_events.streams import StreamId
+from selection.book import Booked
 
 _MOST_KEPT: Final = 4
 """Moments in memory, including those that are being opened."""
@@ -39,7 +40,7 @@ class History(NamedTuple):
 
     rates: CountedRates
     funnel: DecisionFunnel
-    booked: Mapping[Place, Booked]
+    booked: Mapping[StreamId, Booked]
     """What was reserved on each rank that had reservations."""
 
 

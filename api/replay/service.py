@@ -35,7 +35,7 @@ from indexer.namespaces import Namespaces
 from indexer.replay import Timeline
 from indexer.views import View
 from kv_events.log.moments import LogMoment
-from selection.book import Booked, Place
+from selection.book import Booked
 from selection.past import PastBook
 from selection.settings import SelectionSettings
 
@@ -203,7 +203,7 @@ class ReplayService(Service):
             next_step="the log has none at this moment",
             engines={},
             capacity=lambda _stream, _block_size: {},
-            booked=lambda stream: found.booked.get(Place(*stream), Booked()),
+            booked=lambda stream: found.booked.get(stream, Booked()),
             watch=WorkerHistory.of_past(found.rates, self._marks.changes_before(index)),
             funnel=lambda _now, _range_s: found.funnel,
         )

@@ -50,11 +50,8 @@ def selection_of(request: SelectRequest, chosen: Chosen, namespace: Namespace, r
         extra["sources"] = sources_of(chosen, block_size)
     if choice.prefill is not None:
         first = chosen.weighed.rows[choice.prefill]
-        extra["prefill"] = PrefillWorker(
-            worker_id=worker_name(roster.workers[first]),
-            dp_rank=roster.dp_ranks[first],
-            endpoint=roster.endpoints[first],
-        )
+        rank, endpoint = roster.ranks[first], roster.endpoints[first]
+        extra["prefill"] = PrefillWorker(worker_id=worker_name(rank.worker), dp_rank=rank.dp_rank, endpoint=endpoint)
     if chosen.found.degraded:
         extra["degraded"] = chosen.found.degraded
     selection_id = record.decision.request_id if record is not None else request.selection_id
@@ -64,7 +61,7 @@ def selection_of(request: SelectRequest, chosen: Chosen, namespace: Namespace, r
         routing_group=model.tenant,
         worker_id=worker_name(candidates.workers[row]),
         dp_rank=candidates.dp_ranks[row],
-        endpoint=roster.endpoints[chosen.row],
+        endpoint=roster.endpoints[chosen.weighed.rows[row]],
         block_size=block_size,
         overlap=_overlap(chosen.weighed, row),
         effective_prefill_tokens=chosen.prefill_tokens,
@@ -158,8 +155,8 @@ def loads_of(roster: Roster, rows: Sequence[int], *columns: npt.NDArray[Any]) ->
         report = roster.reports[row]
         loads.append(
             Load(
-                worker_id=worker_name(roster.workers[row]),
-                dp_rank=roster.dp_ranks[row],
+                worker_id=worker_name(roster.ranks[row].worker),
+                dp_rank=roster.ranks[row].dp_rank,
                 potential_prefill_tokens=tokens,
                 potential_decode_blocks=blocks,
                 active_requests=requests,

@@ -20,6 +20,7 @@ from indexer.namespaces import Namespace
 from kv_events.http.selection import Overlap, Selection
 from kv_events.kernels.bundles import U8Vector, pin
 from kv_events.limits import MAX_REQUEST_ID_BYTES
+from kv_events.reservations import reserved_opening
 from selection.book import Book
 from selection.kernels.booked import Bookings, make_bookings
 from selection.policies import next_turns
@@ -98,12 +99,12 @@ def direct_table(roster: Roster, book: Book, namespace: Namespace, selector: Sel
         *openings, opening = b'{"selection_id":"', *_OPENINGS
         record = _record_texts(roster, namespace, selector)
         bookings = make_bookings(MOST_CHOICES, MOST_HASHES, _num_bytes(record))
-    for worker, dp_rank, endpoint in zip(roster.workers, roster.dp_ranks, roster.endpoints, strict=True):
+    for rank, endpoint in zip(roster.ranks, roster.endpoints, strict=True):
         answer = Selection(
             model_name=model,
             routing_group=tenant,
-            worker_id=worker_name(worker),
-            dp_rank=dp_rank,
+            worker_id=worker_name(rank.worker),
+            dp_rank=rank.dp_rank,
             endpoint=endpoint,
             block_size=block_size,
             overlap=_OVERLAP,
@@ -139,8 +140,8 @@ def session_text(session: str) -> U8Vector:
 def _record_texts(roster: Roster, namespace: Namespace, selector: Selector) -> RecordTexts:
     packed = msgspec.msgpack.encode
     scope = b"".join(map(packed, namespace.key))
-    ranks = [packed(worker) + packed(rank) for worker, rank in zip(roster.workers, roster.dp_ranks, strict=True)]
-    pieces = selector.record_opening, selector.names.encode(), scope
+    ranks = [packed(rank.worker) + packed(rank.dp_rank) for rank in roster.ranks]
+    pieces = reserved_opening(selector.replica), selector.names.encode(), scope
     return RecordTexts(texts(pieces), texts(ranks), np.zeros(min(len(ranks), MOST_SHOWN), np.int32))
 
 

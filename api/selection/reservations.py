@@ -29,7 +29,8 @@ from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
 from kv_events.limits import MAX_OUTPUT_BLOCKS, MAX_PAGES_PER_DECISION, MAX_REQUEST_ID_BYTES
 from kv_events.reservations import AT_PREFILL, OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
-from selection.book import BookFullError, Place
+from kv_events.streams import StreamId
+from selection.book import BookFullError
 from selection.exchange import ReservationExchange
 from selection.kernels.booked import Bookings
 from selection.roster import Rosters
@@ -61,8 +62,6 @@ class Reservations:
         self._exchange = exchange
         self.book = exchange.book
         self._rosters = rosters
-        self._put = exchange.put
-        self._replica = exchange.replica
         self._is_ready = is_ready
         self._max_body_bytes = max_body_bytes
         self._pending_pages = 0
@@ -111,7 +110,7 @@ class Reservations:
                 self.book.apply(record, now)
             except BookFullError as error:  # what is booked of the request expires
                 raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
-            self._put(record)
+            self._exchange.put(record)
 
     def number_ranks(self, namespace: Namespace, now: float) -> bool:
         """Give all ranks of a namespace a number. Returns whether there is room for what kernels book in one call."""
@@ -119,16 +118,16 @@ class Reservations:
         roster = self._rosters.of(namespace, now)
         try:
             self.book.check_room(MOST_CHOICES, MOST_HASHES)
-            for rank in () if roster.is_numbered else zip(roster.workers, roster.dp_ranks, strict=True):
-                self.book.number(Place(*namespace.key[:2], *rank))
+            for rank in () if roster.is_numbered else roster.ranks:
+                self.book.number(rank)
         except BookFullError:
             return False
         return True
 
-    def note(self, bookings: Bookings, names: Sequence[str], workers: Sequence[str], now: float) -> None:
+    def note(self, bookings: Bookings, names: Sequence[str], ranks: Sequence[StreamId], now: float) -> None:
         """Note what a kernel has booked, and send it to other replicas.
 
-        names: those of the reservation of each request. workers: by row of the roster.
+        names: those of the reservation of each request. ranks: those of the roster.
         """
         begin, start, placed = 0, 0, list[Placed]()
         hashes, records = bookings.hashes, bookings.records[: bookings.made[2]].tobytes()
@@ -136,7 +135,7 @@ class Reservations:
             request, row, tokens, prefill_tokens, held, most_held, place, num_booked, hashes_end, record_end = numbers
             name, own = names[request], hashes[begin : begin + num_booked].copy()
             self.book.note_reserved(name, now, place, own, prefill_tokens, now)
-            placed.append(Placed(name, now, workers[row], tokens, held, most_held, records[start:record_end]))
+            placed.append(Placed(name, now, ranks[row].worker, tokens, held, most_held, records[start:record_end]))
             begin, start = hashes_end, record_end
         for each in placed:  # if this fails, all are in the book, and expire
             self._exchange.put_placed(each)
@@ -199,7 +198,7 @@ class Reservations:
     def _explicit(self, request: ReserveRequest, prompt: Prompt, namespace: Namespace, now: float) -> Reserved:
         """Return a reservation of what the caller chose. Raises ProblemError."""
         worker, roster, key = str(request.worker_id), self._rosters.of(namespace, now), namespace.key
-        ranks = [roster.dp_ranks[row] for row in roster.rows.get(worker, ())]
+        ranks = [roster.ranks[row].dp_rank for row in roster.rows.get(worker, ())]
         scope = f"model={key.model} routing_group={key.tenant}"
         if not ranks:
             raise _unknown(f"schedulable worker {worker} not found for {scope}", worker)
@@ -212,7 +211,9 @@ class Reservations:
         tokens = len(hashes) * key.block_size if prompt.tokens is None else prompt.tokens
         pages = hashes[:MAX_PAGES_PER_DECISION].astype("<u8", copy=False).tobytes()
         decision = Decision(VERSION, request.selection_id, now, *key, tokens, pages, worker, rank, None, ())
-        return Reserved(VERSION, self._replica, decision, request.effective_prefill_tokens, request.session_id or "")
+        return Reserved(
+            VERSION, self._exchange.replica, decision, request.effective_prefill_tokens, request.session_id or ""
+        )
 
     def bodyless_route(self) -> BodylessRoute:
         """Return how steps without a body are answered in the fast path, as the routes of `router` do."""
@@ -283,10 +284,10 @@ class Reservations:
         known = self.book.get(reservation_id)
         blocks = known.output_blocks + 1 if known is not None and step == OUTPUT_BLOCK else 0
         blocks = min(blocks, MAX_OUTPUT_BLOCKS)
-        record = Progressed(VERSION, self._replica, reservation_id, now, step, decay_fraction, blocks)
+        record = Progressed(VERSION, self._exchange.replica, reservation_id, now, step, decay_fraction, blocks)
         if not self.book.apply(record, now):
             raise _unknown(f"reservation {reservation_id} not found", reservation_id)
-        self._put(record)
+        self._exchange.put(record)
         at_prefill = reservation_id + AT_PREFILL
         if step in (PREFILL_COMPLETE, RELEASED) and self.book.get(at_prefill) is not None:
             self._progress(at_prefill, RELEASED, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -29,8 +29,11 @@ from api.view_source import ViewSource
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Selection, SelectRequest
 from kv_events.limits import MAX_REQUEST_ID_BYTES
-from selection.roster import Found, Roster, Weighed
+from selection.exchange import ReservationExchange
+from selection.policies import create_policy
+from selection.roster import Directory, Found, Roster, Rosters, Weighed
 from selection.selector import NoCandidateError, Selector, session_of
+from selection.settings import SelectionSettings
 
 _NO_NUMBERS = np.zeros(0, np.uint32)
 _RESERVE = "/select_and_reserve"
@@ -44,16 +47,23 @@ class SelectionRoutes:
     def __init__(
         self,
         served: ViewSource,
-        selector: Selector,
-        reservations: Reservations,
+        settings: SelectionSettings,
+        directory: Directory,
+        exchange: ReservationExchange,
         render: Render,
         tenants: TenantRates | None,
+        is_ready: Callable[[], bool],
         max_body_bytes: int,
     ) -> None:
-        """tenants: bounds on their requests, if any."""
+        """exchange: has the book, and gets each record after it was applied. tenants: bounds on their requests, if any.
+
+        is_ready: whether workers may be chosen yet.
+        """
+        rosters = Rosters(exchange.book, directory)
+        self.exchange = exchange
+        self.reservations = Reservations(served, rosters, exchange, is_ready, max_body_bytes)
         self._served = served
-        self._selector = selector
-        self._reservations = reservations
+        self._selector = Selector(rosters, partial(create_policy, settings.policy), exchange.replica)
         self._render = render
         self._tenants = tenants
         self._max_body_bytes = max_body_bytes
@@ -68,7 +78,8 @@ class SelectionRoutes:
             "/potential_loads": self._potential_loads,
             "/overlap_scores": self._overlap_scores,
         }
-        return {path: RawEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
+        own = {path: RawEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
+        return own | self.reservations.endpoints()
 
     def text_routes(self) -> dict[str, TextRoute[SelectRequest]]:
         """Path -> how JSON bodies with tokens are answered."""
@@ -97,7 +108,7 @@ class SelectionRoutes:
         if not is_plain or request.explain or request.sources or len(session.encode()) > MAX_REQUEST_ID_BYTES:
             return None
         namespace, now, selector = self._namespace(request), self._served.now(), self._selector
-        if namespace.groups or (is_reserving and not self._reservations.number_ranks(namespace, now)):
+        if namespace.groups or (is_reserving and not self.reservations.number_ranks(namespace, now)):
             return None
         work = selector.work(request, namespace, now)
         if work is None or (is_reserving and not work[0].is_numbered):
@@ -108,16 +119,16 @@ class SelectionRoutes:
             return None
         tables = self._tables.setdefault(roster, {})
         if is_reserving not in tables:
-            book = self._reservations.book
+            book = self.reservations.book
             tables[is_reserving] = direct_table(roster, book, namespace, selector if is_reserving else None)
         table, found = tables[is_reserving], self._writer.plan(question_of(request, "token_ids"), namespace)
 
         def note(names: Sequence[str], count: int) -> None:
             names = names or list(selector.take_names(count))
-            self._reservations.note(table.bookings, names, roster.workers, now)
+            self.reservations.note(table.bookings, names, roster.ranks, now)
 
-        moments, first_name = (now, self._reservations.book.predicted_until(now)), selector.num_named + 1
-        is_free = self._reservations.is_free
+        moments, first_name = (now, self.reservations.book.predicted_until(now)), selector.num_named + 1
+        is_free = self.reservations.is_free
         return SelectionPlan(found, scale, table, first_name, moments, session_text(session), is_free, note)
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
@@ -127,7 +138,7 @@ class SelectionRoutes:
     def _placed(self, request: SelectRequest, found: Found, namespace: Namespace, *, is_reserving: bool) -> Selection:
         now, name = self._served.now(), request.selection_id
         if is_reserving and name is not None:
-            self._reservations.check_new(name)
+            self.reservations.check_new(name)
         try:
             chosen = self._selector.choose(request, namespace, self._served.freshness, found, now)
         except NoCandidateError as error:
@@ -137,9 +148,9 @@ class SelectionRoutes:
         records = self._selector.records(request, chosen, namespace, now)
         answer = selection_of(request, chosen, namespace, records[0] if is_reserving else None)
         if is_reserving:
-            self._reservations.add(records, now)
+            self.reservations.add(records, now)
         else:
-            self._reservations.keep_pending(records, now)
+            self.reservations.keep_pending(records, now)
         return answer
 
     async def _potential_loads(self, body: Body, body_format: BodyFormat) -> Response:
@@ -183,7 +194,7 @@ class SelectionRoutes:
             raise _unavailable(str(error)) from None
 
     def _namespace(self, request: SelectRequest) -> Namespace:
-        return self._reservations.namespace(request.model_name, request.routing_group)
+        return self.reservations.namespace(request.model_name, request.routing_group)
 
 
 def _decoded_text(body: bytes) -> tuple[SelectRequest, list[int]]:

@@ -28,7 +28,6 @@ from kv_events.http.worker_records import WorkerRecord
 from kv_events.runtime.supervised import in_background, keep_running
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
-from selection.book import Place
 from selection.roster import Report
 
 if TYPE_CHECKING:
@@ -84,9 +83,9 @@ class WorkerRecords:
         record = self._records.get(worker)
         return self._judged(record) if record is not None and _scope(record) == (model, tenant) else None
 
-    def report(self, place: Place) -> Report | None:
+    def report(self, rank: StreamId) -> Report | None:
         """Return the load of a rank. None: its engine has not said it for five seconds."""
-        return self._reports.of(StreamId(*place))
+        return self._reports.of(rank)
 
     def all(self) -> list[WorkerRecord]:
         """Return all records as of now."""

@@ -48,19 +48,25 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     router_temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
 
 
-class SelectRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to be placed."""
+class _Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of all requests about a prompt."""
 
     model_name: Name = "default"
     routing_group: Name = "default"
     token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS_PER_QUERY)] | UnsetType = UNSET
-    block_hashes: Hashes | UnsetType = UNSET
     sequence_hashes: Hashes | UnsetType = UNSET
     isl_tokens: _Tokens | None = None
     """Tokens of the prompt. Default: as many as its pages have."""
     lora_name: str | None = None
     cache_salt: str | None = None
     is_eagle: bool | None = None
+    session_id: _Id | None = None
+
+
+class SelectRequest(_Prompt, frozen=True, kw_only=True):
+    """A request to be placed."""
+
+    block_hashes: Hashes | UnsetType = UNSET
     media: Annotated[tuple[MediaSpan, ...], msgspec.Meta(max_length=MAX_MEDIA)] = ()
     """What `token_ids` contain besides text."""
     selection_id: _Id | None = None
@@ -68,7 +74,6 @@ class SelectRequest(msgspec.Struct, frozen=True, kw_only=True):
     allowed_worker_ids: Annotated[list[InstanceId], msgspec.Meta(max_length=4096)] | None = None
     pinned_worker: Pinned | None = None
     affinity_target: AffinityTarget | None = None
-    session_id: _Id | None = None
     session_context: SessionContext | None = None
     priority_jump: float = 0.0
     strict_priority: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
@@ -159,22 +164,13 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """Why the choice is not as good as usual. Absent: it is."""
 
 
-class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ReserveRequest(_Prompt, frozen=True, kw_only=True):
     """A reservation of what `POST /select` answered, or of what the caller chose: then with a `worker_id`."""
 
     selection_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST_ID_BYTES)]
-    model_name: Name = "default"
-    routing_group: Name = "default"
     worker_id: InstanceId | None = None
     dp_rank: DpRank | None = None
-    token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS_PER_QUERY)] | UnsetType = UNSET
-    sequence_hashes: Hashes | UnsetType = UNSET
-    isl_tokens: _Tokens | None = None
     effective_prefill_tokens: _Tokens = 0
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    is_eagle: bool | None = None
-    session_id: _Id | None = None
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):

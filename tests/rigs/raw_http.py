@@ -89,23 +89,29 @@ Connect = Callable[..., Coroutine[Any, Any, Line]]
 
 
 @asynccontextmanager
+async def connecting(url: str) -> AsyncIterator[Connect]:
+    """Yield a function that connects to a server. Close its connections at the end."""
+    async with AsyncExitStack() as lines:
+
+        async def connect(source: str = "127.0.0.1") -> Line:
+            line = await Line.connect(url, source)
+            lines.push_async_callback(line.close)
+            return line
+
+        yield connect
+
+
+@asynccontextmanager
 async def a_service(*, num_more: int = 0, **settings: Any) -> AsyncIterator[Connect]:
     """Run a service of three workers, and of more that hold nothing else. Yields a function that connects."""
     fed = HandFed(IndexerSettings(max_pages=2**18, worker_ttl_s=3600, forget_after_s=3600))
-    async with listening(fed.consumer, **settings) as url:
+    async with listening(fed.consumer, **settings) as url, connecting(url) as connect:
         await fed.hold(Stream("1"), TOKENS)
         await fed.hold(Stream("2", dp_rank=1), TOKENS[:8])
         await fed.hold(Stream("3"), TOKENS, {0: range(1), 1: range(1, 3)})
         for number in range(num_more):
             await fed.hold(Stream(f"more-{number}"), TOKENS)
-        async with AsyncExitStack() as lines:
-
-            async def connect(source: str = "127.0.0.1") -> Line:
-                line = await Line.connect(url, source)
-                lines.push_async_callback(line.close)
-                return line
-
-            yield connect
+        yield connect
 
 
 async def is_listening(url: str) -> bool:

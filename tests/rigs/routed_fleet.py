@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
 import httpx
+import pytest
 
 from tests.support.commands import RunningCommand
 from tests.support.engines.simulated_engine import SimulatedEngine
@@ -16,6 +17,9 @@ from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
 PAGE = 16
+IN_TIME = pytest.mark.timing("several processes must start and answer within their time")
+INSTALLS_A_ROUTER = [pytest.mark.soak, pytest.mark.timeout(600), IN_TIME]
+"""Marks of tests of which the first one installs a router."""
 Messages = list[dict[str, str]]
 
 
@@ -70,6 +74,15 @@ class RoutedFleet(_Fleet):
         self.kvsight = self._stack.enter_context(RunningCommand("serve", "--port", api, *flags))
         wait_until(lambda: len(self._workers()) == len(ports), 100, "all workers to be known")
         return self
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those of the engines."""
+        return [engine.url for engine in self.engines]
+
+    def wait_for_release(self) -> None:
+        """Wait until no request is booked."""
+        wait_until(lambda: self.requests() == 0, what="all reservations to end")
 
     def requests(self) -> int:
         """Requests that are booked now."""

@@ -11,22 +11,23 @@ import httpx
 import pytest
 
 from tests.rigs.endpoints import EchoingEngine
-from tests.rigs.routed_fleet import RoutedFleet, conversations, run
+from tests.rigs.routed_fleet import IN_TIME, RoutedFleet, conversations, run
+from tests.routers.test_route import CHAT
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.lua_routers import HAProxy, LuaRouter, Nginx
-from tests.support.waiting import wait_until
 
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "which city is it? " * 8}]}
-pytestmark = pytest.mark.timing("several processes must start and answer within their time")
-
-
-ROUTERS = pytest.mark.parametrize("start", [HAProxy, Nginx], ids=["HAProxy", "nginx"])
+pytestmark = IN_TIME
 
 
 @pytest.fixture(params=[HAProxy, Nginx], ids=["HAProxy", "nginx"])
-def router(fleet: RoutedFleet, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LuaRouter]:
-    with request.param(tmp_path, fleet.url, [each.url for each in fleet.engines]) as running:
+def start(request: pytest.FixtureRequest) -> Callable[..., LuaRouter]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def router(fleet: RoutedFleet, tmp_path: Path, start: Callable[..., LuaRouter]) -> Iterator[LuaRouter]:
+    with start(tmp_path, fleet.url, fleet.addresses) as running:
         yield running
 
 
@@ -38,7 +39,7 @@ def test_requests_go_where_their_prompt_is_and_are_released(fleet: RoutedFleet, 
     outcome = asyncio.run(run(router.url, conversations(12, 5), model="m"))
     assert outcome.failures == 0
     assert outcome.share > 0.8  # in turn: about a half
-    wait_until(lambda: fleet.requests() == 0, what="all reservations to end")
+    fleet.wait_for_release()
 
 
 def test_a_stream_passes_and_other_requests_reach_an_engine(fleet: RoutedFleet, router: LuaRouter) -> None:
@@ -52,7 +53,7 @@ def test_a_stream_passes_and_other_requests_reach_an_engine(fleet: RoutedFleet, 
     for body in (b"", b"[1, 2]", b'{"model": "m", "messages"', b"\x00\xff}"):
         refusal = httpx.post(f"{router.url}/v1/chat/completions", content=body, timeout=30, verify=WITHOUT_TLS)
         assert refusal.status_code == 400
-    wait_until(lambda: fleet.requests() == 0, what="the reservations to end")
+    fleet.wait_for_release()
 
 
 def test_a_caller_does_not_choose_its_worker(router: LuaRouter) -> None:
@@ -64,7 +65,6 @@ def test_a_caller_does_not_choose_its_worker(router: LuaRouter) -> None:
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-@ROUTERS
 def test_a_stream_passes_as_it_comes_and_a_stand_in_for_the_service_gets_the_token(
     start: Callable[..., LuaRouter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

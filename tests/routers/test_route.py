@@ -5,17 +5,15 @@ import json
 from typing import Self
 
 import httpx
-import pytest
 
-from tests.rigs.routed_fleet import RoutedFleet, conversations, run
+from tests.rigs.routed_fleet import IN_TIME, RoutedFleet, conversations, run
 from tests.support.commands import RunningCommand, kvsight
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.child_process import free_port
-from tests.support.waiting import wait_until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "which city is it? " * 8}]}
 DEAD_URL = "http://127.0.0.1:9"
-pytestmark = pytest.mark.timing("several processes must start and answer within their time")
+pytestmark = IN_TIME
 
 
 class Route(RunningCommand):
@@ -52,7 +50,7 @@ def test_requests_go_where_their_prompt_is_and_are_released(fleet: RoutedFleet) 
         assert outcome.failures == 0
         assert outcome.share > 0.8  # in turn: about a half
         assert route.counted("kvsight") == 60
-        wait_until(lambda: fleet.requests() == 0, what="all reservations to end")
+        fleet.wait_for_release()
 
 
 def test_a_stream_is_passed_on_as_it_is_and_other_paths_reach_an_engine(fleet: RoutedFleet) -> None:
@@ -65,7 +63,7 @@ def test_a_stream_is_passed_on_as_it_is_and_other_paths_reach_an_engine(fleet: R
         assert "".join(part[0]["delta"]["content"] for part in parts if part) == "yes"
         assert route.get("/v1/models").json()["data"][0]["id"] == "m"
         assert route.get("/unknown").status_code == 404
-        wait_until(lambda: fleet.requests() == 0, what="the reservation to end")
+        fleet.wait_for_release()
 
 
 def test_no_request_fails_when_kvsight_or_an_engine_is_killed(fleet: RoutedFleet) -> None:

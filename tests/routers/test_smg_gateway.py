@@ -7,22 +7,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.rigs.routed_fleet import RoutedFleet, conversations, run
+from tests.rigs.routed_fleet import INSTALLS_A_ROUTER, RoutedFleet, conversations, run
 from tests.routers.test_route import CHAT, DEAD_URL, Route
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.smg_gateway import SmgGateway
-from tests.support.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.timeout(600),  # the first test installs SMG
-    pytest.mark.timing("several processes must start and answer within their time"),
-]
+pytestmark = INSTALLS_A_ROUTER
 
 
 @pytest.fixture
 def gateway(fleet: RoutedFleet, tmp_path: Path) -> Iterator[SmgGateway]:
-    with SmgGateway(tmp_path, [each.url for each in fleet.engines]) as running:
+    with SmgGateway(tmp_path, fleet.addresses) as running:
         yield running
 
 
@@ -32,14 +27,14 @@ def test_the_gateway_sends_requests_where_kvsight_says(fleet: RoutedFleet, gatew
         assert outcome.failures == 0
         assert outcome.share > 0.8
         assert route.counted("kvsight") > 50
-        wait_until(lambda: fleet.requests() == 0, what="all reservations to end")
+        fleet.wait_for_release()
 
 
 def test_a_caller_cannot_name_the_worker_and_an_engine_that_the_gateway_lacks_is_no_candidate(
     fleet: RoutedFleet, tmp_path: Path
 ) -> None:
     with (
-        SmgGateway(tmp_path, [each.url for each in fleet.engines[:2]]) as gateway,
+        SmgGateway(tmp_path, fleet.addresses[:2]) as gateway,
         Route("--url", fleet.url, "--gateway", gateway.url) as route,
     ):
         chosen = set()
@@ -59,7 +54,7 @@ def test_an_engine_that_fails_is_followed_by_the_gateways_choice(fleet: RoutedFl
         answers = [route.chat() for _ in range(6)]
         assert {answer.status_code for answer in answers} == {200}
         assert first not in {answer.headers["x-kvsight-worker"] for answer in answers}
-        wait_until(lambda: fleet.requests() == 0, what="all reservations to end")
+        fleet.wait_for_release()
 
 
 def test_without_kvsight_the_gateway_chooses(fleet: RoutedFleet, gateway: SmgGateway) -> None:

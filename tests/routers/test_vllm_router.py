@@ -7,16 +7,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.rigs.routed_fleet import RepublishedFleet, conversations, run
+from tests.rigs.routed_fleet import INSTALLS_A_ROUTER, RepublishedFleet, conversations, run
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.vllm_router import VllmRouter
 from tests.support.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.timeout(600),  # the first test installs vllm-router
-    pytest.mark.timing("several processes must start and answer within their time"),
-]
+pytestmark = INSTALLS_A_ROUTER
 
 
 @pytest.fixture

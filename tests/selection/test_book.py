@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_events.kernels.bundles import pin
 from kv_events.reservations import (
     OUTPUT_BLOCK,
     PREFILL_COMPLETE,
@@ -18,7 +19,9 @@ from kv_events.reservations import (
     Reserved,
     time_of,
 )
-from selection.book import Book, BookFullError, Place
+from kv_events.streams import StreamId
+from selection.book import Book, BookFullError
+from selection.kernels.booked import booked_lengths
 from tests.support.effort import num_examples
 from tests.support.replica_process import reserved
 
@@ -26,6 +29,10 @@ TTL_S, PREDICT_S = 30.0, 4.0
 WORKERS = ("w1", "w2")
 PROMPTS = [[1, 2, *range(branch, branch + 4)][:length] for branch in (10, 20) for length in (1, 3, 6)]
 """Two prompts with a common beginning, of three lengths."""
+
+
+def rank(worker: str) -> StreamId:
+    return StreamId("m", "default", worker, 0)
 
 
 @dataclass
@@ -103,15 +110,15 @@ def check(book: Book, model: Model, now: float) -> None:
     model.expire(now)
     assert {each.name for each in book} == set(model.live)
     for worker in WORKERS:
-        place = book.place(Place("m", "default", worker, 0))
+        place = book.place(rank(worker))
         columns = book.loads.requests, book.loads.prefill_tokens, book.loads.decode_blocks
         loads = tuple(0 if place < 0 else column[place] for column in columns)
         assert loads == pytest.approx(model.booked(worker))
     workers = (*WORKERS, *reversed(WORKERS))
-    places = np.array([book.place(Place("m", "default", worker, 0)) for worker in workers], np.int32)
+    places = np.array([book.place(rank(worker)) for worker in workers], np.int32)
     for prompt in PROMPTS:
         out = np.zeros((len(workers), 2), np.int64)
-        book.lengths(np.array(prompt, np.uint64), places, now, out)
+        booked_lengths(pin(book.pages), np.array(prompt, np.uint64), places, now, out)
         assert [tuple(row) for row in out] == [model.lengths(worker, prompt, now) for worker in workers]
 
 
@@ -167,7 +174,7 @@ def test_a_book_that_is_rebuilt_from_the_log_is_that_of_a_replica_that_was_there
     assert {each.name for each in rebuilt} == {each.name for each in there}
     assert rebuilt.loads.requests.sum() == there.loads.requests.sum()
     for worker in WORKERS:
-        assert rebuilt.booked("m", "default", worker, 0)[:2] == there.booked("m", "default", worker, 0)[:2]
+        assert rebuilt.booked(rank(worker))[:2] == there.booked(rank(worker))[:2]
 
 
 def test_a_full_book_refuses_and_has_room_again() -> None:
@@ -178,7 +185,7 @@ def test_a_full_book_refuses_and_has_room_again() -> None:
     assert book.apply(reserved("b", "w1", [2], 0.0), 0.0)
     with pytest.raises(BookFullError, match="2 requests are reserved"):
         book.apply(reserved("c", "w1", [3], 0.0), 0.0)
-    assert book.booked("m", "default", "w1", 0) == (2, 32, 2)
+    assert book.booked(rank("w1")) == (2, 32, 2)
     assert book.apply(Progressed(VERSION, "x", "a", 1.0, RELEASED), 1.0)
     assert book.apply(reserved("c", "w1", [3], 1.0), 1.0)
 
@@ -195,8 +202,8 @@ def test_numbers_of_places_are_used_again() -> None:
     before = book.num_changes
     assert book.apply(reserved("r3", "w3", [2], PREDICT_S), PREDICT_S)
     assert book.num_changes > before
-    assert book.place(Place("m", "default", "w1", 0)) == -1
-    assert [book.booked("m", "default", f"w{number}", 0)[0] for number in range(4)] == [1, 0, 1, 1]
+    assert book.place(rank("w1")) == -1
+    assert [book.booked(rank(f"w{number}"))[0] for number in range(4)] == [1, 0, 1, 1]
 
 
 def test_a_replica_whose_clock_is_ahead_leaves_no_pages_behind() -> None:
@@ -206,7 +213,7 @@ def test_a_replica_whose_clock_is_ahead_leaves_no_pages_behind() -> None:
     for name in ("a", "b"):
         assert book.apply(Progressed(VERSION, "x", name, 10.0, RELEASED), 10.0)
     book.expire(10.0 + PREDICT_S)
-    out, places = np.zeros((1, 2), np.int64), np.array([book.place(Place("m", "default", "w1", 0))], np.int32)
+    out, places = np.zeros((1, 2), np.int64), np.array([book.place(rank("w1"))], np.int32)
     for first in (1, 3):
-        book.lengths(np.array([first], np.uint64), places, 10.0, out)
+        booked_lengths(pin(book.pages), np.array([first], np.uint64), places, 10.0, out)
         assert out.tolist() == [[0, 0]]

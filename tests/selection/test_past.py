@@ -28,7 +28,7 @@ from kv_events.reservations import (
     reservation_id,
     time_of,
 )
-from selection.book import Place
+from kv_events.streams import StreamId
 from selection.past import PastBook
 from selection.settings import SelectionSettings
 from tests.support.commands import kvsight
@@ -166,4 +166,4 @@ def test_the_book_of_any_moment_is_that_of_counting(tmp_path: Path) -> None:
         moment = LogMoment(time_s=START + at)
         book = past.at(timeline, moment, Replay())
         expected = sum(begin <= at < end for begin, end in ends.values())
-        assert book.all_booked().get(Place("m", "default", "w1", 0), (0,))[0] == expected, at
+        assert book.all_booked().get(StreamId("m", "default", "w1", 0), (0,))[0] == expected, at

@@ -18,6 +18,7 @@ from indexer.sources.kafka import KafkaSource
 from indexer.writing.queue import RESERVATIONS
 from kv_events.decisions import Decision
 from kv_events.reservations import VERSION, Progressed, ReservationRecord, Reserved
+from kv_events.streams import StreamId
 from selection.book import Book, Booked
 from selection.exchange import ReservationExchange
 from tests.support.controlled_process import ControlledProcess, say
@@ -60,7 +61,7 @@ class Replica:
     def loads(self, worker: str) -> Booked:
         """Return the requests, tokens and pages that are booked on a worker."""
         self.book.expire(self._now())
-        return self.book.booked("m", "default", worker, 0)
+        return self.book.booked(StreamId("m", "default", worker, 0))
 
     def names(self) -> set[str]:
         """Return the ids of the reservations."""

@@ -183,7 +183,7 @@ def _views(replayed: Replay, book: Book | None) -> Iterator[dict[str, Any]]:
             "epoch": view.epoch,
             "next_seq": view.next_seq,
             **dict(zip(MEDIA, view.num_pages, strict=True)),
-            **({} if book is None else {"booked": book.booked(*view.stream)._asdict()}),
+            **({} if book is None else {"booked": book.booked(view.stream)._asdict()}),
         }
 
 
@@ -203,7 +203,7 @@ def _rows(replayed: Replay, book: Book | None = None) -> Iterator[StreamRow]:
             view.reason,
             age_ms(view.last_batch_at, replayed.now),
             dict(zip(MEDIA, view.num_pages, strict=True)),
-            booked=(0, 0, 0) if book is None else book.booked(*view.stream),
+            booked=(0, 0, 0) if book is None else book.booked(view.stream),
         )
 
 

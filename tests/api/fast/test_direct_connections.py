@@ -7,13 +7,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from api.app import create_app
 from api.fast import connection, request_templates
 from api.fast.heads import Head
-from api.server import running_server
-from api.service import LiveService
-from api.settings import ApiSettings
-from tests.rigs.raw_http import QUERY, TOKENS, Connect, Line, a_service, body_of, prompts, request
+from tests.rigs.api import listening
+from tests.rigs.raw_http import QUERY, TOKENS, Connect, a_service, body_of, connecting, prompts, request
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 
@@ -164,16 +161,15 @@ async def test_an_idle_direct_connection_makes_room_for_a_new_one() -> None:
 
 
 async def test_a_server_ends_with_its_direct_connections() -> None:
-    async with AsyncExitStack() as service:
-        api, fed = ApiSettings(port=0), HandFed()
-        url = await service.enter_async_context(running_server(create_app(LiveService(fed.consumer, api)), api))
+    async with AsyncExitStack() as lines, AsyncExitStack() as service:
+        fed = HandFed()
+        url = await service.enter_async_context(listening(fed.consumer))
         await fed.hold(Stream("1"), TOKENS)
-        line = await Line.connect(url)
+        line = await (await lines.enter_async_context(connecting(url)))()
         for data in prompts():
             assert (await line.ask(data))[0] == b"HTTP/1.1 200 OK"
         await service.aclose()
         assert await line.is_at_end()
-        await line.close()
 
 
 @pytest.mark.soak

@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from api.access.tokens import TokenRegistry
 from api.fast.fast_path import FastPath
 from api.fast.heads import HeadReader
@@ -38,15 +36,6 @@ def head(path: bytes = b"/query", length: int = 1, *lines: bytes) -> bytes:
 def test_a_service_that_has_not_caught_up_answers_unless_it_must_be_ready() -> None:
     assert answer(lane_of()) is not None
     assert answer(lane_of(answer_before_ready=False)) is None
-
-
-@pytest.mark.parametrize("model", ["m", "unknown"])
-def test_errors_are_passed_to_fastapi(model: str) -> None:
-    fast_path = lane_of()
-    assert answer(fast_path, json.dumps({"model_name": model, "token_ids": "x"}).encode()) is None
-    assert (answer(fast_path, json.dumps({"model_name": model, "token_ids": [1]}).encode()) is None) == (
-        model == "unknown"
-    )
 
 
 def test_the_bytes_of_a_head_decide_about_its_token() -> None:

@@ -9,7 +9,7 @@ from api.fast.fast_path import GroupAnswers
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
-from tests.rigs.raw_http import HEALTH, QUERY, Line, is_listening, request
+from tests.rigs.raw_http import HEALTH, QUERY, Line, connecting, is_listening, request
 from tests.support.log.hand_fed import HandFed
 
 UNKNOWN = b"HTTP/1.1 404 Not Found"
@@ -46,8 +46,8 @@ async def a_member(others: Others) -> AsyncIterator[str]:
 
 async def test_what_follows_a_query_waits_for_its_answer() -> None:
     others = Others()
-    async with a_member(others) as url:
-        line = await Line.connect(url)
+    async with a_member(others) as url, connecting(url) as connect:
+        line = await connect()
         line.writer.write(request(QUERY) + request(QUERY)[:-5])
         await others.is_asked.wait()
         line.writer.write(request(QUERY)[-5:] + HEALTH)
@@ -55,37 +55,35 @@ async def test_what_follows_a_query_waits_for_its_answer() -> None:
         bodies = [(await line.answer())[2] for _ in range(3)]
         assert bodies[:2] == [b"{}", b"{}"]
         assert b"status" in bodies[2]
-        await line.close()
 
 
 async def test_a_query_that_the_others_do_not_answer_is_passed_to_fastapi() -> None:
     others = Others(None)
     others.may_answer.set()
-    async with a_member(others) as url:
-        line = await Line.connect(url)
+    async with a_member(others) as url, connecting(url) as connect:
+        line = await connect()
         line.writer.write(request(QUERY) + HEALTH)
         assert (await line.answer())[0] == UNKNOWN
         assert (await line.answer())[0] == b"HTTP/1.1 200 OK"
-        await line.close()
 
 
 async def test_a_client_that_leaves_before_its_answer_harms_nobody() -> None:
     others = Others()
-    async with a_member(others) as url:
-        gone, other = await Line.connect(url), await Line.connect(url)
+    async with a_member(others) as url, connecting(url) as connect:
+        gone, other = await connect(), await connect()
         gone.writer.write(request(QUERY))
         await others.is_asked.wait()
         await gone.close()
         others.may_answer.set()
         assert (await other.ask(request(QUERY)))[2] == b"{}"
-        await other.close()
 
 
 async def test_an_answer_that_comes_while_the_server_ends_is_the_last_one() -> None:
     others = Others()
-    async with AsyncExitStack() as service:
+    async with AsyncExitStack() as lines, AsyncExitStack() as service:
         url = await service.enter_async_context(a_member(others))
-        line = await Line.connect(url)
+        connect = await lines.enter_async_context(connecting(url))
+        line = await connect()
         line.writer.write(request(QUERY) + request(QUERY))
         await others.is_asked.wait()
         ending = asyncio.create_task(service.aclose())
@@ -95,5 +93,4 @@ async def test_an_answer_that_comes_while_the_server_ends_is_the_last_one() -> N
         _, headers, body = await line.answer()
         assert (b"connection: close" in headers, body) == (True, b"{}")
         assert await line.is_at_end()
-        await line.close()
         await ending

@@ -10,15 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api.app import create_app
 from api.fast import http_limits
 from api.fast.fast_path import FastPath
 from api.fast.heads import Head
 from api.fast.http_limits import MAX_HEAD_BYTES
 from api.server import running_server
-from api.service import LiveService
 from api.settings import ApiSettings
-from tests.rigs.raw_http import CHUNKED, HEALTH, QUERY, TOKENS, Connect, Line, body_of, is_listening, request
+from tests.rigs.api import listening
+from tests.rigs.raw_http import CHUNKED, HEALTH, QUERY, TOKENS, Connect, body_of, connecting, is_listening, request
 from tests.support.log.hand_fed import HandFed
 
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large"
@@ -77,16 +76,14 @@ async def test_another_application_has_the_same_bounds(monkeypatch: pytest.Monke
         return Response(await asked.body(), media_type="text/plain")
 
     app = Starlette(routes=[Route("/query", echo, methods=["POST"])])
-    async with running_server(app, ApiSettings(port=0)) as url:
-        late, endless, ahead = [await Line.connect(url) for _ in range(3)]
+    async with running_server(app, ApiSettings(port=0)) as url, connecting(url) as connect:
+        late, endless, ahead = [await connect() for _ in range(3)]
         ahead.writer.write(request(b"one") + request(b"two"))
         assert [(await ahead.answer())[2] for _ in range(2)] == [b"one", b"two"]
         late.writer.write(request(QUERY)[:-1])
         assert (await late.answer())[0] == b"HTTP/1.1 408 Request Timeout"
         head = b"POST /query HTTP/1.1\r\nHost: h\r\nX: %b\r\n" % (b"y" * 2 * MAX_HEAD_BYTES)
         assert (await endless.ask(head))[0] == TOO_LARGE
-        for line in (late, endless, ahead):
-            await line.close()
 
 
 async def test_requests_that_arrive_in_time_are_never_given_up(
@@ -143,23 +140,20 @@ async def test_queries_of_the_fast_path_are_counted(connect: Connect) -> None:
 
 
 async def test_a_request_that_is_arriving_when_the_server_ends_is_answered() -> None:
-    async with AsyncExitStack() as service:
-        api = ApiSettings(port=0)
-        url = await service.enter_async_context(running_server(create_app(LiveService(HandFed().consumer, api)), api))
-        line = await Line.connect(url)
+    async with AsyncExitStack() as lines, AsyncExitStack() as service:
+        url = await service.enter_async_context(listening(HandFed().consumer))
+        connect = await lines.enter_async_context(connecting(url))
+        line, other = await connect(), await connect()
         while (known := await line.ask(request(QUERY)))[0] != b"HTTP/1.1 404 Not Found":
             pass  # the service starts
         line.writer.write(request(QUERY)[:-5])
-        other = await Line.connect(url)
         await other.ask(request(QUERY))  # so the server has read what was sent before
-        await other.close()
         ending = asyncio.create_task(service.aclose())
         while await is_listening(url):
             pass
         status, headers, body = await line.ask(request(QUERY)[-5:])
         assert (status, body) == (known[0], known[2])
         assert b"connection: close" in headers
-        await line.close()
         await ending
 
 

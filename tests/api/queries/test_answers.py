@@ -8,7 +8,6 @@ import pytest
 from httpx import AsyncClient
 
 from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
-from tests.support.engines.event_payloads import names_of
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, removed, stored
@@ -190,6 +189,8 @@ async def test_adapters_and_salts_enter_the_hash(client: AsyncClient, fed: HandF
         await fed.hold(Stream(worker), TOKENS, **names)
     for worker, names in held.items():
         assert (await ask(client, **peer(**names)))["scores"] == {worker: {"0": 16}}
+        local = local_hashes(token_array(TOKENS), 4, namespace_seed(**names)).view(np.int64).tolist()
+        assert (await ask(client, "/query_by_hash", **peer(block_hashes=local)))["scores"] == {worker: {"0": 16}}
     asked: list[tuple[dict[str, Any], str]] = [
         *(({salt: "x"}, "salted") for salt in ("cache_salt", "additionalsalt", "additional_salt")),
         *(({"lora_id": number}, "seven") for number in (7, "7")),  # an adapter that the engine names by its number
@@ -223,16 +224,6 @@ async def test_hashes_and_packed_numbers_give_the_answer_of_the_tokens(client: A
     assert (await ask(client, "/query_by_hash", **old_name))["default"]["1"]["GPU"] == 16
     bad = await client.post("/query_by_hash", json={**old_name, "block_hash": [1, -1]})
     check_problem(bad, 422, field="block_hash[1]")
-
-
-@pytest.mark.parametrize(("lora", "salt"), [("ad", None), (None, "s"), ("ad", "s")])
-async def test_local_hashes_alone_find_the_pages_of_any_namespace(
-    client: AsyncClient, fed: HandFed, lora: str | None, salt: str | None
-) -> None:
-    local = local_hashes(token_array(TOKENS), 4, namespace_seed(lora, salt)).view(np.int64).tolist()
-    await fed.feed(Stream("1").batch(stored((0, names_of(TOKENS, lora=lora, salt=salt)))))
-    assert (await ask(client, **peer(lora_name=lora, cache_salt=salt)))["scores"] == {"1": {"0": 16}}
-    assert (await ask(client, "/query_by_hash", **peer(block_hashes=local)))["scores"] == {"1": {"0": 16}}
 
 
 async def test_an_adapters_name_beside_hashes_changes_nothing(client: AsyncClient, fed: HandFed) -> None:
@@ -334,18 +325,13 @@ async def test_groups_of_a_model_that_no_worker_serves_are_listed_by_themselves(
     assert worker["model_name"] == "m#mamba"
 
 
-async def test_a_view_is_that_of_full_kv_unless_a_group_is_named(client: AsyncClient, fed: HandFed) -> None:
-    await hold_with_a_state(fed, 1)
-    pages = {}
-    for model in (None, "m", "m#mamba"):
-        params = {} if model is None else {"model": model}
-        pages[model] = (await client.get("/workers/1/view", params=params)).json()["num_pages"]
-    assert pages == {None: 4, "m": 4, "m#mamba": 1}
-
-
-async def test_a_view_says_which_groups_hold_a_page(client: AsyncClient, fed: HandFed) -> None:
+async def test_a_view_is_that_of_full_kv_unless_a_group_is_named_and_says_which_groups_hold_a_page(
+    client: AsyncClient, fed: HandFed
+) -> None:
     await hold_with_a_state(fed, 1)
     hashes = await fed.hold(Stream("2"), TOKENS)
+    for params, num_pages in (({}, 4), ({"model": "m"}, 4), ({"model": "m#mamba"}, 1)):
+        assert (await client.get("/workers/1/view", params=params)).json()["num_pages"] == num_pages
     pages = (await client.get("/workers/1/view")).json()["pages"]
     plain = (await client.get("/workers/2/view")).json()["pages"]
     assert {page["sequence_hash"]: page["groups"] for page in pages} == {

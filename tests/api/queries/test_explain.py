@@ -49,13 +49,16 @@ def body_of(scene: Scene) -> dict[str, Any]:
     return {**scene.body, "worker": VICTIM, **at}
 
 
+async def explained(client: httpx.AsyncClient, body: dict[str, Any]) -> Explanation:
+    answer = await client.post("/explain", json=body)
+    assert answer.status_code == 200, answer.text
+    return msgspec.json.decode(answer.content, type=Explanation)
+
+
 async def test_the_true_cause_is_answered(tmp_path: Path) -> None:
     scene, truth = planted("not_known_yet", 100)
     async with service(write_log(tmp_path, scene.records)) as client:
-        answer = await client.post("/explain", json=body_of(scene))
-    assert answer.status_code == 200, answer.text
-    found = msgspec.json.decode(answer.content, type=Explanation)
-    (worker,) = found.workers
+        (worker,) = (await explained(client, body_of(scene))).workers
     check_truth(worker, truth)
 
 
@@ -63,9 +66,7 @@ async def test_a_log_whose_oldest_files_are_deleted_is_explained_from_its_key_fr
     scene, _ = planted("held", 103)
     write_late_log(tmp_path, scene.records, len(scene.records) - 3)
     async with service(tmp_path) as client:
-        answer = await client.post("/explain", json=body_of(scene))
-    assert answer.status_code == 200, answer.text
-    (worker,) = msgspec.json.decode(answer.content, type=Explanation).workers
+        (worker,) = (await explained(client, body_of(scene))).workers
     assert (worker.cause, worker.state, worker.held["gpu"]) == ("held", "live", scene.num_pages)
 
 
@@ -128,7 +129,7 @@ async def test_parts_of_the_log_that_cannot_be_read_are_named(tmp_path: Path) ->
     segment = segments(write_log(tmp_path, scene.records))[0]
     async with service(tmp_path) as client:
         flip(segment, segment.stat().st_size // 2)
-        damaged = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
+        damaged = await explained(client, scene.body)
     assert [each.startswith(f"{segment}: ") for each in damaged.damage] == [True]
     assert 0 < damaged.records < len(scene.records)
 
@@ -138,8 +139,8 @@ async def test_a_torn_tail_is_damage_unless_a_writer_has_the_log_open(tmp_path: 
     write_log(tmp_path, scene.records)
     async with service(tmp_path) as client:
         segment = tear(tmp_path)
-        torn = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
+        torn = await explained(client, scene.body)
         with EventLogWriter(tmp_path):
-            sound = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
+            sound = await explained(client, scene.body)
     assert [f"{segment}: a torn tail of 3 bytes at byte " in each for each in torn.damage] == [True]
     assert sound.damage == []

@@ -42,7 +42,7 @@ from selection.kernels.booked import Bookings, make_bookings
 from selection.policies import seed_choices
 from selection.settings import SelectionSettings
 from tests.api.workers.test_reports import VLLM
-from tests.rigs.raw_http import Line, body_of, heads_taken, request, run
+from tests.rigs.raw_http import Connect, Line, body_of, connecting, heads_taken, request, run
 from tests.support.effort import num_examples
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -120,24 +120,23 @@ class Fleet:
     """A service with a connection that is direct, and another one, whose requests FastAPI answers."""
 
     def __init__(
-        self, fed: HandFed, direct: Line, single: Line, queue: NotedQueue, exchange: ReservationExchange, url: str
+        self,
+        fed: HandFed,
+        direct: Line,
+        single: Line,
+        queue: NotedQueue,
+        exchange: ReservationExchange,
+        connect: Connect,
     ) -> None:
-        self.fed, self.direct, self._single, self.url = fed, direct, single, url
+        self.fed, self.direct, self._single, self.connect = fed, direct, single, connect
         self._queue, self.exchange = queue, exchange
-        self._lines = list[Line]()
 
     async def lines(self, count: int) -> list[Line]:
         """Open further connections, on each of which some prompts are booked until they are direct."""
-        opened = [await Line.connect(self.url) for _ in range(count)]
-        self._lines += opened
+        opened = [await self.connect() for _ in range(count)]
         for line in opened * 4:
             await self.reserved(line)
         return opened
-
-    async def close(self) -> None:
-        """Close all connections."""
-        for line in (self.direct, self._single, *self._lines):
-            await line.close()
 
     async def post(self, path: str, **fields: Any) -> bytes:
         """Return the status of a request that FastAPI answers."""
@@ -216,26 +215,20 @@ async def a_fleet(
     bounds: dict[str, int] | None = None,
 ) -> AsyncIterator[Fleet]:
     """Run a service of ranks. held: worker and rank -> parts of `PROMPT`, as in `HandFed.hold`. bounds: of the book."""
-    fed, api = (
-        HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600)),
-        ApiSettings(port=0, register_allow="127.0.0.1"),
-    )
+    fed = HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600))
+    api = ApiSettings(port=0, register_allow="127.0.0.1")
     selection = selection or SelectionSettings(predict_s=600)
     queue = NotedQueue()
     exchange = ReservationExchange(Book(selection.reservation_ttl_s, selection.predict_s, **bounds or {}), queue)
     exchange.on_placed.append(check_placed)
     service = LiveService(fed.consumer, api, selection=selection, reservations=exchange)
-    async with running_server(create_app(service), api) as url:
+    async with running_server(create_app(service), api) as url, connecting(url) as connect:
         for (worker, rank), tiers in held.items():
             await fed.hold(Stream(worker, dp_rank=rank, block_size=block_size), PROMPT, tiers)
-        direct, single = await Line.connect(url), await Line.connect(url)
+        direct, single = await connect(), await connect()
         for _ in range(3):
             await direct.ask(request(body_of(token_ids=PROMPT), "/select"))
-        fleet = Fleet(fed, direct, single, queue, exchange, url)
-        try:
-            yield fleet
-        finally:
-            await fleet.close()
+        yield Fleet(fed, direct, single, queue, exchange, connect)
 
 
 @given(ranks, st.lists(asked, min_size=1, max_size=4), st.lists(lengths, max_size=4))
@@ -388,12 +381,11 @@ async def test_a_connection_becomes_direct_whatever_steps_follow_each_reservatio
     steps: list[str], taken: list[Head]
 ) -> None:
     async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
-        line = await Line.connect(fleet.url)
+        line = await fleet.connect()
         for _ in range(40):
             name = (await fleet.reserved(line))["selection_id"]
             for step in (*steps, RELEASED):
                 assert (await line.ask(step_of(name, step)))[0] == OK
-        await line.close()
         assert await fleet.num_booked() == 0
         assert len([head for head in taken if head.path == "/select_and_reserve"]) < 10
 

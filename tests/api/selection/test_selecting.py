@@ -20,7 +20,6 @@ from kv_events.limits import MAX_PAGES_PER_DECISION
 from kv_events.reservations import Reserved
 from kv_events.streams import StreamId
 from kvsight import AsyncClient, KvsightHttpError
-from selection.book import Place
 from selection.roster import Found, Report, Rosters
 from selection.settings import SelectionSettings
 from tests.api.prompts.test_renderer import CHATS, FakeEngine, rendered, rendering
@@ -36,11 +35,12 @@ PREFILL_DECODE = SelectionSettings(policy="prefill-decode,overlap-load")
 
 @asynccontextmanager
 async def fleet(
-    *held: dict[int, range] | None, selection: SelectionSettings | None = None
+    *held: dict[int, range] | None, selection: SelectionSettings | None = None, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, HandFed]]:
     """A service of workers w0, w1, ... held: what each holds of the prompt, as in `HandFed.hold`; {}: nothing."""
     fed = HandFed()
-    async with asking(create_app(LiveService(fed.consumer, ApiSettings(), selection=selection))) as client:
+    service = LiveService(fed.consumer, ApiSettings(**settings), selection=selection)
+    async with asking(create_app(service)) as client:
         for number, tiers in enumerate(held):
             await fed.hold(Stream(worker=f"w{number}", model="m", block_size=BLOCK), PROMPT, tiers)
         yield client, fed
@@ -194,14 +194,10 @@ async def test_the_client_reserves_and_releases() -> None:
 async def test_text_is_placed_like_its_tokens_and_by_load_if_the_engine_is_away() -> None:
     chat = {"model": "m", "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]}
     engine = FakeEngine({CHATS: rendered(*PROMPT)})
-    fed, policy = HandFed(), SelectionSettings(policy="session,overlap-load")
+    policy = SelectionSettings(policy="session,overlap-load")
     async with rendering(engine):
-        settings = ApiSettings(tokenize_url=engine.url, tokenize_timeout_s=5)
-        async with asking(create_app(LiveService(fed.consumer, settings, selection=policy))) as client:
-            for number in range(2):
-                await fed.hold(
-                    Stream(worker=f"w{number}", model="m", block_size=BLOCK), PROMPT, {0: range(1 + 8 * number)}
-                )
+        tokenizer = {"tokenize_url": engine.url, "tokenize_timeout_s": 5}
+        async with fleet({0: range(1)}, {0: range(9)}, selection=policy, **tokenizer) as (client, _):
             expected = (await client.post("/select", json=BODY)).json()
             chosen = (await client.post("/select", json=chat)).json()
             assert chosen == expected | {"worker_id": "w1"}
@@ -237,8 +233,8 @@ async def test_load_of_others_counts_until_it_is_booked_here() -> None:
         def get(self, *_worker: str) -> None:
             return None
 
-        def report(self, place: Place) -> Report | None:
-            return reports.get(place.worker)
+        def report(self, rank: StreamId) -> Report | None:
+            return reports.get(rank.worker)
 
     def shown(now: float) -> list[tuple[int, int]]:
         nothing = np.zeros(0, np.int32), np.zeros((64, 4), np.uint32)
@@ -290,8 +286,7 @@ async def test_prefill_is_booked_where_the_prompt_is_computed() -> None:
 
 
 async def test_models_and_tenants_do_not_share_what_a_policy_remembers() -> None:
-    fed, hard = HandFed(), SelectionSettings(policy="session-hard,overlap-load")
-    async with asking(create_app(LiveService(fed.consumer, ApiSettings(), selection=hard))) as client:
+    async with fleet(selection=SelectionSettings(policy="session-hard,overlap-load")) as (client, fed):
         for tenant, order in (("a", (9, 1)), ("b", (1, 9))):
             for number, pages in enumerate(order):
                 stream = Stream(worker=f"w{number}", model="m", tenant=tenant, block_size=BLOCK)
@@ -300,16 +295,6 @@ async def test_models_and_tenants_do_not_share_what_a_policy_remembers() -> None
             (await post(client, "/select", routing_group=tenant, session_id="s"))["worker_id"] for tenant in "abab"
         ]
         assert chosen == ["w0", "w1", "w0", "w1"]
-
-
-@pytest.mark.parametrize("line", [{"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}])
-async def test_a_page_of_another_site_books_nothing(line: dict[str, str]) -> None:
-    fed = HandFed()
-    async with served(fed.consumer) as client:
-        await fed.hold(Stream(worker="w0", model="m", block_size=BLOCK), PROMPT)
-        assert (await client.post("/select_and_reserve", json=BODY, headers=line)).status_code == 403
-        assert (await loads(client))["w0"] == (0, 0, 0)
-        assert (await client.post("/select_and_reserve", json=BODY)).status_code == 200
 
 
 async def test_bounds_of_reservations() -> None:
@@ -325,11 +310,8 @@ async def test_bounds_of_reservations() -> None:
 
 
 async def test_nobody_is_chosen_before_the_log_is_applied() -> None:
-    fed = HandFed()
-    app = create_app(LiveService(fed.consumer, ApiSettings(answer_before_ready=False)))
-    async with asking(app) as client:
-        await fed.hold(Stream(worker="w0", model="m", block_size=BLOCK), PROMPT)
-        assert (await client.post("/select", json=BODY)).is_success
+    async with fleet(None, answer_before_ready=False) as (client, _):
+        assert await post(client, "/select")
     unready = create_app(LiveService(HandFed().consumer, ApiSettings(answer_before_ready=False)))
     transport = httpx.ASGITransport(unready)  # whose consumer does not run
     async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:

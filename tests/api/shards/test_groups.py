@@ -26,7 +26,7 @@ from aiokafka.consumer import group_coordinator
 
 from api.shards.wire import ShardPrompt, ShardReply, ShardRequest, decode_reply, encode
 from kv_events.kafka import connection
-from tests.rigs.raw_http import Line, body_of, every_kind, request, run
+from tests.rigs.raw_http import body_of, connecting, every_kind, request, run
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.kafka_broker import KafkaBroker
@@ -110,14 +110,13 @@ async def check_many_requests_of_one_connection(service: ServiceProcess) -> None
     """Answers come in the order of the requests, although those to queries wait for the other member."""
     by_hash = request(body_of(seq_hashes=[1, 2, 3, 4]), "/query_by_hash")
     kinds = [by_hash, by_hash, *every_kind()] * 4
-    one_by_one, at_once = await Line.connect(service.url), await Line.connect(service.url)
-    expected = [await one_by_one.ask(each, pieces=1 + number % 3) for number, each in enumerate(kinds)]
-    assert b'"w3"' in expected[0][2]
-    at_once.writer.write(b"".join(kinds))
-    assert [await at_once.answer() for _ in kinds] == expected
-    at_once.writer.write(by_hash)
-    await at_once.close()
-    await one_by_one.close()
+    async with connecting(service.url) as connect:
+        one_by_one, at_once = await connect(), await connect()
+        expected = [await one_by_one.ask(each, pieces=1 + number % 3) for number, each in enumerate(kinds)]
+        assert b'"w3"' in expected[0][2]
+        at_once.writer.write(b"".join(kinds))
+        assert [await at_once.answer() for _ in kinds] == expected
+        at_once.writer.write(by_hash)
     assert answers_for_all(service)
 
 
