@@ -37,12 +37,14 @@ class Truth(NamedTuple):
 Plant = Callable[[Scene], Truth]
 
 
-def _stored_up_to(scene: Scene, end: int, tier: int = 0) -> list[int]:
+def _stored_up_to(scene: Scene, end: int) -> list[int]:
     """Let the victim store the first pages in one to three batches. Returns the record of each page."""
+    if not end:
+        return []
     cuts = sorted({0, end, *scene.random.integers(0, end + 1, 2).tolist()})
     found: list[int] = []
     for start, stop in pairwise(cuts):
-        index = scene.store(scene.victim, range(start, stop), tier=tier)
+        index = scene.store(scene.victim, range(start, stop))
         found += [index] * (stop - start)
         scene.noise(4)
     return found
@@ -120,8 +122,7 @@ def moved(scene: Scene) -> Truth:
 
 def stored_on_a_slower_tier(scene: Scene) -> Truth:
     end = scene.page()
-    if end:
-        _stored_up_to(scene, end)
+    _stored_up_to(scene, end)
     at = scene.store(scene.victim, range(end, scene.num_pages), tier=_DISK)
     return Truth("slower_tier", end + 1, record=at, tier="gpu")
 
@@ -131,8 +132,7 @@ def cleared(scene: Scene) -> Truth:
     scene.noise()
     at = scene.send(scene.victim, AllBlocksCleared())
     end = scene.page()
-    if end:
-        _stored_up_to(scene, end)
+    _stored_up_to(scene, end)
     return Truth("cleared", end + 1, record=at, since=found[end])
 
 
@@ -143,13 +143,11 @@ def restarted(scene: Scene) -> Truth:
     end = scene.page()
     if scene.random.random() < 0.5:  # it resends what it holds
         scene.send(scene.victim, SnapshotBegin("start"))
-        if end:
-            _stored_up_to(scene, end)
+        _stored_up_to(scene, end)
         at = scene.send(scene.victim, SnapshotEnd())
     else:
         at = scene.send(scene.victim)
-        if end:
-            _stored_up_to(scene, end)
+        _stored_up_to(scene, end)
     return Truth("restarted", end + 1, record=at, since=found[end])
 
 
@@ -176,8 +174,7 @@ def batches_before_the_log(scene: Scene) -> Truth:
 
 def wrong_digest(scene: Scene) -> Truth:
     end = scene.page()
-    if end:
-        _stored_up_to(scene, end)
+    _stored_up_to(scene, end)
     scene.send(scene.victim)
     wrong = digest_of({(h, 0) for h in scene.hashes})
     at = scene.send(scene.victim, digest=wrong)
@@ -187,8 +184,7 @@ def wrong_digest(scene: Scene) -> Truth:
 
 def degraded(scene: Scene) -> Truth:
     end = scene.page()
-    if end:
-        _stored_up_to(scene, end)
+    _stored_up_to(scene, end)
     scene.send(scene.victim)
     at = scene.send(scene.victim, degraded_reason=BATCHES_LOST)
     scene.silence(VICTIM)
@@ -334,8 +330,7 @@ def hidden(scene: Scene) -> Truth:
 def hidden_from_the_start(scene: Scene) -> Truth:
     scene.send(scene.victim)
     hole = scene.page()
-    if hole:
-        _stored_up_to(scene, hole)
+    _stored_up_to(scene, hole)
     scene.store(scene.victim, range(hole + 1, scene.num_pages))
     return Truth("never_stored", hole + 1, also=("hidden",))
 
