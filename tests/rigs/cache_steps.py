@@ -20,9 +20,9 @@ def on_host(rig, tokens):
     return [kind for kind in ("full", *rig.kinds) if rig.has(tokens, kind)[1]]
 
 
-def is_free(rig, tokens, kind="mamba"):
-    """Return whether nothing locks the node, or its data of this kind."""
-    data = rig.data(rig.node_of(tokens), kind)
+def is_free(rig, tokens):
+    """Return whether nothing locks the node, or its state."""
+    data = rig.data(rig.node_of(tokens), "mamba")
     return (rig.node_of(tokens).lock_ref, data.lock_ref, data.host_lock_ref) == (0, 0, 0)
 
 
