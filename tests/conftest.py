@@ -19,7 +19,7 @@ from tests.support.servers.kafka_broker import KafkaBroker, LinkedKafka
 from tests.support.servers.mooncake_master import MooncakeAccess, MooncakeMaster
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.secure_kafka import SecureKafka
-from tests.support.servers.shared import RemoteServers, Servers, SharedServers
+from tests.support.servers.shared import SharedServers, remote_servers
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TRACE = _ROOT.parent / "shared" / "traces" / "mooncake_conversation_trace.jsonl.gz"
@@ -34,7 +34,7 @@ _MARK_OF_FIXTURE = {
     "redis_server": "redis",
     "trace_path": "trace",
 }
-_SERVERS = pytest.StashKey[Servers]()
+_SERVERS = pytest.StashKey[Any]()
 _CRASHES = pytest.StashKey[list[str]]()
 _RECORD = _ROOT / "build" / "tests"
 _CRASHED_STATUS = 70
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     socket = getattr(config, "workerinput", {}).get("shared_servers")
     if socket is None:
         compile_missing()
-    config.stash[_SERVERS] = RemoteServers(socket) if socket else SharedServers()
+    config.stash[_SERVERS] = remote_servers(socket) if socket else SharedServers()
     config.stash[_CRASHES] = []
 
 
@@ -223,7 +223,8 @@ def trace_path() -> Path:
 
 
 def _shared(request: pytest.FixtureRequest, name: str) -> str:
-    return _present(lambda: request.config.stash[_SERVERS].address(name))
+    address: str = _present(lambda: request.config.stash[_SERVERS].address(name))
+    return address
 
 
 def _running(make: Callable[[], _Server]) -> Iterator[_Server]:

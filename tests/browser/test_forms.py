@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Browser, Locator, Page
+from playwright.async_api import Browser, Locator, Page, expect
 
 from api.app import create_app
 from api.server import running_server
@@ -99,11 +99,7 @@ async def test_the_ask_box_tells_why_a_prefix_ends(browser: Browser, tmp_path: P
         await shows(page, "#workers", VICTIM)
         await ask(page, json.dumps(scene.body))
         await shows(page, "#ask", VICTIM)
-
-        async def has_reasons() -> bool:
-            return "Looking for the reasons" not in await text_of(page, "#ask")
-
-        await async_wait_until(has_reasons, DEADLINE_S, "the reasons")
+        await expect(page.locator("#ask")).not_to_contain_text("Looking for the reasons")
         found, shown = await asked(page, "/explain", scene.body), await text_of(page, "#ask")
         assert found["workers"]
         assert all(worker["findings"][0]["text"] in shown for worker in found["workers"]), (found, shown)

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from playwright.async_api import Browser, Locator
+from playwright.async_api import Browser, expect
 
 from api.settings import ApiSettings
 from kv_events.schema import CLOSED
@@ -21,10 +21,6 @@ TOKENS = list(range(1, 65))
 OVERLAP = """
 row => row.querySelector('.prefix').getBoundingClientRect().right - row.querySelector('td').getBoundingClientRect().left
 """
-
-
-async def is_first(found: Locator, name: str) -> bool:
-    return (await found.all_inner_texts())[0] == name
 
 
 async def test_the_page_opens_while_somebody_holds_all_connections(browser: Browser) -> None:
@@ -84,16 +80,12 @@ async def test_the_page_begins_with_routing_quality_and_explains_a_loss(browser:
         assert (await page.locator("#quality .heights span").all_inner_texts()) == ["100%", "50%", "0%"]
         before = await page.locator("#quality .times span").all_inner_texts()
         await page.locator("#quality select").select_option("Last 24 hours")
-        await async_wait_until(lambda: _differs(page.locator("#quality .times span"), before), DEADLINE_S)
+        await expect(page.locator("#quality .times span")).not_to_have_text(before)
         assert "range=86400" in page.url
         assert "An hour ago\nno request" in await text_of(page, "#quality .facts")  # a step has 24 minutes
         await page.locator("#quality").get_by_role("link", name="explain").click()
         await shows(page, "#ask", "Request r: the engine delivered less than predicted. What w held:")
         await shows(page, "#ask", "start it with --record FOLDER")
-
-
-async def _differs(found: Locator, before: list[str]) -> bool:
-    return await found.all_inner_texts() != before
 
 
 async def test_the_page_follows_a_gap_a_resync_and_a_worker_that_leaves(browser: Browser) -> None:
@@ -134,7 +126,7 @@ async def test_rows_stay_where_they_are_while_somebody_reads(browser: Browser) -
         await shows(page, "#held", "Catch up")
         assert await names.all_inner_texts() == before
         await page.get_by_role("button", name="Catch up").click()
-        await async_wait_until(lambda: is_first(names, "worker-30"), DEADLINE_S, "the troubled worker first")
+        await expect(names.first).to_have_text("worker-30")
 
 
 async def test_a_large_fleet_is_a_sorted_grid_after_its_totals(browser: Browser) -> None:
@@ -151,7 +143,7 @@ async def test_a_large_fleet_is_a_sorted_grid_after_its_totals(browser: Browser)
         heights = await tiles.locator(".name").evaluate_all("names => names.map((name) => name.clientHeight)")
         assert max(heights) < 30  # one line each
         await page.locator("#workers select").select_option("most pages first")
-        await async_wait_until(lambda: is_first(tiles.locator(".name"), name.replace("-30.", "-7.")), DEADLINE_S)
+        await expect(tiles.locator(".name").first).to_have_text(name.replace("-30.", "-7."))
         assert "order=held" in page.url
         await tiles.first.click()
         await shows(page, "#worker", "Its room is not known")

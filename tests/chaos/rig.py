@@ -146,7 +146,7 @@ class Rig:
     over a link of its own.
     """
 
-    def __init__(self, folder: Path, *, num_services: int = 2, num_members: int = 2) -> None:
+    def __init__(self, folder: Path, *, num_services: int = 2) -> None:
         self.folder = folder
         self.broker = LinkedKafka(_made(folder / "kafka"), ["ENGINES", "SERVICES"])
         self.redis = RedisServer(_made(folder / "redis"))
@@ -161,7 +161,7 @@ class Rig:
         self.bridged = self.bridge.engine
         self.services = [self.new_service(f"service-{number}", has_redis=number > 0) for number in range(num_services)]
         self.group = f"group-{uuid.uuid4().hex}"
-        self.members = [self.new_member(f"member-{number}") for number in range(num_members)]
+        self.members = [self.new_member(f"member-{number}") for number in range(2)]
         self.answers = folder / "answers"
         self._asker: PreparedProcess | None = None
         self._num_twins = 0

@@ -49,7 +49,8 @@ def check_cache(
         for component in cache.auxiliaries:
             check_host_rows(component, cache.host, cache.store)
     if isinstance(cache, MambaRadixCache):
-        check_order_of_states(cache.states)
+        times = [node.last_access_time for node in cache.states.device_lru_list]
+        require(times, sorted(times), "mamba list: times of use, in order")
 
 
 # --- tree and device ------------------------------------------------------------------------------------------------
@@ -88,12 +89,6 @@ def check_pages(
     require(len(np.unique(pages)), len(pages), f"distinct pages of {split}, their number")
     if request_indices is not None:
         require(len(pages), allocator.size // allocator.page_size, f"{split}, pages of the pool")
-
-
-def check_order_of_states(states: MambaComponent) -> None:
-    """Check that states and their nodes have the same order of use."""
-    times = [node.last_access_time for node in states.device_lru_list]
-    require(times, sorted(times), "mamba list: times of use, in order")
 
 
 def check_no_tombstone_leaf(tree: RadixTree, states: MambaComponent) -> None:
@@ -152,7 +147,7 @@ def check_host_tier(host: HostTier, store: StorageTier | None) -> None:
     for node in nodes:
         _check_host_prefix(node, tree.root, host.backups.write_policy)
     _check_pending(host, nodes)
-    prefetched = [] if store is None else _prefetched_rows(store)
+    prefetched = [] if store is None else [operation.rows() for operation in store.io.prefetches]
     _check_host_pages(PoolName.KV, host.controller.kv.host_pool, host, [node.host_value for node in nodes], prefetched)
     if store is not None:
         occupied = sum(len(operation.key) for operation in store.ongoing_prefetches.values())
@@ -162,7 +157,9 @@ def check_host_tier(host: HostTier, store: StorageTier | None) -> None:
 def check_host_rows(component: AuxiliaryComponent, host: HostTier, store: StorageTier | None) -> None:
     """Check that every host row of one kind has exactly one owner."""
     held = [component.data(node).host_value for node in iter_nodes(host.device.tree.root)]
-    prefetched = [] if store is None else _prefetched_extras(store, component.pool)
+    extras = [] if store is None else [extra for operation in store.io.prefetches for extra in operation.extras]
+    owned = [extra.host_indices for extra in extras if extra.name is component.pool]
+    prefetched = [rows for rows in owned if rows is not None]
     _check_host_pages(component.pool, component.entry.host_pool, host, held, prefetched)
 
 
@@ -203,17 +200,6 @@ def _check_host_pages(
     what = f"{name.value} host pages of {owners}"
     require(len(np.unique(pages)), len(pages), f"{what}: distinct, all")
     require(len(pages), pool.size // pool.page_size, f"{what} and free pages, pages of the pool")
-
-
-def _prefetched_rows(store: StorageTier) -> list[IndexArray]:
-    """Return the host rows of KV that prefetches own."""
-    return [operation.rows() for operation in store.io.prefetches]
-
-
-def _prefetched_extras(store: StorageTier, name: PoolName) -> list[IndexArray]:
-    """Return the host rows of a sidecar pool that prefetches own."""
-    extras = [extra for operation in store.io.prefetches for extra in operation.extras if extra.name is name]
-    return [extra.host_indices for extra in extras if extra.host_indices is not None]
 
 
 def _joined(rows: Sequence[IndexArray | None]) -> IndexArray:

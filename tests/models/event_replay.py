@@ -87,25 +87,14 @@ class Replay:
         pages[page] = PageFacts(parent, sequence, list(event.token_ids))
 
 
-class GroupReplay:
+class GroupReplay(Replay):
     """The same for the events of a group, which contain hashes only and arrive in any order."""
 
     def __init__(self, page_size):
-        # per medium: (namespace, block hash) -> sequence hash
-        self.pages: dict[StorageMedium, dict[Any, Any]] = {medium: {} for medium in StorageMedium}
-        self._page_size = page_size
+        super().__init__(page_size, ordered=frozenset())
 
-    def apply(self, event):
-        if isinstance(event, AllBlocksCleared):
-            for pages in self.pages.values():
-                pages.clear()
-            return
-        (block_hash,) = event.block_hashes
-        page, pages = (event.extra_key, block_hash), self.pages[event.medium]
-        if isinstance(event, BlockStored):
-            assert page not in pages, f"{page} stored twice on {event.medium}"
-            assert (event.parent_block_hash, event.token_ids, event.block_size) == (None, [], self._page_size)
-            pages[page] = int.from_bytes(event.sequence_hashes, "little")
-        else:
-            assert page in pages, f"{page} removed from {event.medium}, but not there"
-            del pages[page]
+    def _store(self, event, page, pages):
+        """Keep the sequence hash of the page."""
+        assert page not in pages, f"{page} stored twice on {event.medium}"
+        assert (event.parent_block_hash, event.token_ids, event.block_size) == (None, [], self._page_size)
+        pages[page] = int.from_bytes(event.sequence_hashes, "little")

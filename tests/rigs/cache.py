@@ -276,13 +276,13 @@ class CacheRig(CacheContent):
         self.cache.prefetch_from_storage(req_id, anchor, tokens[start:], **params)
         return self.cache.ongoing_prefetch.get(req_id)
 
-    def fetched(self, req_id="r"):
-        """Finish a prefetch. Returns the units that it added to the tree."""
+    def fetched(self):
+        """Finish the prefetch of request r. Returns the units that it added to the tree."""
         self.run(Lane.PREFETCH)
         self.cache.check_hicache_events()
-        assert self.cache.check_prefetch_progress(req_id)
+        assert self.cache.check_prefetch_progress("r")
         self.cache.check_hicache_events()
-        return self.cache.pop_prefetch_loaded_tokens(req_id)
+        return self.cache.pop_prefetch_loaded_tokens("r")
 
     def events(self):
         """Return (kind, medium, tokens or None) of the events since the last call."""

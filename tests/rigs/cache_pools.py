@@ -1,6 +1,7 @@
 """Pools on device and host whose rows hold one number each, and the expected numbers. No torch."""
 
 import hashlib
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,18 @@ class Faults:
         super().load_to_device_per_layer(*args)  # type: ignore[misc]
 
 
+@cache
+def faulty(pool: type) -> Any:
+    """Return a class of host pools whose copies fail on demand."""
+    return type(f"Faulty{pool.__name__}", (Faults, pool), {})
+
+
 class NumberPools:
     """One kind of state: its two pools and the expected content of their rows."""
 
     def __init__(self, device_rows, host_rows, page_size):
         self.page_size = page_size
-        self.device, self.host = DeviceRows(device_rows), HostPool(host_rows, page_size)
+        self.device, self.host = DeviceRows(device_rows), faulty(NumberRows)(host_rows, page_size)
 
     def write(self, rows, contents):
         """Write pages to rows of the device. contents: one number per page."""
@@ -76,8 +83,7 @@ class DeviceRows:
 
 
 class NumberRows(BytelessHostPool):
-    layer_num = 1
-    layout = "page_first"
+    """Rows of a host pool."""
 
     def __init__(self, size, page_size):
         super().__init__(size, page_size)
@@ -106,10 +112,6 @@ class NumberRows(BytelessHostPool):
     def get_page_buffer_meta(self, indices):
         first = self.rows.ctypes.data + self.rows.itemsize * indices[:: self.page_size]
         return first.tolist(), [self.rows.itemsize * self.page_size] * len(first)
-
-
-class HostPool(Faults, NumberRows):
-    """Rows of a host pool whose copies fail on demand."""
 
 
 def make_pools(page_size, sizes, form, layout) -> dict[PoolName, Any]:

@@ -1,6 +1,5 @@
 """Questions and steps that several tests of caches share."""
 
-from engine_cache import Request
 from engine_cache.base import InitLoadBackParams
 from tests.rigs.cache import CacheRig
 from tests.rigs.cache_stores import MemoryStorage
@@ -21,19 +20,10 @@ def on_host(rig, tokens):
     return [kind for kind in ("full", *rig.kinds) if rig.has(tokens, kind)[1]]
 
 
-def is_free(rig, tokens, kind="mamba"):
-    """Return whether nothing locks the node, or its data of this kind."""
-    data = rig.data(rig.node_of(tokens), kind)
+def is_free(rig, tokens):
+    """Return whether nothing locks the node, or its state."""
+    data = rig.data(rig.node_of(tokens), "mamba")
     return (rig.node_of(tokens).lock_ref, data.lock_ref, data.host_lock_ref) == (0, 0, 0)
-
-
-def evict_on_host(rig, number):
-    """Evict each kind besides KV from the host. Returns the numbers of rows."""
-    return [rig.cache.host.leaves.evict_component(each, number) for each in rig.cache.auxiliaries]
-
-
-def rows_of(rig, *paths):
-    return [row for tokens in paths for row in rig.node_of(tokens).value]
 
 
 def holdings(rig):
@@ -42,13 +32,6 @@ def holdings(rig):
     nodes = [rig.cache.root_node, *(place.node for place in rig.walk())]
     locks = [[(rig.data(node, kind).lock_ref, rig.data(node, kind).host_lock_ref) for kind in kinds] for node in nodes]
     return locks, [pool.available_size() for pool in (rig.pool, rig.slots, *rig.host_pools.values())]
-
-
-def request_of(rig, tokens):
-    """Load a match back for a request that gets its state. Returns the request."""
-    _, req, lock = rig.load_back(rig.match(tokens), req=Request("r", [], 0))
-    rig.cache.release(lock)
-    return req
 
 
 def init_load_back(rig, match, quota=None, req=None):

@@ -27,8 +27,7 @@ def page_hashes(tokens):
 
 
 class MemoryStorage(HiCacheStorage):
-    """A store in a dict. `refused`, `unreadable`: sets of (pool, position in a batch) that it neither writes nor
-    reads."""
+    """A store in a dict. `refused`: a set of (pool, position in a batch) that it does not write."""
 
     medium = StorageMedium.DISK
     broken, full = False, ()
@@ -36,7 +35,7 @@ class MemoryStorage(HiCacheStorage):
     def __init__(self):
         super().__init__()
         self.pages, self.removed = {}, {}
-        self.refused, self.unreadable = set(), set()
+        self.refused = set()
         self.batches = []  # (what, pool, number of keys)
 
     def is_held(self, key):
@@ -72,11 +71,11 @@ class MemoryStorage(HiCacheStorage):
     def _read(self, name, pool, keys, rows):
         self._check("get", name, keys)
         done = []
-        for place, (key, row) in enumerate(zip(keys, rows, strict=True)):
+        for key, row in zip(keys, rows, strict=True):
             page = self.pages.get((name, key))
             if page is not None:
                 pool.set_from_flat_data_page(row, page)
-            done.append(page is not None and (name, place) not in self.unreadable)
+            done.append(page is not None)
         return done
 
     def _write(self, name, pool, keys, rows):

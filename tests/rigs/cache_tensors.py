@@ -7,28 +7,12 @@ import torch
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool, PoolShape
 from engine_cache.pools.host import MambaPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, NSAIndexerPoolHost
 from engine_cache.pools.mamba import MambaPool
-from tests.rigs.cache_pools import Faults
+from tests.rigs.cache_pools import faulty
 
 LAYERS = 2
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 FULL_LAYERS, MAMBA_LAYERS = {1: 0, 3: 1}, {0: 0, 2: 1}
 """Layers of a model with recurrent layers -> those of its two pools."""
-
-
-class FaultyHostPool(Faults, MHATokenToKVPoolHost):
-    pass
-
-
-class FaultyMLAHostPool(Faults, MLATokenToKVPoolHost):
-    pass
-
-
-class FaultyStates(Faults, MambaPoolHost):
-    pass
-
-
-class FaultyIndex(Faults, NSAIndexerPoolHost):
-    pass
 
 
 class KVPools:
@@ -41,8 +25,8 @@ class KVPools:
         ratio = (host_pages - 0.5) / device_pages
         self.page_size, self.is_mla, self.layout = page_size, attention == "mla", layout
         self.device: Any = (MLATokenToKVPool if self.is_mla else MHATokenToKVPool)(shape, 1, 1)
-        make: Any = FaultyMLAHostPool if self.is_mla else FaultyHostPool
-        self.host = make(self.device, ratio=ratio, layout=layout, reserve_bytes=0)
+        make = MLATokenToKVPoolHost if self.is_mla else MHATokenToKVPoolHost
+        self.host = faulty(make)(self.device, ratio=ratio, layout=layout, reserve_bytes=0)
         assert self.host.size == host_pages * page_size
 
     def write(self, rows, content):
@@ -83,7 +67,7 @@ class NsaPools(KVPools):
     def __init__(self, num_pages, page_size, layout):
         super().__init__(num_pages, page_size, "mla", layout)
         self.device = NSATokenToKVPool(self.device.shape, 1, 1)
-        self.index = FaultyIndex(self.device, self.host, layout=layout, reserve_bytes=0)
+        self.index = faulty(NSAIndexerPoolHost)(self.device, self.host, layout=layout, reserve_bytes=0)
 
     def write(self, rows, content):
         content = torch.as_tensor(content)
@@ -121,7 +105,7 @@ class StatePools:
         dtypes: dict[str, Any] = {"conv_dtype": torch.int32, "temporal_dtype": torch.int64}
         self.device = MambaPool(slots, len(MAMBA_LAYERS), [(2,)], (1,), **dtypes)
         ratio = (host_slots - 0.5) / slots
-        self.host = FaultyStates(self.device, ratio=ratio, layout=layout, reserve_bytes=0)
+        self.host = faulty(MambaPoolHost)(self.device, ratio=ratio, layout=layout, reserve_bytes=0)
         assert self.host.size == host_slots
 
     def write(self, slots, contents):

@@ -25,27 +25,22 @@ def own_identity(**fields):
     return StorageIdentity("org/model", layout, extra_backend_tag=f"t{secrets.token_hex(5)}", **fields)
 
 
-def make_rig(kind, layout="page_first", **options):
+def make_rig(kind, layout="page_first"):
     """Return a rig without a store. kind: one of `KINDS`."""
     name, pools = KINDS[kind]
-    return CacheRig(name, page_size=PAGE_SIZE, pools=pools, layout=layout, **options)
+    return CacheRig(name, page_size=PAGE_SIZE, pools=pools, layout=layout)
 
 
 @contextmanager
-def engine(kind, identity, settings, **options):
+def engine(kind, identity, settings):
     """A cache on the store. The client is closed at the end of the block."""
-    store = MooncakeStorage.connect(identity, settings)
-    try:
-        yield attach(make_rig(kind, identity.layout.host_layout, **options), store)
-    finally:
-        store.close()
-
-
-def attach(rig, store):
+    store, rig = MooncakeStorage.connect(identity, settings), make_rig(kind, identity.layout.host_layout)
     rig.replay = Replay(PAGE_SIZE)
     follow(rig)
-    rig.store = store
-    return rig.attach(store, PAGE_SIZE, stop="wait_complete", batch_pages=2, emit_storage_events=True)
+    try:
+        yield rig.attach(store, PAGE_SIZE, stop="wait_complete", batch_pages=2, emit_storage_events=True)
+    finally:
+        store.close()
 
 
 def follow(rig):
@@ -59,21 +54,3 @@ def archive(rig, tokens=PROMPT):
     """Compute a prompt and wait until it is archived."""
     rig.insert(tokens)
     rig.settle()
-
-
-def prefetch(rig, tokens=PROMPT, req_id="r"):
-    """Prefetch a prompt of which nothing is cached and wait for the end. Returns the units added to the tree."""
-    rig.cache.prefetch_from_storage(req_id, rig.cache.root_node, tokens)
-    rig.engine.drain()
-    rig.cache.check_hicache_events()
-    assert rig.cache.check_prefetch_progress(req_id)
-    rig.settle()
-    return rig.cache.pop_prefetch_loaded_tokens(req_id)
-
-
-def load_back(rig, tokens=PROMPT):
-    """Load back what the host holds of a prompt. Returns the number of units on the host."""
-    length = rig.match(tokens).host_hit_length
-    rig.load(tokens)
-    rig.settle()
-    return length

@@ -35,9 +35,8 @@ class PagePool:
     def page_bytes(self, page: int) -> bytes:
         return self.get_data_page(page * self.page_size).view(torch.uint8).numpy().tobytes()
 
-    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        page = self.rows[self._slice(index)].clone()
-        return page.flatten() if flat else page
+    def get_data_page(self, index: int) -> torch.Tensor:
+        return self.rows[self._slice(index)].flatten().clone()
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         return torch.zeros(self.page_size * 3, dtype=self.dtype)

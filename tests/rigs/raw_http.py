@@ -144,9 +144,9 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
 CHUNKED = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def in_chunks(*parts: bytes, trailers: bytes = b"") -> bytes:
+def in_chunks(*parts: bytes) -> bytes:
     """Return a request whose body comes in chunks."""
-    return CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n" + trailers + b"\r\n"
+    return CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
 
 
 def every_kind() -> list[bytes]:

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import time
-import uuid
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from publisher.sinks import create_sink
 from publisher.sinks.base import OutRecord, SinkUnavailableError
 from tests.support.commands import kvsight
 from tests.support.servers.certificates import Certificates
+from tests.support.servers.kafka_broker import topic_fields
 from tests.support.servers.secure_kafka import PASSWORD, ROTATED_USER, USER, SecureKafka, unsecured_token
 from tests.support.waiting import async_wait_until
 
@@ -211,15 +211,9 @@ def test_secrets_are_not_shown_by_settings() -> None:
 async def test_a_password_that_is_rotated_needs_no_restart(
     kafka: SecureKafka, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name, password = uuid.uuid4().hex, tmp_path / "password"
+    password = tmp_path / "password"
     password.write_text(PASSWORD)
-    own = {
-        "kafka": kafka.address("BRIEF"),
-        **login(password),
-        "kafka_username": ROTATED_USER,
-        "events_topic": f"e-{name}",
-        "control_topic": f"c-{name}",
-    }
+    own = {**topic_fields(kafka.address("BRIEF")), **login(password), "kafka_username": ROTATED_USER}
     settings = PublisherSettings(model="m", worker="w", block_size=4, heartbeat_s=0.2, **own)
     consumer = create_consumer(IndexerSettings(**own))
     async with EventPublisher(settings, create_sink(settings)) as publisher, consumer.running():
@@ -249,9 +243,7 @@ async def test_a_password_that_is_rotated_needs_no_restart(
 async def test_a_missing_right_on_a_topic_is_one_line_that_names_user_topic_and_right(
     kafka: SecureKafka, files: Path, right: str
 ) -> None:
-    name = uuid.uuid4().hex
-    own = {**login(files / "right"), "kafka": kafka.address("OPEN")}
-    own |= {"events_topic": f"e-{name}", "control_topic": f"c-{name}"}
+    own = {**topic_fields(kafka.address("OPEN")), **login(files / "right")}
     plain = KafkaSettings(**{**own, "kafka": kafka.address("PLAINTEXT"), "kafka_sasl_mechanism": None, **NO_LOGIN})
     await inspect_topics(KafkaConnection(plain), plain, create=True)
     for topic in (own["events_topic"], own["control_topic"]):
@@ -291,8 +283,7 @@ async def test_a_missing_right_on_a_topic_is_one_line_that_names_user_topic_and_
 
 
 def test_commands_log_in_with_the_same_flags(kafka: SecureKafka, files: Path, tmp_path: Path) -> None:
-    name = uuid.uuid4().hex
-    settings = tls(kafka, **login(files / "right"), events_topic=f"e-{name}", control_topic=f"c-{name}")
+    settings = topic_fields("") | tls(kafka, **login(files / "right"))
     flags = [part for field, value in settings.items() for part in flag(field, value)]
     simulate = ["simulate", "--requests", "20", "--workers", "2", "--policy", "random", "--json"]
     simulated = kvsight(*simulate, *flags)

@@ -8,23 +8,14 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
 from tests.rigs.api import asking
 from tests.rigs.cache import ABCD, CacheRig
-from tests.rigs.cache_stores import MemoryStorage
+from tests.rigs.cache_steps import archived
 from tests.support.log.hand_fed import HandFed
 from tests.support.waiting import async_wait_until
 
 
-def filled_store() -> MemoryStorage:
-    """Return a storage backend with the prompt that another engine has computed."""
-    store = MemoryStorage()
-    other = CacheRig("hiradix").attach(store)
-    other.insert(ABCD)
-    other.settle()
-    assert other.cache.detach_storage_backend()[0]
-    return store
-
-
 async def test_a_router_sees_prefetched_pages_before_any_request_has_used_them() -> None:
-    rig, fed = CacheRig("hiradix").attach(filled_store()), HandFed()
+    rig, fed = CacheRig("hiradix"), HandFed()
+    archived(rig, ABCD)
     settings = PublisherSettings(model="m", worker="engine-0", block_size=rig.page_size)
     app = create_app(LiveService(fed.consumer, ApiSettings()))
     async with asking(app) as router, EventPublisher(settings, MemorySink(fed.log)) as publisher:

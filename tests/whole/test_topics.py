@@ -4,7 +4,6 @@ import asyncio
 import logging
 import signal
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,14 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
 from tests.support.commands import RunningCommand, kvsight
 from tests.support.log.records import records_of
-from tests.support.servers.kafka_broker import administration
+from tests.support.servers.kafka_broker import administration, topic_fields
 from tests.support.waiting import async_wait_until, wait_until
 
 
 @pytest.fixture
 def own(kafka_bootstrap: str) -> dict[str, Any]:
     """Settings of topics that do not exist."""
-    name = uuid.uuid4().hex
-    letters = {"events_topic": "e", "control_topic": "c", "decisions_topic": "d", "reservations_topic": "r"}
-    names = {field: f"{letter}-{name}" for field, letter in letters.items()}
-    return {"kafka": kafka_bootstrap, **names}
+    return topic_fields(kafka_bootstrap)
 
 
 async def existing(own: dict[str, Any]) -> dict[str, Topic]:

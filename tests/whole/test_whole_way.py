@@ -1,8 +1,6 @@
 """The whole path of a page through real parts, and faults on it: caches, publishers, Kafka, Redis, index, HTTP."""
 
 import asyncio
-import uuid
-from typing import Any
 
 import httpx
 import numpy as np
@@ -13,18 +11,15 @@ from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
 from engine_cache import InsertParams, RadixCache, RadixKey
-from indexer.applier import Applier, DeadLetters
-from indexer.consumer import Consumer
-from indexer.namespaces import Namespaces
+from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
-from indexer.sources.kafka import KafkaSource
 from indexer.views import ViewState
 from kv_events.kafka.settings import KafkaSettings
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
 from simulation.live import kafka_transport, live_fleet
-from tests.support.servers.kafka_broker import KafkaBroker
+from tests.support.servers.kafka_broker import KafkaBroker, topic_fields
 from tests.support.waiting import async_wait_until
 
 pytestmark = pytest.mark.timing("a page must reach the answers within seconds")
@@ -37,40 +32,12 @@ def requests() -> list[Request]:
     return generate(WorkloadSettings(num_requests=300, seed=2))
 
 
-def topics() -> tuple[str, str]:
-    name = uuid.uuid4().hex
-    return f"events-{name}", f"control-{name}"
-
-
-def kafka_settings(bootstrap: str, names: tuple[str, str]) -> KafkaSettings:
-    return KafkaSettings(kafka=bootstrap, events_topic=names[0], control_topic=names[1])
-
-
-def new_consumer(bootstrap: str, names: tuple[str, str]) -> Consumer:
-    settings = IndexerSettings(max_pages=100_000, resync_retry_s=0.3)
-    return Consumer(
-        KafkaSource(kafka_settings(bootstrap, names)), Applier(Namespaces(settings), DeadLetters()), settings
-    )
-
-
-def publisher_settings(bootstrap: str, names: tuple[str, str], **more: Any) -> PublisherSettings:
-    return PublisherSettings(
-        model="m",
-        worker="engine-0",
-        block_size=16,
-        kafka=bootstrap,
-        events_topic=names[0],
-        control_topic=names[1],
-        heartbeat_s=0.2,
-        **more,
-    )
-
-
 async def test_what_an_engine_caches_a_router_finds_over_http(kafka_bootstrap: str) -> None:
-    names, prompt = topics(), np.arange(1, 101)
-    settings = publisher_settings(kafka_bootstrap, names)
+    own, prompt = topic_fields(kafka_bootstrap), np.arange(1, 101)
+    settings = PublisherSettings(model="m", worker="engine-0", block_size=16, heartbeat_s=0.2, **own)
+    consumer = create_consumer(IndexerSettings(max_pages=100_000, **own))
     cache = RadixCache(page_size=16, enable_kv_cache_events=True)
-    app = create_app(LiveService(new_consumer(kafka_bootstrap, names), ApiSettings(port=0)))
+    app = create_app(LiveService(consumer, ApiSettings(port=0)))
     async with (
         EventPublisher(settings, KafkaSink(settings)) as publisher,
         running_server(app, ApiSettings(port=0)) as url,
@@ -98,7 +65,7 @@ async def test_what_an_engine_caches_a_router_finds_over_http(kafka_bootstrap: s
 async def test_a_broker_killed_in_mid_stream_loses_and_doubles_nothing(
     kafka_broker: KafkaBroker, requests: list[Request]
 ) -> None:
-    transport = kafka_transport(kafka_settings(kafka_broker.bootstrap, topics()))
+    transport = kafka_transport(KafkaSettings(**topic_fields(kafka_broker.bootstrap)))
     async with live_fleet(SMALL, "round-robin", transport) as fleet:
         for number, request in enumerate(requests):
             if number == 100:

@@ -4,7 +4,6 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 from engine_cache import (
     BytelessHostPool,
@@ -15,29 +14,18 @@ from engine_cache import (
     ManualCopyEngine,
     PagedTokenToKVPoolAllocator,
     PoolEntry,
-    PoolError,
     ThreadCopyEngine,
     TransferError,
 )
-from engine_cache.pools.device import MHATokenToKVPool, PoolShape
-from engine_cache.pools.host import MHATokenToKVPoolHost
 from engine_cache.storage.base import PoolName, PoolTransfer
 from kv_events.errors import InvalidValueError
 
-LAYERS = 3
 KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA
 
 
-def byteless(name=KV, host_size=12, page_size=2, device_size=8, host=BytelessHostPool, **entry):
+def byteless(name=KV, host_size=12, page_size=2, device_size=8, **entry):
     rows = PagedTokenToKVPoolAllocator(device_size, page_size)
-    return PoolEntry(name, host(host_size, page_size), None, rows, **entry)
-
-
-def real(name=KV, host=MHATokenToKVPoolHost, layers=LAYERS, **entry):
-    device = MHATokenToKVPool(PoolShape(8, 2, layers, torch.float32), 1, 2)
-    for tensor in (*device.k_buffer, *device.v_buffer):
-        tensor.copy_(torch.randn(tensor.shape))
-    return PoolEntry(name, host(device, ratio=1.2, reserve_bytes=0), device, PagedTokenToKVPoolAllocator(8, 2), **entry)
+    return PoolEntry(name, BytelessHostPool(host_size, page_size), None, rows, **entry)
 
 
 @pytest.fixture
@@ -47,30 +35,21 @@ def engine():
     engine.close()
 
 
-class SharingHostPool(BytelessHostPool):
-    """A pool that shares the rows of another one and records copies."""
-
-    def __init__(self, size, page_size):
-        super().__init__(size, page_size)
-        self.copied = []
-
-    def alloc(self, need_size):
-        raise PoolError("these rows are the anchor's")
-
-    def free(self, indices):
-        raise PoolError("these rows are the anchor's")
-
-    def backup_from_device_all_layer(self, device_pool, host_indices, device_indices):
-        self.copied.append(("backup", host_indices.tolist(), device_indices.tolist()))
-
-    def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id):
-        self.copied.append(("load", host_indices.tolist(), device_indices.tolist()))
+def fail(*_):
+    raise RuntimeError("injected")
 
 
 def nsa(*sidecars):
-    """Return a controller of KV and an index on its rows, and the index."""
-    index = byteless(INDEXER, host=SharingHostPool, share_indices_with_anchor=True)
-    return HybridCacheController(HostPoolGroup.of(byteless(), index, *sidecars), ManualCopyEngine()), index.host_pool
+    """Return a controller of KV and an index on its rows, and a list of the copies of the index."""
+    index, copied = byteless(INDEXER, share_indices_with_anchor=True), []
+
+    def note(_device_pool, *rows):
+        copied.append([each.tolist() for each in rows[:2]])
+
+    pool = index.host_pool
+    pool.alloc = pool.free = fail  # these rows are the anchor's
+    pool.backup_from_device_all_layer = pool.load_to_device_per_layer = note
+    return HybridCacheController(HostPoolGroup.of(byteless(), index, *sidecars), ManualCopyEngine()), copied
 
 
 def states(**options):
@@ -179,14 +158,14 @@ def test_a_sidecar_with_host_rows_is_written_in_place():
 
 
 def test_a_sharing_pool_moves_with_kv_and_not_with_other_sidecars_and_hands_out_no_rows():
-    controller, index = nsa(states())
+    controller, copied = nsa(states())
     state = PoolTransfer(MAMBA, device_indices=np.array([3]))
     host_rows = controller.write(np.arange(2, 6), 0, [state])
     assert len(state.host_indices) == 1
     loaded = controller.load(host_rows, 1)
     controller.start_loading()
     controller.engine.drain()
-    assert index.copied == [("backup", host_rows.tolist(), [2, 3, 4, 5]), ("load", host_rows.tolist(), loaded.tolist())]
+    assert copied == [[host_rows.tolist(), [2, 3, 4, 5]], [host_rows.tolist(), loaded.tolist()]]
 
 
 # --- what is refused takes nothing ---
@@ -212,10 +191,6 @@ def test_without_room_on_the_other_side_nothing_is_taken():
     assert controller.load(np.arange(10), 0) is None
     assert controller.load(np.arange(4), 0, [PoolTransfer(MAMBA, host_indices=np.arange(10))]) is None
     assert is_untouched(controller)
-
-
-def fail(*_):
-    raise RuntimeError("injected")
 
 
 @pytest.mark.parametrize("part", ["eviction", "engine"])

@@ -11,18 +11,7 @@ from engine_cache.storage import PoolName, PoolTransfer
 from engine_cache.storage.mooncake import MooncakeStorage
 from tests.models.event_replay import PageNames
 from tests.rigs.cache import CPU
-from tests.rigs.mooncake import (
-    KINDS,
-    PAGE_SIZE,
-    PROMPT,
-    archive,
-    engine,
-    follow,
-    load_back,
-    make_rig,
-    own_identity,
-    prefetch,
-)
+from tests.rigs.mooncake import KINDS, PAGE_SIZE, PROMPT, archive, engine, follow, make_rig, own_identity
 from tests.rigs.page_pools import KEYS, PagePool, held, put
 
 LAYOUTS = ["page_first", "page_first_direct"]
@@ -42,10 +31,13 @@ def test_what_one_engine_wrote_another_finds_byte_for_byte(mooncake_master, kind
     with engine(kind, identity, settings) as writer, engine(kind, identity, settings) as reader:
         archive(writer)
         assert follow(writer) == set(writer.replay.pages[CPU]) == blocks()
-        assert prefetch(reader) == len(PROMPT)
+        reader.prefetch(PROMPT)
+        assert reader.fetched() == len(PROMPT)
         assert follow(reader) == set()  # the engine that stored a page announces it
         assert set(reader.replay.pages[CPU]) == blocks()
-        assert load_back(reader) == len(PROMPT)
+        assert reader.match(PROMPT).host_hit_length == len(PROMPT)
+        reader.load(PROMPT)
+        reader.settle()
         assert len(reader.match(PROMPT).device_indices) == len(PROMPT)
         reader.check()  # the content is derived from the tokens
 
@@ -53,21 +45,12 @@ def test_what_one_engine_wrote_another_finds_byte_for_byte(mooncake_master, kind
 # --- further pools ---------------------------------------------------------------------------------------------------
 
 
-def register(store, rig):
-    store.register_mem_pool_host(rig.controller.kv.host_pool)
-    for name, entry in rig.controller.group.entries.items():
-        store.register_mem_host_pool_v2(entry.host_pool, name)
-
-
-def rows(count):
-    return np.arange(count * PAGE_SIZE)
-
-
 @pytest.fixture
 def hybrid(mooncake_master):
     """A store with the pools of a model with recurrent layers."""
     store = MooncakeStorage.connect(own_identity(), mooncake_master.settings())
-    register(store, make_rig("hybrid"))
+    entries = make_rig("hybrid").controller.group.entries.values()
+    store.register_host_pools({entry.name: entry.host_pool for entry in entries})
     yield store
     store.close()
 

@@ -2,6 +2,7 @@
 
 import os
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,32 +103,19 @@ def test_a_bad_value_names_its_variable(monkeypatch, variable, value):
 # --- the watch ---
 
 
-class ScriptedClient:
-    """Reports the given states of the master one by one, and then `SAME`."""
+class Script:
+    """Does the next of some `steps` at each call, or nothing when none is left."""
 
-    address = "a double"
-
-    def __init__(self):
-        self.states: deque[MasterState] = deque()
-        self.num_probes = 0
-
-    def probe(self):
-        self.num_probes += 1
-        return self.states.popleft() if self.states else MasterState.SAME
-
-
-class Looks:
-    """Checks of the store. `script` contains the effects of the next checks."""
-
-    def __init__(self):
-        self.script: deque[Any] = deque()
+    def __init__(self, result=None):
+        self.steps: deque[Any] = deque()
         self.num_done = self.num_begun = 0
+        self._result = result
 
     def __call__(self):
         self.num_begun += 1
-        if self.script:
-            self.script.popleft()()
+        result = self.steps.popleft()() if self.steps else self._result
         self.num_done += 1
+        return result
 
 
 def fail():
@@ -135,55 +123,58 @@ def fail():
 
 
 @pytest.fixture
-def scripted():
-    return ScriptedClient()
+def probe():
+    """Reports states of the master."""
+    return Script(SAME)
 
 
 @pytest.fixture
 def looks():
-    return Looks()
+    """Looks at the store."""
+    return Script()
 
 
 @pytest.fixture
-def watch(scripted, looks, monkeypatch):
+def watch(probe, looks, monkeypatch):
     monkeypatch.setattr(mooncake, "_LENDER_TTL_S", 0.0)
-    watch = MooncakeWatch(scripted, 0.001, looks)
+    client: Any = SimpleNamespace(address="a double", probe=probe)
+    watch = MooncakeWatch(client, 0.001, looks)
     yield watch
     watch.stop()
 
 
-def wait_for_probes(client, count):
-    goal = client.num_probes + count
-    wait_until(lambda: client.num_probes >= goal, what="further probes")
+def wait_for_five(probe):
+    goal = probe.num_begun + 5
+    wait_until(lambda: probe.num_begun >= goal, what="further probes")
 
 
-def test_a_store_that_is_well_is_not_looked_at(watch, scripted, looks):
-    wait_for_probes(scripted, 5)
+def test_a_store_that_is_well_is_not_looked_at(watch, probe, looks):
+    wait_for_five(probe)
     assert looks.num_begun == 0
 
 
 @pytest.mark.parametrize("is_emptied", [False, True])
-def test_a_suspicion_or_an_emptied_store_lasts_until_a_look_succeeds(watch, scripted, looks, is_emptied):
-    looks.script.extend([fail, fail])
+def test_a_suspicion_or_an_emptied_store_lasts_until_a_look_succeeds(watch, probe, looks, is_emptied):
+    looks.steps.extend([fail, fail])
     if is_emptied:
-        scripted.states.append(EMPTIED)
+        probe.steps.append(lambda: EMPTIED)
     else:
         watch.suspect()
     wait_until(lambda: looks.num_done == 1, what="a look that succeeds")
-    wait_for_probes(scripted, 5)
+    wait_for_five(probe)
     assert looks.num_begun == 3
 
 
-def test_a_suspicion_while_a_look_runs_asks_for_another_look(watch, scripted, looks):
-    looks.script.append(watch.suspect)
+def test_a_suspicion_while_a_look_runs_asks_for_another_look(watch, probe, looks):
+    looks.steps.append(watch.suspect)
     watch.suspect()
     wait_until(lambda: looks.num_done == 2, what="a second look")
-    wait_for_probes(scripted, 5)
+    wait_for_five(probe)
     assert looks.num_begun == 2
 
 
-def test_a_master_that_is_away_is_not_asked_until_it_is_back(watch, scripted, looks):
-    scripted.states.extend([AWAY] * 20)
+def test_a_master_that_is_away_is_not_asked_until_it_is_back(watch, probe, looks):
+    probe.steps.extend([lambda: AWAY] * 20)
     watch.suspect()
     wait_until(lambda: looks.num_done == 1, what="a look")
-    assert not scripted.states
+    assert not probe.steps

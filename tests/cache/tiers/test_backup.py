@@ -7,7 +7,7 @@ from engine_cache import InsertParams, Lane, RadixKey
 from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, ABC, CPU, FAILED, GPU, A, CacheRig, refuse, removed, rigs, stored
 from tests.rigs.cache_content import POOLS, is_pending
-from tests.rigs.cache_steps import evict_on_host, is_free, on_host
+from tests.rigs.cache_steps import host_evict, is_free, on_host
 
 ALL = ("hiradix", "himamba", "unified", "unified+mamba+swa")
 STATES = ("himamba", "unified+mamba")
@@ -222,7 +222,7 @@ def test_a_state_is_copied_once_at_a_time_and_not_again(rig, in_flight):
 def test_a_late_state_waits_for_as_many_hits_as_kv_does(rig):
     rig.turns(A, A)
     node = rig.node_of(A)
-    evict_on_host(rig, 1)
+    host_evict(rig, "mamba", 1)
     node.hit_count = 0
     for is_copied in (False, True):
         rig.insert(A)

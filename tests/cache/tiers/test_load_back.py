@@ -6,7 +6,7 @@ from engine_cache import EvictParams, InitLoadBackParams, Lane, Request, Transfe
 from tests.models.cache_checks import check_cache
 from tests.models.cache_oracle import num_usable, pages_along
 from tests.rigs.cache import AB, ABC, CPU, EVERYTHING, GPU, NOTHING, A, CacheRig, removed, rigs, stored
-from tests.rigs.cache_steps import holdings, init_load_back, rows_of
+from tests.rigs.cache_steps import holdings, init_load_back
 
 KV = ("hiradix", "unified")
 STATES = ("himamba", "unified+mamba")
@@ -25,7 +25,7 @@ def test_what_was_demoted_comes_back_and_is_reported_from_the_root_down(rig):
     rig.cache.release(lock)
     assert rig.events() == stored(GPU, [1, 1], [2, 2], [3, 3])
     assert node is match.best_match_node is rig.node_of(ABC)
-    assert rows.tolist() == rows_of(rig, A, AB, ABC)
+    assert rows.tolist() == [row for tokens in (A, AB, ABC) for row in rig.node_of(tokens).value]
     assert rig.cache.protected_size() == 6, "until the load has ended"
     assert not any(rig.cache.evict(EVERYTHING))
     rig.settle()

@@ -55,30 +55,21 @@ def test_pages_that_came_concurrently_are_freed_or_adopted(rig, store):
     assert rig.prefetch(A, "too late") is None
 
 
+@pytest.mark.parametrize(
+    ("inserted", "overtakes"), [((A, [9, 9]), False), (([9, 9],), False), (([9, 9], A), True)], ids=str
+)
 @rigs(*CLASSES)
-def test_backups_of_nodes_on_the_path_are_waited_for_and_later_ones_are_not(rig, store):
+def test_backups_on_the_path_are_waited_for_and_others_only_if_one_overtook_them(rig, store, inserted, overtakes):
     rig.prefetch(ABCD)
     rig.run(Lane.PREFETCH)
-    rig.insert(A)
-    rig.insert([9, 9])
+    for tokens in inserted:
+        rig.insert(tokens)
+    if overtakes:
+        rig.engine.step(Lane.WRITE, 1)
     rig.cache.take_events()
     assert rig.cache.check_prefetch_progress("r")
-    assert rig.engine.num_queued(Lane.WRITE) == len(rig.cache.ongoing_write_through) == 1
-    assert rig.events() == stored(CPU, *PAGES)
-    rig.settle()
-
-
-@pytest.mark.parametrize("overtakes", [False, True])
-@rigs(*CLASSES)
-def test_unrelated_backups_are_waited_for_only_if_one_overtook_them(rig, store, overtakes):
-    rig.prefetch(ABCD)
-    rig.run(Lane.PREFETCH)
-    rig.insert([9, 9])
-    if overtakes:
-        rig.insert(A)
-        rig.engine.step(Lane.WRITE, 1)
-    assert rig.cache.check_prefetch_progress("r")
     assert rig.engine.num_queued(Lane.WRITE) == len(rig.cache.ongoing_write_through) == 1 - overtakes
+    assert overtakes or rig.events() == stored(CPU, *PAGES)
     rig.settle()
 
 

@@ -10,7 +10,6 @@ from tests.rigs.cache_steps import archived
 from tests.rigs.cache_stores import is_idle, set_policy
 
 MAMBA, SWA = PoolName.MAMBA, PoolName.SWA
-STATES = ("himamba", "unified+mamba")
 SIZES = {"swa_pages": 8, "host_pages": 16}
 
 

@@ -7,7 +7,7 @@ from engine_cache import CacheStateError, EvictParams, InitLoadBackParams, Lane,
 from kv_events.errors import InvalidValueError
 from tests.models.cache_checks import check_cache
 from tests.rigs.cache import AB, ABC, FAILED, NOTHING, A, refuse, rigs
-from tests.rigs.cache_steps import init_load_back, request_of
+from tests.rigs.cache_steps import init_load_back
 
 STATES = ("himamba", "unified+mamba")
 
@@ -86,7 +86,9 @@ def test_a_request_that_is_not_on_the_way_is_refused(rig):
 @rigs(*STATES)
 def test_no_late_copy_overwrites_the_state_of_the_next_owner(rig, is_started):
     rig.demoted(A, AB)
-    slot = request_of(rig, AB).mamba_pool_idx
+    _, req, lock = rig.load_back(rig.match(AB), req=Request("r", [], 0))
+    rig.cache.release(lock)
+    slot = req.mamba_pool_idx
     if is_started:
         rig.cache.ready_to_load_host_cache()
     rig.end_requests()
@@ -112,12 +114,6 @@ def turns(rig):
     """A, AB and ABC on both tiers, the last of them on the host only."""
     rig.turns(A, AB, ABC)
     rig.cache.evict(EvictParams(2))
-
-
-def continued_from(rig, match):
-    rows, node = init_load_back(rig, match)
-    assert rows.tolist() == []
-    return node
 
 
 @TURNS

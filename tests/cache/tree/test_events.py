@@ -16,7 +16,6 @@ from tests.support.log.records import words
 
 ALL = ("radix", "mamba", "hiradix", "himamba", "unified", "unified+mamba+swa")
 PAGES_OF_FOUR = {"page_size": 4, "device_pages": 8}
-NAME = -3488128144981237669  # of tokens 1 to 4
 
 
 @rigs(*ALL)

@@ -8,7 +8,6 @@ from tests.rigs.cache_steps import host_evict, in_tree
 
 STATES = ("himamba", "unified+mamba")
 ALL = ("hiradix", *STATES, "unified+mamba+swa")
-SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}
 ONE_TIER = {"tiers": 1}
 
 

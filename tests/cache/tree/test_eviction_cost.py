@@ -46,54 +46,53 @@ def insert(cache, tokens):
     cache.writing_check(write_back=True)
 
 
-def looked_at_in_a_full_cache(kind, num_leaves, policy, monkeypatch):
-    """Return the policy calls of several turns. In each, one leaf is used and one is inserted, so that another one is
-    evicted from every tier. All leaves have the same parent."""
-    calls, original = [], EVICTION_POLICIES[policy]
+@pytest.fixture
+def looked_at(monkeypatch):
+    """The nodes that eviction policies were called for, one after the other."""
+    nodes = []
 
-    def counted(node):
-        calls.append(node)
-        return original.key(node)
+    def watched(policy):
+        return policy._replace(key=lambda node: nodes.append(node) or policy.key(node))  # type: ignore[func-returns-value]
 
-    monkeypatch.setitem(EVICTION_POLICIES, policy, original._replace(key=counted))
+    for name, policy in EVICTION_POLICIES.items():
+        monkeypatch.setitem(EVICTION_POLICIES, name, watched(policy))
+    return nodes
+
+
+def looks_in_a_full_cache(kind, num_leaves, policy, looked_at):
+    """Return the number of looks in several turns. In each, one leaf is used and one is inserted, so that another one
+    is evicted from every tier. All leaves have the same parent."""
     cache = make_cache(kind, num_leaves // 2, num_leaves, policy)
     for leaf in range(num_leaves):
         insert(cache, [1] if leaf == 0 else [1, 1 + leaf])
     (shared,) = cache.root_node.children.values()
     shared.children = Unwalked(shared.children)
-    calls.clear()
+    looked_at.clear()
     draw = random.Random(num_leaves)
     for leaf in range(num_leaves, num_leaves + TURNS):
         cache.match_prefix(MatchPrefixParams(RadixKey([1, 1 + draw.randrange(leaf)])))
         insert(cache, [1, 1 + leaf])
-    return len(calls)
+    return len(looked_at)
 
 
 @pytest.mark.parametrize(("kind", "policy"), CASES)
-def test_a_full_cache_looks_at_no_more_nodes_when_it_is_eight_times_as_large(kind, policy, monkeypatch):
-    small = looked_at_in_a_full_cache(kind, FEW, policy, monkeypatch)
-    large = looked_at_in_a_full_cache(kind, MANY, policy, monkeypatch)
+def test_a_full_cache_looks_at_no_more_nodes_when_it_is_eight_times_as_large(kind, policy, looked_at):
+    small = looks_in_a_full_cache(kind, FEW, policy, looked_at)
+    large = looks_in_a_full_cache(kind, MANY, policy, looked_at)
     assert TURNS < small < 8 * TURNS
     assert large < 1.4 * small, "log 4,000 / log 500"
 
 
-def host_tier(num_leaves, write_policy, monkeypatch):
-    """Return a cache with a device full of one-page nodes, one more host page, and a list of the examined nodes."""
-    looked_at = []
-
-    def watched(node):
-        looked_at.append(node)
-        return node.last_access_time, node.id
-
-    monkeypatch.setitem(EVICTION_POLICIES, "lru", EVICTION_POLICIES["lru"]._replace(key=watched))
+def host_tier(num_leaves, write_policy):
+    """Return a cache with a device full of one-page nodes and one more host page."""
     cache = make_cache("hiradix", num_leaves, num_leaves + 1, "lru", write_policy=write_policy)
     for leaf in range(num_leaves):
         insert(cache, [leaf])
-    return cache, looked_at
+    return cache
 
 
-def test_leaves_that_find_no_room_on_the_host_are_looked_at_once_and_stay(monkeypatch):
-    cache, looked_at = host_tier(8, "write_back", monkeypatch)
+def test_leaves_that_find_no_room_on_the_host_are_looked_at_once_and_stay(looked_at):
+    cache = host_tier(8, "write_back")
     cache.evict(EvictParams(8))
     for leaf in range(8):
         insert(cache, [100 + leaf])
@@ -113,8 +112,8 @@ def test_leaves_that_find_no_room_on_the_host_are_looked_at_once_and_stay(monkey
     check_cache(cache)
 
 
-def test_leaves_that_are_locked_cost_an_eviction_nothing(monkeypatch):
-    cache, looked_at = host_tier(500, "write_through", monkeypatch)
+def test_leaves_that_are_locked_cost_an_eviction_nothing(looked_at):
+    cache = host_tier(500, "write_through")
     cache.evict(EvictParams(500))
     *held, free = sorted(cache.evictable_host_leaves, key=lambda node: node.id)
     for node in held:
@@ -132,7 +131,7 @@ def test_leaves_that_are_locked_cost_an_eviction_nothing(monkeypatch):
 
 
 def test_an_eviction_that_fails_midway_loses_no_leaf(monkeypatch):
-    cache, _ = host_tier(4, "write_back", monkeypatch)
+    cache = host_tier(4, "write_back")
     with monkeypatch.context() as patch:
         patch.setattr(cache.cache_controller, "write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -155,6 +155,7 @@ def test_a_host_tier_comes_before_anything_is_cached(rig):
 @pytest.mark.parametrize(
     ("name", "params", "error"),
     [
+        ("radix", {"value": np.arange(2, 5)}, r"value: got '3 rows'.*4 units"),
         ("unified", {"value": np.arange(2, 5)}, "value"),
         ("unified", {"value": None}, "value"),
         ("unified+mamba", {"key": RadixKey([1]), "value": np.arange(1), "mamba_value": np.array([1])}, "value"),

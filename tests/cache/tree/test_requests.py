@@ -37,8 +37,6 @@ def test_a_node_on_no_tier_ends_a_match(rig):
 
 # --- requests ---
 
-ONE_TIER = ("radix", "mamba", *((f"unified{kinds}", {"tiers": 1}) for kinds in ("", "+mamba", "+swa", "+mamba+swa")))
-
 
 @pytest.fixture
 def requests(rig):

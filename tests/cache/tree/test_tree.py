@@ -5,13 +5,11 @@ import threading
 import numpy as np
 import pytest
 
-from engine_cache import EvictParams, InsertParams, Lane, MatchPrefixParams, RadixCache, RadixKey, ThreadCopyEngine
-from tests.models.cache_checks import check_cache
+from engine_cache import EvictParams, InsertParams, Lane, MatchPrefixParams, RadixKey, ThreadCopyEngine
 from tests.rigs.cache import AB, ABC, ABCD, CPU, GPU, NOTHING, A, CacheRig, rigs, stored
 
 DEVICE = ("radix", "mamba")
 HOST = ("hiradix", "himamba", "unified")
-SMALL = {"page_size": 1, "device_pages": 64, "slots": 8}
 
 
 def path(rig, tokens, kind="full"):
@@ -27,66 +25,50 @@ def uses(rig):
 # --- a tree of KV alone ---
 
 
-def insert(cache, tokens, rows=None, extra_key=None, **params):
-    value = None if rows is None else np.asarray(rows)
-    return cache.insert(InsertParams(RadixKey(tokens, extra_key), value, **params))[:2]
-
-
-def match(cache, tokens, extra_key=None):
-    return cache.match_prefix(MatchPrefixParams(RadixKey(tokens, extra_key)))
-
-
-def rows_of(cache, tokens, extra_key=None):
-    return match(cache, tokens, extra_key).device_indices.tolist()
-
-
-@pytest.fixture
-def cache():
-    cache = RadixCache(page_size=2)
-    yield cache
-    check_cache(cache)
-
-
-def test_a_split_copies_lock_hits_and_priority(cache):
+@rigs("radix")
+def test_a_split_copies_lock_hits_and_priority(rig):
     for _ in range(2):
-        insert(cache, [1, 2, 3, 4], priority=7)
-    (old,) = cache.root_node.children.values()
-    cache.inc_lock_ref(old)
-    upper = match(cache, [1, 2]).last_device_node
+        rig.insert(AB, priority=7)
+    old = rig.node_of(AB)
+    rig.cache.inc_lock_ref(old)
+    upper = rig.match(A).last_device_node
     assert (upper.lock_ref, upper.hit_count, old.hit_count, upper.priority) == (1, 2, 2, 7)
-    assert cache.protected_size() == 4
-    cache.dec_lock_ref(old)
+    assert rig.cache.protected_size() == 4
+    rig.cache.dec_lock_ref(old)
     assert upper.lock_ref == 0
 
 
-def test_priority_rises_along_the_path_and_never_falls(cache):
-    for tokens, priority in (([1, 2], 3), ([1, 2, 3, 4], 5), ([1, 2], 1)):
-        insert(cache, tokens, priority=priority)
-    assert match(cache, [1, 2]).last_device_node.priority == 5
+@rigs("radix")
+def test_priority_rises_along_the_path_and_never_falls(rig):
+    for tokens, priority in ((A, 3), (AB, 5), (A, 1)):
+        rig.insert(tokens, priority=priority)
+    assert rig.node_of(A).priority == 5
 
 
-def test_hits_count_inserts_unless_chunked(cache):
-    insert(cache, [1, 2], chunked=True)
-    node = match(cache, [1, 2]).last_device_node
-    for chunked, expected in ((False, 1), (True, 1)):
-        assert node.hit_count == expected - (not chunked)
-        insert(cache, [1, 2], chunked=chunked)
-        assert node.hit_count == expected
+@rigs("radix")
+def test_hits_count_inserts_unless_chunked(rig):
+    hits = []
+    for chunked in (True, False, True):
+        rig.insert(A, chunked=chunked)
+        hits.append(rig.node_of(A).hit_count)
+    assert hits == [0, 1, 1]
 
 
-def test_insert_copies_the_rows(cache):
-    rows = np.array([10, 11])
-    insert(cache, [1, 2], rows)
+@rigs("radix")
+def test_insert_copies_the_rows(rig):
+    rows = rig.alloc(2)
+    expected = rows.tolist()
+    rig.compute(rows, None, rig.prefixes(A))
+    rig.cache.insert(InsertParams(RadixKey(A), rows))
     rows[:] = 0
-    match(cache, [1, 2]).device_indices[:] = 0
-    assert rows_of(cache, [1, 2]) == [10, 11]
+    rig.match(A).device_indices[:] = 0
+    assert rig.match(A).device_indices.tolist() == expected
 
 
-def test_what_does_not_fit_the_key_or_the_cache_is_refused(cache):
-    with pytest.raises(ValueError, match=r"value: got '3 rows'.*4 units"):
-        insert(cache, [1, 2, 3, 4], [1, 2, 3])
+@rigs("radix")
+def test_a_key_of_other_units_is_refused(rig):
     with pytest.raises(ValueError, match="is_bigram"):
-        cache.match_prefix(MatchPrefixParams(RadixKey([1, 2, 3], is_bigram=True)))
+        rig.cache.match_prefix(MatchPrefixParams(RadixKey([1, 2, 3], is_bigram=True)))
 
 
 @rigs(*DEVICE, *HOST, "unified+mamba", disable=True)
@@ -176,9 +158,6 @@ def test_a_key_without_a_unit_takes_nothing(rig):
 # --- splits ---
 
 
-SWA = {"page_size": 1, "window": 8, "device_pages": 20, "swa_pages": 20, "host_pages": 30}
-
-
 @pytest.mark.parametrize("evicted", [0, 2])
 @rigs("unified+swa", page_size=1, window=2, device_pages=8, swa_pages=8, host_pages=10, swa_host_pages=10)
 def test_a_leaf_that_is_cut_is_backed_up_as_a_whole(rig, evicted):
@@ -189,11 +168,11 @@ def test_a_leaf_that_is_cut_is_backed_up_as_a_whole(rig, evicted):
     assert all(place.node.host_value is not None for place in rig.walk())
 
 
-# --- whole requests and copies on threads ---
+# --- copies on threads ---
 
 
 @pytest.mark.parametrize("name", ["hiradix", "himamba"])
-def test_copies_on_threads_end_as_those_by_hand_do_and_no_caller_waits_for_them(name):
+def test_no_caller_waits_for_copies_on_threads(name):
     rig, gate = CacheRig(name, engine=ThreadCopyEngine()), threading.Event()
     rig.engine.submit(Lane.WRITE, [gate.wait])
     rig.insert(A)
@@ -202,11 +181,4 @@ def test_copies_on_threads_end_as_those_by_hand_do_and_no_caller_waits_for_them(
     gate.set()
     rig.settle()
     assert rig.held(CPU) == {(None, tuple(A))}
-    for turn in range(40):
-        rig.insert([turn % 7, 1, turn % 3, 2, 3, 4])
-        rig.cache.check_hicache_events()
-        rig.load([turn % 5, 1, turn % 3, 2])
-        rig.cache.ready_to_load_host_cache()
-    rig.settle()
-    rig.check()
     rig.engine.close()

@@ -14,15 +14,14 @@ class WatchedMooncake(Failing, MooncakeStorage):
     """Objects under a separate tag in a shared store.
 
     master: a `MooncakeAccess`. own_client: a separate client, which can lose its master and takes a second to close,
-    instead of the shared one. tag: None for a unique one.
+    instead of the shared one.
     """
 
-    def __init__(self, identity, master, *, own_client=False, tag=None):
+    def __init__(self, identity, master, *, own_client=False):
         settings = master.settings()
         client = MooncakeClient(settings) if own_client else master.shared_client()
         self._ever = set()  # (pool, key) of all writes
-        tag = tag or f"t{secrets.token_hex(5)}"
-        super().__init__(client, replace(identity, extra_backend_tag=tag), settings)
+        super().__init__(client, replace(identity, extra_backend_tag=f"t{secrets.token_hex(5)}"), settings)
 
     def held(self):
         return {key for name, key in self._there() if name is PoolName.KV}

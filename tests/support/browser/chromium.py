@@ -6,14 +6,13 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import pytest
-from playwright.async_api import Browser, Page, async_playwright
-
-from tests.support.waiting import async_wait_until
+from playwright.async_api import Browser, Page, async_playwright, expect
 
 Scheme = Literal["light", "dark"]
 
 DEADLINE_S = 60
 """Of every wait for a page. A browser starts slowly on a busy machine."""
+expect.set_options(timeout=DEADLINE_S * 1000)
 
 FLAGS = (
     "--no-sandbox",  # tests may run as root
@@ -77,11 +76,7 @@ async def text_of(page: Page, selector: str) -> str:
 
 async def shows(page: Page, selector: str, text: str) -> None:
     """Wait until an element has a text."""
-
-    async def is_shown() -> bool:
-        return text in await text_of(page, selector)
-
-    await async_wait_until(is_shown, DEADLINE_S, f"{text!r} in {selector}")
+    await expect(page.locator(selector)).to_contain_text(text, use_inner_text=True)
 
 
 async def asked(page: Page, path: str, body: Any = None) -> Any:

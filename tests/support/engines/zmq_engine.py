@@ -10,6 +10,7 @@ import zmq
 from tests.support.servers.child_process import free_port
 
 _POLL_MS = 20
+_HIGH_WATER_MARK = 100_000
 END = b"\xff" * 8
 
 
@@ -26,7 +27,6 @@ class ZmqEngine:
         replay: bool = True,
         buffer_steps: int = 10_000,
         topic: str = "",
-        high_water_mark: int = 100_000,
         first_seq: int = 0,
         answers_at_most: int = 10**9,
         connect_to: str | None = None,
@@ -44,7 +44,6 @@ class ZmqEngine:
         self._answers_at_most = answers_at_most
         self._first_seq = first_seq
         self._layout = layout
-        self._high_water_mark = high_water_mark
         self._connect_to = connect_to
         self._host = host
         self._port = port or free_port()
@@ -116,7 +115,7 @@ class ZmqEngine:
         self._context.setsockopt(zmq.IPV6, self._host.startswith("["))  # of its sockets
         self._live = self._context.socket(zmq.XPUB)
         self._live.setsockopt(zmq.XPUB_VERBOSE, 1)
-        self._live.setsockopt(zmq.SNDHWM, self._high_water_mark)
+        self._live.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         if self._connect_to is None:
             self._live.bind(self.endpoint)
         else:

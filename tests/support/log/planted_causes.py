@@ -37,12 +37,14 @@ class Truth(NamedTuple):
 Plant = Callable[[Scene], Truth]
 
 
-def _stored_up_to(scene: Scene, end: int, tier: int = 0) -> list[int]:
+def _stored_up_to(scene: Scene, end: int) -> list[int]:
     """Let the victim store the first pages in one to three batches. Returns the record of each page."""
+    if not end:
+        return []
     cuts = sorted({0, end, *scene.random.integers(0, end + 1, 2).tolist()})
     found: list[int] = []
     for start, stop in pairwise(cuts):
-        index = scene.store(scene.victim, range(start, stop), tier=tier)
+        index = scene.store(scene.victim, range(start, stop))
         found += [index] * (stop - start)
         scene.noise(4)
     return found

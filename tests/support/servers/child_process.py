@@ -31,8 +31,11 @@ class PartMissingError(Exception):
     """A server or package that a test needs is not installed. The message says how to install it."""
 
     def __init__(self, part: str, remedy: str) -> None:
-        super().__init__(f"{part} is missing: {remedy}")
-        self.part, self.remedy = part, remedy
+        super().__init__(part, remedy)
+
+    def __str__(self) -> str:
+        part, remedy = self.args
+        return f"{part} is missing: {remedy}"
 
 
 class ChildProcess:

@@ -28,6 +28,7 @@ from tests.support.servers.child_process import PartMissingError, RestartableSer
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.waiting import wait_until
 
+_TOPICS = ("events", "control", "decisions", "reservations")
 KAFKA_VERSION = "4.1.1"
 _COORDINATES = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}"
 _JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dlog4j2.level=WARN")
@@ -89,7 +90,9 @@ class KafkaBroker(RestartableServer):
             more=more,
         )
         self._settings.write_text(text)
-        self._format_storage(users)
+        adding = [argument for user in users for argument in ("--add-scram", user)]
+        where = ("--standalone", "-t", str(uuid.uuid4()), "-c", str(self._settings))
+        run_kafka_tool("kafka.tools.StorageTool", "format", *where, *adding, java=self.java)
 
     @property
     def bootstrap(self) -> str:
@@ -99,22 +102,6 @@ class KafkaBroker(RestartableServer):
     def restart(self) -> None:
         """Start or restart, and block until all listeners accept. Takes about 2 s the first time, 4 s after a kill."""
         self.start([*self.java, "kafka.Kafka", self._settings], self._log, *self._ports, deadline_s=180.0)
-
-    def _format_storage(self, users: Sequence[str]) -> None:
-        cluster = str(uuid.uuid4())
-        arguments = [
-            "kafka.tools.StorageTool",
-            "format",
-            "--standalone",
-            "-t",
-            cluster,
-            "-c",
-            str(self._settings),
-            *(argument for user in users for argument in ("--add-scram", user)),
-        ]
-        done = subprocess.run([*self.java, *arguments], capture_output=True, text=True, timeout=180)
-        if done.returncode != 0:
-            raise RuntimeError(f"formatting Kafka's storage failed:\n{done.stdout}{done.stderr}")
 
 
 class LinkedKafka(KafkaBroker):
@@ -141,9 +128,9 @@ def _addresses(ports: Mapping[str, int]) -> str:
     return "".join(f",{name}://127.0.0.1:{port}" for name, port in ports.items())
 
 
-def run_kafka_tool(name: str, *arguments: str) -> None:
+def run_kafka_tool(name: str, *arguments: str, java: Sequence[str] = ()) -> None:
     """Run one of Kafka's own tools, such as `kafka.admin.ConfigCommand`. Takes about 2 s."""
-    done = subprocess.run([*_kafka_command(), name, *arguments], capture_output=True, text=True, timeout=180)
+    done = subprocess.run([*(java or _kafka_command()), name, *arguments], capture_output=True, text=True, timeout=180)
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed:\n{done.stdout}{done.stderr}")
 
@@ -233,11 +220,15 @@ async def produce(bootstrap: str, topic: str, records: Iterable[LogRecord], *, k
             await producer.send_and_wait(topic, record.payload, record.key, timestamp_ms=time_ms)
 
 
+def topic_fields(bootstrap: str) -> dict[str, Any]:
+    """Return fields of settings that name a broker and topics of one test alone. `own_topics` has the variables."""
+    name = uuid.uuid4().hex
+    return {"kafka": bootstrap, **{f"{each}_topic": f"{each}-{name}" for each in _TOPICS}}
+
+
 def recorded_topic(bootstrap: str, records: Iterable[LogRecord]) -> KafkaSettings:
     """Create a topic of two partitions with these records of events and their times. Returns settings that name it."""
-    name = uuid.uuid4().hex
-    topics: dict[str, Any] = {"events_topic": f"events-{name}", "control_topic": f"control-{name}"}
-    settings = KafkaSettings(kafka=bootstrap, **topics, topic_partitions=2)
+    settings = KafkaSettings(**topic_fields(bootstrap), topic_partitions=2)
 
     async def write() -> None:
         await inspect_topics(KafkaConnection(settings), settings, create=True)

@@ -19,14 +19,14 @@ PEER_PACKAGE = "ai_dynamo_runtime", "1.6.1"
 class PeerIndexer:
     """A process of the indexer: `with PeerIndexer(log) as peer:`. Skips the test if pip cannot download the package."""
 
-    def __init__(self, log: Path, *, threads: int = 1, module: str = "dynamo.indexer") -> None:
-        """threads: threads of its index; with 1, events are processed in the order of their arrival.
+    def __init__(self, log: Path, *, module: str = "dynamo.indexer") -> None:
+        """module: that of the selection service is dynamo.select_service.
 
-        module: that of the selection service is dynamo.select_service.
+        Its index has one thread, so that events are processed in the order of their arrival.
         """
         folder = installed(*PEER_PACKAGE)
         self._port = free_port()
-        command = [sys.executable, "-m", module, "--port", str(self._port), "--threads", str(threads)]
+        command = [sys.executable, "-m", module, "--port", str(self._port), "--threads", "1"]
         self._process = ChildProcess(command, log, {"PYTHONPATH": str(folder), "DYN_LOG": "warn"})
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=60)
 

@@ -4,17 +4,15 @@ The process that controls the run starts a server at the first request for it an
 test processes of pytest-xdist send requests through a Unix socket.
 """
 
-import contextlib
-import json
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.managers import BaseManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from tests.support.servers.child_process import ChildProcess, PartMissingError
+from tests.support.servers.child_process import ChildProcess
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.mooncake_master import MooncakeMaster
 from tests.support.servers.redis_server import RedisServer
@@ -22,16 +20,8 @@ from tests.support.servers.secure_kafka import SecureKafka
 from tests.support.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[3]
-
-
-class Servers(Protocol):
-    """The interface of the shared servers in a test process."""
-
-    def address(self, name: str) -> str:
-        """Return the address of a server: `kafka`, `redis`, `mooncake`. That of `secure-kafka` is a folder.
-
-        Raises PartMissingError.
-        """
+_KEY = b"kvsight"
+"""The socket is in a folder that other users cannot open."""
 
 
 class SharedServers:
@@ -42,9 +32,13 @@ class SharedServers:
         self._lock = threading.Lock()  # guards _addresses and _stops; held while a server starts
         self._addresses: dict[str, str] = {}
         self._stops: list[Callable[[], None]] = []
-        self._listener: Listener | None = None
+        self._socket = ""
 
     def address(self, name: str) -> str:
+        """Return the address of a server: `kafka`, `redis`, `mooncake`. That of `secure-kafka` is a folder.
+
+        Raises PartMissingError.
+        """
         with self._lock:
             if name not in self._addresses:
                 folder = Path(self._folder.name) / name
@@ -55,54 +49,32 @@ class SharedServers:
 
     def listen(self) -> str:
         """Start to answer other processes. Returns the path of the socket."""
-        if self._listener is None:
-            self._listener = Listener(str(Path(self._folder.name) / "socket"), backlog=64)
-            threading.Thread(target=self._accept, args=(self._listener,), name="shared-servers", daemon=True).start()
-        return str(self._listener.address)
+        if not self._socket:
+            _Manager.register("shared", callable=lambda: self)
+            server = _Manager(authkey=_KEY).get_server()
+            threading.Thread(target=server.serve_forever, name="shared-servers", daemon=True).start()
+            self._socket = str(server.address)
+        return self._socket
 
     def close(self) -> None:
         """Stop everything."""
-        if self._listener is not None:
-            self._listener.close()
         while self._stops:
             self._stops.pop()()
         self._folder.cleanup()
 
-    def _accept(self, listener: Listener) -> None:
-        while True:
-            try:
-                connection = listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
-    def _answer(self, connection: Connection) -> None:
-        with connection, contextlib.suppress(EOFError, OSError):  # the test process was interrupted
-            name = connection.recv_bytes(64).decode()
-            try:
-                answer = {"address": self.address(name)}
-            except PartMissingError as error:
-                answer = {"missing": error.part, "remedy": error.remedy}
-            except Exception as error:  # noqa: BLE001  (the test process raises it)
-                answer = {"error": f"{name} did not start: {error!r}"}
-            connection.send_bytes(json.dumps(answer).encode())
+class _Manager(BaseManager):
+    """Carries the calls of other processes of the same run."""
 
 
-class RemoteServers:
-    """The shared servers, as seen from another test process."""
+_Manager.register("shared")
 
-    def __init__(self, socket: str) -> None:
-        self._socket = socket
 
-    def address(self, name: str) -> str:
-        with Client(self._socket) as connection:
-            connection.send_bytes(name.encode())
-            answer: dict[str, str] = json.loads(connection.recv_bytes(2**16))
-        if "missing" in answer:
-            raise PartMissingError(answer["missing"], answer["remedy"])
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["address"]
+def remote_servers(socket: str) -> Any:
+    """Return the `SharedServers` of the controlling process, as seen from another test process."""
+    manager = _Manager(socket, authkey=_KEY)
+    manager.connect()
+    return manager.shared()  # type: ignore[attr-defined]
 
 
 def _start_kafka(folder: Path) -> tuple[str, Callable[[], None]]:

@@ -15,7 +15,7 @@ VERSION = "0.1.17"
 class VllmRouter(ChildProcess):
     """`with VllmRouter(folder, {engine: (events, replay), ...}) as router:`. Skips the test if pip cannot get it."""
 
-    def __init__(self, folder: Path, engines: Mapping[str, tuple[str, str] | None], block_size: int = 16) -> None:
+    def __init__(self, folder: Path, engines: Mapping[str, tuple[str, str] | None]) -> None:
         """engines: address of an engine -> those of its events and of their replay; None for the default policy."""
         python = environment(f"vllm-router-{VERSION}", [f"vllm-router=={VERSION}"])
         port = free_port()
@@ -26,7 +26,7 @@ class VllmRouter(ChildProcess):
                 words += ["--kv-event-source", f"{engine}={events[0]}"]
                 words += ["--kv-event-replay-source", f"{engine}={events[1]}"]
         if "--kv-event-source" in words:
-            words += ["--policy", "kv_aware", "--kv-event-block-size", str(block_size), "--kv-event-model", "m"]
+            words += ["--policy", "kv_aware", "--kv-event-block-size", "16", "--kv-event-model", "m"]
         super().__init__([python.parent / "vllm-router", *words], folder / "vllm-router.log")
 
     def __enter__(self) -> Self:
