@@ -84,7 +84,7 @@ class Selector:
     def work(self, request: SelectRequest, namespace: Namespace, now: float) -> tuple[Roster, float] | None:
         """Return what `least_work` needs to choose for requests like this one now. None: only `choose` can."""
         policy = self._policy(namespace)
-        if not isinstance(policy, OverlapLoadPolicy):  # the one that kernels know
+        if type(policy) is not OverlapLoadPolicy:  # the one that kernels know; a derived one may choose otherwise
             return None
         scale = policy.scale_of_work(_options(request), namespace.key.block_size)
         return None if scale is None else (self._rosters.of(namespace, now), scale)

@@ -5,10 +5,11 @@ callers. A kernel therefore finds the members of a large body. The long lists th
 decoded in slices. The rest must be small.
 """
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,6 +34,8 @@ _MOST_BYTES_PER_NUMBER = 9  # in msgpack
 _LONGEST_KEY = 256
 _POSITION = re.compile(r" - at `\$\[(\d+)\]")
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 T_co = TypeVar("T_co", covariant=True)
 Body: TypeAlias = bytes | bytearray
 Data: TypeAlias = Body | msgspec.Raw | memoryview
@@ -90,6 +93,20 @@ class Slim(NamedTuple):
     """The body, in which `lists` are empty."""
     lists: dict[str, memoryview]
     """The long lists of a large body by field, not decoded."""
+
+
+class LargeBodies:
+    """Decodes large bodies in another thread, one at a time: the event loop needs the interpreter, too."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore()
+
+    async def in_thread(self, data: Data, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call `decode` directly for small data and in a thread for large data."""
+        if not is_large(data):
+            return decode(*args, **kwargs)
+        async with self._turn:
+            return await asyncio.to_thread(decode, *args, **kwargs)
 
 
 def is_large(data: Data) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from api.access.rate_limits import OF_REQUEST, TenantRates
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import MISSING_HEADER, Answerer
 from api.queries.body_formats import decode_as, decode_query_batch, format_of
-from api.queries.large_bodies import JSON, MSGPACK, Body, BodyFormat, Data, is_large
+from api.queries.large_bodies import JSON, MSGPACK, Body, BodyFormat, Data, LargeBodies
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
 from api.queries.text import TokensOf, has_text, without_text
 from indexer.slices import Slices
@@ -54,7 +53,7 @@ class QueryRoutes:
         self._max_body_bytes = max_body_bytes
         self._tenants = tenants
         self._tokens_of = tokens_of
-        self._large_decodes = asyncio.Semaphore()  # decoded one at a time: the loop needs the interpreter, too
+        self._in_thread = LargeBodies().in_thread
 
     def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
@@ -121,13 +120,6 @@ class QueryRoutes:
         if self._tenants is not None and self._answerer.knows(asked[0]):
             self._tenants.admit(asked[0])
         return asked
-
-    async def _in_thread(self, data: Data, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call `decode` directly for small data and in a thread for large data."""
-        if not is_large(data):
-            return decode(*args, **kwargs)
-        async with self._large_decodes:
-            return await asyncio.to_thread(decode, *args, **kwargs)
 
 
 class RawEndpoint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ from msgspec import UNSET
 from api.problems import ProblemError, ProblemKind
 from api.prompts.rendered import Rendered
 from api.queries.body_formats import decode_as
-from api.queries.large_bodies import MSGPACK, Body, BodyFormat, is_large, slimmed
+from api.queries.large_bodies import MSGPACK, Body, BodyFormat, slimmed
 from api.queries.parsing import long_numbers, numbers_of
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
@@ -50,15 +49,15 @@ class Prompt(NamedTuple):
     """Why the tokens of a text are not known. Empty: they are, or there was none."""
 
 
-async def decoded_text(body: Body, body_format: BodyFormat) -> tuple[SelectRequest, Mapping[str, Any]]:
+def decoded_text(body: Body, body_format: BodyFormat) -> tuple[SelectRequest, Mapping[str, Any]]:
     """Decode a request whose prompt is text. Returns the whole body, too. Raises ProblemError.
 
     Without a `session_id`, the first messages are the key of the session.
     """
-    given = await in_thread(body, decode_as, dict, body, body_format)
+    given: dict[str, Any] = decode_as(dict, body, body_format)
     fields = {name: given[name] for name in SelectRequest.__struct_fields__ if name in given and name not in _FIELDS}
     fields.setdefault("model_name", given.get("model", "default"))
-    fields.setdefault("session_id", await in_thread(body, _session_of, given))  # images may be in the messages
+    fields.setdefault("session_id", _session_of(given))
     return decode_as(SelectRequest, msgspec.msgpack.encode(fields), MSGPACK), given
 
 
@@ -78,17 +77,8 @@ def _session_of(given: Mapping[str, Any]) -> str | None:
     return hashlib.blake2b(first, digest_size=16).hexdigest()
 
 
-async def decoded(kind: type[Request], body: Body, body_format: BodyFormat) -> tuple[Request, Prompt]:
-    """Decode a request and its prompt, a large one in another thread. Raises ProblemError."""
-    return await in_thread(body, _decoded_now, kind, body, body_format)
-
-
-async def in_thread(body: Body, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call `decode` directly for a small body, and in a thread for a large one."""
-    return await asyncio.to_thread(decode, *args, **kwargs) if is_large(body) else decode(*args, **kwargs)
-
-
-def _decoded_now(kind: type[Request], body: Body, body_format: BodyFormat) -> tuple[Request, Prompt]:
+def decoded(kind: type[Request], body: Body, body_format: BodyFormat) -> tuple[Request, Prompt]:
+    """Decode a request and its prompt. Raises ProblemError."""
     rest, lists = slimmed(body, body_format)
     request = decode_as(kind, rest, body_format)
     try:

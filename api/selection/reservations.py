@@ -17,7 +17,7 @@ from api.fast.heads import BodylessRoute
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as, format_of
-from api.queries.large_bodies import Body, BodyFormat
+from api.queries.large_bodies import Body, BodyFormat, LargeBodies
 from api.queries.routes import RawEndpoint, json_response, read_body
 from api.selection.answers import loads_of, worker_name
 from api.selection.direct import MOST_CHOICES, MOST_HASHES
@@ -64,6 +64,8 @@ class Reservations:
         self._rosters = rosters
         self._is_ready = is_ready
         self._max_body_bytes = max_body_bytes
+        self.in_thread = LargeBodies().in_thread
+        """For bodies of the selection service."""
         self._pending_pages = 0
         self._pending: OrderedDict[tuple[str, str, str], tuple[float, list[Reserved]]] = OrderedDict()
 
@@ -164,7 +166,7 @@ class Reservations:
         return {"/reservations": RawEndpoint(self._reserve, self._max_body_bytes)}
 
     async def _reserve(self, body: Body, body_format: BodyFormat) -> Response:
-        request, prompt = await decoded(ReserveRequest, body, body_format)
+        request, prompt = await self.in_thread(body, decoded, ReserveRequest, body, body_format)
         now, namespace = self._served.now(), self.namespace(request.model_name, request.routing_group)
         is_pending = request.worker_id is None
         records = self._taken(request, now) if is_pending else [self._explicit(request, prompt, namespace, now)]

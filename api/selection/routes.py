@@ -23,7 +23,7 @@ from api.queries.routes import Handler, RawEndpoint, json_response
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
 from api.selection.direct import DirectTable, SelectionPlan, direct_table, session_text
-from api.selection.requests import Prompt, Render, decoded, decoded_text, in_thread, question_of, rendered_prompt
+from api.selection.requests import Prompt, Render, decoded, decoded_text, question_of, rendered_prompt
 from api.selection.reservations import Reservations
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
@@ -166,12 +166,12 @@ class SelectionRoutes:
         return json_response(overlaps_of(self._weighed(namespace, found), len(found.hashes), namespace.key.block_size))
 
     async def _asked(self, body: Body, body_format: BodyFormat) -> tuple[SelectRequest, Namespace, Found]:
-        if await in_thread(body, has_text, body, body_format):
-            request, given = await decoded_text(body, body_format)
+        if await self.reservations.in_thread(body, has_text, body, body_format):
+            request, given = await self.reservations.in_thread(body, decoded_text, body, body_format)
             self._admit(request)  # before an engine is asked
             prompt = await rendered_prompt(request, given, self._render)
         else:
-            request, prompt = await decoded(SelectRequest, body, body_format)
+            request, prompt = await self.reservations.in_thread(body, decoded, SelectRequest, body, body_format)
             self._admit(request)
         namespace, question, numbers = self._namespace(request), prompt.question, prompt.numbers
         if question.media:

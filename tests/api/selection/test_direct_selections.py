@@ -37,9 +37,10 @@ from kv_events.reservations import (
 )
 from kv_events.schema import CLOSED
 from selection.book import Book
+from selection.candidates import Candidates
 from selection.exchange import ReservationExchange
 from selection.kernels.booked import Bookings, make_bookings
-from selection.policies import seed_choices
+from selection.policies import Asked, Choice, OverlapLoadPolicy, seed_choices
 from selection.settings import SelectionSettings
 from tests.api.workers.test_reports import VLLM
 from tests.rigs.raw_http import Connect, Line, body_of, connecting, heads_taken, request, run
@@ -495,6 +496,16 @@ async def test_a_name_that_a_caller_took_before_leaves_nothing_behind() -> None:
         for name in names:
             assert (await fleet.direct.ask(step_of(name, RELEASED)))[0] == OK
         assert await fleet.num_booked() == 0
+
+
+async def test_a_policy_that_derives_from_the_one_of_the_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Last(OverlapLoadPolicy):
+        def choose(self, asked: Asked, candidates: Candidates) -> Choice:
+            return super().choose(asked, candidates)._replace(row=len(candidates.workers) - 1)
+
+    monkeypatch.setattr("api.selection.routes.create_policy", lambda _name: Last())
+    async with a_fleet({("1", 0): {0: range(4)}, ("2", 0): {}}) as fleet:
+        assert [await fleet.chosen() for _ in range(5)] == [2] * 5
 
 
 async def test_a_kernel_sees_each_change_at_once(taken: list[Head]) -> None:

@@ -42,7 +42,7 @@ class SharedServers:
         with self._lock:
             if name not in self._addresses:
                 folder = Path(self._folder.name) / name
-                folder.mkdir()
+                folder.mkdir(exist_ok=True)  # an earlier start may have failed
                 self._addresses[name], stop = _STARTS[name](folder)
                 self._stops.append(stop)
             return self._addresses[name]
