@@ -90,23 +90,10 @@ def encode_batch(
     degraded_reason: str = "",
 ) -> bytes:
     """Encode one record. events: results of `encode_event`. digest: 64 bytes. degraded_reason: see `DegradedBatch`."""
-    batch = schema.EventBatch(
-        schema.SCHEMA_VERSION,
-        stream.model,
-        stream.tenant,
-        stream.worker,
-        stream.dp_rank,
-        block_size,
-        epoch,
-        seq,
-        timestamp,
-        [msgspec.Raw(event) for event in events],
-        digest,
-    )
+    raw = [msgspec.Raw(event) for event in events]
+    fields = (schema.SCHEMA_VERSION, *stream, block_size, epoch, seq, timestamp, raw, digest)
     return _encoder.encode(
-        schema.DegradedBatch(**msgspec.structs.asdict(batch), degraded_reason=degraded_reason)
-        if degraded_reason
-        else batch
+        schema.DegradedBatch(*fields, degraded_reason) if degraded_reason else schema.EventBatch(*fields)
     )
 
 
