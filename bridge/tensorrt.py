@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bridge.context import BridgeCounters, EngineContext
-from bridge.decoding.events import AttentionSpec, InvalidEvent, PageRun, Run
+from bridge.decoding.events import MASK64, AttentionSpec, InvalidEvent, PageRun, Run
 from bridge.decoding.kernels.columns import REMOVAL
 from bridge.settings import EngineDefaults
 from bridge.worker_stream import EngineState, WorkerStream
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 _TIERS = (0, 1)
 """By cache level."""
-_MASK64 = 2**64 - 1
 _STATES = -1
 """The `window_size` of recurrent states."""
 
@@ -221,7 +220,7 @@ def _hash(value: Any) -> int:
         return int.from_bytes(value[-8:], "big")
     if not isinstance(value, int):
         raise _BadEventError(f"got {value!r}, expected a block hash")
-    return value & _MASK64
+    return value & MASK64
 
 
 def _integer(value: Any) -> int:
